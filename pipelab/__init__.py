@@ -1,0 +1,92 @@
+"""pipelab: pipeline-parallel schedules, written once, then checked, simulated, drawn and executed.
+
+A schedule is ten lines of Python that say in which order each rank runs forwards and backwards. That one object is
+checked (with an explanation), simulated, drawn, and executed on real tensors.
+
+Example:
+    >>> import pipelab
+    >>> plan = pipelab.OneFOneB(ranks=4, microbatches=8).plan()
+    >>> pipelab.simulate(plan, pipelab.Cost(forward=1, backward=2))
+    <simulated trace of OneFOneB(ranks=4, microbatches=8): makespan 33, bubble 27.3%>
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pipelab.actions import Action, B, F, I, Pair, R, W
+from pipelab.analysis import Comparison, compare, critical_path
+from pipelab.catalogue import DelayedBackward, GPipe, Naive, OneFOneB, schedules
+from pipelab.checking import check
+from pipelab.errors import PipelabError, ScheduleError
+from pipelab.faults import Fault
+from pipelab.plan import Plan
+from pipelab.schedule import Schedule
+from pipelab.simulation import Cost, simulate
+from pipelab.trace import Event, Trace, Transfer
+
+if TYPE_CHECKING:
+    from pipelab.engine.emulation import emulated
+    from pipelab.engine.hardware import devices
+    from pipelab.engine.pipeline import Pipeline, Step
+    from pipelab.engine.splitting import split
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "B",
+    "Comparison",
+    "Cost",
+    "DelayedBackward",
+    "Event",
+    "F",
+    "Fault",
+    "GPipe",
+    "I",
+    "Naive",
+    "OneFOneB",
+    "Pair",
+    "PipelabError",
+    "Pipeline",
+    "Plan",
+    "R",
+    "Schedule",
+    "ScheduleError",
+    "Step",
+    "Trace",
+    "Transfer",
+    "W",
+    "check",
+    "compare",
+    "critical_path",
+    "devices",
+    "emulated",
+    "schedules",
+    "simulate",
+    "split",
+]
+
+# What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
+_TORCH_HALF = {
+    "Pipeline": "pipelab.engine.pipeline",
+    "Step": "pipelab.engine.pipeline",
+    "devices": "pipelab.engine.hardware",
+    "emulated": "pipelab.engine.emulation",
+    "split": "pipelab.engine.splitting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the torch half's names on first use."""
+    if name not in _TORCH_HALF:
+        raise AttributeError(f"module 'pipelab' has no attribute {name!r}")
+    value = getattr(import_module(_TORCH_HALF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the torch half's names too."""
+    return sorted({*globals(), *_TORCH_HALF})

@@ -1,0 +1,185 @@
+"""Actions: the words in which a schedule is written.
+
+A schedule says, for every rank, in which order it runs `F` (forward), `B` (full backward), `I` (input gradient), `W`
+(weight gradient) and `R` (all-reduce of a stage's gradients over its replicas). The notation is PyTorch's: `2F0` is
+stage 2, forward, micro-batch 0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+from pipelab.errors import NotationError
+
+__all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W"]
+
+Kind = Literal["F", "B", "I", "W", "R"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_WORDS: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "all-reduce",
+}
+_NOTATION = re.compile(r"(?P<stage>\d+)?(?:(?P<kind>[FBIW])(?P<microbatch>\d+)|(?P<reduce>R))")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does: run one micro-batch through one stage, in one direction.
+
+    Make actions with `F`, `B`, `I`, `W` and `R`; `Action.parse` reads the notation back.
+
+    Attributes:
+        kind: `"F"`, `"B"`, `"I"`, `"W"` or `"R"`.
+        microbatch: the micro-batch, from 0; `None` for `R`, which concerns all of them.
+        stage: the stage, from 0; `None` until the schedule binds it to the rank's only stage.
+
+    Example:
+        >>> Action("F", 0, 2)
+        2F0
+        >>> Action.parse("2F0") == F(0, stage=2)
+        True
+    """
+
+    kind: Kind
+    microbatch: int | None = None
+    stage: int | None = None
+
+    @property
+    def word(self) -> str:
+        """The action's kind in a word, such as `"forward"`."""
+        return _WORDS[self.kind]
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read one action in PyTorch's notation.
+
+        Example:
+            >>> Action.parse("3W1")
+            3W1
+            >>> Action.parse("F7").stage is None
+            True
+
+        Raises:
+            NotationError: if the text is anything but one action.
+        """
+        match = _NOTATION.fullmatch(text.strip())
+        if match is None:
+            raise NotationError(
+                f"{text!r} is not an action: expected [stage]kind[micro-batch], such as 2F0, 2B0, 2I0, 2W0 or 2R"
+            )
+        stage = None if match["stage"] is None else int(match["stage"])
+        if match["reduce"]:
+            return cls("R", None, stage)
+        kind: Kind = match["kind"]  # type: ignore[assignment]  # the pattern admits F, B, I and W only
+        return cls(kind, int(match["microbatch"]), stage)
+
+    def __str__(self) -> str:
+        """Return the notation, such as `2F0`."""
+        stage = "" if self.stage is None else self.stage
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{stage}{self.kind}{microbatch}"
+
+    def __repr__(self) -> str:
+        """Return the notation: a list of actions then reads as a schedule does."""
+        return str(self)
+
+    def __and__(self, other: Action) -> Pair:
+        """Join a forward and a backward into an overlapped pair: `F(3) & B(1)`."""
+        if not isinstance(other, Action):
+            return NotImplemented
+        return Pair(self, other)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A forward and a backward that a rank runs overlapped, as DualPipe does (DeepSeek-AI 2024, DeepSeek-V3, 3.2.1).
+
+    It counts as the forward, then the backward, for order and for execution; `Cost(pair=...)` gives it a time of its
+    own in simulation.
+
+    Example:
+        >>> F(3) & B(1)
+        (F3;B1)OVERLAP_F_B
+
+    Raises:
+        NotationError: if the two are not a forward and a backward, in this order.
+    """
+
+    forward: Action
+    backward: Action
+
+    def __post_init__(self) -> None:
+        """Refuse anything but a forward and a backward."""
+        kinds = tuple(getattr(half, "kind", None) for half in (self.forward, self.backward))
+        if kinds != ("F", "B"):
+            raise NotationError(
+                f"{self.forward!r} & {self.backward!r}: an overlapped pair is a forward, then a backward: F(3) & B(1)"
+            )
+
+    def __str__(self) -> str:
+        """Return PyTorch's notation, such as `(0F3;3B1)OVERLAP_F_B`."""
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+    def __repr__(self) -> str:
+        """Return the notation."""
+        return str(self)
+
+
+Item = Action | Pair
+"""What a row of a plan holds."""
+
+
+# Schedules name the same few actions over and over: each is made once and shared, which a frozen value allows.
+# `typed` keeps F(1.0) apart from F(1): the first is a mistake that `check` explains.
+@lru_cache(maxsize=1 << 16, typed=True)
+def F(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
+    """Forward of one micro-batch; the stage may be left out where a rank has only one.
+
+    Example:
+        >>> F(3), F(3, stage=1)
+        (F3, 1F3)
+    """
+    return Action("F", microbatch, stage)
+
+
+@lru_cache(maxsize=1 << 16, typed=True)
+def B(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
+    """Full backward of one micro-batch: the input gradient and the weight gradient at once.
+
+    Example:
+        >>> B(0)
+        B0
+    """
+    return Action("B", microbatch, stage)
+
+
+@lru_cache(maxsize=1 << 16, typed=True)
+def I(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802, E743 - the field's notation
+    """Input gradient only: what the stage before is waiting for. A `W` must follow.
+
+    Zero bubble papers call it "B" (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
+    """
+    return Action("I", microbatch, stage)
+
+
+@lru_cache(maxsize=1 << 16, typed=True)
+def W(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
+    """Weight gradient only: nobody waits for it, so it can fill idle time."""
+    return Action("W", microbatch, stage)
+
+
+def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
+    """All-reduce of a stage's gradients over the ranks that hold the stage.
+
+    Example:
+        >>> R(stage=2)
+        2R
+    """
+    return Action("R", None, stage)

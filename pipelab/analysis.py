@@ -1,0 +1,187 @@
+"""Compare traces, and find what a trace's makespan hangs on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelab.errors import SizeError
+from pipelab.trace import Event, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Comparison", "Row", "compare", "critical_path"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trace's line in a comparison.
+
+    Attributes:
+        name: what the trace is called.
+        source: `"simulated"` or `"measured"`.
+        makespan: from the first start to the last end, in `unit`.
+        unit: the unit of time.
+        bubble: the idle share of all rank time, from 0 to 1.
+        peak_activations: for each rank, the most stage activations held at once.
+        peak_share: for each rank, that peak as a share of the whole batch's activations of one rank's share of the
+            model: 1.0 is all micro-batches of all its stages. A ZBV's 8 half-stages are not twice a 1F1B's 4.
+        busy_share: for each rank, the share of the makespan that it worked.
+    """
+
+    name: str
+    source: str
+    makespan: float
+    unit: str
+    bubble: float
+    peak_activations: tuple[int, ...]
+    peak_share: tuple[float, ...]
+    busy_share: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several traces, as a table and as timelines on one axis. Made by `compare`."""
+
+    traces: tuple[Trace, ...]
+    names: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One line of the table per trace."""
+        return tuple(_row(trace, name) for trace, name in zip(self.traces, self.names, strict=True))
+
+    @property
+    def shares_axis(self) -> bool:
+        """Whether the traces have one unit, and so are drawn on one axis."""
+        return len({trace.unit for trace in self.traces}) == 1
+
+    def plot(self) -> Figure:
+        """Draw the timelines with matplotlib, one above the other; return the figure."""
+        from pipelab.draw import figure
+
+        return figure.plot_comparison(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the comparison; the suffix says as what: `html`, `svg`, `png`, `pdf` or `txt`. Return the path.
+
+        Raises:
+            FormatError: if the suffix is none of these.
+        """
+        from pipelab import draw
+
+        return draw.save_comparison(self, Path(path))
+
+    def __str__(self) -> str:
+        """Return the table and the timelines as text."""
+        from pipelab.draw import text
+
+        return text.comparison(self)
+
+    def _repr_svg_(self) -> str:
+        """Return the figure that a notebook shows."""
+        from pipelab.draw import figure
+
+        return figure.comparison_svg(self)
+
+
+def compare(*traces: Trace, names: Sequence[str] | None = None) -> Comparison:
+    """Lay traces side by side: simulated or measured, of any schedules.
+
+    Args:
+        traces: two or more.
+        names: what to call them; by default, by their plans.
+
+    Example:
+        >>> import pipelab
+        >>> both = compare(*(pipelab.simulate(kind(4, 8)) for kind in (pipelab.GPipe, pipelab.OneFOneB)))
+        >>> [(row.makespan, row.peak_activations) for row in both.rows]
+        [(33.0, (8, 8, 8, 8)), (33.0, (4, 3, 2, 1))]
+
+    Raises:
+        SizeError: if there is no trace, or not one name for each.
+        TypeError: if something is not a trace.
+    """
+    for trace in traces:
+        if not isinstance(trace, Trace):
+            raise TypeError(f"compare takes traces, got {trace!r}: pipelab.simulate(...) and step.trace are traces")
+    if not traces:
+        raise SizeError("compare needs at least one trace")
+    if names is None:
+        names = [_default_name(trace) for trace in traces]
+    if len(names) != len(traces):
+        raise SizeError(f"compare got {len(names)} names for {len(traces)} traces")
+    return Comparison(traces, tuple(names))
+
+
+def _default_name(trace: Trace) -> str:
+    return f"{trace.name}, {trace.source}"
+
+
+def _row(trace: Trace, name: str) -> Row:
+    makespan = trace.makespan
+    program = trace.plan.program
+    slots = program.numbering.slots
+    forwards = [sum(code < slots for code in row) for row in program.rows]
+    return Row(
+        name=name,
+        source=trace.source,
+        makespan=makespan,
+        unit=trace.unit,
+        bubble=trace.bubble,
+        peak_activations=trace.peak_activations,
+        peak_share=tuple(
+            peak / count if count else 0.0 for peak, count in zip(trace.peak_activations, forwards, strict=True)
+        ),
+        busy_share=tuple(busy / makespan if makespan else 0.0 for busy in trace.busy),
+    )
+
+
+def critical_path(trace: Trace) -> tuple[Event, ...]:
+    """Return the chain of actions that the makespan hangs on, first to last.
+
+    Walking back from the last action, each step goes to what the action waited for longest: the action before it on
+    its rank, or the giver of a value it needs, transfer included.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))
+        >>> [event.action for event in critical_path(trace)]
+        [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
+    """
+    program = trace.plan.program
+    numbering = program.numbering
+    begun: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    before: dict[tuple[int, int], int] = {}  # (rank, code) -> the code before it
+    for rank, row in enumerate(program.rows):
+        for index, code in enumerate(row):
+            begun[code] = trace.starts[rank][index]
+            ended[code] = max(trace.ends[rank][index], ended.get(code, float("-inf")))
+            if index:
+                before[rank, code] = row[index - 1]
+    if not ended:
+        return ()
+    lags = {(transfer.giver, transfer.needer): transfer.end for transfer in trace.transfers}
+    path: list[Event] = []
+    code: int | None = max(ended, key=lambda each: ended[each])
+    while code is not None:
+        rank = program.rank_of[code]
+        action = numbering.action(code)
+        path.append(Event(rank, action, begun[code], ended[code]))
+        arrivals: list[tuple[float, int]] = []
+        ranks = [rank] if code < 4 * numbering.slots else [r for r, row in enumerate(program.rows) if code in row]
+        for each in ranks:
+            if (each, code) in before:
+                previous = before[each, code]
+                if begun[previous] < begun[code] or ended[previous] <= begun[code]:  # not the other half of a slot
+                    arrivals.append((ended[previous], previous))
+        for value in numbering.needs(code):
+            giver = next(other for other in numbering.givers(value) if program.rank_of[other] >= 0)
+            arrivals.append((lags.get((numbering.action(giver), action), ended[giver]), giver))
+        code = max(arrivals)[1] if arrivals else None
+    return tuple(reversed(path))

@@ -1,0 +1,39 @@
+"""Delayed backward: the single loop that is often taught as 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipelab.actions import Action, B, F
+from pipelab.schedule import Schedule
+
+__all__ = ["DelayedBackward"]
+
+
+class DelayedBackward(Schedule):
+    """After forward `i`, backward of `i - 1`, on every rank; the last backward after the loop.
+
+        rank 0 | F0 F1    B0 F2    B1 F3    B2    B3
+        rank 1 |    F0 F1 B0    F2 B1    F3 B2 B3
+
+    It reads like 1F1B, and on the last rank it nearly is. But every rank keeps the same two micro-batches in flight,
+    where 1F1B warms up with more of them on the earlier ranks; so the ranks mostly wait for each other.
+
+    Makespan `(P * (M - 1) + 1) * (F + B)` for `P` ranks and `M >= 2` micro-batches: nearly naive's `P * M * (F + B)`.
+    Peak `min(M, 2)` activations.
+
+    Example:
+        >>> import pipelab
+        >>> pipelab.simulate(pipelab.DelayedBackward(ranks=4, microbatches=8)).makespan
+        87.0
+    """
+
+    source = "taught as a single-loop 1F1B in courses; the true one is `OneFOneB`"
+
+    def actions(self, rank: int) -> Iterator[Action]:  # noqa: ARG002 - every rank does the same
+        """Yield each forward followed by the backward before it."""
+        for m in range(self.microbatches):
+            yield F(m)
+            if m > 0:
+                yield B(m - 1)
+        yield B(self.microbatches - 1)

@@ -1,0 +1,38 @@
+"""GPipe: all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipelab.actions import Action, B, F
+from pipelab.schedule import Schedule
+
+__all__ = ["GPipe"]
+
+
+class GPipe(Schedule):
+    """All micro-batches forward, then all backward, in the same order.
+
+        rank 0 | F0 F1 F2             B0 B1 B2
+        rank 1 |    F0 F1 F2       B0 B1 B2
+        rank 2 |       F0 F1 F2 B0 B1 B2
+
+    Makespan `(M + P - 1) * (F + B)` for `P` ranks and `M` micro-batches, bubble `(P - 1) / (M + P - 1)`: the same as
+    1F1B's. Every rank holds all `M` activations, which is what 1F1B improves on. The paper runs its backwards in
+    reverse; the order here is the one that PyTorch's `ScheduleGPipe` executes. Time and memory are the same.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.GPipe(ranks=4, microbatches=8))
+        >>> trace.makespan, trace.peak_activations
+        (33.0, (8, 8, 8, 8))
+    """
+
+    source = "Huang et al. 2019, GPipe (arXiv:1811.06965), section 2.3 and figure 2c"
+
+    def actions(self, rank: int) -> Iterator[Action]:  # noqa: ARG002 - every rank does the same
+        """Yield every forward, then every backward."""
+        for m in range(self.microbatches):
+            yield F(m)
+        for m in range(self.microbatches):
+            yield B(m)

@@ -1,0 +1,36 @@
+"""Naive model parallelism: one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipelab.actions import Action, B, F
+from pipelab.schedule import Schedule
+
+__all__ = ["Naive"]
+
+
+class Naive(Schedule):
+    """Send one micro-batch through the whole pipeline and back before the next one starts.
+
+        rank 0 | F0       B0 F1       B1
+        rank 1 |    F0 B0       F1 B1
+
+    One rank works at a time. `Naive(ranks, 1)` sends the whole batch at once, as a model split by hand with `.to()`
+    does.
+
+    Makespan `M * P * (F + B)` for `P` ranks and `M` micro-batches, bubble `1 - 1/P`, peak 1 activation per rank.
+
+    Example:
+        >>> import pipelab
+        >>> pipelab.simulate(pipelab.Naive(ranks=4, microbatches=8)).bubble
+        0.75
+    """
+
+    source = "Huang et al. 2019, GPipe (arXiv:1811.06965), figure 2b"
+
+    def actions(self, rank: int) -> Iterator[Action]:  # noqa: ARG002 - every rank does the same
+        """Yield forward and backward of one micro-batch after the other."""
+        for m in range(self.microbatches):
+            yield F(m)
+            yield B(m)

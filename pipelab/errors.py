@@ -1,0 +1,145 @@
+"""Every error that pipelab raises on purpose: one class for each kind of mistake.
+
+All of them derive from `PipelabError`, so `except pipelab.PipelabError` catches what pipelab says about your input, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelab.checking import Fault
+
+__all__ = [
+    "BatchError",
+    "CostError",
+    "DeviceError",
+    "EngineError",
+    "FormatError",
+    "LoadError",
+    "LossError",
+    "MissingProgramError",
+    "NotANumberError",
+    "NotationError",
+    "PipelabError",
+    "PipelineClosedError",
+    "ScheduleError",
+    "SizeError",
+    "SplitError",
+    "StageError",
+    "StepTimeoutError",
+    "VerificationError",
+]
+
+
+class PipelabError(Exception):
+    """The base of every error that pipelab raises on purpose."""
+
+
+class NotationError(PipelabError):
+    """A text is not an action, or not a plan, in PyTorch's notation."""
+
+
+class FormatError(PipelabError):
+    """A file name has a suffix that nothing can write, or a file does not hold what its suffix says."""
+
+
+class LoadError(PipelabError):
+    """A student's file could not be imported, or does not hold the schedule that was asked for."""
+
+
+class MissingProgramError(PipelabError):
+    """A program outside Python is needed and is not installed."""
+
+
+class SizeError(PipelabError):
+    """A number of ranks, micro-batches or stages is not a positive whole number."""
+
+
+class CostError(PipelabError):
+    """A cost is negative, not a number, or a list whose length is not the number of stages."""
+
+
+class ScheduleError(PipelabError):
+    """A schedule or plan has faults; `faults` holds all of them.
+
+    Example:
+        >>> import pipelab
+        >>> try:
+        ...     pipelab.simulate(pipelab.Plan.parse(["0F0"]))
+        ... except pipelab.ScheduleError as error:
+        ...     [fault.code for fault in error.faults]
+        ['missing']
+    """
+
+    def __init__(self, faults: Sequence[Fault], subject: str = "the plan") -> None:
+        """Keep the faults, and the name of what has them for the first line of the message."""
+        self.faults = list(faults)
+        self.subject = subject
+        super().__init__(faults, subject)
+
+    def __str__(self) -> str:
+        """Return every fault, numbered, under a line that counts them."""
+        count = len(self.faults)
+        lines = [f"{count} fault{'s' if count != 1 else ''} in {self.subject}"]
+        for number, fault in enumerate(self.faults, 1):
+            first, *rest = str(fault).splitlines()
+            lines.append(f"{number:2d}. {first}")
+            lines.extend(f"    {line}" for line in rest)
+        return "\n".join(lines)
+
+
+class EngineError(PipelabError):
+    """The base of what can go wrong while a plan is executed on tensors."""
+
+
+class SplitError(EngineError):
+    """A model cannot be cut into the stages that were asked for."""
+
+
+class DeviceError(EngineError):
+    """A list of devices does not fit the plan, or a device is not there."""
+
+
+class BatchError(EngineError):
+    """A batch cannot be cut into the plan's micro-batches."""
+
+
+class LossError(EngineError):
+    """A loss function returned something that cannot be a loss."""
+
+
+class StageError(EngineError):
+    """A stage raised while it ran one action; the original error is the cause (`__cause__`).
+
+    `rank`, `stage` and `action` say where.
+    """
+
+    def __init__(self, message: str, rank: int, stage: int, action: object) -> None:
+        """Keep the place beside the message."""
+        super().__init__(message)
+        self.rank = rank
+        self.stage = stage
+        self.action = action
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the arguments, so that the error crosses process borders."""
+        return type(self), (self.args[0], self.rank, self.stage, self.action)
+
+
+class NotANumberError(StageError):
+    """A stage gave a NaN or an infinity while the pipeline was watching for it."""
+
+
+class StepTimeoutError(EngineError):
+    """Nothing moved for the time allowed; the message says what every rank was doing or waiting for."""
+
+
+class PipelineClosedError(EngineError):
+    """A pipeline was used after it was closed."""
+
+
+class VerificationError(EngineError):
+    """The pipeline's gradients are not those of the plain model."""

@@ -1,0 +1,324 @@
+"""Plans: every rank's ordered actions, bound to stages."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import cached_property
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelab.actions import Action, Item, Pair
+from pipelab.errors import FormatError, NotationError, SizeError
+from pipelab.program import Place, Program, endless_limit
+
+if TYPE_CHECKING:
+    import networkx
+
+    from pipelab.simulation import Cost
+
+__all__ = ["Plan", "parse_item", "require_size"]
+
+_LONGEST_ROW = 1 << 21
+"""Where a generator is cut off when the plan's size, and so `endless_limit`, is not known yet."""
+
+
+class Plan:
+    """Every rank's ordered actions, bound to stages. Immutable; building one never raises for faults.
+
+    Pass it to `pipelab.check` to learn what is wrong with it; `pipelab.simulate` and `pipelab.Pipeline` refuse it if
+    anything is.
+
+    Args:
+        rows: for each rank, its actions in order. An action without a stage gets the rank's only stage for its
+            micro-batch.
+        stages: how many stages there are; by default, as many as the rows name.
+        microbatches: how many micro-batches there are; by default, as many as the rows name.
+        place: which rank runs a stage, as `place(microbatch, stage)`; by default, the rank of each forward.
+        name: what messages and drawings call the plan.
+
+    Example:
+        >>> from pipelab import B, F, Plan
+        >>> plan = Plan([[F(0), F(1), B(0), B(1)], [F(0), B(0), F(1), B(1)]])
+        >>> plan
+        Plan(ranks=2, stages=2, microbatches=2)
+        >>> plan.rows[1]
+        (1F0, 1B0, 1F1, 1B1)
+        >>> plan == Plan.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+        True
+
+    Raises:
+        SizeError: if `stages` or `microbatches` is given and is not a positive whole number.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Iterable[object]],
+        stages: int | None = None,
+        microbatches: int | None = None,
+        place: Place | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Take the rows as they are; endless ones are cut off."""
+        if stages is not None:
+            require_size("stages", stages)
+        if microbatches is not None:
+            require_size("microbatches", microbatches)
+        limit = _LONGEST_ROW
+        if stages is not None and microbatches is not None:
+            limit = endless_limit(stages, microbatches) + 1
+        self._written = tuple(_take(row, limit) for row in rows)
+        if stages is None or microbatches is None:
+            named = _sizes(self._written)
+            stages = named[0] if stages is None else stages
+            microbatches = named[1] if microbatches is None else microbatches
+        self._stages = stages
+        self._microbatches = microbatches
+        self._place = place
+        self._name = name
+
+    @classmethod
+    def parse(cls, rows: Iterable[str], name: str | None = None) -> Plan:
+        """Read a plan from one text per rank, in PyTorch's notation, separated by blanks or commas.
+
+        Example:
+            >>> Plan.parse(["0F0 0B0", "1F0 1B0"]).stages
+            2
+
+        Raises:
+            NotationError: if a word is not an action; the message names its rank and position.
+        """
+        parsed: list[list[Item]] = []
+        for rank, text in enumerate(rows):
+            words = text.replace(",", " ").split()
+            parsed.append([parse_item(word, f"rank {rank}, position {at}") for at, word in enumerate(words)])
+        return cls(parsed, name=name)
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file in PyTorch's CSV notation (`compute_only`): one line per rank; empty cells are idle.
+
+        Raises:
+            NotationError: if a cell is not an action; the message names its line and column.
+        """
+        rows: list[list[Item]] = []
+        with Path(path).open(newline="") as file:
+            for line, cells in enumerate(csv.reader(file), 1):
+                rows.append(
+                    [
+                        parse_item(cell, f"{path}, line {line}, column {column}")
+                        for column, cell in enumerate(cells, 1)
+                        if cell.strip()
+                    ]
+                )
+        return cls(rows, name=Path(path).name)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan in the CSV notation that PyTorch's runtime loads (`compute_only`); return the path."""
+        with Path(path).open("w", newline="") as file:
+            csv.writer(file).writerows([str(item) for item in row] for row in self.rows)
+        return Path(path)
+
+    @property
+    def name(self) -> str:
+        """What messages call the plan."""
+        return self._name or repr(self)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self._written)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self._stages
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches there are."""
+        return self._microbatches
+
+    @property
+    def written(self) -> tuple[tuple[object, ...], ...]:
+        """The rows as they were written: stages left out, mistakes and all."""
+        return self._written
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Item, ...], ...]:
+        """Every rank's actions, bound to stages. What cannot be bound stands as it was written."""
+        program = self.program
+        bound: list[tuple[Item, ...]] = []
+        for rank, row in enumerate(self._written):
+            items = program.items(rank)
+            if len(items) != len(row):
+                places = dict.fromkeys(program.position(rank, index) for index in range(len(program.rows[rank])))
+                mixed = list(row)
+                for position, item in zip(places, items, strict=False):
+                    mixed[position] = item
+                items = tuple(mixed)  # type: ignore[arg-type]  # a faulty plan shows what it was given
+            bound.append(items)
+        return tuple(bound)
+
+    @cached_property
+    def program(self) -> Program:
+        """The plan as numbers, made when first asked for: what checking, simulation and the engines walk over."""
+        return Program.bind(self._written, self._stages, self._microbatches, self._place)
+
+    @property
+    def replicas(self) -> dict[int, tuple[int, ...]]:
+        """For each stage, the ranks that hold it: more than one where it is replicated."""
+        return self.program.replicas
+
+    def graph(self) -> networkx.DiGraph[Action]:
+        """Return the dependency graph.
+
+        Nodes are actions, with the attribute `rank` (an `R`: one node, with `ranks`). An edge from giver to needer has
+        `kind="data"` and `value`, such as `"out(0, 1)"`; an edge along a rank's row has `kind="order"`. Where an
+        action needs what the one right before it gives, one edge stands for both: `kind="data"`, `order=True`.
+
+        Example:
+            >>> graph = Plan.parse(["0F0 0B0", "1F0 1B0"]).graph()
+            >>> [(str(giver), str(needer), edge["value"]) for giver, needer, edge in graph.edges(data=True)]
+            [('0F0', '0B0', 'out(0, 0)'), ('0F0', '1F0', 'out(0, 0)'), ('1F0', '1B0', 'out(0, 1)'), ('1B0', '0B0', 'gin(0, 1)')]
+        """
+        import networkx
+
+        program, numbering = self.program, self.program.numbering
+        graph: networkx.DiGraph[Action] = networkx.DiGraph()
+        reduces = 4 * numbering.slots
+        names = {code: numbering.action(code) for row in program.rows for code in row}
+        for rank, row in enumerate(program.rows):
+            for code in row:
+                if code < reduces:
+                    graph.add_node(names[code], rank=rank)
+                elif names[code] in graph:
+                    graph.nodes[names[code]]["ranks"] += (rank,)
+                else:
+                    graph.add_node(names[code], ranks=(rank,))
+        for code, action in names.items():
+            for value in _needed_values(program, code):
+                for giver in numbering.givers(value):
+                    if giver in names:
+                        graph.add_edge(names[giver], action, kind="data", value=numbering.value_name(value))
+        for row in program.rows:
+            for before, after in pairwise(row):
+                if graph.has_edge(names[before], names[after]):
+                    graph.edges[names[before], names[after]]["order"] = True
+                else:
+                    graph.add_edge(names[before], names[after], kind="order")
+        return graph
+
+    def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
+        """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
+
+        Args:
+            path: where to; the suffix says what: `dot`, `svg`, `png` or `pdf`.
+            cost: what the actions cost, for the critical path; by default forward 1, backward 2.
+
+        Returns:
+            The path.
+
+        Raises:
+            FormatError: if the suffix is none of these.
+            MissingProgramError: if Graphviz's program `dot` is not installed; the DOT text is still written.
+            ScheduleError: if the plan has faults.
+        """
+        from pipelab.draw import graph
+
+        return graph.save(self, path, cost)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare sizes and rows; the name does not matter."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return (self.stages, self.microbatches, self.rows) == (other.stages, other.microbatches, other.rows)
+
+    def __hash__(self) -> int:
+        """Return a hash of what `==` compares."""
+        return hash((self.stages, self.microbatches, self.rows))
+
+    def __repr__(self) -> str:
+        """Return the plan's sizes."""
+        return f"Plan(ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches})"
+
+    def __str__(self) -> str:
+        """Return the rows, one line per rank, long ones cut."""
+        return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
+
+
+def require_size(name: str, value: object) -> None:
+    """Refuse anything but a positive whole number.
+
+    Raises:
+        SizeError: naming the argument and what it was.
+    """
+    if type(value) is not int or value < 1:
+        raise SizeError(f"{name}={value!r}: expected a whole number, at least 1")
+
+
+def parse_item(text: str, where: str) -> Item:
+    """Read one action, or one overlapped pair, in PyTorch's notation.
+
+    Raises:
+        NotationError: if it is neither; the message starts with `where`.
+    """
+    text = text.strip()
+    try:
+        if text.startswith("(") and text.endswith(")OVERLAP_F_B"):
+            forward, _, backward = text[1:].removesuffix(")OVERLAP_F_B").partition(";")
+            return Pair(Action.parse(forward), Action.parse(backward))
+        return Action.parse(text)
+    except NotationError as error:
+        raise NotationError(f"{where}: {error}") from None
+
+
+def _needed_values(program: Program, code: int) -> Iterator[int]:
+    """Yield the values that an action needs, those of an `R` included."""
+    numbering = program.numbering
+    reduces = 4 * numbering.slots
+    if code < reduces:
+        yield from numbering.needs(code)
+    else:
+        weights = 2 * numbering.slots + code - reduces
+        yield from range(weights, 3 * numbering.slots, numbering.stages)
+
+
+def _take(row: Iterable[object], limit: int) -> tuple[object, ...]:
+    """Return a row, cut off at `limit` if it is not known to end."""
+    return tuple(row) if isinstance(row, Sized) else tuple(islice(row, limit))
+
+
+def _sizes(rows: Sequence[Sequence[object]]) -> tuple[int, int]:
+    """Return the (stages, micro-batches) that the rows name.
+
+    A slip such as `F(10**9)` must not lay out a table of that size: every (micro-batch, stage) takes two actions, so
+    sizes far above the number of actions are cut, and the slip is reported as out of range.
+    """
+    actions = [
+        half
+        for row in rows
+        for item in row
+        for half in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
+        if isinstance(half, Action)
+    ]
+    stages = [action.stage for action in actions if type(action.stage) is int]
+    microbatches = [action.microbatch for action in actions if type(action.microbatch) is int]
+    enough = max(4096, 8 * len(actions))
+    stage_count = max(stages) + 1 if stages else len(rows)
+    if any(action.stage is None for action in actions):
+        stage_count = max(stage_count, len(rows))
+    stage_count = min(max(stage_count, 1), enough)
+    microbatch_count = max(max(microbatches, default=0) + 1, 1)
+    return stage_count, min(microbatch_count, max(enough // stage_count, 1))
+
+
+def _elided(row: Sequence[object], most: int = 24) -> str:
+    """Return a row as text, its middle left out where it is long."""
+    words = [str(item) for item in row]
+    if len(words) <= most:
+        return " ".join(words)
+    half = most // 2
+    return f"{' '.join(words[:half])} … {len(words) - 2 * half} more … {' '.join(words[-half:])}"

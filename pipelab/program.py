@@ -1,0 +1,337 @@
+"""A plan bound to stages and turned into codes: what `check` and `simulate` walk over.
+
+Binding keeps every item that can stand in a legal plan, and writes a fault for each one that cannot; the rest of the
+plan is still checked, so that a student sees all mistakes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipelab.actions import KINDS, Action, Item, Pair
+from pipelab.faults import Code, Fault, shorten, students_line
+from pipelab.numbering import Numbering
+
+if TYPE_CHECKING:
+    from pipelab.traversal import Traversal
+
+__all__ = ["Place", "Program", "endless_limit"]
+
+Place = Callable[[int, int], int]
+"""Which rank runs a stage: `(microbatch, stage) -> rank`."""
+
+_NO_RANK = -1
+
+
+def endless_limit(stages: int, microbatches: int) -> int:
+    """Return how many actions one rank may list before its row is taken for endless.
+
+    Example:
+        >>> endless_limit(stages=4, microbatches=8)
+        320
+    """
+    return 8 * stages * microbatches + 64
+
+
+@dataclass(slots=True)
+class Program:
+    """The codes of a plan, rank by rank.
+
+    Attributes:
+        numbering: what the codes mean.
+        rows: per rank, the codes of its legal items, in order, each code once (an `R` once per rank).
+        positions: per rank, where each code stands in the row as written; `None` where code `i` is item `i`.
+        pairs: the codes of the forwards that open an overlapped pair.
+        placed: per slot, the rank that must run it, or -1 where nothing says so.
+        rank_of: per code, the rank that lists it (first, where it stands twice), or -1.
+        faults: what was wrong with single items.
+        names_ranks: whether `placed` comes from a placement rather than from the forwards that were found.
+        misplaced: whether some action may be on another rank than `placed` says.
+        walk: a walk through all of the plan, kept once the plan has been found right.
+    """
+
+    numbering: Numbering
+    rows: list[list[int]]
+    positions: list[list[int] | None]
+    pairs: set[int]
+    placed: list[int]
+    rank_of: list[int]
+    faults: list[Fault]
+    names_ranks: bool
+    misplaced: bool = False
+    walk: Traversal | None = None
+
+    @classmethod
+    def bind(
+        cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None
+    ) -> Program:
+        """Bind rows of items to stages, and number them."""
+        numbering = Numbering(stages, microbatches)
+        faults: list[Fault] = []
+        placed = _placement(place, stages, microbatches, len(rows), faults)
+        program = cls(
+            numbering=numbering,
+            rows=[],
+            positions=[],
+            pairs=set(),
+            placed=placed,
+            rank_of=[_NO_RANK] * (4 * numbering.slots + stages),
+            faults=faults,
+            names_ranks=place is not None,
+        )
+        held = _stages_held(rows, placed, stages, program.names_ranks)
+        for rank, row in enumerate(rows):
+            program._bind_row(rank, row, held[rank])
+        if place is None:
+            slots = numbering.slots
+            program.placed = [
+                forward if forward != _NO_RANK else backward
+                for forward, backward in zip(program.rank_of[:slots], program.rank_of[slots : 2 * slots], strict=True)
+            ]
+        return program
+
+    @property
+    def replicas(self) -> dict[int, tuple[int, ...]]:
+        """Return, for each stage, the ranks that hold it."""
+        stages = self.numbering.stages
+        return {
+            stage: tuple(sorted(set(self.placed[stage::stages]) - {_NO_RANK})) for stage in range(stages)
+        }
+
+    def items(self, rank: int) -> tuple[Item, ...]:
+        """Return a rank's actions, bound to stages, pairs as pairs."""
+        numbering = self.numbering
+        actions = [numbering.action(code) for code in self.rows[rank]]
+        if not self.pairs:
+            return tuple(actions)
+        items: list[Item] = []
+        codes = iter(zip(self.rows[rank], actions, strict=True))
+        for code, action in codes:
+            items.append(Pair(action, next(codes)[1]) if code in self.pairs else action)
+        return tuple(items)
+
+    def position(self, rank: int, index: int) -> int:
+        """Return where the rank's `index`-th code stands in its row as written."""
+        positions = self.positions[rank]
+        return index if positions is None else positions[index]
+
+    def _bind_row(self, rank: int, row: Sequence[object], held: dict[int, tuple[int, ...] | int]) -> None:
+        """Append the codes of one row; what cannot be bound becomes a fault."""
+        numbering, rank_of = self.numbering, self.rank_of
+        stages, microbatches = numbering.stages, numbering.microbatches
+        base = {kind: number * numbering.slots for number, kind in enumerate(KINDS)}
+        endless = len(row) > endless_limit(stages, microbatches)
+        codes: list[int] = []
+        positions: list[int] = []
+        before = len(self.pairs)
+        placed = self.placed
+        for position, item in enumerate(row):
+            # The common case first, in as few steps as Python allows: an F, B, I or W of this size.
+            if type(item) is Action and type(item.microbatch) is int:
+                microbatch, stage = item.microbatch, item.stage
+                if stage is None:
+                    stage = held.get(microbatch)  # type: ignore[assignment]  # a tuple falls through
+                if (
+                    type(stage) is int
+                    and 0 <= microbatch < microbatches
+                    and 0 <= stage < stages
+                    and item.kind != "R"
+                ):
+                    slot = microbatch * stages + stage
+                    code = base[item.kind] + slot
+                    if rank_of[code] == _NO_RANK:
+                        if placed[slot] != rank:
+                            self.misplaced = True
+                        rank_of[code] = rank
+                        codes.append(code)
+                        positions.append(position)
+                        continue
+            if not endless:
+                self._bind_item(rank, position, item, held, codes, positions)
+        if endless:
+            self.faults.append(_endless(rank, row, stages, microbatches))
+        self.rows.append(codes)
+        regular = len(codes) == len(row) and len(self.pairs) == before
+        self.positions.append(None if regular else positions)
+
+    def _bind_item(
+        self,
+        rank: int,
+        position: int,
+        item: object,
+        held: dict[int, tuple[int, ...] | int],
+        codes: list[int],
+        positions: list[int],
+    ) -> None:
+        """Bind a pair, an `R`, or an item that cannot be bound."""
+        if type(item) is Pair:
+            halves = [self._code(rank, position, half, held) for half in (item.forward, item.backward)]
+            legal = [code for code in halves if code is not None]
+            if len(legal) == 2:
+                self.pairs.add(legal[0])
+        else:
+            code = self._code(rank, position, item, held)
+            legal = [] if code is None else [code]
+        codes.extend(legal)
+        positions.extend([position] * len(legal))
+
+    def _code(
+        self, rank: int, position: int, item: object, held: dict[int, tuple[int, ...] | int]
+    ) -> int | None:
+        """Return the code of one action and note its rank, or write the fault that forbids it."""
+
+        def fault(code: Code, message: str, hint: str) -> None:
+            self.faults.append(Fault(code, rank, position, item, message, hint))
+
+        if not isinstance(item, Action) or item.kind not in KINDS:
+            fault(
+                "not-an-action",
+                f"rank {rank}, position {position} holds {shorten(item)}, a {type(item).__name__}, not an action",
+                "yield F(m), B(m), I(m), W(m), R() or F(m) & B(n)",
+            )
+            return None
+        numbering = self.numbering
+        if item.kind != "R" and not _within(item.microbatch, numbering.microbatches):
+            fault(
+                "out-of-range",
+                f"{item} on rank {rank} names micro-batch {shorten(item.microbatch)}; "
+                f"there are {numbering.microbatches}, numbered 0 to {numbering.microbatches - 1}",
+                f"use a whole number from 0 to {numbering.microbatches - 1}",
+            )
+            return None
+        stage = item.stage
+        if stage is None:
+            choices = _choices(item, held)
+            if len(choices) != 1:
+                fault(*_which_stage(rank, item, choices))
+                return None
+            stage = choices[0]
+        if not _within(stage, numbering.stages):
+            fault(
+                "out-of-range",
+                f"{item} on rank {rank} names stage {shorten(stage)}; "
+                f"there are {numbering.stages}, numbered 0 to {numbering.stages - 1}",
+                f"use a whole number from 0 to {numbering.stages - 1}",
+            )
+            return None
+        action = Action(item.kind, item.microbatch, stage)
+        code = numbering.code(action)
+        first = self.rank_of[code]
+        # An R is listed once by every rank of its group; rows are bound in order, so its last lister is remembered.
+        again = first == rank if item.kind == "R" else first != _NO_RANK
+        if again:
+            fault(
+                "duplicate",
+                f"{action} appears again on rank {rank}, position {position}; it was first on rank {first}",
+                f"remove one of the two: every action runs exactly once{' on each rank' if item.kind == 'R' else ''}",
+            )
+            return None
+        self.rank_of[code] = rank
+        if item.kind != "R" and self.placed[code % numbering.slots] != rank:
+            self.misplaced = True
+        return code
+
+
+def _within(number: object, limit: int) -> bool:
+    return type(number) is int and 0 <= number < limit
+
+
+def _placement(
+    place: Place | None, stages: int, microbatches: int, ranks: int, faults: list[Fault]
+) -> list[int]:
+    """Return the rank of every slot, asking `place` for each."""
+    if place is None:
+        return [_NO_RANK] * (stages * microbatches)
+    try:
+        placed = [place(microbatch, stage) for microbatch in range(microbatches) for stage in range(stages)]
+    except Exception as error:  # a student's code: whatever it raises is told with its line
+        message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error)}"
+        faults.append(Fault("exception", None, None, None, message, "return a rank for every micro-batch and stage"))
+        return [_NO_RANK] * (stages * microbatches)
+    strangers = {rank for rank in placed if not _within(rank, ranks)}
+    for stranger in strangers:
+        microbatch, stage = divmod(placed.index(stranger), stages)
+        faults.append(
+            Fault(
+                "out-of-range",
+                None,
+                None,
+                None,
+                f"place({microbatch}, {stage}) returns {shorten(stranger)}; "
+                f"there are {ranks} ranks, numbered 0 to {ranks - 1}",
+                f"return a whole number from 0 to {ranks - 1}",
+            )
+        )
+    return [_NO_RANK if rank in strangers else rank for rank in placed] if strangers else placed
+
+
+def _stages_held(
+    rows: Sequence[Sequence[object]], placed: list[int], stages: int, names_ranks: bool
+) -> list[dict[int, tuple[int, ...] | int]]:
+    """Return, for each rank, micro-batch -> its stage there (several: a tuple), for actions that name no stage."""
+    held: list[dict[int, tuple[int, ...] | int]] = [{} for _ in rows]
+    if not names_ranks:
+        microbatches = range(len(placed) // stages)
+        for rank, row in enumerate(rows):
+            named = {item.stage for item in row if type(item) is Action and item.stage is not None}
+            choice = (rank,) if not named and rank < stages else tuple(sorted(named, key=str))
+            held[rank] = dict.fromkeys(microbatches, choice[0] if len(choice) == 1 else choice)
+        return held
+    for slot, rank in enumerate(placed):
+        if rank == _NO_RANK:
+            continue
+        microbatch, stage = divmod(slot, stages)
+        here = held[rank]
+        if microbatch in here:
+            known = here[microbatch]
+            here[microbatch] = (*(known if isinstance(known, tuple) else (known,)), stage)
+        else:
+            here[microbatch] = stage
+    return held
+
+
+def _choices(item: Action, held: dict[int, tuple[int, ...] | int]) -> tuple[int, ...]:
+    """Return the stages that an action without a stage could mean."""
+    if item.kind != "R":
+        known = held.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
+        return known if isinstance(known, tuple) else (known,)
+    every: set[int] = set()
+    for known in held.values():
+        every.update(known if isinstance(known, tuple) else (known,))
+    return tuple(sorted(every))
+
+
+def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> tuple[Code, str, str]:
+    """Return the code, message and hint of an action without a stage on a rank that has none, or several."""
+    name = item.kind
+    number = "" if item.microbatch is None else str(item.microbatch)
+    if not choices:
+        return (
+            "wrong-rank",
+            f"{item} on rank {rank}: no stage of {f'micro-batch {number}' if number else 'the model'} is placed there",
+            "move it to a rank that the placement names, or override place(microbatch, stage)",
+        )
+    first, *others = choices
+    both = " or ".join(f"{name}({number + ', ' if number else ''}stage={stage})" for stage in (first, others[0]))
+    written = " or ".join(str(Action(item.kind, item.microbatch, stage)) for stage in (first, others[0]))
+    return (
+        "ambiguous-stage",
+        f"{item} on rank {rank} could mean stage {', '.join(map(str, choices[:-1]))} or {choices[-1]}",
+        f"name the stage: {both} in Python, {written} in text",
+    )
+
+
+def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -> Fault:
+    limit = endless_limit(stages, microbatches)
+    needed = 2 * microbatches
+    return Fault(
+        "endless",
+        rank,
+        limit,
+        row[limit],
+        f"rank {rank} was still listing actions after {limit}, where {needed} per stage would do; it was cut off",
+        "end the loop after the last backward: a generator must stop by itself",
+    )
+

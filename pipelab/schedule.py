@@ -1,0 +1,139 @@
+"""Schedules: a plan for every size, written by a student in ten lines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, ClassVar
+
+from pipelab.actions import Item
+from pipelab.checking import require_legal
+from pipelab.errors import ScheduleError
+from pipelab.faults import Fault, shorten, students_line
+from pipelab.plan import Plan, require_size
+from pipelab.program import endless_limit
+
+__all__ = ["Schedule"]
+
+
+class Schedule(ABC):
+    """In which order every rank runs its actions, for any number of ranks and micro-batches.
+
+    Subclass it and write `actions`. The default placement puts stage `s` on rank `s % ranks`; override `place` for
+    another one.
+
+    Args:
+        ranks: how many workers the pipeline has.
+        microbatches: how many slices the batch is cut into.
+        stages_per_rank: how many stages each rank holds.
+
+    Example:
+        >>> import pipelab
+        >>> from pipelab import B, F
+        >>> class AllThenAll(pipelab.Schedule):
+        ...     def actions(self, rank):
+        ...         for m in range(self.microbatches):
+        ...             yield F(m)
+        ...         for m in range(self.microbatches):
+        ...             yield B(m)
+        >>> AllThenAll(ranks=2, microbatches=2).plan().rows
+        ((0F0, 0F1, 0B0, 0B1), (1F0, 1F1, 1B0, 1B1))
+
+    Raises:
+        SizeError: if a number is not a positive whole number.
+    """
+
+    source: ClassVar[str] = ""
+    """Where the schedule comes from: paper and section."""
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
+        """Keep the sizes."""
+        require_size("ranks", ranks)
+        require_size("microbatches", microbatches)
+        require_size("stages_per_rank", stages_per_rank)
+        self.ranks = ranks
+        self.microbatches = microbatches
+        self.stages_per_rank = stages_per_rank
+
+    @abstractmethod
+    def actions(self, rank: int) -> Iterable[Item]:
+        """Yield what one rank does, in order."""
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is split into."""
+        return self.ranks * self.stages_per_rank
+
+    def place(self, microbatch: int, stage: int) -> int:  # noqa: ARG002 - schedules that override it use both
+        """Return the rank that runs a stage for a micro-batch."""
+        return stage % self.ranks
+
+    @classmethod
+    def refusal(cls, ranks: int, microbatches: int) -> str | None:  # noqa: ARG003 - schedules that override it use both
+        """Return why the schedule cannot exist at this size, with the nearest sizes that can; `None` if it can."""
+        return None
+
+    def draft(self) -> Plan:
+        """Return the plan without checking it: `pipelab.check` then explains what is wrong.
+
+        Raises:
+            ScheduleError: if the size is refused, or if `actions` raises.
+        """
+        reason = self.refusal(self.ranks, self.microbatches)
+        if reason is not None:
+            raise ScheduleError([Fault("refused", None, None, None, reason)], repr(self))
+        limit = endless_limit(self.stages, self.microbatches) + 1
+        rows: list[list[object]] = []
+        faults: list[Fault] = []
+        for rank in range(self.ranks):
+            row: list[object] = []
+            try:
+                # Extended, not built at once: what was listed before an error shows where it happened.
+                row.extend(islice(_iterable(self.actions(rank)), limit))
+            except Exception as error:  # a student's code: whatever it raises is told with its line
+                faults.append(_raised(rank, row, error))
+                cause = error
+            rows.append(row)
+        if faults:
+            raise ScheduleError(faults, repr(self)) from cause
+        return Plan(rows, self.stages, self.microbatches, self.place, name=repr(self))
+
+    def plan(self) -> Plan:
+        """Return the plan, checked.
+
+        Raises:
+            ScheduleError: if the size is refused, if `actions` raises, or if the plan has faults: all of them.
+        """
+        plan = self.draft()
+        require_legal(plan)
+        return plan
+
+    def __repr__(self) -> str:
+        """Return the schedule's name and sizes."""
+        per_rank = f", stages_per_rank={self.stages_per_rank}" if self.stages_per_rank != 1 else ""
+        return f"{type(self).__name__}(ranks={self.ranks}, microbatches={self.microbatches}{per_rank})"
+
+
+def _iterable(returned: Any) -> Iterable[object]:
+    """Return what `actions` returned, if it can be iterated over.
+
+    Raises:
+        TypeError: otherwise, saying what to do.
+    """
+    if isinstance(returned, Iterable):
+        return returned
+    hint = ": did you mean to yield the actions, or to return a list of them?" if returned is None else ""
+    raise TypeError(f"actions(rank) returned {shorten(returned)}, which is not a sequence of actions{hint}")
+
+
+def _raised(rank: int, row: list[object], error: Exception) -> Fault:
+    after = f" after {len(row)} actions, the last one {shorten(row[-1])}" if row else ""
+    return Fault(
+        "exception",
+        rank,
+        len(row),
+        None,
+        f"actions({rank}) raised {type(error).__name__}{after}: {error}\n  at {students_line(error)}",
+        "mend that line; the schedule itself was not checked yet",
+    )

@@ -1,0 +1,348 @@
+"""Traces: what happened, or would happen, each action with its start and end.
+
+A simulated and a measured trace are the same type, so drawing, measuring and grading exist once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipelab.actions import Action
+from pipelab.errors import FormatError
+from pipelab.plan import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Event", "Trace", "Transfer"]
+
+_FORMAT = "pipelab-trace"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action on one rank, from `start` to `end` in the trace's unit."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """How long the action took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One value on its way from one rank to another.
+
+    Attributes:
+        source: the rank that gives it.
+        target: the rank that needs it.
+        giver: the action that gives it.
+        needer: the action that needs it.
+        start: when it leaves.
+        end: when it is there.
+    """
+
+    source: int
+    target: int
+    giver: Action
+    needer: Action
+    start: float
+    end: float
+
+
+class Trace:
+    """When each action of a plan started and ended. Immutable.
+
+    `pipelab.simulate` and `Pipeline.step` make traces; `Trace.load` reads a saved one.
+
+    Args:
+        plan: what ran.
+        starts: for each rank, when each of its actions started, in the order of the plan's row.
+        ends: likewise, when each ended.
+        unit: the unit of all times, such as `"ms"`; empty for the abstract units of a simulation.
+        source: `"simulated"` or `"measured"`.
+        delay: how long a value travels between ranks, as a function of the value's number.
+        transfers: the transfers, where they were measured.
+        lanes: what each rank ran on, such as `"cpu, thread 140…"`.
+        name: what drawings call the trace; by default, the plan's name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        starts: Sequence[Sequence[float]],
+        ends: Sequence[Sequence[float]],
+        unit: str = "",
+        source: Literal["simulated", "measured"] = "simulated",
+        delay: Callable[[int], float] | None = None,
+        transfers: Sequence[Transfer] | None = None,
+        lanes: Sequence[str] = (),
+        name: str | None = None,
+    ) -> None:
+        """Keep the times beside the plan; everything else is derived from them when asked for."""
+        self.plan = plan
+        self.starts = starts
+        self.ends = ends
+        self.unit = unit
+        self.source = source
+        self.lanes = tuple(lanes)
+        self.name = name or plan.name
+        self._delay = delay
+        self._transfers = None if transfers is None else tuple(transfers)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.plan.ranks
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Every action with its start and end, rank by rank, in order. Made when first read.
+
+        An overlapped pair that was simulated as one slot is two events with the same start and end.
+        """
+        action = self.plan.program.numbering.action
+        return tuple(
+            Event(rank, action(code), start, end)
+            for rank, (row, starts, ends) in enumerate(
+                zip(self.plan.program.rows, self.starts, self.ends, strict=True)
+            )
+            for code, start, end in zip(row, starts, ends, strict=True)
+        )
+
+    def events_of(self, rank: int) -> tuple[Event, ...]:
+        """Return one rank's events, in order."""
+        return tuple(event for event in self.events if event.rank == rank)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every value that crosses from one rank to another, in the order of the plan's rows."""
+        return _crossings(self) if self._transfers is None else self._transfers
+
+    @cached_property
+    def start(self) -> float:
+        """When the first action started."""
+        return min((starts[0] for starts in self.starts if starts), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last action ended."""
+        return max((max(ends) for ends in self.ends if ends), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end, in `unit`."""
+        return self.end - self.start
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For each rank, how long it was working, in `unit`; actions that share a slot count once."""
+        return tuple(_busy(starts, ends) for starts, ends in zip(self.starts, self.ends, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all rank time: `1 - busy / (ranks * makespan)`, from 0 to 1.
+
+        Others divide by the ideal time instead: 1F1B on 4 ranks with 8 micro-batches is 0.375 there, 0.273 here.
+        """
+        whole = self.ranks * self.makespan
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """For each rank, the most stage activations held at once.
+
+        One is taken up by each forward and released by the full backward, or by the weight gradient where the backward
+        is split.
+        """
+        slots = self.plan.program.numbering.slots
+        peaks: list[int] = []
+        for row in self.plan.program.rows:
+            held = peak = 0
+            for code in row:
+                if code < slots:
+                    held += 1
+                    if held > peak:
+                        peak = held
+                elif code < 2 * slots or 3 * slots <= code < 4 * slots:
+                    held -= 1
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the trace; the suffix says as what: `html`, `svg`, `png`, `pdf`, `json` or `txt`.
+
+        Example:
+            >>> import pipelab, tempfile, pathlib
+            >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     saved = trace.save(pathlib.Path(folder) / "1f1b.json")
+            ...     Trace.load(saved) == trace
+            True
+
+        Returns:
+            The path.
+
+        Raises:
+            FormatError: if the suffix is none of these.
+        """
+        path = Path(path)
+        if path.suffix == ".json":
+            path.write_text(json.dumps(self.to_dict()) + "\n")
+            return path
+        from pipelab import draw
+
+        return draw.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a trace that was saved as `json`.
+
+        Raises:
+            FormatError: if the file is not such a trace.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{path} is not a trace saved by pipelab: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace as plain data, as `json` files hold it."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "name": self.name,
+            "source": self.source,
+            "unit": self.unit,
+            "stages": self.plan.stages,
+            "microbatches": self.plan.microbatches,
+            "rows": [" ".join(map(str, row)) for row in self.plan.rows],
+            "starts": [list(starts) for starts in self.starts],
+            "ends": [list(ends) for ends in self.ends],
+            "lanes": list(self.lanes),
+            "transfers": [
+                [transfer.source, transfer.target, str(transfer.giver), str(transfer.needer), transfer.start, transfer.end]
+                for transfer in self.transfers
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Trace:
+        """Return the trace that `to_dict` described.
+
+        Raises:
+            ValueError: if the data are of another format or version.
+        """
+        if data.get("format") != _FORMAT or data.get("version") != _VERSION:
+            raise ValueError(f"expected format {_FORMAT!r}, version {_VERSION}")
+        parsed = Plan.parse(data["rows"])
+        plan = Plan(parsed.written, data["stages"], data["microbatches"], name=data["name"])
+        counts = [len(row) for row in plan.program.rows]
+        for key in ("starts", "ends"):
+            if [len(times) for times in data[key]] != counts:
+                raise ValueError(f"{key!r} do not match the actions in 'rows'")
+        return cls(
+            plan,
+            data["starts"],
+            data["ends"],
+            data["unit"],
+            data["source"],
+            transfers=[
+                Transfer(source, target, Action.parse(giver), Action.parse(needer), start, end)
+                for source, target, giver, needer, start, end in data["transfers"]
+            ],
+            lanes=data["lanes"],
+        )
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the trace with matplotlib, on `ax` or on a figure of its own; return the axes."""
+        from pipelab.draw import figure
+
+        return figure.plot(self, ax)
+
+    def show(self) -> None:
+        """Show the trace: as a figure in a notebook, in the web browser elsewhere."""
+        from pipelab import draw
+
+        draw.show(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare plan, times and unit."""
+        if not isinstance(other, Trace):
+            return NotImplemented
+        return (self.plan, self.unit, self.source, self.events, self.transfers) == (
+            other.plan,
+            other.unit,
+            other.source,
+            other.events,
+            other.transfers,
+        )
+
+    def __hash__(self) -> int:
+        """Return a hash of what `==` compares."""
+        return hash((self.plan, self.unit, self.events))
+
+    def __str__(self) -> str:
+        """Return a text timeline."""
+        from pipelab.draw import text
+
+        return text.timeline(self)
+
+    def __repr__(self) -> str:
+        """Return the name and the figures."""
+        unit = f" {self.unit}" if self.unit else ""
+        return f"<{self.source} trace of {self.name}: makespan {self.makespan:g}{unit}, bubble {self.bubble:.1%}>"
+
+    def _repr_svg_(self) -> str:
+        """Return the figure that a notebook shows."""
+        from pipelab.draw import figure
+
+        return figure.svg(self)
+
+
+def _busy(starts: Sequence[float], ends: Sequence[float]) -> float:
+    """Return the length of the union of the spans, which are in order."""
+    busy = 0.0
+    free = float("-inf")
+    for start, end in zip(starts, ends, strict=True):
+        if start >= free:
+            busy += end - start
+            free = end
+        elif end > free:
+            busy += end - free
+            free = end
+    return busy
+
+
+def _crossings(trace: Trace) -> tuple[Transfer, ...]:
+    """Derive the transfers of a trace: each value that a rank needs and another gives."""
+    program = trace.plan.program
+    numbering, rank_of = program.numbering, program.rank_of
+    ended = {
+        code: end for row, ends in zip(program.rows, trace.ends, strict=True) for code, end in zip(row, ends, strict=True)
+    }
+    transfers: list[Transfer] = []
+    for rank, row in enumerate(program.rows):
+        for code in row:
+            for value in numbering.needs(code):
+                giver = next(other for other in numbering.givers(value) if rank_of[other] >= 0)
+                source = rank_of[giver]
+                if source != rank:
+                    left = ended[giver]
+                    lasts = trace._delay(value) if trace._delay else 0.0
+                    transfers.append(
+                        Transfer(source, rank, numbering.action(giver), numbering.action(code), left, left + lasts)
+                    )
+    return tuple(transfers)

@@ -1,0 +1,136 @@
+"""Walk a plan in an order that respects every dependency, without a clock.
+
+Each rank runs its row until an action needs a value that is not there yet; whoever gives the value wakes it:
+
+    rank 0 | F0 F1 B0 …        runs F0, F1, then waits for gin(0, 1)
+    rank 1 | F0 B0 F1 B1       woken by out(0, 0): runs F0, B0, which wakes rank 0
+
+What is left when nobody can move is stuck for good: the order of the walk does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pipelab.program import Program
+
+__all__ = ["Traversal", "traverse"]
+
+
+_NOBODY = -1
+
+
+@dataclass(slots=True)
+class Traversal:
+    """A walk through a plan.
+
+    Attributes:
+        order: the codes in the order of the walk: all of a legal plan's, an `R` once for all its ranks.
+        stuck: for each rank that could not finish, the index of the code that it waits at.
+        waits_for: for each stuck rank, the value that it needs; `None` where it waits for other ranks at an `R`.
+    """
+
+    order: list[int]
+    stuck: dict[int, int]
+    waits_for: dict[int, int | None]
+
+
+def traverse(
+    program: Program,
+    given: Collection[int] = (),
+    excused: Collection[int] = (),
+    atomic_pairs: bool = False,
+) -> Traversal:
+    """Walk through a plan.
+
+    Args:
+        program: the plan, bound.
+        given: values that count as there from the start (those that nobody gives).
+        excused: codes that need not wait for anything (those already found to be faulty).
+        atomic_pairs: whether an overlapped pair starts only when the inputs of both its halves are there, and gives
+            both values at its end.
+    """
+    numbering, rows = program.numbering, program.rows
+    first_need, second_need, gives = numbering.first_need, numbering.second_need, numbering.gives
+    reduces = 4 * numbering.slots
+    pairs = program.pairs if atomic_pairs else frozenset()
+    there = bytearray(numbering.always + 1)
+    there[numbering.always] = 1
+    for value in given:
+        there[value] = 1
+
+    at = [0] * len(rows)
+    order: list[int] = []
+    waiting = [_NOBODY] * len(there)  # by value: the rank that waits for it,
+    queues: dict[int, list[int]] = {}  # and the others, where a faulty plan has several
+    arrived: dict[int, list[int]] = {}  # by code of an R: the ranks that have come to it
+    groups = _groups(rows, reduces)
+    waits_for: dict[int, int | None] = {}
+    awake = list(range(len(rows) - 1, -1, -1))
+    while awake:
+        rank = awake.pop()
+        row = rows[rank]
+        index = at[rank]
+        length = len(row)
+        while index < length:
+            code = row[index]
+            if code >= reduces:
+                here = arrived.setdefault(code, [])
+                here.append(rank)
+                if len(here) < groups[code]:
+                    waits_for[rank] = None
+                    break
+                order.append(code)
+                index += 1
+                for other in here[:-1]:
+                    at[other] += 1
+                    awake.append(other)
+                continue
+            need = first_need[code]
+            if there[need]:
+                need = second_need[code]
+            if pairs and code in pairs and there[need]:
+                backward = row[index + 1]
+                need = first_need[backward]
+                if there[need]:
+                    need = second_need[backward]
+            if not there[need] and code not in excused:
+                waits_for[rank] = need
+                if waiting[need] == _NOBODY:
+                    waiting[need] = rank
+                else:
+                    queues.setdefault(need, []).append(rank)
+                break
+            if pairs and code in pairs:
+                there[gives[code]] = 1
+                order.append(code)
+                awake.extend(_released(gives[code], waiting, queues))
+                index += 1
+                code = row[index]
+            value = gives[code]
+            there[value] = 1
+            order.append(code)
+            index += 1
+            if waiting[value] != _NOBODY:
+                awake.extend(_released(value, waiting, queues))
+        at[rank] = index
+    stuck = {rank: index for rank, index in enumerate(at) if index < len(rows[rank])}
+    return Traversal(order, stuck, {rank: waits_for[rank] for rank in stuck})
+
+
+def _released(value: int, waiting: list[int], queues: dict[int, list[int]]) -> list[int]:
+    """Return the ranks that wait for a value, which then wait no longer."""
+    first, waiting[value] = waiting[value], _NOBODY
+    return [] if first == _NOBODY else [first, *queues.pop(value, ())]
+
+
+def _groups(rows: list[list[int]], reduces: int) -> dict[int, int]:
+    """Return how many ranks list each `R`."""
+    sizes: dict[int, int] = {}
+    for row in rows:
+        if row and max(row) >= reduces:
+            for code in row:
+                if code >= reduces:
+                    sizes[code] = sizes.get(code, 0) + 1
+    return sizes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Code", "Fault", "shorten", "students_line"]
+__all__ = ["Code", "Fault", "excerpt", "shorten", "students_line"]
 
 Code = Literal[
     "missing",
@@ -24,7 +26,7 @@ Code = Literal[
     "exception",
 ]
 
-_PACKAGE = Path(__file__).parent
+_LIBRARIES = (Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +67,51 @@ class Fault:
 
 
 def shorten(thing: object, width: int = 60) -> str:
-    """Return `repr(thing)`, cut to `width` characters."""
+    """Return `repr(thing)` on one line, cut to `width` characters."""
     try:
-        text = repr(thing)
-    except Exception as error:  # a student's __repr__ may raise; the fault must still be told
+        text = " ".join(repr(thing).split())
+    except Exception as error:  # noqa: BLE001 - a student's __repr__ may raise; the fault must still be told
         text = f"<{type(thing).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
+def excerpt(rank: int, row: Sequence[object], position: int, width: int = 110) -> str:
+    """Return the few columns around a place in a rank's row, the place marked.
+
+    Example:
+        >>> print(excerpt(2, ["F0", "F1", "B0", "B1"], position=2))
+        rank 2 | 'F0' 'F1' 'B0' 'B1'
+                           ^^^^
+    """
+    line = mark = ""
+    for around in (4, 2, 1, 0):
+        first = max(0, position - around)
+        words = [shorten(item, 28) for item in row[first : position + around + 1]]
+        marked = position - first
+        lead = f"rank {rank} | {'… ' if first else ''}"
+        line = lead + " ".join(words) + (" …" if position + around + 1 < len(row) else "")
+        mark = " " * (len(lead) + sum(len(word) + 1 for word in words[:marked])) + "^" * len(words[marked])
+        if len(line) <= width:
+            break
+    return f"{line}\n{mark}"
+
+
+def _is_library(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(_PACKAGE) or "site-packages" in path.parts
+
+
 def students_line(error: BaseException) -> str:
     """Return where a student's code raised: file, line, and the line itself."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not Path(frame.filename).is_relative_to(_PACKAGE)
-    ]
-    if not frames:
-        frames = list(traceback.extract_tb(error.__traceback__))
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if not _in_a_library(frame.filename)] or every
     if not frames:
         return "an unknown line"
     frame = frames[-1]
     code = f": {frame.line}" if frame.line else ""
     return f"{frame.filename}, line {frame.lineno}, in {frame.name}{code}"
+
+
+def _in_a_library(file: str) -> bool:
+    """Tell whether a file is pipelab's, Python's, an installed package's, or none (what `dataclass` generates)."""
+    return file == "<string>" or any(Path(file).is_relative_to(folder) for folder in _LIBRARIES)

@@ -1,0 +1,300 @@
+"""Pipelines: a model and a schedule, run on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import chain
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from pipelab.checking import Draftable, as_plan, require_legal
+from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.hardware import Slot, slots_for
+from pipelab.engine.lanes import Lane, lane_for
+from pipelab.engine.optimizers import OptimizerGuard
+from pipelab.engine.run import Run
+from pipelab.engine.splitting import Stages, split
+from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.threads import ThreadsEngine
+from pipelab.errors import BatchError, EngineError
+from pipelab.plan import Plan
+from pipelab.trace import Trace
+
+__all__ = ["Pipeline", "Step"]
+
+
+class Step:
+    """What one step gave.
+
+    Attributes:
+        loss: the loss of the whole batch, a tensor without dimensions or history.
+    """
+
+    def __init__(self, loss: torch.Tensor, run: Run, plan: Plan, lanes: Sequence[Lane], labels: Sequence[str]) -> None:
+        """Keep what was measured; the trace and the outputs are put together when they are asked for."""
+        self.loss = loss
+        self._run = run
+        self._plan = plan
+        self._lanes = lanes
+        self._labels = labels
+
+    @cached_property
+    def outputs(self) -> Any:
+        """The model's outputs for the whole batch, rows in the batch's order, without history."""
+        return join(self._run.outputs)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """When each action started and ended, in milliseconds since the step began; measured in the workers."""
+        lanes, run = self._lanes, self._run
+        begun = [lane.nanoseconds(marks) for lane, marks in zip(lanes, run.begun, strict=True)]
+        ended = [lane.nanoseconds(marks) for lane, marks in zip(lanes, run.ended, strict=True)]
+        origin = min((marks[0] for marks in begun if marks), default=0)
+        starts = [[(mark - origin) / 1e6 for mark in marks] for marks in begun]
+        ends = [[(mark - origin) / 1e6 for mark in marks] for marks in ended]
+        return Trace(self._plan, starts, ends, "ms", "measured", lanes=self._labels)
+
+    def __repr__(self) -> str:
+        """Return the loss and the makespan."""
+        return f"Step(loss={float(self.loss):g}, makespan={self.trace.makespan:g} ms)"
+
+
+class Pipeline:
+    """A model, split into stages, that runs a schedule on real tensors.
+
+    `step` runs all micro-batches forward and backward and **adds** to the parameters' `.grad`, as `backward()` does; it
+    never zeroes them. Parameters stay the model's own: your optimizer, your scheduler and `model.state_dict()` work as
+    they are.
+
+    Args:
+        model: an `nn.Sequential`, a list of stage modules, or what `pipelab.split` returned.
+        schedule: a schedule or a plan.
+        loss_fn: takes the model's output and the target of one micro-batch, and returns one number.
+        devices: one device per rank; by default, what `pipelab.devices` finds. A device may stand several times.
+        engine: `"threads"`: one worker thread per rank, in this process.
+        reduction: how the loss averages over rows. `"mean"`: each micro-batch weighs its share of the rows, so that
+            uneven micro-batches are exact too; `"sum"`: each weighs 1; or a function from a micro-batch's target to its
+            weight (the number of rows that are not ignored, say).
+        timeout: seconds without any progress after which a step is stopped with an explanation; `None` waits for ever.
+        watch_nan: whether to stop at the first NaN or infinity, naming who made it.
+        intra_op_threads: how many processor threads each operation on a CPU rank may use; by default, the processor's
+            threads shared evenly among the ranks.
+
+    Example:
+        >>> import pipelab, torch
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+        >>> with pipelab.Pipeline(model, pipelab.OneFOneB(ranks=2, microbatches=3), torch.nn.MSELoss()) as pipe:
+        ...     step = pipe.step(x, y)
+        ...     print(pipe.verify(x, y))
+        gradients of 4 parameters equal to the same 3 micro-batches one after another, bit for bit
+        >>> bool(torch.isclose(step.loss, torch.nn.functional.mse_loss(model(x), y)))
+        True
+
+    Raises:
+        ScheduleError: if the plan has faults.
+        SplitError: if the model cannot be cut into the plan's stages.
+        DeviceError: if the devices do not fit.
+        EngineError: if this engine cannot run the plan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | Stages,
+        schedule: Plan | Draftable,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        devices: Sequence[Slot | torch.device | str] | None = None,
+        engine: str = "threads",
+        reduction: Reduction = "mean",
+        *,
+        timeout: float | None = 300.0,
+        watch_nan: bool = False,
+        intra_op_threads: int | None = None,
+    ) -> None:
+        """Check the plan, split the model, move the stages to their devices, and start the workers."""
+        if engine != "threads":
+            raise EngineError(f"engine={engine!r}: expected 'threads'")
+        if not callable(reduction) and reduction not in ("mean", "sum"):
+            raise EngineError(f"reduction={reduction!r}: expected 'mean', 'sum', or a function from target to weight")
+        self.plan = as_plan(schedule)
+        require_legal(self.plan)
+        _require_runnable(self.plan)
+        self.loss_fn = loss_fn
+        self.reduction = reduction
+        self.watch_nan = watch_nan
+        self.stages = split(model, into=self.plan.stages)
+        self.slots = slots_for(devices, self.plan.ranks)
+        self._guard = OptimizerGuard(list(self.parameters()))
+        self._place()
+        self._guard.watch_if_moved()
+        self._lanes = [lane_for(slot, self.slots) for slot in self.slots]
+        threads = max(1, torch.get_num_threads() // self.plan.ranks) if intra_op_threads is None else intra_op_threads
+        runners = [Stage(index, module, self.plan.stages) for index, module in enumerate(self.stages.modules)]
+        self._engine = ThreadsEngine(self.plan, runners, self._lanes, timeout, threads)
+        self._runners = runners
+
+    def step(self, x: Any, y: Any) -> Step:
+        """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
+
+        Args:
+            x: the batch, `[rows, ...]`: a tensor, or a tuple or dict of tensors, as the first stage takes it.
+            y: the targets, `[rows, ...]`, as `loss_fn` takes them.
+
+        Returns:
+            The loss of the whole batch, its outputs, and the trace.
+
+        Raises:
+            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            StageError: if a stage or the loss raised, with rank, stage and action; the pipeline can be used again.
+            StepTimeoutError: if nothing moved for `timeout` seconds.
+            PipelineClosedError: if the pipeline was closed.
+        """
+        run, loss = self.run(x, y)
+        total = torch.stack([value for value in loss.values if value is not None]).sum()
+        return Step(total, run, self.plan, self._lanes, self._labels())
+
+    def run(self, x: Any, y: Any, only: int | None = None) -> tuple[Run, Loss]:
+        """Run one step and return its raw state; `step` and `verify` stand on it.
+
+        Args:
+            x: the batch.
+            y: the targets.
+            only: a micro-batch whose loss alone should count; by default, all do.
+        """
+        rows = rows_of(x, "x")
+        if rows_of(y, "y") != rows:
+            raise BatchError(f"x has {rows} rows and y has {rows_of(y, 'y')}: every row needs its target")
+        counts = row_counts(rows, self.plan.microbatches)
+        self.stages.require_rows(counts)
+        targets = split_batch(y, counts)
+        weights = weights_of(self.reduction, counts, targets)
+        if only is not None:
+            weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
+        loss = Loss(self.loss_fn, targets, weights)
+        run = self._engine.run(
+            split_batch(x, counts), loss, watch_nan=self.watch_nan, contexts=_callers_autocast(self.slots)
+        )
+        return run, loss
+
+    def forward(self, x: Any) -> Any:
+        """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
+
+        The modules' training mode is yours: call `model.eval()` before and `model.train()` after.
+
+        Args:
+            x: the batch, `[rows, ...]`.
+
+        Raises:
+            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            StageError: if a stage raised.
+        """
+        counts = row_counts(rows_of(x, "x"), self.plan.microbatches)
+        inputs = split_batch(x, counts)
+        for runner, module in zip(self._runners, self.stages.for_evaluation(inputs, counts), strict=True):
+            runner.module = module
+        try:
+            run = self._engine.run(inputs, None, contexts=_callers_autocast(self.slots))
+        finally:
+            for runner, module in zip(self._runners, self.stages.modules, strict=True):
+                runner.module = module
+        return join(run.outputs)
+
+    def verify(self, x: Any, y: Any) -> Any:
+        """Check that the pipeline's gradients are those of the plain model; return the proof.
+
+        Gradients, buffers and random state are as before afterwards.
+
+        Raises:
+            VerificationError: naming the parameter and the micro-batch that differ first.
+        """
+        from pipelab.engine.verification import verify
+
+        return verify(self, x, y)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the model's parameters, stage by stage, each once."""
+        return chain.from_iterable(module.parameters() for module in self.stages.modules)
+
+    def move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring an optimizer's state to where its parameters are now.
+
+        Needed only for an optimizer that has already stepped before the pipeline moved the stages to other devices.
+        """
+        self._guard.move(optimizer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm before."""
+        return nn.utils.clip_grad_norm_(list(self.parameters()), max_norm, norm_type)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the state of the whole model, under the model's own names."""
+        return self.stages.state_dict()
+
+    def close(self) -> None:
+        """End the workers. A closed pipeline cannot step; the model is as usable as ever."""
+        self._engine.close()
+        self._guard.close()
+
+    def __enter__(self) -> Self:
+        """Return the pipeline."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the pipeline."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return the plan and the devices."""
+        return f"Pipeline({self.plan.name}, on {', '.join(map(str, self.slots))})"
+
+    def _place(self) -> None:
+        """Move every stage to its rank's device; parameters stay the same objects."""
+        for stage, ranks in self.plan.replicas.items():
+            self.stages.modules[stage].to(self.slots[ranks[0]].device)
+
+    def _labels(self) -> list[str]:
+        return [
+            f"{slot}, thread {thread}" for slot, thread in zip(self.slots, self._engine.thread_ids, strict=True)
+        ]
+
+
+def _require_runnable(plan: Plan) -> None:
+    """Refuse what the threads engine does not run.
+
+    Raises:
+        EngineError: naming the first action or stage.
+    """
+    numbering = plan.program.numbering
+    for rank, row in enumerate(plan.program.rows):
+        for code in row:
+            if code >= 2 * numbering.slots:
+                raise EngineError(
+                    f"{numbering.action(code)} on rank {rank}: the threads engine runs F and B; "
+                    "write B in place of I and W"
+                )
+    for stage, ranks in plan.replicas.items():
+        if len(ranks) > 1:
+            raise EngineError(
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: the threads engine runs a stage on one rank"
+            )
+
+
+def _callers_autocast(slots: Sequence[Slot]) -> list[Callable[[], Any]]:
+    """Return what makes a worker's autocast the caller's."""
+    return [
+        partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for kind in sorted({slot.device.type for slot in slots})
+        if torch.is_autocast_enabled(kind)
+    ]

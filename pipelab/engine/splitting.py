@@ -1,0 +1,241 @@
+"""Cut a model into stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pipelab.engine.partition import cut
+from pipelab.engine.tracing import TracedStages
+from pipelab.engine.trees import map_tensors, tensors_of
+from pipelab.errors import SplitError
+from pipelab.plan import require_size
+
+__all__ = ["Stages", "split"]
+
+Balance = Literal["layers", "parameters", "time"]
+
+
+class Stages:
+    """A model cut into stages; made by `split`, taken by `Pipeline`.
+
+    Attributes:
+        model: the model that was split, or an `nn.ModuleList` of the stages that were given.
+        modules: one module per stage, in order. They share their parameters with the model.
+        sizes: how many layers each stage holds.
+        is_traced: whether PyTorch's tracer made the stages.
+    """
+
+    is_traced = False
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], sizes: Sequence[int]) -> None:
+        """Keep the stages, if no parameter is in two of them."""
+        self.model = model
+        self.modules = list(modules)
+        self.sizes = tuple(sizes)
+        _refuse_shared(self.modules, model)
+
+    def require_rows(self, counts: Sequence[int]) -> None:
+        """Refuse micro-batches that the stages cannot take; these stages take any."""
+
+    def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:  # noqa: ARG002
+        """Return the stages to evaluate with, in the model's present training mode; here, the same."""
+        return self.modules
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the model's state, under its own names."""
+        return self.model.state_dict()
+
+    def __len__(self) -> int:
+        """Return the number of stages."""
+        return len(self.modules)
+
+    def __repr__(self) -> str:
+        """Return the number of layers in each stage."""
+        return f"Stages({', '.join(map(str, self.sizes))} layers)"
+
+
+class _Traced(Stages):
+    """Stages that PyTorch's tracer made: fixed to the row count and the training mode of the example."""
+
+    is_traced = True
+
+    def __init__(self, model: nn.Module, traced: TracedStages, sizes: Sequence[int]) -> None:
+        """Trace the model as it is now."""
+        self._traced = traced
+        super().__init__(model, traced.modules(model.training), sizes)
+        self._training = model.training
+
+    def require_rows(self, counts: Sequence[int]) -> None:
+        """Refuse other row counts than the example's, and another training mode.
+
+        Raises:
+            SplitError: with both numbers.
+        """
+        rows = self._traced.rows
+        for count in counts:
+            if count != rows:
+                raise SplitError(
+                    f"a micro-batch has {count} rows, but the model was traced with an example of {rows}, which a "
+                    f"traced stage keeps: use batches of {rows * len(counts)} rows ({len(counts)} micro-batches of "
+                    f"{rows}), or split the model again with an example of {count} rows"
+                )
+        if self.model.training != self._training:
+            now, then = (("training", "evaluation") if self.model.training else ("evaluation", "training"))
+            raise SplitError(
+                f"the model is in {now} mode, but it was traced in {then} mode, which a traced stage keeps: call "
+                f"model.{'train' if self._training else 'eval'}() before step, or split the model again"
+            )
+
+    def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:
+        """Trace again if mode or rows differ from the example's."""
+        if len(set(counts)) > 1:
+            raise SplitError(
+                f"the micro-batches have {' and '.join(map(str, sorted(set(counts))))} rows, but a traced stage takes "
+                f"one row count: use a batch whose rows {len(counts)} micro-batches divide"
+            )
+        if counts[0] == self._traced.rows and self.model.training == self._training:
+            return self.modules
+        return self._traced.modules(self.model.training, inputs[0])
+
+
+def split(
+    model: nn.Module | Sequence[nn.Module] | Stages,
+    into: int,
+    by: Balance = "layers",
+    example: Any = None,
+) -> Stages:
+    """Cut a model into contiguous stages.
+
+    Args:
+        model: an `nn.Sequential`, whose layers are dealt out; a list of modules, one per stage; or any other model,
+            with an example, which PyTorch's tracer then cuts.
+        into: how many stages.
+        by: what to make even. `"layers"`: their number; sizes differ by at most one, the first stages taking the
+            extra. `"parameters"`: the numbers in them. `"time"`: forward and backward, measured on the example.
+        example: one micro-batch, `[rows, ...]`, as the model takes it; a tuple stands for several arguments. Needed
+            for `by="time"` and for models that are no `nn.Sequential`. A traced stage keeps the example's row count
+            and training mode.
+
+    Example:
+        >>> from torch import nn
+        >>> split(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), into=3)
+        Stages(7, 7, 6 layers)
+
+    Raises:
+        SplitError: if there are fewer layers than stages, if a parameter is used by two stages (with its name and both
+            stages), or if an example is needed and missing.
+    """
+    require_size("into", into)
+    if isinstance(model, Stages):
+        if len(model) != into:
+            raise SplitError(f"the model was split into {len(model)} stages, but the plan has {into}: split it into {into}")
+        return model
+    if by not in ("layers", "parameters", "time"):
+        raise SplitError(f"by={by!r}: expected 'layers', 'parameters' or 'time'")
+    if not isinstance(model, nn.Module):
+        return _given(list(model), into)
+    if isinstance(model, nn.Sequential):
+        return _sequential(model, into, by, example)
+    if example is None:
+        raise SplitError(
+            f"{type(model).__name__} is no nn.Sequential, so it must be traced to be cut: pass an example of one "
+            f"micro-batch, pipelab.split(model, into={into}, example=x), or give a list of {into} stage modules"
+        )
+    traced = TracedStages(model, example)
+    units = traced.units
+    _require_enough(len(units), into, type(model).__name__)
+    bounds = cut(_weights([unit for _, unit in units], by, lambda: traced.unit_times()), into)
+    traced.cut_at([units[start][0] for start, _ in bounds[1:]])
+    return _Traced(model, traced, [stop - start for start, stop in bounds])
+
+
+def _given(modules: list[nn.Module], into: int) -> Stages:
+    for index, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise SplitError(f"stage {index} is {type(module).__name__}, not a module")
+    if len(modules) != into:
+        raise SplitError(f"{len(modules)} stage modules for {into} stages: give one per stage, or an nn.Sequential")
+    return Stages(nn.ModuleList(modules), modules, [1] * into)
+
+
+def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any) -> Stages:
+    layers = list(model)
+    _require_enough(len(layers), into, "nn.Sequential")
+    if by == "time" and example is None:
+        raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
+    bounds = cut(_weights(layers, by, lambda: _layer_times(layers, example)), into)
+    return Stages(model, [model[start:stop] for start, stop in bounds], [stop - start for start, stop in bounds])
+
+
+def _require_enough(layers: int, into: int, name: str) -> None:
+    if layers < into:
+        raise SplitError(f"{name} has {layers} layers, too few for {into} stages: use at most {layers} stages")
+
+
+def _weights(layers: Sequence[nn.Module], by: Balance, times: Callable[[], list[float]]) -> list[float]:
+    if by == "layers":
+        return [1.0] * len(layers)
+    if by == "parameters":
+        return [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
+    return times()
+
+
+def _layer_times(layers: Sequence[nn.Module], example: Any, repeats: int = 5) -> list[float]:
+    """Return the median seconds that each layer takes forward and backward, one after the other on the example.
+
+    Gradients, buffers and random state are left as they were.
+    """
+    buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+    random_state = torch.get_rng_state()
+    times: list[float] = []
+    try:
+        value = example
+        for layer in layers:
+            measured = []
+            for _ in range(repeats + 1):
+                began = time.perf_counter()
+                made = _forward_and_backward(layer, value)
+                measured.append(time.perf_counter() - began)
+            times.append(median(measured[1:]))  # the first warms up
+            value = map_tensors(torch.Tensor.detach, made)
+    finally:
+        torch.set_rng_state(random_state)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return times
+
+
+def _forward_and_backward(layer: nn.Module, value: Any) -> Any:
+    """Run a layer forward, and backward without touching any `.grad`."""
+    entry = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), value)
+    made = layer(map_tensors(torch.clone, entry))
+    wanted = [tensor for tensor in [*tensors_of(entry), *layer.parameters()] if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors_of(made) if tensor.requires_grad]
+    if wanted and outputs:
+        torch.autograd.grad(outputs, wanted, [torch.ones_like(tensor) for tensor in outputs], allow_unused=True)
+    return made
+
+
+def _refuse_shared(modules: Sequence[nn.Module], model: nn.Module) -> None:
+    """Refuse a parameter that two stages use.
+
+    Raises:
+        SplitError: with the parameter's name and both stages.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    owner: dict[int, int] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            first = owner.setdefault(id(parameter), stage)
+            if first != stage:
+                raise SplitError(
+                    f"parameter {names.get(id(parameter), name)!r} is used by stage {first} and stage {stage}: a "
+                    "parameter lives on one stage; cut the model elsewhere, or give each stage its own"
+                )
+

@@ -1,0 +1,158 @@
+"""One stage of the model: its forward on a detached input, its backward from the gradient that comes back.
+
+    forward   input --detach--> leaf --module--> output --detach--> to the next stage
+    backward  gradient of the output --autograd--> leaf.grad --> to the stage before
+
+The autograd graph of a micro-batch lives from its forward to its backward, within one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
+from pipelab.errors import LossError
+
+__all__ = ["Loss", "Stage"]
+
+
+@dataclass(slots=True)
+class Loss:
+    """The loss of one step: the function, each micro-batch's target and weight, and what came out.
+
+    Attributes:
+        function: takes the model's output and the target, and returns a scalar.
+        targets: per micro-batch.
+        weights: per micro-batch, what its loss weighs in the loss of the batch.
+        values: per micro-batch, the weighted loss, once it is known.
+    """
+
+    function: Callable[[Any, Any], torch.Tensor]
+    targets: list[Any]
+    weights: list[float | torch.Tensor]
+    values: list[torch.Tensor | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Make room for the values."""
+        self.values = [None] * len(self.targets)
+
+    def of(self, microbatch: int, output: Any) -> torch.Tensor:
+        """Return the weighted loss of one micro-batch.
+
+        Raises:
+            LossError: if the function does not return one number that depends on the output.
+        """
+        loss = self.function(output, self.targets[microbatch])
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(f"the loss function returned {type(loss).__name__}, not a tensor")
+        if loss.numel() != 1:
+            raise LossError(
+                f"the loss function returned a tensor of shape {tuple(loss.shape)}, not one number: "
+                "average or sum it (most losses do with reduction='mean')"
+            )
+        if not loss.requires_grad:
+            raise LossError(
+                "the loss has no history, so there is nothing to run backward: it must depend on the model's output, "
+                "and some parameter must require a gradient"
+            )
+        if loss.dim():
+            loss = loss.reshape(())
+        weighted = loss * self.weights[microbatch]
+        self.values[microbatch] = weighted.detach()
+        return weighted
+
+
+class Stage:
+    """A stage's module, and how to run it forward and backward one micro-batch at a time.
+
+    What a forward keeps for its backward goes into the caller's `kept`, so that an abandoned step leaves nothing here.
+    """
+
+    __slots__ = ("clones_input", "index", "is_first", "is_last", "module")
+
+    def __init__(self, index: int, module: nn.Module, stages: int) -> None:
+        """Wrap a module as stage `index` of `stages`."""
+        self.index = index
+        self.module = module
+        self.is_first = index == 0
+        self.is_last = index == stages - 1
+        # A module that writes into its input would write into a leaf, which autograd forbids: give it a copy.
+        self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
+
+    def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss | None) -> Any:
+        """Run one micro-batch forward; return the output, detached."""
+        leaves: list[torch.Tensor | None] = []
+        entry = given
+        if not self.is_first:
+            entry, leaves = _leaves(given)
+        if self.clones_input:
+            entry = map_tensors(torch.clone, entry)
+        output = self.module(entry)
+        if self.is_last and loss is not None:
+            kept[microbatch] = (leaves, loss.of(microbatch, output))
+        else:
+            kept[microbatch] = (leaves, output)
+        if isinstance(output, torch.Tensor):
+            return output.detach()
+        return map_tensors(torch.Tensor.detach, output)
+
+    def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any]) -> Any:
+        """Run one micro-batch backward; return the gradient of the stage's input.
+
+        Args:
+            microbatch: which one.
+            gradients: those of the stage's floating-point outputs, in order; nothing on the last stage.
+            kept: what `forward` kept.
+        """
+        leaves, output = kept.pop(microbatch)
+        if self.is_last:
+            torch.autograd.backward(output)
+        else:
+            _backward(output, gradients)
+        if len(leaves) == 1:
+            return None if leaves[0] is None else leaves[0].grad
+        return [None if leaf is None else leaf.grad for leaf in leaves]
+
+    def evaluate(self, given: Any) -> Any:
+        """Run one micro-batch forward, keeping nothing."""
+        return self.module(map_tensors(torch.clone, given) if self.clones_input else given)
+
+
+def _leaves(given: Any) -> tuple[Any, list[torch.Tensor | None]]:
+    """Return the input with its floating-point tensors as new leaves, and those leaves (`None` for other tensors)."""
+    if isinstance(given, torch.Tensor):
+        if not _differentiable(given):
+            return given, [None]
+        leaf = given.detach().requires_grad_()
+        return leaf, [leaf]
+    parts, spec = take_apart(given)
+    entry = [
+        part.detach().requires_grad_() if isinstance(part, torch.Tensor) and _differentiable(part) else part
+        for part in parts
+    ]
+    leaves = [part if part.requires_grad else None for part in entry if isinstance(part, torch.Tensor)]
+    return rebuild(entry, spec), leaves
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _backward(output: Any, gradients: Any) -> None:
+    """Run autograd from the outputs that have a history and got a gradient."""
+    if isinstance(output, torch.Tensor):
+        if gradients is not None and output.requires_grad:
+            torch.autograd.backward(output, gradients)
+        return
+    outputs = tensors_of(output)
+    grads = gradients if isinstance(gradients, list) else [gradients]
+    pairs = [
+        (tensor, grad) for tensor, grad in zip(outputs, grads, strict=True) if grad is not None and tensor.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])

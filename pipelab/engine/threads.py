@@ -1,0 +1,337 @@
+"""The threads engine: one persistent worker thread per rank, in one process.
+
+    caller    step ──────────────────────────────── wait ── Result
+                 │ Run to every worker                 ▲ one report per worker
+    worker 0     └─ F0 F1 ·· B0 ·· B1 ─────────────────┤
+    worker 1     └─ ·· F0 B0 F1 B1 ────────────────────┘
+
+A worker takes its row's instructions one by one: it waits at the door of the value that it needs, computes, reads the
+clock before and after, and opens the door of what it gives. Whatever goes wrong in one worker opens all doors; everybody
+sees that the run is stopped and reports back.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipelab.engine.lanes import Lane
+from pipelab.engine.run import Instruction, Run, instructions
+from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.trees import tensors_of
+from pipelab.errors import NotANumberError, PipelabError, PipelineClosedError, StageError, StepTimeoutError
+from pipelab.faults import students_line
+from pipelab.plan import Plan
+
+__all__ = ["Report", "ThreadsEngine"]
+
+_GRACE_SECONDS = 5.0
+"""How long workers may take to come back once a run has been stopped, before they are given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says when it is done with a run, well or not."""
+
+    rank: int
+    run: Run
+    position: int = 0
+    error: BaseException | None = None
+
+
+class Worker:
+    """One rank's thread. It lives as long as the engine and runs one `Run` after another."""
+
+    def __init__(self, rank: int, lane: Lane, threads: int, reports: queue.SimpleQueue[Report]) -> None:
+        """Start the thread; `threads` is how many processor threads each of its operations may use."""
+        self.rank = rank
+        self.lane = lane
+        self.jobs: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self.reports = reports
+        self.threads = threads
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self._live, name=f"pipelab-rank-{rank}", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        torch.set_num_threads(self.threads)
+        self.ready.set()
+        while (run := self.jobs.get()) is not None:
+            self.reports.put(self._attempt(run))
+            del run  # an idle worker holds on to nothing
+
+    def _attempt(self, run: Run) -> Report:
+        """Run a row, whatever happens; say how it went."""
+        try:
+            with ExitStack() as stack:
+                self.lane.enter(stack)
+                for context in run.contexts:
+                    stack.enter_context(context())
+                if run.loss is None:
+                    stack.enter_context(torch.no_grad())
+                self._row(run)
+        except BaseException as error:  # noqa: BLE001 - a worker must report everything, SystemExit included
+            return Report(self.rank, run, run.phase[self.rank] // 2, error)
+        return Report(self.rank, run)
+
+    def _row(self, run: Run) -> None:
+        """Run one row. This is the hot loop: at small sizes its own time is what a step costs."""
+        rank, row, values, doors, phase = self.rank, run.rows[self.rank], run.values, run.doors, run.phase
+        kept, loss, mark, gives, takes = run.kept[rank], run.loss, self.lane.mark, self.lane.gives, self.lane.takes
+        begin, end = run.begun[rank].append, run.ended[rank].append
+        for position, each in enumerate(row):
+            # [1] wait for what the action needs
+            phase[rank] = 2 * position
+            if each.needs is None:
+                given = run.inputs[each.microbatch] if each.forward else None
+                if takes is not None:
+                    given = takes(given)
+                if loss is not None and each.stage.is_last and each.forward and takes is not None:
+                    loss.targets[each.microbatch] = takes(loss.targets[each.microbatch])
+            else:
+                if each.receives:
+                    doors[each.needs].acquire()
+                if run.stopped:
+                    return
+                given = values.pop(each.needs)
+                if each.receives and takes is not None:
+                    given = takes(given)
+            if run.stopped:
+                return
+            # [2] compute, between two readings of the clock
+            phase[rank] = 2 * position + 1
+            begin(mark())
+            if loss is None:
+                made = each.stage.evaluate(given)
+            elif each.forward:
+                made = each.stage.forward(each.microbatch, given, kept[each.stage.index], loss)
+            else:
+                made = each.stage.backward(each.microbatch, given, kept[each.stage.index])
+            end(mark())
+            if run.watch_nan:
+                _refuse_nan(rank, each, made, run)
+            # [3] hand over what it made
+            if each.gives is not None:
+                values[each.gives] = gives(made) if each.sends and gives is not None else made
+                if each.sends:
+                    door = doors[each.gives]
+                    if door.locked():
+                        door.release()
+            elif each.forward:
+                run.outputs[each.microbatch] = made
+        phase[rank] = 2 * len(row)
+
+
+def _refuse_nan(rank: int, instruction: Instruction, made: Any, run: Run) -> None:
+    stage, microbatch = instruction.stage.index, instruction.microbatch
+    what = "output" if instruction.forward else "input gradient"
+    tensors = tensors_of(made)
+    if instruction.forward and run.loss is not None and run.loss.values[microbatch] is not None:
+        tensors = [*tensors, *tensors_of(run.loss.values[microbatch])]
+        what = "output or loss"
+    for tensor in tensors:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
+            letter = "F" if instruction.forward else "B"
+            action = f"{stage}{letter}{microbatch}"
+            raise NotANumberError(
+                f"{action} on rank {rank} made {kind}: the {what} of stage {stage}, micro-batch {microbatch}, "
+                f"shape {tuple(tensor.shape)}, is not finite",
+                rank,
+                stage,
+                action,
+            )
+
+
+class ThreadsEngine:
+    """Runs a legal plan of `F` and `B` on stages, one worker thread per rank.
+
+    Args:
+        plan: the plan.
+        stages: the stages, in order.
+        lanes: what each rank runs on.
+        timeout: seconds without any progress after which a run is stopped; `None` waits for ever.
+        intra_op_threads: how many processor threads each operation on a CPU rank may use.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        lanes: Sequence[Lane],
+        timeout: float | None,
+        intra_op_threads: int,
+    ) -> None:
+        """Start the workers."""
+        self.plan = plan
+        self.lanes = list(lanes)
+        self.timeout = timeout
+        self.rows = instructions(plan.program, stages, backward=True)
+        self.forward_rows = instructions(plan.program, stages, backward=False)
+        self._threads = intra_op_threads
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._workers = [self._worker(rank) for rank in range(plan.ranks)]
+        self._settle()
+        self._closer = weakref.finalize(self, _dismiss, self._workers)
+
+    def _worker(self, rank: int) -> Worker:
+        return Worker(rank, self.lanes[rank], self._threads, self._reports)
+
+    def _settle(self) -> None:
+        """Wait for new workers; each set torch's default for threads made later, so set it back to the caller's."""
+        for worker in self._workers:
+            worker.ready.wait()
+        torch.set_num_threads(torch.get_num_threads())
+
+    @property
+    def thread_ids(self) -> list[int]:
+        """The operating system's number of each rank's thread."""
+        return [worker.thread.native_id or 0 for worker in self._workers]
+
+    def run(
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, contexts: Sequence[Any] = ()
+    ) -> Run:
+        """Run all micro-batches; return the run, its values complete.
+
+        Raises:
+            StageError: if a stage or the loss raised; the original error is the cause.
+            StepTimeoutError: if nothing moved for `timeout` seconds.
+            PipelineClosedError: if the engine was closed.
+            KeyboardInterrupt: if the caller was interrupted; the workers are stopped first.
+        """
+        if not self._closer.alive:
+            raise PipelineClosedError("this pipeline is closed: make a new one, or use it inside its with block")
+        rows = self.forward_rows if loss is None else self.rows
+        run = Run(rows, inputs, loss, watch_nan, contexts)
+        for lane in self.lanes:
+            lane.begin()
+        outstanding = set(range(len(self._workers)))
+        try:
+            for worker in self._workers:
+                worker.jobs.put(run)
+            failure = self._collect(run, outstanding)
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(self._where(run, "interrupted while"))
+            self._halt(run, outstanding)
+            raise
+        if failure is not None:
+            self._halt(run, outstanding)
+            raise self._explained(failure)
+        for lane in self.lanes:
+            lane.finish([run.outputs, [] if loss is None else loss.values])
+        return run
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self._closer()
+
+    def _collect(self, run: Run, outstanding: set[int]) -> Report | None:
+        """Wait until every worker has reported well, or return the first bad report.
+
+        Raises:
+            StepTimeoutError: if nothing moved for `timeout` seconds.
+        """
+        seen = list(run.phase)
+        quiet_since = time.monotonic()
+        while outstanding:
+            try:
+                report = self._reports.get(timeout=None if self.timeout is None else self.timeout / 8)
+            except queue.Empty:
+                now = time.monotonic()
+                if seen != run.phase:
+                    seen, quiet_since = list(run.phase), now
+                elif self.timeout is not None and now - quiet_since >= self.timeout:
+                    message = self._where(run, f"nothing moved for {now - quiet_since:.3g} s:")
+                    self._halt(run, outstanding)
+                    raise StepTimeoutError(message) from None
+                continue
+            if report.run is not run:
+                continue  # a worker that was given up long ago has come back
+            outstanding.discard(report.rank)
+            if report.error is not None:
+                return report
+            quiet_since = time.monotonic()
+        return None
+
+    def _halt(self, run: Run, outstanding: set[int]) -> None:
+        """Stop a run, wait a while for its workers, and replace those that do not come back."""
+        run.stop()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while outstanding and (left := deadline - time.monotonic()) > 0:
+            try:
+                report = self._reports.get(timeout=left)
+            except queue.Empty:
+                break
+            if report.run is run:
+                outstanding.discard(report.rank)
+        for rank in outstanding:
+            self._workers[rank].jobs.put(None)  # should it ever come back, it ends
+            self._workers[rank] = self._worker(rank)
+        if outstanding:
+            self._settle()
+        run.values.clear()
+        run.kept.clear()
+
+    def _explained(self, report: Report) -> BaseException:
+        """Return a worker's error with its place: rank, stage, action."""
+        error = report.error
+        assert error is not None
+        if isinstance(error, StageError):
+            return error
+        instruction = report.run.rows[report.rank][min(report.position, len(report.run.rows[report.rank]) - 1)]
+        stage = instruction.stage.index
+        action = f"{stage}{'F' if instruction.forward else 'B'}{instruction.microbatch}"
+        told = str(error)
+        where = ""
+        if not isinstance(error, PipelabError):
+            told = f"{type(error).__name__}: {error}"
+            where = f"\n  at {students_line(error)}"
+        partial = "" if report.run.loss is None else "\n  gradients are partial now: zero_grad() before the next step"
+        explained = StageError(
+            f"{action} on rank {report.rank} failed: {told}\n"
+            f"  stage {stage}, micro-batch {instruction.microbatch}, on {self.lanes[report.rank].slot}{where}{partial}",
+            report.rank,
+            stage,
+            action,
+        )
+        explained.__cause__ = error
+        return explained
+
+    def _where(self, run: Run, lead: str) -> str:
+        """Return what every rank was doing, or waiting for."""
+        return "\n".join([lead, *(f"  rank {rank} {self._doing(run, rank)}" for rank in range(len(run.rows)))])
+
+    def _doing(self, run: Run, rank: int) -> str:
+        position, computing = divmod(run.phase[rank], 2)
+        if position >= len(run.rows[rank]):
+            return "is done"
+        numbering, rank_of = self.plan.program.numbering, self.plan.program.rank_of
+        instruction = run.rows[rank][position]
+        action = numbering.action(instruction.code)
+        place = f"{action} (stage {instruction.stage.index}, position {position})"
+        if computing:
+            frame = sys._current_frames().get(self._workers[rank].thread.ident or 0)
+            line = traceback.extract_stack(frame)[-1] if frame else None
+            return f"was running {place}" + (f", at {line.filename}, line {line.lineno}: {line.line}" if line else "")
+        if instruction.needs is None or not instruction.receives:
+            return f"was about to run {place}"
+        giver = instruction.needs  # the value that an F or a B gives has the number of its code
+        return (
+            f"waits, before {place}, for {numbering.value_name(giver)}, "
+            f"given by {numbering.action(giver)} on rank {rank_of[giver]}"
+        )
+
+
+def _dismiss(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.jobs.put(None)

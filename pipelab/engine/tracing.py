@@ -1,0 +1,171 @@
+"""Cut any model with PyTorch's tracer (`torch.distributed.pipelining.pipeline`).
+
+The tracer shares parameters with the model, but bakes in the example's row count and the model's training mode; so the
+model is traced again where another is wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelab.engine.batches import rows_of
+from pipelab.errors import SplitError
+
+__all__ = ["TracedStages"]
+
+
+class _Spread(nn.Module):
+    """A traced stage: takes what the stage before gave as several arguments, where it gave several."""
+
+    def __init__(self, traced: nn.Module) -> None:
+        super().__init__()
+        self.traced = traced
+
+    def forward(self, given: Any) -> Any:
+        return self.traced(*given) if isinstance(given, (tuple, list)) else self.traced(given)
+
+
+class TracedStages:
+    """A model that PyTorch's tracer cuts, again for every mode and row count that is wanted.
+
+    Attributes:
+        rows: the example's row count.
+        units: the model's layers in the order in which they run, each with its name: the model's children, those of
+            lists and sequences one by one.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        """Find the model's layers by running it once on the example."""
+        self._model = model
+        self._example = example
+        self.rows = rows_of(example, "example")
+        self.units = self._layers_in_order()
+        self._names: list[str] = []
+
+    def cut_at(self, names: Sequence[str]) -> None:
+        """Begin a new stage at each of these layers."""
+        self._names = list(names)
+
+    def modules(self, training: bool, example: Any = None) -> list[nn.Module]:  # noqa: FBT001 - a mode, not a flag
+        """Return one module per stage, in this training mode, for the row count of `example`.
+
+        Raises:
+            SplitError: if the tracer cannot follow the model.
+        """
+        from torch.distributed.pipelining import SplitPoint, pipeline
+
+        arguments = _arguments(self._example if example is None else example)
+        was = self._model.training
+        # The tracer draws random numbers (dropout) and warns about its own internals; neither is the caller's business.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")
+            self._model.train(training)
+            try:
+                pipe = pipeline(
+                    self._model,
+                    mb_args=arguments,
+                    split_spec=dict.fromkeys(self._names, SplitPoint.BEGINNING),
+                )
+            except Exception as error:
+                raise SplitError(
+                    f"PyTorch's tracer cannot follow {type(self._model).__name__}: {type(error).__name__}: "
+                    f"{str(error).strip().splitlines()[0]}; give a list of stage modules instead"
+                ) from error
+            finally:
+                self._model.train(was)
+        count = len(self._names) + 1
+        if pipe.num_stages != count:
+            raise SplitError(
+                f"the tracer made {pipe.num_stages} stages where {count} were asked for, cut at "
+                f"{', '.join(self._names)}: give a list of stage modules instead"
+            )
+        return [_Spread(pipe.get_stage_module(stage)) for stage in range(count)]
+
+    def unit_times(self, repeats: int = 5) -> list[float]:
+        """Return the median seconds between the starts of the layers, forward; backward is taken to be proportional."""
+        starts: list[float] = []
+        hooks = [
+            module.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter())) for _, module in self.units
+        ]
+        measured: list[list[float]] = []
+        try:
+            for _ in range(repeats + 1):
+                starts.clear()
+                self._run()
+                ends = [*starts[1:], time.perf_counter()]
+                measured.append([end - start for start, end in zip(starts, ends, strict=True)])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [median(each) for each in zip(*measured[1:], strict=True)]
+
+    def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
+        """Return the layers that one forward runs, in order, each once."""
+        order: list[tuple[str, nn.Module]] = []
+        hooks = []
+        for name, module in _layers(self._model):
+
+            def note(*_: Any, name: str = name, module: nn.Module = module) -> None:
+                order.append((name, module))
+
+            hooks.append(module.register_forward_pre_hook(note))
+        try:
+            self._run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        names = [name for name, _ in order]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise SplitError(
+                f"layer {twice!r} runs {names.count(twice)} times in one forward, so the model cannot be cut between its "
+                "layers: give a list of stage modules"
+            )
+        return order
+
+    def _run(self) -> None:
+        """Run the model once on the example, leaving random state and buffers as they were."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            self._model(*_arguments(self._example))
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _arguments(example: Any) -> tuple[Any, ...]:
+    return tuple(example) if isinstance(example, (tuple, list)) else (example,)
+
+
+def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the model's children with their names, those of lists and sequences one by one."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            found.extend(_layers(child, f"{prefix}{name}."))
+        else:
+            found.append((f"{prefix}{name}", child))
+    return found
+
+
+class _quiet:  # noqa: N801 - reads as a word in a with statement
+    """Silence the tracer's log for a while."""
+
+    def __enter__(self) -> None:
+        self._loggers = [
+            logging.getLogger(name) for name in ("torch.distributed.pipelining", "torch.export", "torch._dynamo")
+        ]
+        self._levels = [logger.level for logger in self._loggers]
+        for logger in self._loggers:
+            logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        for logger, level in zip(self._loggers, self._levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,45 @@
+"""Tensors, tuples, lists and dicts of them: what a stage may take and give.
+
+PyTorch's own tree utilities live under a private name; they are used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["map_tensors", "rebuild", "take_apart", "tensors_of"]
+
+Spec = Any
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """Return every tensor in a value, in order.
+
+    Example:
+        >>> [tuple(tensor.shape) for tensor in tensors_of({"a": torch.zeros(2), "b": (torch.zeros(3), "text")})]
+        [(2,), (3,)]
+    """
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return the value with `function` applied to every tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def take_apart(value: object) -> tuple[list[Any], Spec]:
+    """Return the leaves of a value, and what `rebuild` needs to put them back."""
+    return pytree.tree_flatten(value)
+
+
+def rebuild(leaves: list[Any], spec: Spec) -> Any:
+    """Return the value that `take_apart` took apart, with other leaves."""
+    return pytree.tree_unflatten(leaves, spec)

@@ -1,0 +1,225 @@
+"""Verify a pipeline: are its gradients those of the plain model?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pipelab.engine.batches import row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage import Loss
+from pipelab.engine.trees import map_tensors
+from pipelab.errors import VerificationError
+
+if TYPE_CHECKING:
+    from pipelab.engine.pipeline import Pipeline
+
+__all__ = ["Verification", "verify"]
+
+_TOLERANCE = 1e-6
+"""Largest relative difference (2-norm, per parameter, float32) between orders of adding up the same micro-batches."""
+
+_WHOLE_BATCH_TOLERANCE = 1e-3
+"""Likewise against the whole batch at once: generous, because a wrong weight is off by far more than rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The proof that a pipeline's gradients are right.
+
+    Attributes:
+        parameters: how many parameters were compared.
+        microbatches: how many micro-batches the reference ran, one after another.
+        exact: whether all gradients are equal bit for bit.
+        largest_difference: the largest relative difference of a parameter's gradient, in the 2-norm.
+        whole_batch_difference: likewise, against the whole batch at once through the model; `None` where the model
+            cannot be run so (stages given as a list, or on several devices).
+        unproven: what cannot be proved, such as dropout.
+    """
+
+    parameters: int
+    microbatches: int
+    exact: bool
+    largest_difference: float
+    whole_batch_difference: float | None = None
+    unproven: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the proof as a sentence."""
+        how = "bit for bit" if self.exact else f"within {self.largest_difference:.1e} (2-norm, relative)"
+        whole = self.whole_batch_difference
+        lines = [
+            f"gradients of {self.parameters} parameters equal to the same {self.microbatches} micro-batches "
+            f"one after another, {how}" + ("" if whole is None else f"; to the whole batch within {whole:.1e}"),
+            *(f"not proved: {reason}" for reason in self.unproven),
+        ]
+        return "\n".join(lines)
+
+
+def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
+    """Compare a pipeline's gradients with those of its stages run plainly, one micro-batch after another.
+
+    Raises:
+        VerificationError: naming the parameter and the micro-batch that differ first.
+    """
+    modules = pipe.stages.modules
+    unproven = _unproven(pipe.stages.model)
+    with _restored(pipe) as rewind:
+        pipe.run(x, y)
+        ours = {name: _gradient(parameter) for name, parameter in _named(pipe)}
+        rewind()
+        reference = _plain(pipe, x, y)
+        rewind()
+        exact = all(torch.equal(gradient, reference[name]) for name, gradient in ours.items())
+        differences = {name: _difference(gradient, reference[name]) for name, gradient in ours.items()}
+        wrong = [name for name, gradient in ours.items() if not differences[name] <= _tolerance(gradient)]
+        worst = max(differences.values(), default=0.0)
+        if wrong and not unproven:
+            raise VerificationError(_explanation(pipe, x, y, wrong, differences[wrong[0]], rewind))
+        if wrong:
+            unproven = (*unproven, f"equal gradients: they differ by {worst:.1e}, which the above can explain")
+        whole = None if unproven else _whole_batch_difference(pipe, x, y, reference)
+    return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven)
+
+
+def _whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str, torch.Tensor]) -> float | None:
+    """Return how far the micro-batches' gradients are from those of the whole batch at once.
+
+    Raises:
+        VerificationError: if they are far: the loss does not average as `reduction` says.
+    """
+    model = pipe.stages.model
+    devices = {slot.device for slot in pipe.slots}
+    if len(devices) > 1 or isinstance(model, nn.ModuleList):
+        return None
+    (device,) = devices
+    if pipe.stages.is_traced and isinstance(x, (tuple, list)):
+        output = model(*_moved(x, device))
+    else:
+        output = model(_moved(x, device))
+    Loss(pipe.loss_fn, [_moved(y, device)], [1.0]).of(0, output).backward()  # type: ignore[no-untyped-call]
+    differences = {
+        name: _difference(reference[name], _gradient(parameter)) for name, parameter in _named(pipe)
+    }
+    name = max(differences, key=lambda each: differences[each])
+    if not differences[name] <= _WHOLE_BATCH_TOLERANCE:
+        reduction = pipe.reduction if isinstance(pipe.reduction, str) else "a function"
+        raise VerificationError(
+            f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
+            f"{name} differs by {differences[name]:.1e} (2-norm, relative)\n"
+            f"  reduction is {reduction!r}; it must say how loss_fn averages over rows\n"
+            "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch"
+        )
+    return differences[name]
+
+
+def _plain(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:
+    """Return the gradients of the stages composed, without the engine; of one micro-batch if `only` is given."""
+    modules = pipe.stages.modules
+    counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
+    targets = split_batch(y, counts)
+    weights = weights_of(pipe.reduction, counts, targets)
+    devices = [pipe.slots[ranks[0]].device for _, ranks in sorted(pipe.plan.replicas.items())]
+    for microbatch, value in enumerate(split_batch(x, counts)):
+        if only not in (None, microbatch):
+            continue
+        for module, device in zip(modules, devices, strict=True):
+            value = module(_moved(value, device))  # noqa: PLW2901 - the value travels through the stages
+        target = _moved(targets[microbatch], devices[-1])
+        Loss(pipe.loss_fn, [target], [weights[microbatch]]).of(0, value).backward()  # type: ignore[no-untyped-call]
+    return {name: _gradient(parameter) for name, parameter in _named(pipe)}
+
+
+def _explanation(pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: float, rewind: Any) -> str:
+    """Say which parameters differ, and find the first micro-batch that alone makes a difference."""
+    lines = [
+        f"the gradient of {wrong[0]} differs from the plain model's by {difference:.1e} (2-norm, relative; "
+        f"allowed {_TOLERANCE:.0e}); {len(wrong)} parameter{'s differ' if len(wrong) > 1 else ' differs'} in all"
+    ]
+    for microbatch in range(pipe.plan.microbatches):
+        pipe.run(x, y, only=microbatch)
+        ours = {each: _gradient(parameter) for each, parameter in _named(pipe)}
+        rewind()
+        plain = _plain(pipe, x, y, microbatch)
+        rewind()
+        for each, gradient in ours.items():
+            if not _difference(gradient, plain[each]) <= _tolerance(gradient):
+                lines.append(f"micro-batch {microbatch} is the first that differs, at {each}")
+                lines.append("try: look for state that the stage keeps from one micro-batch to the next")
+                return "\n".join(lines)
+    lines.append("every micro-batch alone is right: they differ only together")
+    lines.append("try: look for state that a stage keeps from one micro-batch to the next")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _restored(pipe: Pipeline) -> Iterator[Any]:
+    """Keep gradients, buffers and random state; yield what puts back all but the gradients, which it clears."""
+    modules = pipe.stages.modules
+    gradients = [(parameter, parameter.grad) for _, parameter in _named(pipe)]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    random_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def rewind() -> None:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        torch.set_rng_state(random_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+    rewind()
+    try:
+        yield rewind
+    finally:
+        rewind()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _unproven(model: nn.Module) -> tuple[str, ...]:
+    """Return why equality cannot be expected of this model."""
+    reasons: list[str] = []
+    layers = [layer for layer in model.modules() if layer.training]
+    if any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in layers):
+        reasons.append("dropout draws from one random stream, in another order than the plain model: set model.eval()")
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
+        reasons.append("BatchNorm sees each micro-batch by itself: equal to micro-batches, not to the whole batch")
+    return tuple(reasons)
+
+
+def _named(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that learn, under the model's own names."""
+    names = {id(parameter): name for name, parameter in pipe.stages.model.named_parameters()}
+    return [
+        (f"{names.get(id(parameter), name)} (stage {stage})", parameter)
+        for stage, module in enumerate(pipe.stages.modules)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _difference(ours: torch.Tensor, plain: torch.Tensor) -> float:
+    distance = float(torch.linalg.vector_norm((ours - plain).double()))
+    size = float(torch.linalg.vector_norm(plain.double()))
+    return distance / size if size else distance
+
+
+def _tolerance(gradient: torch.Tensor) -> float:
+    epsilon = float(torch.finfo(gradient.dtype).eps)
+    return max(_TOLERANCE, 8 * epsilon)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), value)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -65,7 +66,7 @@ class TracedStages:
         arguments = _arguments(self._example if example is None else example)
         was = self._model.training
         # The tracer draws random numbers (dropout) and warns about its own internals; neither is the caller's business.
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet(), self._unmarked():
             warnings.simplefilter("ignore")
             self._model.train(training)
             try:
@@ -88,6 +89,21 @@ class TracedStages:
                 f"{', '.join(self._names)}: give a list of stage modules instead"
             )
         return [_Spread(pipe.get_stage_module(stage)) for stage in range(count)]
+
+    @contextmanager
+    def _unmarked(self) -> Iterator[None]:
+        """Take the tracer's marks off the model again: it replaces the `forward` of the layers that begin a stage."""
+        layers = [self._model.get_submodule(name) for name in self._names]
+        before = [dict(vars(layer)) for layer in layers]
+        try:
+            yield
+        finally:
+            for layer, attributes in zip(layers, before, strict=True):
+                for name in ("forward", "_orig_forward"):
+                    if name in attributes:
+                        vars(layer)[name] = attributes[name]
+                    else:
+                        vars(layer).pop(name, None)
 
     def unit_times(self, repeats: int = 5) -> list[float]:
         """Return the median seconds between the starts of the layers, forward; backward is taken to be proportional."""
@@ -155,17 +171,15 @@ def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     return found
 
 
-class _quiet:  # noqa: N801 - reads as a word in a with statement
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Silence the tracer's log for a while."""
-
-    def __enter__(self) -> None:
-        self._loggers = [
-            logging.getLogger(name) for name in ("torch.distributed.pipelining", "torch.export", "torch._dynamo")
-        ]
-        self._levels = [logger.level for logger in self._loggers]
-        for logger in self._loggers:
-            logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for logger, level in zip(self._loggers, self._levels, strict=True):
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.pipelining", "torch.export", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

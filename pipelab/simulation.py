@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from statistics import median
 from typing import Literal
 
 from pipelab.checking import Draftable, as_plan, require_legal
@@ -77,13 +78,13 @@ class Cost:
         """Refuse what cannot be a time or a size; make lists immutable."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("per", "first_stage", "unit") or value is None:
+            if field.name in ("per", "first_stage", "unit") or (value is None and field.default is None):
                 continue
             if isinstance(value, Sequence):
                 object.__setattr__(self, field.name, tuple(value))
                 if field.name in ("latency", "bandwidth"):
                     raise CostError(f"{field.name}={value!r}: expected one number, not a list")
-            for number in value if isinstance(value, Sequence) else (value,):
+            for number in value or (None,) if isinstance(value, Sequence) else (value,):
                 if not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
                     raise CostError(f"{field.name}={value!r}: expected finite numbers, 0 or more")
         if self.bandwidth == 0:
@@ -92,6 +93,38 @@ class Cost:
             raise CostError(f"per={self.per!r}: expected 'rank' or 'stage'")
         if self.first_stage not in ("uniform", "as-run"):
             raise CostError(f"first_stage={self.first_stage!r}: expected 'uniform' or 'as-run'")
+
+    @classmethod
+    def fit(cls, trace: Trace) -> Cost:
+        """Return the costs that a trace shows: the median time of each kind of action on each stage.
+
+        The median leaves out what disturbed a few actions. Transfers are not fitted: their times are not in the
+        actions'.
+
+        Example:
+            >>> import pipelab
+            >>> trace = pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[3, 4], backward=6, per="stage"))
+            >>> Cost.fit(trace).forward
+            (3.0, 4.0)
+        """
+        stages = trace.plan.stages
+        slots = trace.plan.program.numbering.slots
+        spans: dict[str, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in "FBIW"}
+        for row, starts, ends in zip(trace.plan.program.rows, trace.starts, trace.ends, strict=True):
+            for code, start, end in zip(row, starts, ends, strict=True):
+                if code < 4 * slots:
+                    spans["FBIW"[code // slots]][code % stages].append(end - start)
+        typical = {
+            kind: [median(times) if times else 0.0 for times in each] for kind, each in spans.items() if any(each)
+        }
+        return cls(
+            forward=typical.get("F", 0),
+            backward=typical.get("B", 0),
+            input_grad=typical.get("I"),
+            weight_grad=typical.get("W"),
+            per="stage",
+            unit=trace.unit,
+        )
 
     def times(self, plan: Plan) -> dict[str, list[float]]:
         """Return, for each kind of action, the time on every stage of a plan.
@@ -177,7 +210,7 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
     if paired is not None:
         walk = traverse(program, atomic_pairs=True)
         if walk.stuck:
-            raise ScheduleError(deadlocks(program, walk), f"{plan.name} with each overlapped pair as one slot")
+            raise ScheduleError(deadlocks(program, walk, atomic_pairs=True), f"{plan.name} with each overlapped pair as one slot")
         order = walk.order
     begun, ended, delay = _clock(plan, program, order, cost, paired)
     return Trace(

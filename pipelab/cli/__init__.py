@@ -1,1 +1,1 @@
-"""."""
+"""The command `pipelab`: a subcommand for every capability."""

@@ -1,0 +1,122 @@
+# What pipelab needs is installed into .venv; nothing outside this folder is touched.
+# Another Python, after "make clean": make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k deadlock".
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types docs site pictures bench clean
+
+help: ## show this list
+	@echo "pipelab: make <target>, where target is one of"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1 \2/p' Makefile | while read -r name text; do printf '  %-9s %s\n' "$$name" "$$text"; done
+
+demo: .venv/run.stamp ## run a pipeline on this machine: checked, simulated, drawn, executed
+	@$(BIN)/pipelab demo $(ARGS)
+
+# One group on all cores, each worker with one computing thread; then, alone, the tests that start processes of their
+# own. pytest's exit code 5 says that a group has no tests. Other pytest plugins that the machine may have stay out.
+PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+	$(BIN)/python -m pytest -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
+
+test: .venv/dev.stamp ## run all tests
+	@echo "pipelab: tests, on all cores"; shared=0; \
+	OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not dist" $(ARGS) || shared=$$?; \
+	echo "pipelab: tests that start several processes, one after the other"; alone=0; \
+	$(PYTEST) -m dist $(ARGS) || alone=$$?; \
+	case $$shared,$$alone in 0,0 | 0,5 | 5,0) ;; *) exit 1 ;; esac
+
+lint: .venv/dev.stamp ## check style and formatting
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: .venv/dev.stamp ## check types
+	@$(BIN)/mypy --strict
+
+docs: .venv/docs.stamp ## serve the documentation; it follows your edits
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+site: .venv/docs.stamp ## build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: .venv/dev.stamp ## draw the README's picture anew
+	@$(BIN)/python docs/pictures.py
+
+bench: .venv/run.stamp ## measure how fast pipelab is
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean: ## remove the environment and everything that was built
+	rm -rf .venv site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment, in three steps, so that a first demo does not wait for the tools of development.
+
+.venv/run.stamp: .venv/made.stamp pyproject.toml constraints.txt
+	@$(BIN)/python -c "$$KEEP_TORCH"
+	@echo "pipelab: installing what it runs on (fetching PyTorch takes a while, once)"
+	@$(INSTALL) -e .
+	@touch $@
+
+.venv/dev.stamp: .venv/run.stamp
+	@echo "pipelab: installing the tools of development"
+	@$(INSTALL) -e ".[dev]"
+	@touch $@
+
+.venv/docs.stamp: .venv/run.stamp
+	@echo "pipelab: installing the tools of documentation"
+	@$(INSTALL) -e ".[docs]"
+	@touch $@
+
+.venv/made.stamp:
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	@echo "pipelab: making the environment .venv"
+	@rm -rf .venv
+	@$(PYTHON) -m venv .venv
+	@$(PYTHON) -c "$$BORROW_TORCH"
+	@touch $@
+
+define CHECK_PYTHON
+import sys
+found = "%d.%d" % sys.version_info[:2]
+if sys.version_info < (3, 11):
+    sys.exit("pipelab needs Python 3.11 or newer, and this is %s. Name another: make test PYTHON=python3.12" % found)
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("This Python cannot make environments. On Debian and Ubuntu: sudo apt install python%s-venv" % found)
+endef
+export CHECK_PYTHON
+
+# A PyTorch that is already there (a CUDA build, a conda environment, a cluster's module) is worth keeping. If PYTHON has
+# one that pipelab can use, a .pth file lends the new environment its folder, behind everything installed in .venv.
+define BORROW_TORCH
+import pathlib, re, sysconfig
+from importlib import metadata
+least = re.search(r'"torch>=(\d+)\.(\d+)"', pathlib.Path("pyproject.toml").read_text())
+try:
+    torch = metadata.distribution("torch")
+except metadata.PackageNotFoundError:
+    torch = None
+if torch and tuple(map(int, re.findall(r"\d+", torch.version)[:2])) >= tuple(map(int, least.groups())):
+    folder = str(torch.locate_file(""))
+    print(f"pipelab: using PyTorch {torch.version} from {folder}")
+    site = sysconfig.get_path("purelib", "venv", {"base": ".venv", "platbase": ".venv"})
+    pathlib.Path(site, "borrowed-torch.pth").write_text(folder + "\n")
+endef
+export BORROW_TORCH
+
+# The list of exact versions without PyTorch's, if the environment has one, borrowed or of its own: pip then checks it
+# against pyproject.toml's range only, and leaves it alone where it fits.
+define KEEP_TORCH
+import pathlib
+from importlib import metadata
+pins = pathlib.Path("constraints.txt").read_text().splitlines(keepends=True)
+try:
+    metadata.version("torch")
+    pins = [pin for pin in pins if not pin.startswith("torch==")]
+except metadata.PackageNotFoundError:
+    pass
+pathlib.Path(".venv", "constraints.txt").write_text("".join(pins))
+endef
+export KEEP_TORCH

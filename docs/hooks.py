@@ -1,0 +1,110 @@
+"""Render what is made anew for every site: the tutorials, and an example of the pages that pipelab writes.
+
+Each tutorial is run, cell by cell, and what a cell shows stands below it.
+
+A tutorial is a Python file in percent format (`# %%` starts a cell, `# %% [markdown]` one of text), so that it is at
+once a script, a notebook (VS Code, PyCharm, `jupytext --to ipynb`), a test and a page.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import linecache
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jupytext
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+import pipelab
+from pipelab.draw.page import page
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+
+mpl.use("agg")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each tutorial, a file for each of its figures, and the page that `reference/drawing.md` shows."""
+    example = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8))
+    files.append(File.generated(config, "reference/1f1b.html", content=page(example)))
+    for source in sorted(Path(config.config_file_path).parent.glob("tutorials/*.py")):
+        text, figures = render(source)
+        files.append(File.generated(config, f"tutorials/{source.stem}.md", content=text))
+        for name, svg in figures.items():
+            files.append(File.generated(config, f"tutorials/{name}", content=svg))
+    return files
+
+
+def render(source: Path) -> tuple[str, dict[str, str]]:
+    """Run a tutorial; return its page as Markdown, and its figures by file name.
+
+    Raises:
+        PluginError: if a cell raises, with the cell's own line.
+    """
+    blocks: list[str] = []
+    figures: dict[str, str] = {}
+    namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(source)}
+    for number, cell in enumerate(jupytext.read(source).cells):
+        if cell.cell_type == "markdown":
+            blocks.append(cell.source)
+            continue
+        try:
+            printed, result = run(cell.source, f"{source.name}, cell {number}", namespace)
+        except Exception as error:
+            raise PluginError(f"{source.name}, cell {number}: {type(error).__name__}: {error}") from error
+        blocks.append(_fenced(cell.source, "python"))
+        if printed:
+            blocks.append(_fenced(printed, "text"))
+        if (markup := _call(result, "_repr_svg_") or _figure(result)) is not None:
+            name = f"{source.stem}-{number}.svg"
+            figures[name] = markup
+            blocks.append(f"![what the cell above draws]({name})")
+        elif (markup := _call(result, "_repr_html_")) is not None:
+            blocks.append(f"<div>{markup}</div>")
+        elif result is not None:
+            blocks.append(_fenced(repr(result), "text"))
+    return "\n\n".join(blocks) + "\n", figures
+
+
+def run(code: str, name: str, namespace: dict[str, Any]) -> tuple[str, Any]:
+    """Run one cell as a notebook would; return what it printed, and its last line's value."""
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)  # for tracebacks
+    tree = ast.parse(code, name)
+    shown = None
+    if tree.body and isinstance(last := tree.body[-1], ast.Expr):
+        tree.body.pop()
+        shown = compile(ast.Expression(last.value), name, "eval")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(tree, name, "exec"), namespace)  # noqa: S102 - our own tutorials
+        result = eval(shown, namespace) if shown else None  # noqa: S307 - likewise
+    return printed.getvalue(), result
+
+
+def _call(result: object, method: str) -> str | None:
+    shown = getattr(result, method, None)
+    return None if shown is None or isinstance(result, type) else str(shown())
+
+
+def _figure(result: object) -> str | None:
+    """Return the SVG of a matplotlib figure, or of the figure that axes belong to."""
+    figure = getattr(result, "figure", result)
+    if not isinstance(figure, Figure):
+        return None
+    with io.StringIO() as svg:
+        figure.savefig(svg, format="svg", bbox_inches="tight")
+        return svg.getvalue()
+
+
+def _fenced(text: str, language: str) -> str:
+    """Return text as a code block, its fence longer than any in the text."""
+    longest = max(map(len, re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"

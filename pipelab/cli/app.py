@@ -1,0 +1,199 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import pipelab
+from pipelab.checking import Draftable, as_plan
+from pipelab.cli.targets import find, settings
+from pipelab.errors import LoadError, PipelabError
+from pipelab.plan import Plan
+from pipelab.simulation import Cost, simulate
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Pipeline-parallel schedules: written once, then checked, simulated, drawn and executed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Target = Annotated[str, typer.Argument(help="a schedule's name, my_file.py:MySchedule, or plan.csv", show_default=False)]
+Targets = Annotated[list[str], typer.Argument(help="schedules, as for the other commands", show_default=False)]
+Ranks = Annotated[int, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline")]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="slices of the batch")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="name=value, a parameter of the schedule; repeatable")]
+Forward = Annotated[float, typer.Option("--forward", "-f", help="time of a forward")]
+Backward = Annotated[float, typer.Option("--backward", "-b", help="time of a backward")]
+Latency = Annotated[float, typer.Option(help="time of a transfer between ranks")]
+Unit = Annotated[str, typer.Option(help="the unit of these times, for labels")]
+Save = Annotated[
+    list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; repeatable")
+]
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Print the version, if asked to."""
+    if version:
+        typer.echo(f"pipelab {pipelab.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def schedules() -> None:
+    """List the schedules that come with pipelab."""
+    table = Table("name", "what it does", "source", box=None, pad_edge=False)
+    for name, kind in pipelab.schedules.items():
+        table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0], kind.source)
+    Console().print(table)
+
+
+@app.command()
+def check(
+    target: Target,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    memory_cap: Annotated[int | None, typer.Option(min=1, help="activations that a rank may hold")] = None,
+    sets: Sets = None,
+) -> None:
+    """Find every fault of a schedule and explain it. Exit code 1 if there is one."""
+    subject = _find(target, ranks, microbatches, sets)
+    faults = pipelab.check(subject, memory_cap)
+    name = subject.name if isinstance(subject, Plan) else repr(subject)
+    if faults:
+        raise pipelab.ScheduleError(faults, name)
+    trace = simulate(subject)
+    actions = sum(len(row) for row in trace.plan.program.rows)
+    typer.echo(f"{name} is right: {actions} actions, no fault")
+    typer.echo(f"every micro-batch passes all {trace.plan.stages} stages once forward and once backward, and no rank waits for ever")
+
+
+@app.command(name="simulate")
+def simulate_command(
+    target: Target,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    forward: Forward = 1,
+    backward: Backward = 2,
+    latency: Latency = 0,
+    unit: Unit = "",
+    sets: Sets = None,
+    save: Save = None,
+) -> None:
+    """Show when everything would happen, and the bubble and the memory that follow."""
+    cost = Cost(forward=forward, backward=backward, latency=latency, unit=unit)
+    trace = simulate(_find(target, ranks, microbatches, sets), cost)
+    typer.echo(str(trace))
+    for path in save or []:
+        _wrote(trace.save(path))
+
+
+@app.command()
+def draw(
+    target: Target,
+    save: Annotated[list[Path], typer.Option("--save", "-o", help="html svg png pdf json txt; dot with --graph")],
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    forward: Forward = 1,
+    backward: Backward = 2,
+    latency: Latency = 0,
+    unit: Unit = "",
+    graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,  # noqa: FBT002 - a flag
+    sets: Sets = None,
+) -> None:
+    """Draw a schedule's timeline, or its dependency graph, into files."""
+    cost = Cost(forward=forward, backward=backward, latency=latency, unit=unit)
+    plan = as_plan(_find(target, ranks, microbatches, sets))
+    trace = simulate(plan, cost)
+    for path in save:
+        _wrote(plan.save_graph(path, cost) if graph else trace.save(path))
+
+
+@app.command()
+def compare(
+    targets: Targets,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    forward: Forward = 1,
+    backward: Backward = 2,
+    latency: Latency = 0,
+    unit: Unit = "",
+    sets: Sets = None,
+    save: Save = None,
+) -> None:
+    """Lay schedules, simulated with the same costs, side by side."""
+    cost = Cost(forward=forward, backward=backward, latency=latency, unit=unit)
+    traces = [simulate(_find(target, ranks, microbatches, sets), cost) for target in targets]
+    comparison = pipelab.compare(*traces, names=targets)
+    typer.echo(str(comparison))
+    for path in save or []:
+        _wrote(comparison.save(path))
+
+
+@app.command()
+def run(
+    target: Target,
+    ranks: Ranks = 2,
+    microbatches: Microbatches = 8,
+    width: Annotated[int, typer.Option(min=1, help="features of every layer")] = 1024,
+    depth: Annotated[int, typer.Option(min=1, help="layers of the model, Linear and ReLU each")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="rows of the batch")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="steps to take; the median one is shown")] = 5,
+    emulate: Annotated[
+        tuple[float, float] | None,
+        typer.Option(help="emulated devices instead: milliseconds forward and backward, such as --emulate 20 40"),
+    ] = None,
+    sets: Sets = None,
+    save: Save = None,
+) -> None:
+    """Run a schedule on real tensors on this machine, verify its gradients, and show the measured timeline."""
+    from pipelab.cli import running
+
+    plan = as_plan(_find(target, ranks, microbatches, sets))
+    model = running.emulated_model(plan, *emulate) if emulate else running.linear_stack(width, depth, plan.stages)
+    result = running.run(plan, model, (batch, 1) if emulate else (batch, width), steps)
+    typer.echo(str(pipelab.compare(result.predicted, result.measured, names=["predicted", "measured"])))
+    typer.echo(result.proof)
+    for path in save or []:
+        _wrote(result.measured.save(path))
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option("--folder", "-o", help="where the pictures go")] = Path("pipelab-demo"),
+    steps: Annotated[int, typer.Option(min=2, help="training steps of each kind")] = 12,
+) -> None:
+    """Train a language model plainly and with three schedules: the main job, in under a minute."""
+    from pipelab.cli.showing import show_demo
+
+    show_demo(folder, steps)
+
+
+def _find(target: str, ranks: int, microbatches: int, sets: list[str] | None) -> Plan | Draftable:
+    return find(target, ranks, microbatches, settings(sets or []))
+
+
+def _wrote(path: Path) -> None:
+    typer.echo(f"wrote {path}")
+
+
+def main() -> None:
+    """Run the command line; pipelab's own errors are told in words, without a traceback."""
+    try:
+        app()
+    except PipelabError as error:
+        lead = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
+        typer.echo(f"{lead}{error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,131 @@
+"""What `pipelab demo` shows: progress while it trains, a table, and pictures to open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from pipelab.analysis import compare
+from pipelab.catalogue import schedules
+from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
+from pipelab.simulation import Cost, simulate
+
+__all__ = ["show_demo"]
+
+_TRAINED = ("naive", "gpipe", "1f1b")
+_EMULATED = ("naive", "gpipe", "1f1b", "delayed")
+
+
+def show_demo(folder: Path, steps: int) -> None:
+    """Train, print the tables, and write the pictures."""
+    console = Console()
+    setting = Setting(steps=steps)
+    model = setting.model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(
+        f"A byte-level language model ({setting.blocks} blocks, {parameters:,} parameters) learns the source text of "
+        f"Python's standard library: {setting.steps} steps of {setting.rows} x {setting.length} bytes, "
+        f"{setting.microbatches} micro-batches, {setting.ranks} ranks on this machine's processor.\n"
+    )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("plain training", total=steps * (1 + len(_TRAINED)) + 4 * len(_EMULATED))
+
+        def advance() -> None:
+            progress.advance(task)
+
+        plain = train_plainly(setting, advance)
+        trained: list[Trained] = []
+        for name in _TRAINED:
+            progress.update(task, description=f"training with {name}")
+            trained.append(train_with(name, setting, plain, advance))
+        emulations: list[Emulation] = []
+        for name in _EMULATED:
+            progress.update(task, description=f"four emulated devices, {name}")
+            emulations.append(emulate(name))
+            progress.advance(task, 4)
+    console.print(_training_table(setting, plain, trained))
+    console.print(
+        "[dim]step: without the optimizer's; plain: one thread, the same micro-batches one after another; peak: "
+        "activations held, per rank.[/]\n"
+    )
+    console.print(
+        f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters after "
+        f"{steps} steps, bit for bit.\n"
+        if all(each.same for each in trained)
+        else "[bold]The losses or parameters differ from plain training's: this is a fault of pipelab; please report it.[/]\n"
+    )
+    console.print(
+        f"[dim]On a processor, the whole batch at once on all {plain.cores} cores takes {plain.whole_batch_ms:.0f} ms a "
+        "step: a pipeline pays where each rank has a device of its own. So, the same schedules on four emulated devices, "
+        "20 ms forward and 40 ms backward each:[/]\n"
+    )
+    console.print(_emulation_table(emulations))
+    console.print(
+        "GPipe and 1F1B have the same bubble; what 1F1B saves is memory. `delayed`, the single loop often taught as "
+        "1F1B, is nearly as slow as naive.\n"
+    )
+    for path in _save(folder, trained, emulations):
+        console.print(f"wrote {path}")
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("schedule")
+    return table
+
+
+def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> Table:
+    table = _table("Real training on this machine")
+    for heading in ("step ms", "speed-up", "bubble", "predicted", "peak", "loss"):
+        table.add_column(heading, justify="right")
+    table.add_column("equal to plain?")
+    table.add_row("plain", f"{plain.step_ms:.0f}", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")
+    cost = Cost.fit(trained[0].trace)  # naive's: nobody else was computing meanwhile
+    for each in trained:
+        predicted = simulate(schedules[each.schedule](setting.ranks, setting.microbatches), cost)
+        table.add_row(
+            each.schedule,
+            f"{each.step_ms:.0f}",
+            f"{each.speed_up:.2f}",
+            f"{each.trace.bubble:.1%}",
+            f"{predicted.bubble:.1%}",
+            " ".join(map(str, each.trace.peak_activations)),
+            f"{each.losses[-1]:.6f}",
+            "bit for bit" if each.same else "NO",
+        )
+    return table
+
+
+def _emulation_table(emulations: list[Emulation]) -> Table:
+    table = _table("Four emulated devices, 8 micro-batches")
+    for heading in ("step ms", "predicted", "bubble", "predicted", "peak"):
+        table.add_column(heading, justify="right")
+    for each in emulations:
+        table.add_row(
+            each.schedule,
+            f"{each.measured.makespan:.0f}",
+            f"{each.predicted.makespan:.0f}",
+            f"{each.measured.bubble:.1%}",
+            f"{each.predicted.bubble:.1%}",
+            " ".join(map(str, each.measured.peak_activations)),
+        )
+    return table
+
+
+def _save(folder: Path, trained: list[Trained], emulations: list[Emulation]) -> list[Path]:
+    """Write the pictures; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    real = compare(*(each.trace for each in trained), names=[f"{each.schedule}, measured" for each in trained])
+    four = compare(
+        *(trace for each in emulations for trace in (each.predicted, each.measured)),
+        names=[f"{each.schedule}, {kind}" for each in emulations for kind in ("predicted", "measured")],
+    )
+    return [
+        comparison.save(folder / f"{name}.{suffix}")
+        for name, comparison in (("training", real), ("four-devices", four))
+        for suffix in ("html", "svg")
+    ]

@@ -1,0 +1,86 @@
+"""The palette of every drawing.
+
+Five hues of Okabe and Ito ("Color Universal Design", 2008), which people who see two primary colours tell apart. Each
+kind also has a lightness of its own, so that a copy in grey can still be read; `R` is darkened for that.
+
+    lightness   R 25     F 42     W 58     B 71     I 89     idle 95, hatched
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelab.actions import Action, Kind
+
+__all__ = ["IDLE", "IDLE_LINES", "PALETTE", "RANKS", "ansi", "ink", "of"]
+
+PALETTE: dict[Kind, tuple[str, str]] = {
+    "F": ("#0072B2", "#005F96"),
+    "B": ("#E69F00", "#EFB23A"),
+    "I": ("#F0E442", "#F3E85C"),
+    "W": ("#009E73", "#24AE86"),
+    "R": ("#5C2650", "#5C2650"),
+}
+"""For each kind, the colour of even and of odd micro-batches: neighbours are told apart, the kind stays obvious."""
+
+IDLE = "#F1F1F1"
+IDLE_LINES = "#D3D3D3"
+"""An idle lane is hatched with these lines: nothing that a rank does is grey."""
+
+RANKS = ("#BBDDF2", "#FBDFA6", "#B5E3D5", "#EBC9DC", "#F8F2B0", "#F3C6A5", "#D9D9D9", "#CFC9EE")
+"""Light tints for drawings in which colour means the rank; they repeat after the last."""
+
+
+def of(action: Action) -> str:
+    """Return an action's colour.
+
+    Example:
+        >>> from pipelab import B, F
+        >>> of(F(0)), of(F(1)), of(B(0))
+        ('#0072B2', '#005F96', '#E69F00')
+    """
+    return PALETTE[action.kind][(action.microbatch or 0) % 2]
+
+
+def ink(background: str) -> str:
+    """Return black or white, whichever is read more easily on a colour (WCAG 2.1, contrast ratio).
+
+    Example:
+        >>> ink("#0072B2"), ink("#F0E442")
+        ('#FFFFFF', '#000000')
+    """
+    light = luminance(background)
+    return "#FFFFFF" if 1.05 / (light + 0.05) > (light + 0.05) / 0.05 else "#000000"
+
+
+def luminance(colour: str) -> float:
+    """Return a colour's relative luminance, from 0 to 1 (WCAG 2.1)."""
+    red, green, blue = (_linear(channel / 255) for channel in channels(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def channels(colour: str) -> tuple[int, int, int]:
+    """Return red, green and blue, each from 0 to 255.
+
+    Example:
+        >>> channels("#FF8000")
+        (255, 128, 0)
+    """
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def ansi(colour: str) -> int:
+    """Return the nearest of the 216 colours that every terminal with colours has.
+
+    Example:
+        >>> ansi("#0072B2")
+        25
+    """
+    steps = (0, 95, 135, 175, 215, 255)
+    red, green, blue = (min(range(6), key=lambda at: abs(steps[at] - channel)) for channel in channels(colour))
+    return 16 + 36 * red + 6 * green + blue
+
+
+def _linear(channel: float) -> float:
+    return channel / 12.92 if channel <= 0.03928 else ((channel + 0.055) / 1.055) ** 2.4

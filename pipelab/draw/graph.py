@@ -1,0 +1,186 @@
+"""The dependency graph of a plan, drawn by Graphviz."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelab.actions import KINDS
+from pipelab.analysis import critical_path
+from pipelab.draw import colours
+from pipelab.draw.wording import clean
+from pipelab.errors import FormatError, MissingProgramError
+from pipelab.simulation import Cost, simulate
+
+if TYPE_CHECKING:
+    import os
+
+    from pipelab.actions import Action
+    from pipelab.plan import Plan
+    from pipelab.trace import Trace
+
+__all__ = ["dot", "save"]
+
+_TEXT = (".dot", ".gv")
+_PICTURES = (".svg", ".png", ".pdf")
+_MOST = 2_000
+"""How many actions a picture may have: dot takes minutes for more, and nobody reads it."""
+
+_INSTALL = """  Debian, Ubuntu: apt install graphviz
+  macOS:          brew install graphviz
+  conda:          conda install graphviz"""
+
+
+def dot(plan: Plan, cost: Cost | None = None) -> str:
+    """Return the dependency graph in Graphviz's DOT language.
+
+    Stages are rows, time goes from left to right, colours are ranks. Solid edges carry a value, dashed ones are the
+    order along a rank; bold is the critical path, which the makespan hangs on.
+
+    Args:
+        plan: what to draw.
+        cost: what the actions cost, for the critical path; by default forward 1, backward 2.
+
+    Example:
+        >>> import pipelab
+        >>> print(dot(pipelab.OneFOneB(ranks=2, microbatches=1).plan()).splitlines()[0])
+        digraph "OneFOneB(ranks=2, microbatches=1)" {
+
+    Raises:
+        ScheduleError: if the plan has faults.
+    """
+    import graphviz
+
+    trace = simulate(plan, cost)
+    path = [event.action for event in critical_path(trace)]
+    drawing = graphviz.Digraph(graphviz.escape(clean(plan.name)))
+    drawing.attr(label=graphviz.escape(_caption(trace)) + "\\n ", labelloc="t", labeljust="l", fontname="Helvetica")
+    drawing.attr(layout="neato", inputscale="72", splines="true", outputorder="edgesfirst")
+    drawing.attr("node", fontname="Helvetica", shape="box", style="filled", margin="0.12,0.06")
+    drawing.attr("edge", fontname="Helvetica", fontsize="9", arrowsize="0.7", color="#555555")
+    _rows(drawing, plan, trace, set(path))
+    _edges(drawing, plan, set(itertools.pairwise(path)))
+    return str(drawing.source)
+
+
+def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
+    """Write the dependency graph; the suffix says as what: `dot`, `gv`, `svg`, `png` or `pdf`.
+
+    Args:
+        plan: what to draw.
+        path: where to.
+        cost: what the actions cost, for the critical path; by default forward 1, backward 2.
+
+    Example:
+        >>> import pipelab, tempfile, pathlib
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(pipelab.OneFOneB(2, 2).plan(), pathlib.Path(folder) / "1f1b.dot").name
+        '1f1b.dot'
+
+    Returns:
+        The path.
+
+    Raises:
+        FormatError: if the suffix is none of these, or the plan is too large for a picture.
+        MissingProgramError: if Graphviz's program `dot` is not installed; the DOT text is written all the same.
+        ScheduleError: if the plan has faults.
+    """
+    import graphviz
+
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in _TEXT + _PICTURES:
+        known = " ".join(_TEXT + _PICTURES)
+        raise FormatError(
+            f"{path.name}: a dependency graph is not written as {suffix or 'no suffix'}; use one of {known}"
+        )
+    actions = sum(map(len, plan.program.rows))
+    if suffix in _PICTURES and actions > _MOST:
+        raise FormatError(
+            f"{path.name}: the graph of {clean(plan.name)} has {actions:,} actions, a picture at most {_MOST:,}: "
+            f"draw fewer micro-batches (the pattern repeats), or save {path.stem}.dot for a viewer of large graphs"
+        )
+    source = dot(plan, cost)
+    if suffix in _TEXT:
+        path.write_text(source, encoding="utf-8")
+        return path
+    try:
+        path.write_bytes(graphviz.Source(source).pipe(format=suffix[1:]))
+    except graphviz.ExecutableNotFound:
+        text = path.with_suffix(".dot")
+        text.write_text(source, encoding="utf-8")
+        raise MissingProgramError(
+            f"{path.name} needs Graphviz's program dot, which is not installed. Its input is written to {text};\n"
+            f"install Graphviz and save again, or run: dot -T{suffix[1:]} {text} -o {path}\n{_INSTALL}"
+        ) from None
+    return path
+
+
+def _caption(trace: Trace) -> str:
+    unit = trace.unit or "units"
+    return clean(
+        f"{trace.plan.name}: solid = needs the value, dashed = order on a rank, "
+        f"bold = critical path ({trace.makespan:g} {unit})"
+    )
+
+
+def _rows(drawing: Any, plan: Plan, trace: Trace, critical: set[Action]) -> None:
+    """Add a row per stage: its name, then its actions, those that start at one time in one column.
+
+    Positions are pinned: dot's own layout would place rows by their edges, and a backward's edges point up.
+    """
+    started: dict[Action, float] = {}
+    for event in trace.events:
+        started.setdefault(event.action, event.start)
+    nodes = plan.graph().nodes
+    columns = _columns(started)
+    for stage in range(plan.stages):
+        ranks = plan.replicas[stage]
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        row = sorted((action for action in nodes if action.stage == stage), key=started.__getitem__)
+        with drawing.subgraph() as line:
+            line.attr(rank="same")
+            line.node(f"stage-{stage}", label=f"stage {stage}\\n{who}", shape="plaintext", style="", pos=_at(-1, stage))
+            for action in row:
+                holders = nodes[action].get("ranks") or (nodes[action]["rank"],)
+                tints = ":".join(colours.RANKS[rank % len(colours.RANKS)] for rank in holders)
+                where = f"\\nrank {holders[0]}" if len(ranks) > 1 and len(holders) == 1 else ""
+                line.node(
+                    str(action),
+                    label=f"{action}{where}",
+                    fillcolor=tints,
+                    style="striped" if len(holders) > 1 else "filled",
+                    penwidth="2.6" if action in critical else "0.8",
+                    pos=_at(columns[action], stage),
+                )
+
+
+def _columns(started: dict[Action, float]) -> dict[Action, int]:
+    """Return the column of every action: one for each starting time; a second where a row would have two in one."""
+    columns: dict[Action, int] = {}
+    taken: dict[int | None, int] = {}  # stage -> the last column that its row has used
+    column, time = -1, float("-inf")
+    for action in sorted(started, key=lambda each: (started[each], KINDS.index(each.kind))):
+        if started[action] > time or taken.get(action.stage, -1) >= column:
+            column, time = column + 1, started[action]
+        columns[action] = taken[action.stage] = column
+    return columns
+
+
+def _at(column: int, stage: int) -> str:
+    """Return where a node is pinned, in points."""
+    return f"{column * 112},{-stage * 105}!"
+
+
+def _edges(drawing: Any, plan: Plan, critical: set[tuple[Action, Action]]) -> None:
+    """Add what waits for what."""
+    for giver, needer, edge in plan.graph().edges(data=True):
+        look: dict[str, str] = {}
+        if edge["kind"] == "data":
+            look["label"] = f" {edge['value']} "
+        else:
+            look["style"] = "dashed"
+        if (giver, needer) in critical:
+            look |= {"penwidth": "3", "color": "#000000"}
+        drawing.edge(str(giver), str(needer), **look)

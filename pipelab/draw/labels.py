@@ -1,0 +1,108 @@
+"""Which labels fit into the bars of a figure, and at which size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from matplotlib.axes import Axes
+
+    from pipelab.actions import Kind
+    from pipelab.draw.lanes import Bar, Lanes
+
+__all__ = ["Label", "fitting", "inches", "points"]
+
+_SIZES = (9.0, 8.0, 7.0, 6.0, 5.0)
+"""The sizes of type that are tried, in points: below the last nobody reads."""
+_AIR = 2.0
+"""How many points a bar is wider than its label, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label that fits: whose, what it says, and how large."""
+
+    rank: int
+    bar: Bar
+    text: str
+    size: float
+
+
+def points(ax: Axes) -> float:
+    """Return how many points wide some axes are."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return float(ax.get_window_extent().width / figure.dpi * 72)
+
+
+def inches(lanes: Lanes) -> float:
+    """Return how wide the time would have to be for labels of 7 points."""
+    typical = _typical(lanes)
+    if not typical or not lanes.span:
+        return 0.0
+    wanted = max((_width(_widest(lanes, kind)) * 7 + _AIR) / time for kind, time in typical.items())
+    return wanted * lanes.span / 72
+
+
+def fitting(lanes: Lanes, bars: Iterable[tuple[int, Bar]], ax: Axes) -> Iterator[Label]:
+    """Yield the labels that fit their bars.
+
+    All have one size: the largest at which the usual actions of every kind take theirs. Where none does, they lose the
+    letter, which the colour says too, and keep the micro-batch; those that still do not fit are left out.
+    """
+    if not lanes.span:
+        return
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    first, last = ax.get_xlim()
+    scale = points(ax) / abs(last - first)  # points per unit of time
+    typical = _typical(lanes)
+    room = {kind: time * scale - _AIR for kind, time in typical.items()}
+    full = {kind: _width(_widest(lanes, kind)) for kind in typical}
+    lane = ax.get_window_extent().height / figure.dpi * 72 / max(lanes.trace.ranks, 1)
+    sizes = [size for size in _SIZES if size * 1.1 < lane]
+    if not sizes:
+        return
+    size = next((each for each in sizes if all(full[kind] * each <= room[kind] for kind in typical)), None)
+    # Without letter and stage, 2F0 and 6F0 on one rank would be the same.
+    short = size is None and not lanes.names_stages
+    if size is None:
+        number = _width("0" * len(str(lanes.trace.plan.microbatches - 1)))
+        least = min(room.values(), default=0.0) + _AIR / 2
+        size = next((each for each in sizes if short and number * each <= least), sizes[-1])
+    for rank, bar in bars:
+        text = str(bar.action.microbatch) if short and bar.action.microbatch is not None else bar.label
+        fits = _width(text) * size + _AIR / 2 <= (bar.end - bar.start) * scale
+        if fits and (bar.half == "whole" or size * 2.2 < lane):
+            yield Label(rank, bar, text, size)
+
+
+def _typical(lanes: Lanes) -> dict[Kind, float]:
+    typical = lanes.typical(range(lanes.trace.ranks))
+    typical.pop("R", None)  # one at the end of a row; it does not set the size of all others
+    return typical
+
+
+def _widest(lanes: Lanes, kind: Kind) -> str:
+    """Return a label as wide as any of a kind: all digits have one width."""
+    length = lanes.longest_label(kind)
+    return kind + "0" * (length - 1)
+
+
+def _width(text: str) -> float:
+    """Return a text's width in the size of its type: 1.27 for two digits."""
+    return sum(_letter(each) for each in text)
+
+
+@cache
+def _letter(letter: str) -> float:
+    """Return one letter's width in the size of its type, in matplotlib's own font."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    width, _, _ = text_to_path.get_text_width_height_descent(letter, FontProperties(size=100), ismath=False)
+    return float(width) / 100

@@ -1,0 +1,122 @@
+"""A trace as lanes of bars, one lane per rank: what text, figures and pages have in common."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pipelab.actions import KINDS, Action, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pipelab.trace import Trace
+
+__all__ = ["Bar", "Lanes"]
+
+Half = Literal["whole", "upper", "lower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One action in its lane; times count from the trace's start.
+
+    Attributes:
+        action: what is drawn.
+        label: what it is called in its lane.
+        start: when it starts.
+        end: when it ends.
+        half: the part of the lane's height that it fills: two actions that share a slot lie one above the other.
+    """
+
+    action: Action
+    label: str
+    start: float
+    end: float
+    half: Half
+
+
+class Lanes:
+    """The bars of a trace, made only for the part that is drawn.
+
+    Example:
+        >>> import pipelab
+        >>> lanes = Lanes(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)))
+        >>> [(bar.label, bar.start, bar.end) for bar in lanes.bars(1)]
+        [('F0', 1.0, 2.0), ('B0', 2.0, 4.0), ('F1', 4.0, 5.0), ('B1', 5.0, 7.0)]
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        """Look at which stages each rank has: labels name the stage where a rank has several."""
+        self.trace = trace
+        stages = trace.plan.stages
+        # A code leaves its stage when divided by the number of stages: see pipelab.numbering.
+        self.names_stages = any(len({code % stages for code in row}) > 1 for row in trace.plan.program.rows)
+        self._labels: dict[int, tuple[Action, str]] = {}
+
+    @property
+    def span(self) -> float:
+        """How long the trace lasts."""
+        return self.trace.makespan
+
+    def count(self, rank: int) -> int:
+        """Return how many actions a rank has."""
+        return len(self.trace.plan.program.rows[rank])
+
+    def bars(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Bar]:
+        """Yield the bars of one rank's actions `first` to `last` (that one excluded), in order."""
+        trace, begin = self.trace, self.trace.start
+        row, starts, ends = trace.plan.program.rows[rank], trace.starts[rank], trace.ends[rank]
+        for index in range(first, len(row) if last is None else last):
+            action, label = self._named(row[index])
+            yield Bar(action, label, starts[index] - begin, ends[index] - begin, self.half(rank, index))
+
+    def half(self, rank: int, index: int) -> Half:
+        """Return which part of its lane an action fills: half of it where it shares its slot with its other half."""
+        pairs = self.trace.plan.program.pairs
+        if pairs:
+            row = self.trace.plan.program.rows[rank]
+            starts, ends = self.trace.starts[rank], self.trace.ends[rank]
+            span = (starts[index], ends[index])
+            if row[index] in pairs and span == (starts[index + 1], ends[index + 1]):
+                return "upper"
+            if index and row[index - 1] in pairs and span == (starts[index - 1], ends[index - 1]):
+                return "lower"
+        return "whole"
+
+    def until(self, rank: int, time: float) -> int:
+        """Return how many of a rank's actions start before a time."""
+        return bisect_left(self.trace.starts[rank], time + self.trace.start)
+
+    def since(self, rank: int, time: float) -> int:
+        """Return the first of a rank's actions that ends after a time."""
+        return bisect_right(self.trace.ends[rank], time + self.trace.start)
+
+    def longest_label(self, kind: Kind) -> int:
+        """Return how many characters the longest label of a kind may have."""
+        plan = self.trace.plan
+        stage = len(str(plan.stages - 1)) if self.names_stages else 0
+        return stage + 1 + (0 if kind == "R" else len(str(plan.microbatches - 1)))
+
+    def typical(self, ranks: Iterable[int]) -> dict[Kind, float]:
+        """Return, by kind, how long its shorter actions take: a quarter of them are shorter; none takes no time.
+
+        A label that fits there fits nearly everywhere, and one freak reading does not set the scale.
+        """
+        program = self.trace.plan.program
+        lasting: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+        for rank in ranks:
+            row, starts, ends = program.rows[rank], self.trace.starts[rank], self.trace.ends[rank]
+            for code, start, end in zip(row, starts, ends, strict=True):
+                if end > start:
+                    lasting[program.numbering.kind(code)].append(end - start)
+        return {kind: sorted(times)[len(times) // 4] for kind, times in lasting.items() if times}
+
+    def _named(self, code: int) -> tuple[Action, str]:
+        """Return the action of a code, and its label."""
+        if code not in self._labels:
+            action = self.trace.plan.program.numbering.action(code)
+            named = action if self.names_stages else Action(action.kind, action.microbatch)
+            self._labels[code] = (action, str(named))
+        return self._labels[code]

@@ -1,0 +1,202 @@
+"""Timelines as text, for terminals, logs and tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from pipelab.draw import colours, wording
+from pipelab.draw.lanes import Bar, Lanes
+from pipelab.draw.ruler import Ruler, gap_mark
+from pipelab.draw.tables import columns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipelab.analysis import Comparison
+    from pipelab.trace import Trace
+
+__all__ = ["PLAIN_WIDTH", "comparison", "timeline"]
+
+PLAIN_WIDTH = 120
+"""How wide text is that goes to a file or a pipe."""
+_ALL_RANKS = 16
+"""Up to so many ranks, each has a line; of more, the first and the last have."""
+_FIRST_RANKS, _LAST_RANKS = 8, 4
+
+
+def timeline(trace: Trace, width: int | None = None, colour: bool | None = None) -> str:
+    """Return a timeline: one line per rank, time from left to right, `·` where a rank is idle.
+
+    Every action is drawn to scale. What is too wide loses its middle, with a count of what is left out.
+
+    Args:
+        trace: what to draw.
+        width: how many characters a line has; by default the terminal's, 120 without one.
+        colour: whether to write colour codes; by default, only to a terminal, and not if `NO_COLOR` is set.
+
+    Example:
+        >>> import pipelab
+        >>> print(timeline(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=3)), width=60, colour=False))
+        OneFOneB(ranks=2, microbatches=3), simulated: makespan 12 units, bubble 25.0 %, peak activations 2 1
+        rank 0 │F0 F1 ······B0─── F2 B1─── ···B2───
+        rank 1 │···F0 B0─── F1 B1─── F2 B2─── ······
+                ┬──────────────┬──────────────┬─────
+                0 units        5              10
+    """
+    width, colour = _terminal(width, colour)
+    lanes = Lanes(trace)
+    gutter = _gutter([trace])
+    ruler = Ruler.fit([lanes], _drawn(trace), width - gutter)
+    lines = [f"{wording.headline(trace)}: {wording.figures(trace)}", *_rows(lanes, ruler, gutter, colour)]
+    lines += _axis(ruler, gutter, wording.unit(trace))
+    return "\n".join(lines)
+
+
+def comparison(comparison: Comparison, width: int | None = None, colour: bool | None = None) -> str:
+    """Return several traces: their figures as a table, then their timelines, on one axis where their units agree.
+
+    Args:
+        comparison: what to draw.
+        width: how many characters a line has; by default the terminal's, 120 without one.
+        colour: whether to write colour codes; by default, only to a terminal, and not if `NO_COLOR` is set.
+
+    Example:
+        >>> import pipelab
+        >>> traces = [pipelab.simulate(kind(2, 2)) for kind in (pipelab.GPipe, pipelab.OneFOneB)]
+        >>> print(comparison(pipelab.compare(*traces, names=["GPipe", "1F1B"]), colour=False))
+        name   makespan  bubble  peak activations  peak share of batch  busy share per rank
+        GPipe   9 units  33.3 %               2 2            100 100 %              67 67 %
+        1F1B    9 units  33.3 %               2 1             100 50 %              67 67 %
+        <BLANKLINE>
+        GPipe
+        rank 0 │F0 F1 ·········B0─── B1───
+        rank 1 │···F0 F1 B0─── B1─── ······
+        1F1B
+        rank 0 │F0 F1 ······B0─── ···B1───
+        rank 1 │···F0 B0─── F1 B1─── ······
+                ┬──────────────┬───────────
+                0 units        5
+    """
+    width, colour = _terminal(width, colour)
+    lines = [*columns(wording.table(comparison), width), ""]
+    traces = [Lanes(trace) for trace in comparison.traces]
+    gutter = _gutter(comparison.traces)
+    ranks = _drawn(max(comparison.traces, key=lambda trace: trace.ranks))
+    shared = comparison.shares_axis
+    if not shared:
+        units = ", ".join(dict.fromkeys(wording.unit(trace) for trace in comparison.traces))
+        lines += [f"The units of time differ ({units}): every timeline has a scale of its own.", ""]
+    common = Ruler.fit(traces, ranks, width - gutter, squeeze=True)
+    for lanes, name in zip(traces, comparison.names, strict=True):
+        ruler = common if shared else Ruler.fit([lanes], ranks, width - gutter)
+        lines += [wording.clean(name), *_rows(lanes, ruler, gutter, colour)]
+        if not shared:
+            lines += [*_axis(ruler, gutter, wording.unit(lanes.trace)), ""]
+    if shared:
+        lines += _axis(common, gutter, wording.unit(comparison.traces[0]))
+    return "\n".join(lines).rstrip()
+
+
+def _terminal(width: int | None, colour: bool | None) -> tuple[int, bool]:
+    """Fill in what was left open: what standard output can show."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    if width is None:
+        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
+    if colour is None:
+        colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return max(width, 40), colour
+
+
+def _gutter(traces: Sequence[Trace]) -> int:
+    """Return how many characters stand before the time: `rank 12 │`."""
+    return len(f"rank {max(trace.ranks for trace in traces) - 1} │")
+
+
+def _drawn(trace: Trace) -> list[int]:
+    """Return the ranks that have a line: all, or the first and the last."""
+    ranks = list(range(trace.ranks))
+    return ranks if trace.ranks <= _ALL_RANKS else ranks[:_FIRST_RANKS] + ranks[-_LAST_RANKS:]
+
+
+def _rows(lanes: Lanes, ruler: Ruler, gutter: int, colour: bool) -> Iterator[str]:
+    """Yield a line for each rank that is drawn."""
+    before = -1
+    for rank in _drawn(lanes.trace):
+        if rank != before + 1:
+            yield f"{'┆':>{gutter}} {rank - before - 1:,} more ranks"
+        before = rank
+        (_, cut, row), *rest = (_lane(lanes, ruler, rank, window, colour) for window in ruler.windows)
+        for first, _, tail in rest:
+            mark = gap_mark(first - cut) if first > cut else "┄"
+            row += f"{mark:^{ruler.gap}}{tail}"
+        yield f"{f'rank {rank}':<{gutter - 1}}│{row}".rstrip()
+
+
+def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour: bool) -> tuple[int, int, str]:
+    """Draw one rank within a window of columns; return the first and last of its actions there, and the text."""
+    begin, end = window
+    stop = min(end, ruler.column(lanes.span))  # on a shared axis, a lane ends with its own trace
+    first = lanes.since(rank, (begin - 0.5) / ruler.scale) if begin else 0
+    last = max(first, lanes.until(rank, (end - 0.5) / ruler.scale) if end < ruler.columns else lanes.count(rank))
+    parts: list[str] = []
+    at = begin
+    waiting: Bar | None = None  # the forward of a pair that shares its slot with the next action
+    for bar in lanes.bars(rank, first, last):
+        if bar.half == "upper":
+            waiting = bar
+            continue
+        start, until = max(at, ruler.column(bar.start)), min(stop, ruler.column(bar.end))
+        if bar.half == "lower" and waiting is not None:
+            text = pair_cell(waiting.label, bar.label, until - start)
+            waiting = None
+        else:
+            text = cell(bar.label, until - start)
+        if text:
+            parts += ["·" * (start - at), _painted(text, bar) if colour else text]
+            at = until
+    parts += ["·" * (stop - at), " " * (end - max(stop, at))]
+    return first, last, "".join(parts)
+
+
+def cell(label: str, width: int) -> str:
+    """Return one action's cell: its label, then a line to its end; cut where the label does not fit.
+
+    Example:
+        >>> [cell("B10", width) for width in (7, 4, 3, 2, 1)]
+        ['B10─── ', 'B10 ', 'B10', 'B…', 'B']
+    """
+    if width <= 0:
+        return ""
+    if width > len(label):
+        return f"{label:─<{width - 1}} "
+    if width == len(label):
+        return label
+    kind = label.lstrip("0123456789")[:1]
+    # Half a number would be another action's: B10 is not cut to B1.
+    return kind + "…" * (width - 1)
+
+
+def pair_cell(forward: str, backward: str, width: int) -> str:
+    """Return the cell of two actions that share a slot.
+
+    Example:
+        >>> [pair_cell("F3", "B1", width) for width in (9, 5, 4, 3, 2)]
+        ['F3&B1─── ', 'F3&B1', 'F&B ', 'F&B', '& ']
+    """
+    both = f"{forward}&{backward}"
+    kinds = "&".join(label.lstrip("0123456789")[:1] for label in (forward, backward))
+    return cell(next((text for text in (both, kinds) if len(text) <= width), "&"), width)
+
+
+def _painted(text: str, bar: Bar) -> str:
+    """Return a cell with colour codes around it."""
+    paper = colours.of(bar.action)
+    front = 231 if colours.ink(paper) == "#FFFFFF" else 16
+    return f"\x1b[38;5;{front};48;5;{colours.ansi(paper)}m{text}\x1b[0m"
+
+
+def _axis(ruler: Ruler, gutter: int, unit: str) -> list[str]:
+    return [" " * gutter + line for line in ruler.axis(unit) if line]

@@ -1,0 +1,81 @@
+"""What every action of a trace waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipelab.draw.lanes import Lanes
+
+if TYPE_CHECKING:
+    from pipelab.trace import Trace
+
+__all__ = ["Wait", "waits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What an action waited for, while its rank was free.
+
+    Attributes:
+        giver: the code of the action that gave the need that arrived last; for an `R`, of the last action on the rank
+            of the group that came last.
+        there: when that need was there.
+    """
+
+    giver: int
+    there: float
+
+
+def waits(trace: Trace) -> list[list[Wait | None]]:
+    """Return, for each rank and each of its actions, what it waited for; `None` if its rank was the last to be ready.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))
+        >>> action = trace.plan.program.numbering.action
+        >>> [[wait and (action(wait.giver), wait.there) for wait in row] for row in waits(trace)]
+        [[None, (1B0, 4.0)], [(0F0, 1.0), None]]
+    """
+    program, lanes = trace.plan.program, Lanes(trace)
+    arrivals = _arrivals(trace)
+    slack = 1e-9 * trace.makespan
+    found: list[list[Wait | None]] = []
+    for rank, row in enumerate(program.rows):
+        free = trace.start
+        waited: list[Wait | None] = []
+        for index, code in enumerate(row):
+            half = lanes.half(rank, index)
+            needs = arrivals[code]
+            if half != "whole":  # a slot starts when both of its halves have what they need
+                needs = needs + arrivals[row[index + (1 if half == "upper" else -1)]]
+            last = max(needs, key=lambda wait: wait.there, default=None)
+            waited.append(last if last is not None and last.there > free + slack else None)
+            if half != "upper":
+                free = max(free, trace.ends[rank][index])
+        found.append(waited)
+    return found
+
+
+def _arrivals(trace: Trace) -> dict[int, list[Wait]]:
+    """Return, for every code, when each of its needs was there; for an `R`, when each rank of its group was free."""
+    program = trace.plan.program
+    numbering, rank_of = program.numbering, program.rank_of
+    ended = {
+        code: end
+        for row, ends in zip(program.rows, trace.ends, strict=True)
+        for code, end in zip(row, ends, strict=True)
+    }
+    travelled = {
+        (numbering.code(transfer.giver), numbering.code(transfer.needer)): transfer.end for transfer in trace.transfers
+    }
+    arrivals: dict[int, list[Wait]] = {}
+    for rank, row in enumerate(program.rows):
+        for index, code in enumerate(row):
+            found = arrivals.setdefault(code, [])
+            for value in numbering.needs(code):
+                giver = next(other for other in numbering.givers(value) if rank_of[other] >= 0)
+                found.append(Wait(giver, travelled.get((giver, code), ended[giver])))
+            if code >= 4 * numbering.slots and index:
+                found.append(Wait(row[index - 1], trace.ends[rank][index - 1]))
+    return arrivals

@@ -1,0 +1,147 @@
+"""The words and numbers around a drawing, the same in text, figures and pages."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pipelab.analysis import Comparison
+    from pipelab.trace import Trace
+
+__all__ = ["clean", "elided", "figures", "headline", "number", "percent", "percents", "span", "table", "unit"]
+
+_MOST = 8
+"""How many ranks are listed one by one."""
+
+
+def number(value: float) -> str:
+    """Return a number for readers: whole ones in full, others to four digits.
+
+    Example:
+        >>> number(33.0), number(12285), number(0.123456), number(1234.56)
+        ('33', '12,285', '0.1235', '1,235')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value - round(value)) <= 1e-9 * max(1.0, abs(value)):
+        return f"{round(value):,}"
+    decimals = max(0, 3 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent.
+
+    Example:
+        >>> percent(3 / 11)
+        '27.3 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def percents(shares: Sequence[float]) -> str:
+    """Return the shares of many ranks in per cent; with a decimal where all are small.
+
+    Example:
+        >>> percents([0.5, 0.375, 0.25, 0.125])
+        '50 38 25 13 %'
+        >>> percents([0.032, 0.001])
+        '3.2 0.1 %'
+    """
+    if max(shares, default=0.0) < 0.1:
+        return f"{elided(f'{100 * share:.1f}' for share in shares)} %"
+    return f"{elided(math.floor(100 * share + 0.5) for share in shares)} %"
+
+
+def elided(values: Iterable[object]) -> str:
+    """Return one value per rank, the middle left out where there are many.
+
+    Example:
+        >>> elided([4, 3, 2, 1])
+        '4 3 2 1'
+        >>> elided(range(32, 0, -1))
+        '32 31 30 … 2 1'
+    """
+    words = [str(value) for value in values]
+    if len(words) > _MOST:
+        words = [*words[:3], "…", *words[-2:]]
+    return " ".join(words)
+
+
+def unit(trace: Trace) -> str:
+    """Return the unit of time: `units` where it has no name."""
+    return clean(trace.unit) or "units"
+
+
+def span(trace: Trace) -> str:
+    """Return the makespan with its unit.
+
+    Example:
+        >>> import pipelab
+        >>> span(pipelab.simulate(pipelab.GPipe(4, 8)))
+        '33 units'
+    """
+    length, name = number(trace.makespan), unit(trace)
+    return f"{length} {'unit' if (length, name) == ('1', 'units') else name}"
+
+
+def figures(trace: Trace) -> str:
+    """Return makespan, bubble and peak in one line.
+
+    Example:
+        >>> import pipelab
+        >>> figures(pipelab.simulate(pipelab.OneFOneB(4, 8)))
+        'makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1'
+    """
+    peaks = elided(trace.peak_activations)
+    return f"makespan {span(trace)}, bubble {percent(trace.bubble)}, peak activations {peaks}"
+
+
+def table(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return a comparison's figures as rows of cells, heads first.
+
+    Example:
+        >>> import pipelab
+        >>> for row in table(pipelab.compare(pipelab.simulate(pipelab.OneFOneB(4, 8)), names=["1F1B"])):
+        ...     print(row)
+        ('name', 'makespan', 'bubble', 'peak activations', 'peak share of batch', 'busy share per rank')
+        ('1F1B', '33 units', '27.3 %', '4 3 2 1', '50 38 25 13 %', '73 73 73 73 %')
+    """
+    heads = ("name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank")
+    rows = [
+        (
+            clean(row.name),
+            span(trace),
+            percent(row.bubble),
+            elided(row.peak_activations),
+            percents(row.peak_share),
+            percents(row.busy_share),
+        )
+        for row, trace in zip(comparison.rows, comparison.traces, strict=True)
+    ]
+    return [heads, *rows]
+
+
+def headline(trace: Trace, name: str | None = None) -> str:
+    """Return what a trace is called: a name of its own, or its plan's and where the times come from.
+
+    Example:
+        >>> import pipelab
+        >>> headline(pipelab.simulate(pipelab.GPipe(4, 8)))
+        'GPipe(ranks=4, microbatches=8), simulated'
+    """
+    return clean(f"{trace.name}, {trace.source}" if name is None else name)
+
+
+def clean(name: str) -> str:
+    r"""Return a name that stays on its line: what cannot be printed, such as an escape code, is spelled out.
+
+    Example:
+        >>> clean("red \x1b[31m\n")
+        'red \\x1b[31m\\n'
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in name)

@@ -1,0 +1,132 @@
+"""Workers: one thread per rank, which runs its row of a step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipelab.engine.lanes import Lane
+from pipelab.engine.run import Instruction, Run
+from pipelab.engine.trees import tensors_of
+from pipelab.errors import NotANumberError
+
+__all__ = ["Report", "Worker"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says when it is done with a run, well or not."""
+
+    rank: int
+    run: Run
+    position: int = 0
+    error: BaseException | None = None
+
+
+class Worker:
+    """One rank's thread. It lives as long as the engine and runs one `Run` after another."""
+
+    def __init__(self, rank: int, lane: Lane, threads: int, reports: queue.SimpleQueue[Report]) -> None:
+        """Start the thread; `threads` is how many processor threads each of its operations may use."""
+        self.rank = rank
+        self.lane = lane
+        self.jobs: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self.reports = reports
+        self.threads = threads
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self._live, name=f"pipelab-rank-{rank}", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        torch.set_num_threads(self.threads)
+        self.ready.set()
+        while (run := self.jobs.get()) is not None:
+            self.reports.put(self._attempt(run))
+            del run  # an idle worker holds on to nothing
+
+    def _attempt(self, run: Run) -> Report:
+        """Run a row, whatever happens; say how it went."""
+        try:
+            with ExitStack() as stack:
+                self.lane.enter(stack)
+                for context in run.contexts:
+                    stack.enter_context(context())
+                if run.loss is None:
+                    stack.enter_context(torch.no_grad())
+                self._row(run)
+        except BaseException as error:  # noqa: BLE001 - a worker must report everything, SystemExit included
+            return Report(self.rank, run, run.phase[self.rank] // 2, error)
+        return Report(self.rank, run)
+
+    def _row(self, run: Run) -> None:
+        """Run one row. This is the hot loop: at small sizes its own time is what a step costs."""
+        rank, row, values, doors, phase = self.rank, run.rows[self.rank], run.values, run.doors, run.phase
+        kept, loss, mark, gives, takes = run.kept[rank], run.loss, self.lane.mark, self.lane.gives, self.lane.takes
+        begin, end = run.begun[rank].append, run.ended[rank].append
+        for position, each in enumerate(row):
+            # [1] wait for what the action needs
+            phase[rank] = 2 * position
+            if each.needs is None:
+                given = run.inputs[each.microbatch] if each.forward else None
+                if takes is not None:
+                    given = takes(given)
+                if loss is not None and each.stage.is_last and each.forward and takes is not None:
+                    loss.targets[each.microbatch] = takes(loss.targets[each.microbatch])
+            else:
+                if each.receives:
+                    doors[each.needs].acquire()
+                if run.stopped:
+                    return
+                given = values.pop(each.needs)
+                if each.receives and takes is not None:
+                    given = takes(given)
+            if run.stopped:
+                return
+            # [2] compute, between two readings of the clock
+            phase[rank] = 2 * position + 1
+            begin(mark())
+            if loss is None:
+                made = each.stage.evaluate(given)
+            elif each.forward:
+                made = each.stage.forward(each.microbatch, given, kept[each.stage.index], loss)
+            else:
+                made = each.stage.backward(each.microbatch, given, kept[each.stage.index])
+            end(mark())
+            if run.watch_nan:
+                _refuse_nan(rank, each, made, run)
+            # [3] hand over what it made
+            if each.gives is not None:
+                values[each.gives] = gives(made) if each.sends and gives is not None else made
+                if each.sends:
+                    door = doors[each.gives]
+                    if door.locked():
+                        door.release()
+            elif each.forward:
+                run.outputs[each.microbatch] = made
+        phase[rank] = 2 * len(row)
+
+
+def _refuse_nan(rank: int, instruction: Instruction, made: Any, run: Run) -> None:
+    stage, microbatch = instruction.stage.index, instruction.microbatch
+    what = "output" if instruction.forward else "input gradient"
+    tensors = tensors_of(made)
+    if instruction.forward and run.loss is not None and run.loss.values[microbatch] is not None:
+        tensors = [*tensors, *tensors_of(run.loss.values[microbatch])]
+        what = "output or loss"
+    for tensor in tensors:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
+            letter = "F" if instruction.forward else "B"
+            action = f"{stage}{letter}{microbatch}"
+            raise NotANumberError(
+                f"{action} on rank {rank} made {kind}: the {what} of stage {stage}, micro-batch {microbatch}, "
+                f"shape {tuple(tensor.shape)}, is not finite",
+                rank,
+                stage,
+                action,
+            )

@@ -1,0 +1,204 @@
+"""The main job: one model, trained plainly and with three schedules, must learn exactly the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from pipelab.catalogue import schedules
+from pipelab.engine.batches import row_counts, split_batch
+from pipelab.engine.emulation import emulated
+from pipelab.engine.pipeline import Pipeline
+from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
+from pipelab.simulation import Cost, simulate
+from pipelab.trace import Trace
+
+__all__ = ["Emulation", "Plain", "Setting", "Trained", "emulate", "train_plainly", "train_with"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is trained, and on what."""
+
+    ranks: int = 2
+    microbatches: int = 8
+    steps: int = 12
+    rows: int = 32
+    blocks: int = 6
+    width: int = 128
+    length: int = 64
+    seed: int = 0
+
+    def model(self) -> nn.Sequential:
+        """Return the model, the same weights every time."""
+        torch.manual_seed(self.seed)
+        return language_model(self.blocks, self.width, heads=4, length=self.length)
+
+    def batches(self, text: torch.Tensor) -> Batches:
+        """Return the stream of batches, the same every time."""
+        return Batches(text, self.rows, self.length, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Plain training: one thread, the same micro-batches one after another.
+
+    Attributes:
+        step_ms: the median milliseconds of a step, the first one left out.
+        losses: the loss of every step, in nats per byte.
+        weights: the parameters after the last step.
+        whole_batch_ms: the median milliseconds of a step on the whole batch at once, on all cores.
+        cores: how many those are.
+    """
+
+    step_ms: float
+    losses: list[float]
+    weights: list[torch.Tensor]
+    whole_batch_ms: float
+    cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Training with a schedule, beside plain training.
+
+    Attributes:
+        schedule: the schedule's name.
+        step_ms: the median milliseconds of a step, the first one left out.
+        speed_up: plain training's step over this one's.
+        trace: a step of median length.
+        losses: the loss of every step.
+        same: whether every loss and every parameter is plain training's, bit for bit.
+        proof: what `verify` said.
+    """
+
+    schedule: str
+    step_ms: float
+    speed_up: float
+    trace: Trace
+    losses: list[float]
+    same: bool
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """A schedule on emulated devices, beside its simulation."""
+
+    schedule: str
+    measured: Trace
+    predicted: Trace
+
+
+def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None) -> Plain:
+    """Train the model plainly; `advance` is called after every step."""
+    text = standard_library()
+    with _one_thread() as cores:
+        model = setting.model()
+        batches = setting.batches(text)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        counts = row_counts(setting.rows, setting.microbatches)
+        losses, times = [], []
+        for _ in range(setting.steps):
+            x, y = batches.take()
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            parts = []
+            for micro_x, micro_y in zip(split_batch(x, counts), split_batch(y, counts), strict=True):
+                loss = next_byte_loss(model(micro_x), micro_y) * (len(micro_x) / setting.rows)
+                loss.backward()  # type: ignore[no-untyped-call]
+                parts.append(loss.detach())
+            times.append(time.perf_counter() - began)
+            optimizer.step()
+            losses.append(float(torch.stack(parts).sum()))
+            advance()
+    return Plain(
+        step_ms=_typical(times),
+        losses=losses,
+        weights=[parameter.detach().clone() for parameter in model.parameters()],
+        whole_batch_ms=_whole_batch_ms(setting, text),
+        cores=cores,
+    )
+
+
+def train_with(
+    name: str, setting: Setting, plain: Plain, advance: Callable[[], object] = lambda: None
+) -> Trained:
+    """Train the same model from the same seed on the same batches with a schedule."""
+    model = setting.model()
+    batches = setting.batches(standard_library())
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses, times, traces = [], [], []
+    schedule = schedules[name](setting.ranks, setting.microbatches)
+    with _one_thread(), Pipeline(model, schedule, next_byte_loss, intra_op_threads=1) as pipe:
+        for _ in range(setting.steps):
+            x, y = batches.take()
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            step = pipe.step(x, y)
+            times.append(time.perf_counter() - began)
+            optimizer.step()
+            losses.append(float(step.loss))
+            traces.append(step.trace)
+            advance()
+        weights = list(model.parameters())
+        same = losses == plain.losses and all(map(torch.equal, weights, plain.weights))
+        proof = str(pipe.verify(x, y))
+    ordered = sorted(traces[1:] or traces, key=lambda trace: trace.makespan)
+    return Trained(
+        schedule=name,
+        step_ms=_typical(times),
+        speed_up=plain.step_ms / _typical(times),
+        trace=ordered[len(ordered) // 2],
+        losses=losses,
+        same=same,
+        proof=proof,
+    )
+
+
+def emulate(name: str, ranks: int = 4, microbatches: int = 8, forward_ms: float = 20, backward_ms: float = 40) -> Emulation:
+    """Run a schedule on emulated devices, and simulate it with the same times."""
+    plan = schedules[name](ranks, microbatches).plan()
+    rows = torch.ones(microbatches, 1)
+    with Pipeline(emulated(ranks, forward_ms, backward_ms), plan, nn.functional.mse_loss) as pipe:
+        pipe.step(rows, 2 * rows)  # the first step warms up
+        measured = pipe.step(rows, 2 * rows).trace
+    return Emulation(name, measured, simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms")))
+
+
+@contextmanager
+def _one_thread() -> Iterator[int]:
+    """Let operations of this thread use one core, and yield how many they used before.
+
+    The optimizer's last bits depend on it too: both sides of a comparison run inside.
+    """
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield cores
+    finally:
+        torch.set_num_threads(cores)
+
+
+def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> float:
+    """Return the median milliseconds of a step on the whole batch, on all cores."""
+    model, batches = setting.model(), setting.batches(text)
+    times = []
+    for _ in range(steps):
+        x, y = batches.take()
+        began = time.perf_counter()
+        model.zero_grad()
+        next_byte_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+        times.append(time.perf_counter() - began)
+    return _typical(times)
+
+
+def _typical(times: list[float]) -> float:
+    """Return the median in milliseconds, the first one, which warms up, left out."""
+    return 1e3 * median(times[1:] or times)

@@ -1,0 +1,211 @@
+"""Figures: every action once, at its place; idle time visible; labels only where they fit."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import pipelab
+from pipelab import B, Cost, F, Plan
+from pipelab.actions import KINDS
+from pipelab.draw import coarse, colours, figure
+from pipelab.draw.lanes import Lanes
+
+TEXT = "{http://www.w3.org/2000/svg}text"
+
+
+def boxes(ax, letter):
+    """Return the (start, end, top, bottom) of every bar of a kind."""
+    found = []
+    for collection in ax.collections:
+        if (collection.get_gid() or "").startswith(f"{letter} "):
+            for path in collection.get_paths():
+                (left, top), (right, bottom) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+                found.append((left, right, top, bottom))
+    return found
+
+
+@pytest.fixture
+def trace():
+    return pipelab.simulate(pipelab.OneFOneB(4, 8))
+
+
+def test_every_action_is_drawn_once_from_its_start_to_its_end_in_its_ranks_lane(trace):
+    ax = figure.plot(trace)
+    for kind in "FB":
+        drawn = sorted((round(top + 0.43), left, right) for left, right, top, _ in boxes(ax, kind))
+        real = sorted((event.rank, event.start, event.end) for event in trace.events if event.action.kind == kind)
+        assert drawn == real
+
+
+def test_rank_0_is_on_top_and_idle_lies_under_every_lane(trace):
+    ax = figure.plot(trace)
+    bottom, top = ax.get_ylim()
+    assert (bottom, top) == (3.5, -0.5)
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    (idle,) = (collection for collection in ax.collections if collection.get_gid() == "idle")
+    assert len(idle.get_paths()) == 4
+    assert idle.get_hatch()
+
+
+def test_every_action_of_a_small_trace_is_labelled_in_its_middle(trace):
+    ax = figure.plot(trace)
+    places = {(round(label.get_position()[1]), label.get_text()): label.get_position()[0] for label in ax.texts}
+    assert len(ax.texts) == len(trace.events)
+    for event in trace.events:
+        name = f"{event.action.kind}{event.action.microbatch}"
+        assert places[event.rank, name] == pytest.approx((event.start + event.end) / 2)
+
+
+@pytest.mark.parametrize("size", [(4, 8), (8, 32), (16, 64)])
+def test_no_label_is_wider_than_its_bar(size):
+    trace = pipelab.simulate(pipelab.OneFOneB(*size))
+    ax = figure.plot(trace)
+    renderer_figure = ax.get_figure()
+    renderer_figure.draw_without_rendering()
+    ends = {(event.rank, (event.start + event.end) / 2): event for event in trace.events}
+    for label in ax.texts:
+        middle, row = label.get_position()
+        event = ends[round(row), middle]
+        room = ax.transData.transform((event.end, 0))[0] - ax.transData.transform((event.start, 0))[0]
+        assert label.get_window_extent().width <= room
+
+
+def test_a_comparisons_labels_fit_its_common_axis():
+    traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.Naive, pipelab.GPipe)]
+    drawn = figure.plot_comparison(pipelab.compare(*traces))
+    assert drawn.axes[0].get_xlim() == drawn.axes[1].get_xlim() == (0, 96)
+    widest = max(label.get_window_extent().width for label in drawn.axes[1].texts if label.get_text().startswith("F"))
+    unit = np.diff(drawn.axes[1].transData.transform([(0, 0), (1, 0)])[:, 0])[0]
+    assert widest <= unit
+
+
+def test_different_units_get_axes_of_their_own():
+    plan = pipelab.OneFOneB(2, 2)
+    slow = pipelab.simulate(plan, Cost(forward=40, backward=80, unit="ms"))
+    drawn = figure.plot_comparison(pipelab.compare(pipelab.simulate(plan), slow))
+    assert [ax.get_xlabel() for ax in drawn.axes] == ["time (units)", "time (ms)"]
+    assert [ax.get_xlim()[1] for ax in drawn.axes] == [9, 360]
+
+
+def test_the_title_holds_the_figures_and_the_legend_the_kinds(trace):
+    ax = figure.plot(trace)
+    assert "makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1" in ax.get_title(loc="left")
+    assert [entry.get_text() for entry in ax.get_legend().get_texts()] == ["F forward", "B backward", "idle"]
+
+
+def test_a_measured_trace_begins_at_zero():
+    plan = pipelab.OneFOneB(1, 1).plan()
+    measured = pipelab.Trace(plan, [[5000.0, 5001.0]], [[5001.0, 5003.0]], unit="ms", source="measured")
+    ax = figure.plot(measured)
+    assert ax.get_xlim() == (0, 3)
+    assert ax.get_xlabel() == "time (ms)"
+    assert [box[:2] for box in boxes(ax, "F")] == [(0, 1)]
+
+
+def test_the_two_halves_of_a_slot_lie_one_above_the_other():
+    plan = Plan([[F(0), F(1), F(2) & B(0), B(1), B(2)], [F(0), B(0), F(1), B(1), F(2), B(2)]])
+    ax = figure.plot(pipelab.simulate(plan, Cost(pair=2.5)))
+    (forward,) = (box for box in boxes(ax, "F") if box[:2] == (4, 6.5))
+    (backward,) = (box for box in boxes(ax, "B") if box[:2] == (4, 6.5))
+    assert forward[3] == backward[2] == 0
+
+
+def test_axes_of_the_readers_own_are_used(trace):
+    ax = Figure(figsize=(6, 2)).add_subplot()
+    assert figure.plot(trace, ax) is ax
+    assert boxes(ax, "F")
+
+
+def test_nothing_is_registered_with_pyplot(trace):
+    figure.svg(trace)
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or pyplot.get_fignums() == []
+
+
+def test_text_in_an_svg_is_text_and_two_drawings_are_the_same_bytes(trace):
+    drawn = figure.svg(trace)
+    words = [element.text for element in ET.fromstring(drawn).iter(TEXT)]  # noqa: S314 - our own drawing
+    for event in trace.events:
+        assert words.count(f"{event.action.kind}{event.action.microbatch}") == 4
+    assert "time (units)" in words
+    assert drawn == figure.svg(trace)
+
+
+def test_a_name_is_text_whatever_it_holds(trace):
+    name = "<script>&$x_1$ 名\x1b\n"
+    named = pipelab.Trace(trace.plan, trace.starts, trace.ends, name=name)
+    words = [element.text for element in ET.fromstring(figure.svg(named)).iter(TEXT)]  # noqa: S314 - our own drawing
+    assert any(word and word.startswith("<script>&$x_1$ 名\\x1b\\n, simulated") for word in words)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
+def test_a_figure_is_saved_as_its_suffix_says(trace, suffix, tmp_path):
+    magic = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}[suffix]
+    assert trace.save(tmp_path / f"timeline.{suffix}").read_bytes().startswith(magic)
+    both = pipelab.compare(trace, trace)
+    assert both.save(tmp_path / f"both.{suffix}").read_bytes().startswith(magic)
+
+
+def test_65536_actions_become_pictures_of_a_few_kilobytes():
+    trace = pipelab.simulate(pipelab.OneFOneB(32, 1024))
+    ax = figure.plot(trace)
+    assert len(ax.images) == 32
+    assert not ax.texts
+    assert len(figure.svg(trace)) < 1_000_000
+
+
+def test_each_pixel_of_a_coarse_lane_is_the_mean_of_what_it_stands_for(trace):
+    pixels = coarse.strip(Lanes(trace), 0, 33)[0]
+    lane = ["F0"] * 33
+    for event in trace.events_of(0):
+        for unit in range(int(event.start), int(event.end)):
+            lane[unit] = colours.of(event.action)
+    for pixel, colour in zip(pixels, lane, strict=True):
+        if colour == "F0":
+            assert pixel[3] == pytest.approx(0)
+        else:
+            assert pixel == pytest.approx([*(channel / 255 for channel in colours.channels(colour)), 1])
+    assert coarse.strip(Lanes(trace), 0, 7)[0, :, 3].sum() / 7 == pytest.approx(trace.busy[0] / trace.makespan)
+
+
+# What people with one missing receptor see, in linear light (Viénot, Brettel and Mollon 1999; Machado et al. 2009).
+VISION = {
+    "full": np.eye(3),
+    "no red": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "no green": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "no blue": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+    "none": np.full((3, 1), 1.0) @ np.array([[0.2126, 0.7152, 0.0722]]),
+}
+
+
+def lab(colour, vision):
+    """Return a colour in CIE Lab, as it is seen."""
+    channel = np.array(colours.channels(colour)) / 255
+    linear = np.where(channel <= 0.04045, channel / 12.92, ((channel + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(VISION[vision] @ linear, 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ seen / np.array([0.95047, 1.0, 1.08883])
+    root = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * root[1] - 16, 500 * (root[0] - root[1]), 200 * (root[1] - root[2])])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_kinds_and_idle_are_told_apart_by_everybody(vision):
+    paints = {kind: colours.PALETTE[kind] for kind in KINDS} | {"idle": (colours.IDLE, colours.IDLE)}
+    least = 4 if vision == "none" else 12
+    for one, other in itertools.combinations(paints, 2):
+        for first, second in itertools.product(paints[one], paints[other]):
+            distance = np.linalg.norm(lab(first, vision) - lab(second, vision))
+            assert distance > least, f"{one} {first} and {other} {second} are {distance:.1f} apart"

@@ -1,0 +1,87 @@
+"""What stands in two files of the project says the same in both."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import pipelab
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in read("constraints.txt").splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def requirements() -> list[Requirement]:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    extras = project["optional-dependencies"]
+    return [Requirement(text) for text in (*project["dependencies"], *extras["dev"], *extras["docs"])]
+
+
+def test_every_make_target_that_a_reader_is_told_of_exists() -> None:
+    targets = set(re.findall(r"^(\w+):", read("Makefile"), flags=re.MULTILINE))
+    for page in ("README.md", "CONTRIBUTING.md", "docs/index.md", ".ci/run"):
+        told = set(re.findall(r"(?:^|[`:] ?|=\S+ )make (\w+)", read(page), flags=re.MULTILINE))
+        assert told <= targets, page
+    assert {"demo", "test"} <= set(re.findall(r"^make (\w+)", read("README.md"), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)
+def test_constraints_pin_a_version_within_the_range(requirement: Requirement) -> None:
+    assert pins()[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+def test_the_changelog_knows_the_version() -> None:
+    assert pipelab.__version__ in read("CHANGELOG.md")
+
+
+def test_every_page_of_the_navigation_exists() -> None:
+    pages = re.findall(r"[\w/]+\.md$", read("mkdocs.yml").partition("nav:")[2], flags=re.MULTILINE)
+    assert "index.md" in pages
+    for page in pages:
+        source = ROOT / page.replace(".md", ".py") if page.startswith("tutorials/") else ROOT / "docs" / page
+        assert source.is_file(), page
+
+
+@pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks
+def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for code, printed in PICTURES["examples"]():
+        output = PICTURES["run"](code, tmp_path, namespace)
+        assert printed is None or output.rstrip() == printed.rstrip()
+    if metadata.version("matplotlib") != pins()["matplotlib"]:
+        pytest.skip("the README's picture is drawn by the pinned matplotlib, and this is another version")
+    for drawn in tmp_path.glob("*.svg"):
+        assert drawn.read_text() == read(f"docs/images/{drawn.name}"), "out of date: make pictures"
+
+
+def test_no_file_names_a_place_on_somebodys_machine() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    files = listed.stdout.split() if listed.returncode == 0 else []
+    if not files:
+        pytest.skip("not a git checkout")
+    place = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|srv)/\w|[A-Z]:\\Users", flags=re.ASCII)
+    named: list[str] = []
+    for path in (ROOT / name for name in files):
+        if path.is_file() and path.suffix in {".py", ".md", ".yml", ".toml", ".txt", ".css", ".svg", ""}:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            named += [
+                f"{path.relative_to(ROOT)}:{number}" for number, line in enumerate(lines, 1) if place.search(line)
+            ]
+    assert named == []

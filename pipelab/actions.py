@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from pipelab.errors import NotationError
 
-__all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W"]
+__all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W", "parse_item"]
 
 Kind = Literal["F", "B", "I", "W", "R"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -183,3 +183,19 @@ def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
         2R
     """
     return Action("R", None, stage)
+
+
+def parse_item(text: str, where: str) -> Item:
+    """Read one action, or one overlapped pair, in PyTorch's notation.
+
+    Raises:
+        NotationError: if it is neither; the message starts with `where`.
+    """
+    text = text.strip()
+    try:
+        if text.startswith("(") and text.endswith(")OVERLAP_F_B"):
+            forward, _, backward = text[1:].removesuffix(")OVERLAP_F_B").partition(";")
+            return Pair(Action.parse(forward), Action.parse(backward))
+        return Action.parse(text)
+    except NotationError as error:
+        raise NotationError(f"{where}: {error}") from None

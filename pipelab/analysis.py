@@ -158,30 +158,29 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}
     before: dict[tuple[int, int], int] = {}  # (rank, code) -> the code before it
+    slots: dict[int, tuple[int, ...]] = {}  # half of a pair that ran as one slot -> both halves
     for rank, row in enumerate(program.rows):
-        for index, code in enumerate(row):
-            begun[code] = trace.starts[rank][index]
-            ended[code] = max(trace.ends[rank][index], ended.get(code, float("-inf")))
+        for index, each in enumerate(row):
+            begun[each] = trace.starts[rank][index]
+            ended[each] = max(trace.ends[rank][index], ended.get(each, float("-inf")))
             if index:
-                before[rank, code] = row[index - 1]
-    if not ended:
-        return ()
+                previous = before[rank, each] = row[index - 1]
+                together = begun[previous] == begun[each] < ended[each] == ended[previous]
+                if together and previous in program.pairs:
+                    slots[previous] = slots[each] = (previous, each)
     lags = {(transfer.giver, transfer.needer): transfer.end for transfer in trace.transfers}
     path: list[Event] = []
-    code: int | None = max(ended, key=lambda each: ended[each])
+    code = max(ended, key=lambda each: ended[each], default=None)
     while code is not None:
-        rank = program.rank_of[code]
-        action = numbering.action(code)
-        path.append(Event(rank, action, begun[code], ended[code]))
+        path.append(Event(program.rank_of[code], numbering.action(code), begun[code], ended[code]))
         arrivals: list[tuple[float, int]] = []
-        ranks = [rank] if code < 4 * numbering.slots else [r for r, row in enumerate(program.rows) if code in row]
-        for each in ranks:
-            if (each, code) in before:
-                previous = before[each, code]
-                if begun[previous] < begun[code] or ended[previous] <= begun[code]:  # not the other half of a slot
-                    arrivals.append((ended[previous], previous))
-        for value in numbering.needs(code):
-            giver = next(other for other in numbering.givers(value) if program.rank_of[other] >= 0)
-            arrivals.append((lags.get((numbering.action(giver), action), ended[giver]), giver))
-        code = max(arrivals)[1] if arrivals else None
+        halves = slots.get(code, (code,))
+        for half in halves:
+            ranks = program.reduces.get(half, [program.rank_of[half]])
+            earlier = [before[rank, half] for rank in ranks if (rank, half) in before]
+            arrivals.extend((ended[each], each) for each in earlier)
+            for value in numbering.needs(half):
+                giver = next(other for other in numbering.givers(value) if program.rank_of[other] >= 0)
+                arrivals.append((lags.get((numbering.action(giver), numbering.action(half)), ended[giver]), giver))
+        code = max((arrival for arrival in arrivals if arrival[1] not in halves), default=(0.0, None))[1]
     return tuple(reversed(path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
 
 from pipelab.faults import Fault
 from pipelab.program import Program
@@ -27,8 +29,14 @@ class _Wait:
     on: int
 
 
-def deadlocks(program: Program, walk: Traversal) -> list[Fault]:
-    """Return one fault for each cycle among the ranks that a walk left stuck."""
+def deadlocks(
+    program: Program,
+    walk: Traversal,
+    given: Collection[int] = (),
+    excused: Collection[int] = (),
+    atomic_pairs: bool = False,
+) -> list[Fault]:
+    """Return one fault for each cycle among the ranks that a walk left stuck; it was walked with these options."""
     waits = {rank: _wait(program, walk, rank) for rank in walk.stuck}
     faults: list[Fault] = []
     seen: set[int] = set()
@@ -40,9 +48,16 @@ def deadlocks(program: Program, walk: Traversal) -> list[Fault]:
             path.append(rank)
             rank = waits[rank].on
         if rank in path:
-            cycle = path[path.index(rank) :]
-            lowest = cycle.index(min(cycle))
-            faults.append(_fault(program, [waits[rank] for rank in cycle[lowest:] + cycle[:lowest]]))
+            ring = path[path.index(rank) :]
+            lowest = ring.index(min(ring))
+            cycle = [waits[rank] for rank in ring[lowest:] + ring[:lowest]]
+            if atomic_pairs:
+                hint = "leave out Cost(pair=...), or yield the halves of one of these pairs one after the other"
+            elif any(wait.value is None for wait in cycle):
+                hint = "list the all-reduces R in the same order on every rank, each after its stage's last gradient"
+            else:
+                hint = _hint(program, cycle, lambda rows: len(_retried(program, rows, given, excused).stuck))
+            faults.append(_fault(program, cycle, hint))
     return faults
 
 
@@ -63,7 +78,7 @@ def _wait(program: Program, walk: Traversal, rank: int) -> _Wait:
     return _Wait(rank, index, code, value, giver, program.rank_of[giver])
 
 
-def _fault(program: Program, cycle: list[_Wait]) -> Fault:
+def _fault(program: Program, cycle: list[_Wait], hint: str) -> Fault:
     """Explain one cycle, step by step."""
     numbering = program.numbering
     first = cycle[0]
@@ -73,7 +88,7 @@ def _fault(program: Program, cycle: list[_Wait]) -> Fault:
         others = [*ranks[2:], ranks[0]]
         summary += "".join(f", which waits for rank {rank}" for rank in _shortened(others, "…"))
     steps = [f"{_named(program, first)} {_needs(program, first)}"]
-    for before, wait in zip(cycle, cycle[1:], strict=False):
+    for before, wait in pairwise(cycle):
         if before.giver == wait.code:
             steps.append(f"{_named(program, wait)} {_needs(program, wait)}")
         else:
@@ -93,7 +108,7 @@ def _fault(program: Program, cycle: list[_Wait]) -> Fault:
         program.position(first.rank, first.index),
         numbering.action(first.code),
         "\n".join(lines),
-        _hint(program, cycle),
+        hint,
     )
 
 
@@ -115,35 +130,42 @@ def _shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]
     return [*lines[: most - 3], gap, *lines[-2:]]
 
 
-def _hint(program: Program, cycle: list[_Wait]) -> str:
-    """Return a move that undoes the cycle; one that makes the whole plan run, where one is found."""
-    if any(wait.value is None for wait in cycle):
-        return "list the all-reduces R in the same order on every rank, each after its stage's last gradient"
-    moves: list[tuple[_Wait, int]] = []
+def _hint(program: Program, cycle: list[_Wait], still_stuck: Callable[[list[list[int]]], int]) -> str:
+    """Return the move that frees most ranks, if possible all: tried out, not guessed.
+
+    Where a rank is stuck at one action and another waits for a later one of its row, either may pass the other.
+    """
+    total = sum(map(len, program.rows))
+    best = (len(program.rows) + 1, "give one rank of the cycle another order")
+    tried = 0
     for before, wait in zip([cycle[-1], *cycle[:-1]], cycle, strict=True):
-        if before.giver != wait.code:
-            moves.append((wait, before.giver))
-    budget = _TRIAL_ACTIONS // max(1, sum(map(len, program.rows)))
-    chosen = next((move for move in moves[:budget] if _helps(program, *move)), None)
-    if chosen is None:
-        chosen = moves[0] if moves else None
-    if chosen is None:
-        return "give one rank of the cycle another order"
-    wait, giver = chosen
-    name = _as_yielded(program, wait.rank)
-    return f"yield {name(giver)} before {name(wait.code)} on rank {wait.rank}"
+        if before.giver == wait.code:
+            continue
+        name = _as_yielded(program, wait.rank)
+        row = program.rows[wait.rank]
+        without_giver = [code for code in row if code != before.giver]
+        without_stuck = [code for code in row if code != wait.code]
+        after = without_stuck.index(before.giver) + 1
+        for verb, changed in (
+            ("before", [*without_giver[: wait.index], before.giver, *without_giver[wait.index :]]),
+            ("after", [*without_stuck[:after], wait.code, *without_stuck[after:]]),
+        ):
+            tried += total
+            if best[0] <= len(program.rows) and tried > _TRIAL_ACTIONS:
+                break
+            left = still_stuck([*program.rows[: wait.rank], changed, *program.rows[wait.rank + 1 :]])
+            one, other = (before.giver, wait.code) if verb == "before" else (wait.code, before.giver)
+            move = f"yield {name(one)} {verb} {name(other)} on rank {wait.rank}"
+            if left == 0:
+                return move
+            best = min(best, (left, move), key=itemgetter(0))
+    return f"{best[1]}, then check again"
 
 
-def _helps(program: Program, wait: _Wait, giver: int) -> bool:
-    """Tell whether moving `giver` right before the action that its rank is stuck at lets everything run."""
-    row = list(program.rows[wait.rank])
-    row.remove(giver)
-    row.insert(wait.index, giver)
-    rows = [*program.rows[: wait.rank], row, *program.rows[wait.rank + 1 :]]
-    trial = Program(
-        program.numbering, rows, program.positions, set(), program.placed, program.rank_of, [], program.names_ranks
-    )
-    return not traverse(trial).stuck
+def _retried(program: Program, rows: list[list[int]], given: Collection[int], excused: Collection[int]) -> Traversal:
+    """Walk through the plan with other rows."""
+    trial = replace(program, rows=rows, pairs=set(), faults=[], walk=None)
+    return traverse(trial, given=given, excused=excused)
 
 
 def _as_yielded(program: Program, rank: int) -> Callable[[int], str]:

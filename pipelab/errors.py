@@ -6,11 +6,12 @@ nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipelab.checking import Fault
+    from pipelab.faults import Fault
 
 __all__ = [
     "BatchError",
@@ -31,7 +32,12 @@ __all__ = [
     "StageError",
     "StepTimeoutError",
     "VerificationError",
+    "require_size",
 ]
+
+
+_MOST_ALIKE = 4
+"""How many faults of one kind a message tells in full."""
 
 
 class PipelabError(Exception):
@@ -81,13 +87,20 @@ class ScheduleError(PipelabError):
         super().__init__(faults, subject)
 
     def __str__(self) -> str:
-        """Return every fault, numbered, under a line that counts them."""
+        """Return the faults, numbered, under a line that counts them; of many alike, the first few."""
         count = len(self.faults)
         lines = [f"{count} fault{'s' if count != 1 else ''} in {self.subject}"]
+        kinds = Counter(fault.code for fault in self.faults)
+        told: Counter[str] = Counter()
         for number, fault in enumerate(self.faults, 1):
+            told[fault.code] += 1
+            if told[fault.code] > _MOST_ALIKE:
+                continue
             first, *rest = str(fault).splitlines()
             lines.append(f"{number:2d}. {first}")
             lines.extend(f"    {line}" for line in rest)
+            if told[fault.code] == _MOST_ALIKE < kinds[fault.code]:
+                lines.append(f"    … and {kinds[fault.code] - _MOST_ALIKE} more {fault.code}: error.faults holds all")
         return "\n".join(lines)
 
 
@@ -143,3 +156,13 @@ class PipelineClosedError(EngineError):
 
 class VerificationError(EngineError):
     """The pipeline's gradients are not those of the plain model."""
+
+
+def require_size(name: str, value: object) -> None:
+    """Refuse anything but a positive whole number.
+
+    Raises:
+        SizeError: naming the argument and what it was.
+    """
+    if type(value) is not int or value < 1:
+        raise SizeError(f"{name}={value!r}: expected a whole number, at least 1")

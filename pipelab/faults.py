@@ -96,11 +96,6 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 110) -
     return f"{line}\n{mark}"
 
 
-def _is_library(filename: str) -> bool:
-    path = Path(filename)
-    return path.is_relative_to(_PACKAGE) or "site-packages" in path.parts
-
-
 def students_line(error: BaseException) -> str:
     """Return where a student's code raised: file, line, and the line itself."""
     every = traceback.extract_tb(error.__traceback__)
@@ -114,4 +109,5 @@ def students_line(error: BaseException) -> str:
 
 def _in_a_library(file: str) -> bool:
     """Tell whether a file is pipelab's, Python's, an installed package's, or none (what `dataclass` generates)."""
-    return file == "<string>" or any(Path(file).is_relative_to(folder) for folder in _LIBRARIES)
+    path = Path(file)
+    return file == "<string>" or "site-packages" in path.parts or any(map(path.is_relative_to, _LIBRARIES))

@@ -15,6 +15,8 @@ action that a plan may hold has a *code*, and every value that an action gives h
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pipelab.actions import KINDS, Action, Kind
 
 __all__ = ["Numbering"]
@@ -84,6 +86,12 @@ class Numbering:
             return []
         both = (self.first_need[code], self.second_need[code])
         return [value for value in both if value != self.always]
+
+    def all_needs(self, code: int) -> Iterable[int]:
+        """Return the values that an action needs; for `R`, every `gw` of its stage."""
+        if code < 4 * self.slots:
+            return self.needs(code)
+        return range(code - 2 * self.slots, 3 * self.slots, self.stages)
 
     def givers(self, value: int) -> tuple[int, ...]:
         """Return the codes of the actions that may give a value: F; B or I; B or W."""

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.actions import Action, Item, Pair
-from pipelab.errors import FormatError, NotationError, SizeError
-from pipelab.program import Place, Program, endless_limit
+from pipelab.actions import Action, Item, Pair, parse_item
+from pipelab.dependencies import dependency_graph
+from pipelab.errors import require_size
+from pipelab.placement import Place, within
+from pipelab.program import Program, endless_limit
 
 if TYPE_CHECKING:
     import networkx
 
     from pipelab.simulation import Cost
 
-__all__ = ["Plan", "parse_item", "require_size"]
+__all__ = ["Plan", "require_size"]
 
-_LONGEST_ROW = 1 << 21
+_LONGEST_ROW = 1 << 17
 """Where a generator is cut off when the plan's size, and so `endless_limit`, is not known yet."""
 
 
@@ -71,7 +73,7 @@ class Plan:
             limit = endless_limit(stages, microbatches) + 1
         self._written = tuple(_take(row, limit) for row in rows)
         if stages is None or microbatches is None:
-            named = _sizes(self._written)
+            named = _sizes([row for row in self._written if len(row) != _LONGEST_ROW], self.ranks)
             stages = named[0] if stages is None else stages
             microbatches = named[1] if microbatches is None else microbatches
         self._stages = stages
@@ -153,11 +155,12 @@ class Plan:
         bound: list[tuple[Item, ...]] = []
         for rank, row in enumerate(self._written):
             items = program.items(rank)
-            if len(items) != len(row):
+            if program.faults:
                 places = dict.fromkeys(program.position(rank, index) for index in range(len(program.rows[rank])))
                 mixed = list(row)
-                for position, item in zip(places, items, strict=False):
-                    mixed[position] = item
+                for position, item in zip(places, items, strict=True):
+                    if isinstance(item, Pair) or not isinstance(row[position], Pair):  # else: half of a pair
+                        mixed[position] = item
                 items = tuple(mixed)  # type: ignore[arg-type]  # a faulty plan shows what it was given
             bound.append(items)
         return tuple(bound)
@@ -181,35 +184,14 @@ class Plan:
 
         Example:
             >>> graph = Plan.parse(["0F0 0B0", "1F0 1B0"]).graph()
-            >>> [(str(giver), str(needer), edge["value"]) for giver, needer, edge in graph.edges(data=True)]
-            [('0F0', '0B0', 'out(0, 0)'), ('0F0', '1F0', 'out(0, 0)'), ('1F0', '1B0', 'out(0, 1)'), ('1B0', '0B0', 'gin(0, 1)')]
+            >>> for giver, needer, edge in graph.edges(data=True):
+            ...     print(giver, "gives", edge["value"], "to", needer)
+            0F0 gives out(0, 0) to 0B0
+            0F0 gives out(0, 0) to 1F0
+            1F0 gives out(0, 1) to 1B0
+            1B0 gives gin(0, 1) to 0B0
         """
-        import networkx
-
-        program, numbering = self.program, self.program.numbering
-        graph: networkx.DiGraph[Action] = networkx.DiGraph()
-        reduces = 4 * numbering.slots
-        names = {code: numbering.action(code) for row in program.rows for code in row}
-        for rank, row in enumerate(program.rows):
-            for code in row:
-                if code < reduces:
-                    graph.add_node(names[code], rank=rank)
-                elif names[code] in graph:
-                    graph.nodes[names[code]]["ranks"] += (rank,)
-                else:
-                    graph.add_node(names[code], ranks=(rank,))
-        for code, action in names.items():
-            for value in _needed_values(program, code):
-                for giver in numbering.givers(value):
-                    if giver in names:
-                        graph.add_edge(names[giver], action, kind="data", value=numbering.value_name(value))
-        for row in program.rows:
-            for before, after in pairwise(row):
-                if graph.has_edge(names[before], names[after]):
-                    graph.edges[names[before], names[after]]["order"] = True
-                else:
-                    graph.add_edge(names[before], names[after], kind="order")
-        return graph
+        return dependency_graph(self.program)
 
     def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
@@ -249,53 +231,16 @@ class Plan:
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
 
 
-def require_size(name: str, value: object) -> None:
-    """Refuse anything but a positive whole number.
-
-    Raises:
-        SizeError: naming the argument and what it was.
-    """
-    if type(value) is not int or value < 1:
-        raise SizeError(f"{name}={value!r}: expected a whole number, at least 1")
-
-
-def parse_item(text: str, where: str) -> Item:
-    """Read one action, or one overlapped pair, in PyTorch's notation.
-
-    Raises:
-        NotationError: if it is neither; the message starts with `where`.
-    """
-    text = text.strip()
-    try:
-        if text.startswith("(") and text.endswith(")OVERLAP_F_B"):
-            forward, _, backward = text[1:].removesuffix(")OVERLAP_F_B").partition(";")
-            return Pair(Action.parse(forward), Action.parse(backward))
-        return Action.parse(text)
-    except NotationError as error:
-        raise NotationError(f"{where}: {error}") from None
-
-
-def _needed_values(program: Program, code: int) -> Iterator[int]:
-    """Yield the values that an action needs, those of an `R` included."""
-    numbering = program.numbering
-    reduces = 4 * numbering.slots
-    if code < reduces:
-        yield from numbering.needs(code)
-    else:
-        weights = 2 * numbering.slots + code - reduces
-        yield from range(weights, 3 * numbering.slots, numbering.stages)
-
-
 def _take(row: Iterable[object], limit: int) -> tuple[object, ...]:
     """Return a row, cut off at `limit` if it is not known to end."""
     return tuple(row) if isinstance(row, Sized) else tuple(islice(row, limit))
 
 
-def _sizes(rows: Sequence[Sequence[object]]) -> tuple[int, int]:
+def _sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]:
     """Return the (stages, micro-batches) that the rows name.
 
     A slip such as `F(10**9)` must not lay out a table of that size: every (micro-batch, stage) takes two actions, so
-    sizes far above the number of actions are cut, and the slip is reported as out of range.
+    numbers far above the number of actions are passed over here, and reported as out of range.
     """
     actions = [
         half
@@ -304,15 +249,15 @@ def _sizes(rows: Sequence[Sequence[object]]) -> tuple[int, int]:
         for half in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
         if isinstance(half, Action)
     ]
-    stages = [action.stage for action in actions if type(action.stage) is int]
-    microbatches = [action.microbatch for action in actions if type(action.microbatch) is int]
-    enough = max(4096, 8 * len(actions))
-    stage_count = max(stages) + 1 if stages else len(rows)
+    enough = max(1 << 12, 8 * len(actions))
+    stages = [action.stage for action in actions if within(action.stage, enough)]
+    microbatches = [action.microbatch for action in actions if within(action.microbatch, enough)]
+    stage_count = max(stages, default=ranks - 1) + 1
     if any(action.stage is None for action in actions):
-        stage_count = max(stage_count, len(rows))
-    stage_count = min(max(stage_count, 1), enough)
-    microbatch_count = max(max(microbatches, default=0) + 1, 1)
-    return stage_count, min(microbatch_count, max(enough // stage_count, 1))
+        stage_count = max(stage_count, ranks)
+    stage_count = max(stage_count, 1)
+    microbatch_count = max(microbatches, default=0) + 1
+    return stage_count, min(microbatch_count, max(16 * enough // stage_count, 1))
 
 
 def _elided(row: Sequence[object], most: int = 24) -> str:

@@ -6,23 +6,22 @@ plan is still checked, so that a student sees all mistakes at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipelab.actions import KINDS, Action, Item, Pair
-from pipelab.faults import Code, Fault, shorten, students_line
+from pipelab.faults import Code, Fault, shorten
 from pipelab.numbering import Numbering
+from pipelab.placement import NO_RANK, Held, Place, ask, held_by_name, held_by_placement, within
 
 if TYPE_CHECKING:
     from pipelab.traversal import Traversal
 
-__all__ = ["Place", "Program", "endless_limit"]
+__all__ = ["Program", "endless_limit"]
 
-Place = Callable[[int, int], int]
-"""Which rank runs a stage: `(microbatch, stage) -> rank`."""
-
-_NO_RANK = -1
+_PER_SLOT = KINDS[:4]
+"""The kinds that run once for each slot: all but `R`."""
 
 
 def endless_limit(stages: int, microbatches: int) -> int:
@@ -48,6 +47,7 @@ class Program:
         rank_of: per code, the rank that lists it (first, where it stands twice), or -1.
         faults: what was wrong with single items.
         names_ranks: whether `placed` comes from a placement rather than from the forwards that were found.
+        reduces: for each `R` that is listed, by code, the ranks that list it.
         misplaced: whether some action may be on another rank than `placed` says.
         walk: a walk through all of the plan, kept once the plan has been found right.
     """
@@ -60,34 +60,35 @@ class Program:
     rank_of: list[int]
     faults: list[Fault]
     names_ranks: bool
+    reduces: dict[int, list[int]] = field(default_factory=dict)
     misplaced: bool = False
     walk: Traversal | None = None
 
     @classmethod
-    def bind(
-        cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None
-    ) -> Program:
+    def bind(cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None) -> Program:
         """Bind rows of items to stages, and number them."""
         numbering = Numbering(stages, microbatches)
-        faults: list[Fault] = []
-        placed = _placement(place, stages, microbatches, len(rows), faults)
+        placed, fault = ([], None) if place is None else ask(place, stages, microbatches, len(rows))
         program = cls(
             numbering=numbering,
             rows=[],
             positions=[],
             pairs=set(),
-            placed=placed,
-            rank_of=[_NO_RANK] * (4 * numbering.slots + stages),
-            faults=faults,
-            names_ranks=place is not None,
+            placed=placed or [NO_RANK] * numbering.slots,
+            rank_of=[NO_RANK] * (4 * numbering.slots + stages),
+            faults=[] if fault is None else [fault],
+            names_ranks=bool(placed),
         )
-        held = _stages_held(rows, placed, stages, program.names_ranks)
+        if program.names_ranks:
+            held = held_by_placement(placed, stages, len(rows))
+        else:
+            held = held_by_name(rows, stages, microbatches)
         for rank, row in enumerate(rows):
             program._bind_row(rank, row, held[rank])
-        if place is None:
+        if not program.names_ranks:
             slots = numbering.slots
             program.placed = [
-                forward if forward != _NO_RANK else backward
+                forward if forward != NO_RANK else backward
                 for forward, backward in zip(program.rank_of[:slots], program.rank_of[slots : 2 * slots], strict=True)
             ]
         return program
@@ -96,9 +97,7 @@ class Program:
     def replicas(self) -> dict[int, tuple[int, ...]]:
         """Return, for each stage, the ranks that hold it."""
         stages = self.numbering.stages
-        return {
-            stage: tuple(sorted(set(self.placed[stage::stages]) - {_NO_RANK})) for stage in range(stages)
-        }
+        return {stage: tuple(sorted(set(self.placed[stage::stages]) - {NO_RANK})) for stage in range(stages)}
 
     def items(self, rank: int) -> tuple[Item, ...]:
         """Return a rank's actions, bound to stages, pairs as pairs."""
@@ -117,7 +116,7 @@ class Program:
         positions = self.positions[rank]
         return index if positions is None else positions[index]
 
-    def _bind_row(self, rank: int, row: Sequence[object], held: dict[int, tuple[int, ...] | int]) -> None:
+    def _bind_row(self, rank: int, row: Sequence[object], held: Held) -> None:
         """Append the codes of one row; what cannot be bound becomes a fault."""
         numbering, rank_of = self.numbering, self.rank_of
         stages, microbatches = numbering.stages, numbering.microbatches
@@ -137,11 +136,11 @@ class Program:
                     type(stage) is int
                     and 0 <= microbatch < microbatches
                     and 0 <= stage < stages
-                    and item.kind != "R"
+                    and item.kind in _PER_SLOT
                 ):
                     slot = microbatch * stages + stage
                     code = base[item.kind] + slot
-                    if rank_of[code] == _NO_RANK:
+                    if rank_of[code] == NO_RANK:
                         if placed[slot] != rank:
                             self.misplaced = True
                         rank_of[code] = rank
@@ -161,7 +160,7 @@ class Program:
         rank: int,
         position: int,
         item: object,
-        held: dict[int, tuple[int, ...] | int],
+        held: Held,
         codes: list[int],
         positions: list[int],
     ) -> None:
@@ -177,9 +176,7 @@ class Program:
         codes.extend(legal)
         positions.extend([position] * len(legal))
 
-    def _code(
-        self, rank: int, position: int, item: object, held: dict[int, tuple[int, ...] | int]
-    ) -> int | None:
+    def _code(self, rank: int, position: int, item: object, held: Held) -> int | None:
         """Return the code of one action and note its rank, or write the fault that forbids it."""
 
         def fault(code: Code, message: str, hint: str) -> None:
@@ -193,10 +190,18 @@ class Program:
             )
             return None
         numbering = self.numbering
-        if item.kind != "R" and not _within(item.microbatch, numbering.microbatches):
+        if item.kind == "R" and item.microbatch is not None:
             fault(
                 "out-of-range",
-                f"{item} on rank {rank} names micro-batch {shorten(item.microbatch)}; "
+                f"{shorten(item)} on rank {rank} names micro-batch {shorten(item.microbatch)}; "
+                "an all-reduce concerns all of them",
+                "yield R(), or R(stage) where the rank has several stages",
+            )
+            return None
+        if item.kind != "R" and not within(item.microbatch, numbering.microbatches):
+            fault(
+                "out-of-range",
+                f"{shorten(item)} on rank {rank} names micro-batch {shorten(item.microbatch)}; "
                 f"there are {numbering.microbatches}, numbered 0 to {numbering.microbatches - 1}",
                 f"use a whole number from 0 to {numbering.microbatches - 1}",
             )
@@ -208,10 +213,10 @@ class Program:
                 fault(*_which_stage(rank, item, choices))
                 return None
             stage = choices[0]
-        if not _within(stage, numbering.stages):
+        if not within(stage, numbering.stages):
             fault(
                 "out-of-range",
-                f"{item} on rank {rank} names stage {shorten(stage)}; "
+                f"{shorten(item)} on rank {rank} names stage {shorten(stage)}; "
                 f"there are {numbering.stages}, numbered 0 to {numbering.stages - 1}",
                 f"use a whole number from 0 to {numbering.stages - 1}",
             )
@@ -220,7 +225,7 @@ class Program:
         code = numbering.code(action)
         first = self.rank_of[code]
         # An R is listed once by every rank of its group; rows are bound in order, so its last lister is remembered.
-        again = first == rank if item.kind == "R" else first != _NO_RANK
+        again = first == rank if item.kind == "R" else first != NO_RANK
         if again:
             fault(
                 "duplicate",
@@ -229,70 +234,14 @@ class Program:
             )
             return None
         self.rank_of[code] = rank
-        if item.kind != "R" and self.placed[code % numbering.slots] != rank:
+        if item.kind == "R":
+            self.reduces.setdefault(code, []).append(rank)
+        elif self.placed[code % numbering.slots] != rank:
             self.misplaced = True
         return code
 
 
-def _within(number: object, limit: int) -> bool:
-    return type(number) is int and 0 <= number < limit
-
-
-def _placement(
-    place: Place | None, stages: int, microbatches: int, ranks: int, faults: list[Fault]
-) -> list[int]:
-    """Return the rank of every slot, asking `place` for each."""
-    if place is None:
-        return [_NO_RANK] * (stages * microbatches)
-    try:
-        placed = [place(microbatch, stage) for microbatch in range(microbatches) for stage in range(stages)]
-    except Exception as error:  # a student's code: whatever it raises is told with its line
-        message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error)}"
-        faults.append(Fault("exception", None, None, None, message, "return a rank for every micro-batch and stage"))
-        return [_NO_RANK] * (stages * microbatches)
-    strangers = {rank for rank in placed if not _within(rank, ranks)}
-    for stranger in strangers:
-        microbatch, stage = divmod(placed.index(stranger), stages)
-        faults.append(
-            Fault(
-                "out-of-range",
-                None,
-                None,
-                None,
-                f"place({microbatch}, {stage}) returns {shorten(stranger)}; "
-                f"there are {ranks} ranks, numbered 0 to {ranks - 1}",
-                f"return a whole number from 0 to {ranks - 1}",
-            )
-        )
-    return [_NO_RANK if rank in strangers else rank for rank in placed] if strangers else placed
-
-
-def _stages_held(
-    rows: Sequence[Sequence[object]], placed: list[int], stages: int, names_ranks: bool
-) -> list[dict[int, tuple[int, ...] | int]]:
-    """Return, for each rank, micro-batch -> its stage there (several: a tuple), for actions that name no stage."""
-    held: list[dict[int, tuple[int, ...] | int]] = [{} for _ in rows]
-    if not names_ranks:
-        microbatches = range(len(placed) // stages)
-        for rank, row in enumerate(rows):
-            named = {item.stage for item in row if type(item) is Action and item.stage is not None}
-            choice = (rank,) if not named and rank < stages else tuple(sorted(named, key=str))
-            held[rank] = dict.fromkeys(microbatches, choice[0] if len(choice) == 1 else choice)
-        return held
-    for slot, rank in enumerate(placed):
-        if rank == _NO_RANK:
-            continue
-        microbatch, stage = divmod(slot, stages)
-        here = held[rank]
-        if microbatch in here:
-            known = here[microbatch]
-            here[microbatch] = (*(known if isinstance(known, tuple) else (known,)), stage)
-        else:
-            here[microbatch] = stage
-    return held
-
-
-def _choices(item: Action, held: dict[int, tuple[int, ...] | int]) -> tuple[int, ...]:
+def _choices(item: Action, held: Held) -> tuple[int, ...]:
     """Return the stages that an action without a stage could mean."""
     if item.kind != "R":
         known = held.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
@@ -334,4 +283,3 @@ def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -
         f"rank {rank} was still listing actions after {limit}, where {needed} per stage would do; it was cut off",
         "end the loop after the last backward: a generator must stop by itself",
     )
-

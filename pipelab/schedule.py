@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from pipelab.actions import Item
 from pipelab.checking import require_legal
-from pipelab.errors import ScheduleError
+from pipelab.errors import ScheduleError, require_size
 from pipelab.faults import Fault, shorten, students_line
-from pipelab.plan import Plan, require_size
+from pipelab.plan import Plan
 from pipelab.program import endless_limit
 
 __all__ = ["Schedule"]
@@ -91,7 +91,7 @@ class Schedule(ABC):
             try:
                 # Extended, not built at once: what was listed before an error shows where it happened.
                 row.extend(islice(_iterable(self.actions(rank)), limit))
-            except Exception as error:  # a student's code: whatever it raises is told with its line
+            except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
                 faults.append(_raised(rank, row, error))
                 cause = error
             rows.append(row)
@@ -128,7 +128,7 @@ def _iterable(returned: Any) -> Iterable[object]:
 
 
 def _raised(rank: int, row: list[object], error: Exception) -> Fault:
-    after = f" after {len(row)} actions, the last one {shorten(row[-1])}" if row else ""
+    after = f" after {len(row)} action{'s' if len(row) > 1 else ''}, the last one {shorten(row[-1])}" if row else ""
     return Fault(
         "exception",
         rank,

@@ -178,7 +178,9 @@ class Cost:
         value = getattr(self, name)
         if isinstance(value, Sequence):
             if len(value) != stages:
-                raise CostError(f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage")
+                raise CostError(
+                    f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage"
+                )
             return [float(number) for number in value]
         return [value * share] * stages
 
@@ -210,7 +212,8 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
     if paired is not None:
         walk = traverse(program, atomic_pairs=True)
         if walk.stuck:
-            raise ScheduleError(deadlocks(program, walk, atomic_pairs=True), f"{plan.name} with each overlapped pair as one slot")
+            faults = deadlocks(program, walk, atomic_pairs=True)
+            raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         order = walk.order
     begun, ended, delay = _clock(plan, program, order, cost, paired)
     return Trace(
@@ -258,11 +261,9 @@ def _clock(
         else:
             start = free[rank]
             arrives = ready[first_need[code]] + first_lag[code]
-            if arrives > start:
-                start = arrives
+            start = max(start, arrives)
             arrives = ready[second_need[code]] + second_lag[code]
-            if arrives > start:
-                start = arrives
+            start = max(start, arrives)
             end = start + lasts[code]
             if paired is not None and code in program.pairs:
                 backward = order[at + 1]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelab.actions import Action
-from pipelab.errors import FormatError
+from pipelab.errors import FormatError, PipelabError
+from pipelab.events import Event, Transfer, crossings, union
 from pipelab.plan import Plan
 
 if TYPE_CHECKING:
@@ -24,42 +24,6 @@ __all__ = ["Event", "Trace", "Transfer"]
 
 _FORMAT = "pipelab-trace"
 _VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One action on one rank, from `start` to `end` in the trace's unit."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-    @property
-    def duration(self) -> float:
-        """How long the action took."""
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One value on its way from one rank to another.
-
-    Attributes:
-        source: the rank that gives it.
-        target: the rank that needs it.
-        giver: the action that gives it.
-        needer: the action that needs it.
-        start: when it leaves.
-        end: when it is there.
-    """
-
-    source: int
-    target: int
-    giver: Action
-    needer: Action
-    start: float
-    end: float
 
 
 class Trace:
@@ -116,9 +80,7 @@ class Trace:
         action = self.plan.program.numbering.action
         return tuple(
             Event(rank, action(code), start, end)
-            for rank, (row, starts, ends) in enumerate(
-                zip(self.plan.program.rows, self.starts, self.ends, strict=True)
-            )
+            for rank, (row, starts, ends) in enumerate(zip(self.plan.program.rows, self.starts, self.ends, strict=True))
             for code, start, end in zip(row, starts, ends, strict=True)
         )
 
@@ -129,7 +91,9 @@ class Trace:
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Every value that crosses from one rank to another, in the order of the plan's rows."""
-        return _crossings(self) if self._transfers is None else self._transfers
+        if self._transfers is not None:
+            return self._transfers
+        return crossings(self.plan.program, self.ends, self._delay)
 
     @cached_property
     def start(self) -> float:
@@ -149,7 +113,7 @@ class Trace:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each rank, how long it was working, in `unit`; actions that share a slot count once."""
-        return tuple(_busy(starts, ends) for starts, ends in zip(self.starts, self.ends, strict=True))
+        return tuple(union(starts, ends) for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble(self) -> float:
@@ -174,8 +138,7 @@ class Trace:
             for code in row:
                 if code < slots:
                     held += 1
-                    if held > peak:
-                        peak = held
+                    peak = max(peak, held)
                 elif code < 2 * slots or 3 * slots <= code < 4 * slots:
                     held -= 1
             peaks.append(peak)
@@ -215,7 +178,7 @@ class Trace:
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, PipelabError) as error:
             raise FormatError(f"{path} is not a trace saved by pipelab: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,7 +196,14 @@ class Trace:
             "ends": [list(ends) for ends in self.ends],
             "lanes": list(self.lanes),
             "transfers": [
-                [transfer.source, transfer.target, str(transfer.giver), str(transfer.needer), transfer.start, transfer.end]
+                [
+                    transfer.source,
+                    transfer.target,
+                    str(transfer.giver),
+                    str(transfer.needer),
+                    transfer.start,
+                    transfer.end,
+                ]
                 for transfer in self.transfers
             ],
         }
@@ -255,8 +225,8 @@ class Trace:
                 raise ValueError(f"{key!r} do not match the actions in 'rows'")
         return cls(
             plan,
-            data["starts"],
-            data["ends"],
+            [[float(time) for time in times] for times in data["starts"]],
+            [[float(time) for time in times] for times in data["ends"]],
             data["unit"],
             data["source"],
             transfers=[
@@ -310,39 +280,3 @@ class Trace:
         from pipelab.draw import figure
 
         return figure.svg(self)
-
-
-def _busy(starts: Sequence[float], ends: Sequence[float]) -> float:
-    """Return the length of the union of the spans, which are in order."""
-    busy = 0.0
-    free = float("-inf")
-    for start, end in zip(starts, ends, strict=True):
-        if start >= free:
-            busy += end - start
-            free = end
-        elif end > free:
-            busy += end - free
-            free = end
-    return busy
-
-
-def _crossings(trace: Trace) -> tuple[Transfer, ...]:
-    """Derive the transfers of a trace: each value that a rank needs and another gives."""
-    program = trace.plan.program
-    numbering, rank_of = program.numbering, program.rank_of
-    ended = {
-        code: end for row, ends in zip(program.rows, trace.ends, strict=True) for code, end in zip(row, ends, strict=True)
-    }
-    transfers: list[Transfer] = []
-    for rank, row in enumerate(program.rows):
-        for code in row:
-            for value in numbering.needs(code):
-                giver = next(other for other in numbering.givers(value) if rank_of[other] >= 0)
-                source = rank_of[giver]
-                if source != rank:
-                    left = ended[giver]
-                    lasts = trace._delay(value) if trace._delay else 0.0
-                    transfers.append(
-                        Transfer(source, rank, numbering.action(giver), numbering.action(code), left, left + lasts)
-                    )
-    return tuple(transfers)

@@ -36,7 +36,7 @@ class Traversal:
     waits_for: dict[int, int | None]
 
 
-def traverse(
+def traverse(  # noqa: PLR0912, PLR0915 - the hot loop of every check: calls would double its time
     program: Program,
     given: Collection[int] = (),
     excused: Collection[int] = (),

@@ -13,8 +13,8 @@ __all__ = ["DelayedBackward"]
 class DelayedBackward(Schedule):
     """After forward `i`, backward of `i - 1`, on every rank; the last backward after the loop.
 
-        rank 0 | F0 F1    B0 F2    B1 F3    B2    B3
-        rank 1 |    F0 F1 B0    F2 B1    F3 B2 B3
+        rank 0 | F0 F1       B0 F2       B1 F3       B2 B3
+        rank 1 |    F0 F1 B0       F2 B1       F3 B2 B3
 
     It reads like 1F1B, and on the last rank it nearly is. But every rank keeps the same two micro-batches in flight,
     where 1F1B warms up with more of them on the earlier ranks; so the ranks mostly wait for each other.

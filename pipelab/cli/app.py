@@ -20,14 +20,14 @@ from pipelab.simulation import Cost, simulate
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Pipeline-parallel schedules: written once, then checked, simulated, drawn and executed.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 
-Target = Annotated[str, typer.Argument(help="a schedule's name, my_file.py:MySchedule, or plan.csv", show_default=False)]
+Target = Annotated[
+    str, typer.Argument(help="a schedule's name, my_file.py:MySchedule, or plan.csv", show_default=False)
+]
 Targets = Annotated[list[str], typer.Argument(help="schedules, as for the other commands", show_default=False)]
 Ranks = Annotated[int, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="slices of the batch")]
@@ -41,14 +41,17 @@ Save = Annotated[
 ]
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
-    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,  # noqa: FBT002 - a flag
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
 ) -> None:
-    """Print the version, if asked to."""
+    """Pipeline-parallel schedules: written once, then checked, simulated, drawn and executed."""
     if version:
-        typer.echo(f"pipelab {pipelab.__version__}")
+        typer.echo(pipelab.__version__)
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
@@ -77,7 +80,9 @@ def check(
     trace = simulate(subject)
     actions = sum(len(row) for row in trace.plan.program.rows)
     typer.echo(f"{name} is right: {actions} actions, no fault")
-    typer.echo(f"every micro-batch passes all {trace.plan.stages} stages once forward and once backward, and no rank waits for ever")
+    typer.echo(
+        f"every micro-batch passes all {trace.plan.stages} stages once forward and once backward; no rank gets stuck"
+    )
 
 
 @app.command(name="simulate")
@@ -110,7 +115,7 @@ def draw(
     backward: Backward = 2,
     latency: Latency = 0,
     unit: Unit = "",
-    graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,  # noqa: FBT002 - a flag
+    graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
     sets: Sets = None,
 ) -> None:
     """Draw a schedule's timeline, or its dependency graph, into files."""
@@ -159,7 +164,7 @@ def run(
     save: Save = None,
 ) -> None:
     """Run a schedule on real tensors on this machine, verify its gradients, and show the measured timeline."""
-    from pipelab.cli import running
+    from pipelab.labs import running
 
     plan = as_plan(_find(target, ranks, microbatches, sets))
     model = running.emulated_model(plan, *emulate) if emulate else running.linear_stack(width, depth, plan.stages)

@@ -56,12 +56,12 @@ def show_demo(folder: Path, steps: int) -> None:
         f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters after "
         f"{steps} steps, bit for bit.\n"
         if all(each.same for each in trained)
-        else "[bold]The losses or parameters differ from plain training's: this is a fault of pipelab; please report it.[/]\n"
+        else "[bold]The losses or parameters differ from plain training's: a fault of pipelab; please report it.[/]\n"
     )
     console.print(
-        f"[dim]On a processor, the whole batch at once on all {plain.cores} cores takes {plain.whole_batch_ms:.0f} ms a "
-        "step: a pipeline pays where each rank has a device of its own. So, the same schedules on four emulated devices, "
-        "20 ms forward and 40 ms backward each:[/]\n"
+        f"[dim]On a processor, the whole batch at once on all {plain.cores} cores takes {plain.whole_batch_ms:.0f} ms "
+        "a step: a pipeline pays where each rank has a device of its own. So, the same schedules on four emulated "
+        "devices, 20 ms forward and 40 ms backward each:[/]\n"
     )
     console.print(_emulation_table(emulations))
     console.print(

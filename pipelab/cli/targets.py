@@ -96,7 +96,9 @@ def _load(path: Path) -> ModuleType:
         caret = f"\n    {' ' * ((error.offset or 1) - 1)}^" if line else ""
         raise LoadError(f"{error.filename}, line {error.lineno}: {error.msg}\n    {line}{caret}") from error
     except Exception as error:
-        raise LoadError(f"importing {path} raised {type(error).__name__}: {error}\n  at {students_line(error)}") from error
+        raise LoadError(
+            f"importing {path} raised {type(error).__name__}: {error}\n  at {students_line(error)}"
+        ) from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
     return module
@@ -117,7 +119,9 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
         raise LoadError(f"{name} in {path} is no schedule: write class {name}(pipelab.Schedule)")
     there = f"it holds {', '.join(own)}" if own else "it holds no class that derives from pipelab.Schedule"
     close = get_close_matches(name, own, n=1) if name else []
-    move = f"; did you mean {path}:{close[0]}?" if close else ("; name one: " + f"{path}:{next(iter(own))}" if own else "")
+    move = (
+        f"; did you mean {path}:{close[0]}?" if close else ("; name one: " + f"{path}:{next(iter(own))}" if own else "")
+    )
     raise LoadError(f"{path} has no schedule {name!r}: {there}{move}" if name else f"{path}: {there}{move}")
 
 
@@ -127,5 +131,9 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
     try:
         return kind(ranks, microbatches, **options)
     except TypeError as error:
-        taken = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "ranks", "microbatches")]
+        taken = [
+            name
+            for name in inspect.signature(kind.__init__).parameters
+            if name not in ("self", "ranks", "microbatches")
+        ]
         raise LoadError(f"{kind.__name__}: {error}\n  --set takes: {', '.join(taken) or 'nothing'}") from error

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.trees import rebuild, take_apart, tensors_of
 from pipelab.errors import BatchError
 
 __all__ = ["Reduction", "join", "row_counts", "rows_of", "split_batch", "weights_of"]
@@ -62,7 +62,7 @@ def split_batch(value: Any, counts: list[int]) -> list[Any]:
     return [rebuild(list(piece), spec) for piece in zip(*pieces, strict=True)]
 
 
-def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> list[float | torch.Tensor]:
+def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> list[float]:
     """Return what each micro-batch's loss weighs in the loss of the batch.
 
     Raises:
@@ -73,10 +73,10 @@ def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> l
     if reduction == "mean":
         rows = sum(counts)
         return [count / rows for count in counts]
-    weights = [reduction(target) for target in targets]
+    weights = [float(reduction(target)) for target in targets]
     total = sum(weights)
-    if not float(total) > 0:
-        raise BatchError(f"the weights of the micro-batches sum to {float(total):g}: the batch has nothing to average")
+    if not total > 0:
+        raise BatchError(f"the weights of the micro-batches sum to {total:g}: the batch has nothing to average")
     return [weight / total for weight in weights]
 
 
@@ -93,8 +93,3 @@ def join(pieces: list[Any]) -> Any:
         for each in zip(*(leaves for leaves, _ in apart), strict=True)
     ]
     return rebuild(leaves, apart[0][1])
-
-
-def detached(value: Any) -> Any:
-    """Return the value with its tensors cut off from their history."""
-    return map_tensors(torch.Tensor.detach, value)

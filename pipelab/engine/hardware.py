@@ -81,7 +81,9 @@ def slots_for(wanted: Sequence[Slot | torch.device | str] | None, ranks: int) ->
     if wanted is None:
         return devices(ranks)
     if isinstance(wanted, str):
-        raise DeviceError(f"devices={wanted!r}: expected a list with one device per rank, such as [{wanted!r}] * {ranks}")
+        raise DeviceError(
+            f"devices={wanted!r}: expected a list with one device per rank, such as [{wanted!r}] * {ranks}"
+        )
     slots = [item if isinstance(item, Slot) else Slot(_device(item)) for item in wanted]
     if len(slots) != ranks:
         raise DeviceError(
@@ -89,7 +91,7 @@ def slots_for(wanted: Sequence[Slot | torch.device | str] | None, ranks: int) ->
             f"(a device may stand several times), or leave devices out"
         )
     for rank, slot in enumerate(slots):
-        if slot.device.type == "cuda" and (slot.device.index or 0) >= torch.cuda.device_count():
+        if slot.device.type == "cuda" and slot.device.index >= torch.cuda.device_count():
             raise DeviceError(f"rank {rank} wants {slot.device}, but this machine has {torch.cuda.device_count()} GPUs")
         if slot.device.type not in ("cpu", "cuda"):
             raise DeviceError(f"rank {rank} wants {slot.device}: pipelab runs on 'cpu' and 'cuda' devices")
@@ -99,8 +101,8 @@ def slots_for(wanted: Sequence[Slot | torch.device | str] | None, ranks: int) ->
 def _device(name: torch.device | str) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise DeviceError(f"{name!r} is not a device: {str(error).splitlines()[0]}") from None
-    if device.type == "cuda" and device.index is None:
+    if str(device) == "cuda":
         return torch.device("cuda", 0)
     return device

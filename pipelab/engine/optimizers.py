@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,18 +25,24 @@ class OptimizerGuard:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note where the parameters are now, before they are moved."""
         self._homes = {parameter: parameter.device for parameter in parameters}
-        self._hook: Any = None
+        self._unwatch: Callable[[], object] | None = None
 
     def watch_if_moved(self) -> None:
         """Look at every optimizer step from now on, if any parameter has moved."""
         if any(parameter.device != home for parameter, home in self._homes.items()):
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            watch = weakref.WeakMethod(self._before_step)
+
+            def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+                if (before_step := watch()) is not None:
+                    before_step(optimizer)
+
+            # PyTorch's list of hooks lives as long as the process: it must not keep the pipeline's parameters alive.
+            self._unwatch = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
 
     def close(self) -> None:
         """Stop watching."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._unwatch is not None:
+            self._unwatch()
 
     def move(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the state of the pipeline's parameters to where the parameters are."""
@@ -45,7 +52,7 @@ class OptimizerGuard:
                     if _follows(key, value):
                         state[key] = value.to(parameter.device)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if parameter in self._homes and _follows(key, value) and value.device != parameter.device:

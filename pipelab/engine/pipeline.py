@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipelab.checking import Draftable, as_plan, require_legal
+from pipelab.engine.autocast import Contexts, callers_autocast
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.hardware import Slot, slots_for
 from pipelab.engine.lanes import Lane, lane_for
@@ -20,7 +21,8 @@ from pipelab.engine.run import Run
 from pipelab.engine.splitting import Stages, split
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.threads import ThreadsEngine
-from pipelab.errors import BatchError, EngineError
+from pipelab.engine.trees import map_tensors
+from pipelab.errors import BatchError, EngineError, require_size
 from pipelab.plan import Plan
 from pipelab.trace import Trace
 
@@ -45,7 +47,7 @@ class Step:
     @cached_property
     def outputs(self) -> Any:
         """The model's outputs for the whole batch, rows in the batch's order, without history."""
-        return join(self._run.outputs)
+        return map_tensors(torch.Tensor.detach, join(self._run.outputs))
 
     @cached_property
     def trace(self) -> Trace:
@@ -91,8 +93,9 @@ class Pipeline:
         >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
         >>> with pipelab.Pipeline(model, pipelab.OneFOneB(ranks=2, microbatches=3), torch.nn.MSELoss()) as pipe:
         ...     step = pipe.step(x, y)
-        ...     print(pipe.verify(x, y))
-        gradients of 4 parameters equal to the same 3 micro-batches one after another, bit for bit
+        ...     proof = pipe.verify(x, y)
+        >>> proof.exact, proof.parameters
+        (True, 4)
         >>> bool(torch.isclose(step.loss, torch.nn.functional.mse_loss(model(x), y)))
         True
 
@@ -121,6 +124,10 @@ class Pipeline:
             raise EngineError(f"engine={engine!r}: expected 'threads'")
         if not callable(reduction) and reduction not in ("mean", "sum"):
             raise EngineError(f"reduction={reduction!r}: expected 'mean', 'sum', or a function from target to weight")
+        if timeout is not None and not timeout > 0:
+            raise EngineError(f"timeout={timeout!r}: expected seconds, more than 0, or None to wait for ever")
+        if intra_op_threads is not None:
+            require_size("intra_op_threads", intra_op_threads)
         self.plan = as_plan(schedule)
         require_legal(self.plan)
         _require_runnable(self.plan)
@@ -155,8 +162,7 @@ class Pipeline:
             PipelineClosedError: if the pipeline was closed.
         """
         run, loss = self.run(x, y)
-        total = torch.stack([value for value in loss.values if value is not None]).sum()
-        return Step(total, run, self.plan, self._lanes, self._labels())
+        return Step(loss.total(), run, self.plan, self._lanes, self._labels())
 
     def run(self, x: Any, y: Any, only: int | None = None) -> tuple[Run, Loss]:
         """Run one step and return its raw state; `step` and `verify` stand on it.
@@ -176,9 +182,7 @@ class Pipeline:
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         loss = Loss(self.loss_fn, targets, weights)
-        run = self._engine.run(
-            split_batch(x, counts), loss, watch_nan=self.watch_nan, contexts=_callers_autocast(self.slots)
-        )
+        run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, contexts=self.contexts())
         return run, loss
 
     def forward(self, x: Any) -> Any:
@@ -198,7 +202,7 @@ class Pipeline:
         for runner, module in zip(self._runners, self.stages.for_evaluation(inputs, counts), strict=True):
             runner.module = module
         try:
-            run = self._engine.run(inputs, None, contexts=_callers_autocast(self.slots))
+            run = self._engine.run(inputs, None, contexts=self.contexts())
         finally:
             for runner, module in zip(self._runners, self.stages.modules, strict=True):
                 runner.module = module
@@ -259,10 +263,12 @@ class Pipeline:
         for stage, ranks in self.plan.replicas.items():
             self.stages.modules[stage].to(self.slots[ranks[0]].device)
 
+    def contexts(self) -> Contexts:
+        """Return what makes a worker's autocast the caller's."""
+        return callers_autocast(slot.device.type for slot in self.slots)
+
     def _labels(self) -> list[str]:
-        return [
-            f"{slot}, thread {thread}" for slot, thread in zip(self.slots, self._engine.thread_ids, strict=True)
-        ]
+        return [f"{slot}, thread {thread}" for slot, thread in zip(self.slots, self._engine.thread_ids, strict=True)]
 
 
 def _require_runnable(plan: Plan) -> None:
@@ -284,17 +290,3 @@ def _require_runnable(plan: Plan) -> None:
             raise EngineError(
                 f"stage {stage} is on ranks {', '.join(map(str, ranks))}: the threads engine runs a stage on one rank"
             )
-
-
-def _callers_autocast(slots: Sequence[Slot]) -> list[Callable[[], Any]]:
-    """Return what makes a worker's autocast the caller's."""
-    return [
-        partial(
-            torch.autocast,
-            kind,
-            dtype=torch.get_autocast_dtype(kind),
-            cache_enabled=torch.is_autocast_cache_enabled(),
-        )
-        for kind in sorted({slot.device.type for slot in slots})
-        if torch.is_autocast_enabled(kind)
-    ]

@@ -86,7 +86,7 @@ class Run:
         ended: per rank, the clock at the end of each action.
         phase: per rank, `2 * position` while it waits, `2 * position + 1` while it computes.
         stopped: whether everybody should stop.
-        contexts: what the caller's thread had entered (autocast), to be entered by the workers.
+        contexts: the caller's autocast, which the workers enter for forwards.
     """
 
     rows: list[list[Instruction]]

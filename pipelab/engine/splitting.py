@@ -86,7 +86,7 @@ class _Traced(Stages):
                     f"{rows}), or split the model again with an example of {count} rows"
                 )
         if self.model.training != self._training:
-            now, then = (("training", "evaluation") if self.model.training else ("evaluation", "training"))
+            now, then = ("training", "evaluation") if self.model.training else ("evaluation", "training")
             raise SplitError(
                 f"the model is in {now} mode, but it was traced in {then} mode, which a traced stage keeps: call "
                 f"model.{'train' if self._training else 'eval'}() before step, or split the model again"
@@ -134,23 +134,25 @@ def split(
     require_size("into", into)
     if isinstance(model, Stages):
         if len(model) != into:
-            raise SplitError(f"the model was split into {len(model)} stages, but the plan has {into}: split it into {into}")
+            raise SplitError(
+                f"the model was split into {len(model)} stages, but the plan has {into}: split it into {into}"
+            )
         return model
     if by not in ("layers", "parameters", "time"):
         raise SplitError(f"by={by!r}: expected 'layers', 'parameters' or 'time'")
     if not isinstance(model, nn.Module):
         return _given(list(model), into)
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return _sequential(model, into, by, example)
     if example is None:
         raise SplitError(
-            f"{type(model).__name__} is no nn.Sequential, so it must be traced to be cut: pass an example of one "
+            f"{type(model).__name__} is no plain nn.Sequential, so it must be traced to be cut: pass an example of one "
             f"micro-batch, pipelab.split(model, into={into}, example=x), or give a list of {into} stage modules"
         )
     traced = TracedStages(model, example)
     units = traced.units
     _require_enough(len(units), into, type(model).__name__)
-    bounds = cut(_weights([unit for _, unit in units], by, lambda: traced.unit_times()), into)
+    bounds = cut(_weights([unit for _, unit in units], by, traced.unit_times), into)
     traced.cut_at([units[start][0] for start, _ in bounds[1:]])
     return _Traced(model, traced, [stop - start for start, stop in bounds])
 
@@ -170,7 +172,10 @@ def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any) -> S
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
     bounds = cut(_weights(layers, by, lambda: _layer_times(layers, example)), into)
-    return Stages(model, [model[start:stop] for start, stop in bounds], [stop - start for start, stop in bounds])
+    modules = [
+        nn.Sequential(*layers[start:stop]) for start, stop in bounds
+    ]  # a slice would be of the model's own class
+    return Stages(model, modules, [len(module) for module in modules])
 
 
 def _require_enough(layers: int, into: int, name: str) -> None:
@@ -238,4 +243,3 @@ def _refuse_shared(modules: Sequence[nn.Module], model: nn.Module) -> None:
                     f"parameter {names.get(id(parameter), name)!r} is used by stage {first} and stage {stage}: a "
                     "parameter lives on one stage; cut the model elsewhere, or give each stage its own"
                 )
-

@@ -1,6 +1,6 @@
 """One stage of the model: its forward on a detached input, its backward from the gradient that comes back.
 
-    forward   input --detach--> leaf --module--> output --detach--> to the next stage
+    forward   input --detach--> leaf --module--> output --> to the next stage, which detaches it
     backward  gradient of the output --autograd--> leaf.grad --> to the stage before
 
 The autograd graph of a micro-batch lives from its forward to its backward, within one stage.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelab.engine.autograd import run_backward
 from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
 from pipelab.errors import LossError
 
@@ -29,12 +30,12 @@ class Loss:
         function: takes the model's output and the target, and returns a scalar.
         targets: per micro-batch.
         weights: per micro-batch, what its loss weighs in the loss of the batch.
-        values: per micro-batch, the weighted loss, once it is known.
+        values: per micro-batch, the loss, not weighed yet, once it is known.
     """
 
     function: Callable[[Any, Any], torch.Tensor]
     targets: list[Any]
-    weights: list[float | torch.Tensor]
+    weights: list[float]
     values: list[torch.Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -42,7 +43,7 @@ class Loss:
         self.values = [None] * len(self.targets)
 
     def of(self, microbatch: int, output: Any) -> torch.Tensor:
-        """Return the weighted loss of one micro-batch.
+        """Return the loss of one micro-batch, not weighed, and keep it.
 
         Raises:
             LossError: if the function does not return one number that depends on the output.
@@ -60,11 +61,23 @@ class Loss:
                 "the loss has no history, so there is nothing to run backward: it must depend on the model's output, "
                 "and some parameter must require a gradient"
             )
-        if loss.dim():
-            loss = loss.reshape(())
-        weighted = loss * self.weights[microbatch]
-        self.values[microbatch] = weighted.detach()
-        return weighted
+        if not self.weights[microbatch]:
+            loss = _nothing(output, loss)
+        self.values[microbatch] = loss
+        return loss
+
+    def backward(self, microbatch: int, loss: torch.Tensor) -> None:
+        """Run autograd from a micro-batch's loss: its weight is the gradient that it starts from."""
+        run_backward((loss,), (torch.full_like(loss, self.weights[microbatch]),))
+
+    def total(self) -> torch.Tensor:
+        """Return the loss of the whole batch, without dimensions or history."""
+        parts = [
+            value.detach().reshape(()) * weight
+            for value, weight in zip(self.values, self.weights, strict=True)
+            if value is not None
+        ]
+        return torch.stack(parts).sum()
 
 
 class Stage:
@@ -84,8 +97,8 @@ class Stage:
         # A module that writes into its input would write into a leaf, which autograd forbids: give it a copy.
         self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
 
-    def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss | None) -> Any:
-        """Run one micro-batch forward; return the output, detached."""
+    def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
+        """Run one micro-batch forward; return the output. Whoever takes it must detach it."""
         leaves: list[torch.Tensor | None] = []
         entry = given
         if not self.is_first:
@@ -93,25 +106,21 @@ class Stage:
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
         output = self.module(entry)
-        if self.is_last and loss is not None:
-            kept[microbatch] = (leaves, loss.of(microbatch, output))
-        else:
-            kept[microbatch] = (leaves, output)
-        if isinstance(output, torch.Tensor):
-            return output.detach()
-        return map_tensors(torch.Tensor.detach, output)
+        kept[microbatch] = (leaves, loss.of(microbatch, output) if self.is_last else output)
+        return output
 
-    def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any]) -> Any:
+    def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch backward; return the gradient of the stage's input.
 
         Args:
             microbatch: which one.
             gradients: those of the stage's floating-point outputs, in order; nothing on the last stage.
             kept: what `forward` kept.
+            loss: the step's loss.
         """
         leaves, output = kept.pop(microbatch)
         if self.is_last:
-            torch.autograd.backward(output)
+            loss.backward(microbatch, output)
         else:
             _backward(output, gradients)
         if len(leaves) == 1:
@@ -139,6 +148,14 @@ def _leaves(given: Any) -> tuple[Any, list[torch.Tensor | None]]:
     return rebuild(entry, spec), leaves
 
 
+def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss of zero whose gradients are zero, even where `loss` is 0 / 0: all its rows are ignored, say."""
+    learning = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    if not learning:
+        return loss * 0
+    return torch.cat([tensor.flatten()[:0].to(loss.dtype) for tensor in learning]).sum()
+
+
 def _differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -147,7 +164,7 @@ def _backward(output: Any, gradients: Any) -> None:
     """Run autograd from the outputs that have a history and got a gradient."""
     if isinstance(output, torch.Tensor):
         if gradients is not None and output.requires_grad:
-            torch.autograd.backward(output, gradients)
+            run_backward((output,), (gradients,))
         return
     outputs = tensors_of(output)
     grads = gradients if isinstance(gradients, list) else [gradients]
@@ -155,4 +172,4 @@ def _backward(output: Any, gradients: Any) -> None:
         (tensor, grad) for tensor, grad in zip(outputs, grads, strict=True) if grad is not None and tensor.requires_grad
     ]
     if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+        run_backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])

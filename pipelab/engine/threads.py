@@ -6,8 +6,8 @@
     worker 1     └─ ·· F0 B0 F1 B1 ────────────────────┘
 
 A worker takes its row's instructions one by one: it waits at the door of the value that it needs, computes, reads the
-clock before and after, and opens the door of what it gives. Whatever goes wrong in one worker opens all doors; everybody
-sees that the run is stopped and reports back.
+clock before and after, and opens the door of what it gives. Whatever goes wrong in one worker opens all doors;
+everybody sees that the run is stopped and reports back.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class ThreadsEngine:
             for worker in self._workers:
                 worker.jobs.put(run)
             failure = self._collect(run, outstanding)
-        except KeyboardInterrupt as interrupt:
+        except StepTimeoutError:
+            raise
+        except BaseException as interrupt:  # Ctrl-C, or whatever the caller's signal handler raises
             interrupt.add_note(self._where(run, "interrupted while"))
             self._halt(run, outstanding)
             raise
@@ -203,7 +205,8 @@ class ThreadsEngine:
         action = numbering.action(instruction.code)
         place = f"{action} (stage {instruction.stage.index}, position {position})"
         if computing:
-            frame = sys._current_frames().get(self._workers[rank].thread.ident or 0)
+            frames = sys._current_frames()  # noqa: SLF001 - the one way to see where a thread is
+            frame = frames.get(self._workers[rank].thread.ident or 0)
             line = traceback.extract_stack(frame)[-1] if frame else None
             return f"was running {place}" + (f", at {line.filename}, line {line.lineno}: {line.line}" if line else "")
         if instruction.needs is None or not instruction.receives:

@@ -24,11 +24,22 @@ __all__ = ["TracedStages"]
 
 
 class _Spread(nn.Module):
-    """A traced stage: takes what the stage before gave as several arguments, where it gave several."""
+    """A traced stage: takes what the stage before gave as several arguments, where it gave several.
+
+    Attributes:
+        inplace: whether some operation writes into its input, as it may of `nn.ReLU(inplace=True)`.
+    """
 
     def __init__(self, traced: nn.Module) -> None:
         super().__init__()
         self.traced = traced
+        graphs = [getattr(part, "graph", None) for part in traced.modules()]
+        self.inplace = any(
+            node.op == "call_function" and node.target.__name__.partition(".")[0].endswith("_")
+            for graph in graphs
+            if isinstance(graph, torch.fx.Graph)
+            for node in graph.nodes
+        )
 
     def forward(self, given: Any) -> Any:
         return self.traced(*given) if isinstance(given, (tuple, list)) else self.traced(given)
@@ -55,7 +66,7 @@ class TracedStages:
         """Begin a new stage at each of these layers."""
         self._names = list(names)
 
-    def modules(self, training: bool, example: Any = None) -> list[nn.Module]:  # noqa: FBT001 - a mode, not a flag
+    def modules(self, training: bool, example: Any = None) -> list[nn.Module]:
         """Return one module per stage, in this training mode, for the row count of `example`.
 
         Raises:
@@ -142,8 +153,8 @@ class TracedStages:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise SplitError(
-                f"layer {twice!r} runs {names.count(twice)} times in one forward, so the model cannot be cut between its "
-                "layers: give a list of stage modules"
+                f"layer {twice!r} runs {names.count(twice)} times in one forward, so the model cannot be cut between "
+                "its layers: give a list of stage modules"
             )
         return order
 

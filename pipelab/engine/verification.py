@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
+from pipelab.engine.autocast import switched_off
 from pipelab.engine.batches import row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage import Loss
 from pipelab.engine.trees import map_tensors
@@ -25,6 +28,10 @@ _TOLERANCE = 1e-6
 
 _WHOLE_BATCH_TOLERANCE = 1e-3
 """Likewise against the whole batch at once: generous, because a wrong weight is off by far more than rounding."""
+
+_SMALLEST_SHARE = 1e-2
+"""A gradient below this share of the model's largest is measured against that share: of one that ought to be zero (an
+attention's key bias) only rounding is left, and rounding differs from itself by a hundred per cent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,6 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
     Raises:
         VerificationError: naming the parameter and the micro-batch that differ first.
     """
-    modules = pipe.stages.modules
     unproven = _unproven(pipe.stages.model)
     with _restored(pipe) as rewind:
         pipe.run(x, y)
@@ -75,7 +81,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         reference = _plain(pipe, x, y)
         rewind()
         exact = all(torch.equal(gradient, reference[name]) for name, gradient in ours.items())
-        differences = {name: _difference(gradient, reference[name]) for name, gradient in ours.items()}
+        differences = _differences(ours, reference)
         wrong = [name for name, gradient in ours.items() if not differences[name] <= _tolerance(gradient)]
         worst = max(differences.values(), default=0.0)
         if wrong and not unproven:
@@ -101,12 +107,10 @@ def _whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str,
         output = model(*_moved(x, device))
     else:
         output = model(_moved(x, device))
-    Loss(pipe.loss_fn, [_moved(y, device)], [1.0]).of(0, output).backward()  # type: ignore[no-untyped-call]
-    differences = {
-        name: _difference(reference[name], _gradient(parameter)) for name, parameter in _named(pipe)
-    }
+    _backward(pipe, Loss(pipe.loss_fn, [_moved(y, device)], [1.0]), output)
+    differences = _differences(reference, {name: _gradient(parameter) for name, parameter in _named(pipe)})
     name = max(differences, key=lambda each: differences[each])
-    if not differences[name] <= _WHOLE_BATCH_TOLERANCE:
+    if not differences[name] <= _whole_batch_tolerance(pipe):
         reduction = pipe.reduction if isinstance(pipe.reduction, str) else "a function"
         raise VerificationError(
             f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
@@ -130,8 +134,15 @@ def _plain(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str,
         for module, device in zip(modules, devices, strict=True):
             value = module(_moved(value, device))  # noqa: PLW2901 - the value travels through the stages
         target = _moved(targets[microbatch], devices[-1])
-        Loss(pipe.loss_fn, [target], [weights[microbatch]]).of(0, value).backward()  # type: ignore[no-untyped-call]
+        _backward(pipe, Loss(pipe.loss_fn, [target], [weights[microbatch]]), value)
     return {name: _gradient(parameter) for name, parameter in _named(pipe)}
+
+
+def _backward(pipe: Pipeline, loss: Loss, output: Any) -> None:
+    """Run loss and backward, the latter outside of the caller's autocast, as the workers do."""
+    value = loss.of(0, output)
+    with switched_off(pipe.contexts()):
+        loss.backward(0, value)
 
 
 def _explanation(pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: float, rewind: Any) -> str:
@@ -146,8 +157,8 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: f
         rewind()
         plain = _plain(pipe, x, y, microbatch)
         rewind()
-        for each, gradient in ours.items():
-            if not _difference(gradient, plain[each]) <= _tolerance(gradient):
+        for each, off in _differences(ours, plain).items():
+            if not off <= _tolerance(ours[each]):
                 lines.append(f"micro-batch {microbatch} is the first that differs, at {each}")
                 lines.append("try: look for state that the stage keeps from one micro-batch to the next")
                 return "\n".join(lines)
@@ -188,9 +199,9 @@ def _unproven(model: nn.Module) -> tuple[str, ...]:
     """Return why equality cannot be expected of this model."""
     reasons: list[str] = []
     layers = [layer for layer in model.modules() if layer.training]
-    if any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in layers):
+    if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers):
         reasons.append("dropout draws from one random stream, in another order than the plain model: set model.eval()")
-    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
+    if any(isinstance(layer, _BatchNorm) for layer in layers):
         reasons.append("BatchNorm sees each micro-batch by itself: equal to micro-batches, not to the whole batch")
     return tuple(reasons)
 
@@ -210,15 +221,27 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
 
 
-def _difference(ours: torch.Tensor, plain: torch.Tensor) -> float:
-    distance = float(torch.linalg.vector_norm((ours - plain).double()))
-    size = float(torch.linalg.vector_norm(plain.double()))
-    return distance / size if size else distance
+def _differences(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return each gradient's relative difference, in the 2-norm."""
+    sizes = {name: _norm(gradient) for name, gradient in plain.items()}
+    least = _SMALLEST_SHARE * max(sizes.values(), default=0.0)
+    return {name: _norm(gradient - plain[name]) / (max(sizes[name], least) or 1.0) for name, gradient in ours.items()}
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradient.abs().double()))
 
 
 def _tolerance(gradient: torch.Tensor) -> float:
     epsilon = float(torch.finfo(gradient.dtype).eps)
     return max(_TOLERANCE, 8 * epsilon)
+
+
+def _whole_batch_tolerance(pipe: Pipeline) -> float:
+    """Return the tolerance for the coarsest type that gradients are made in."""
+    types = {parameter.dtype for _, parameter in _named(pipe)}
+    types |= {torch.get_autocast_dtype(context.args[0]) for context in pipe.contexts()}
+    return max(_WHOLE_BATCH_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
 
 
 def _moved(value: Any, device: torch.device) -> Any:

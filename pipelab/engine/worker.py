@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipelab.engine.autocast import switched_off
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Instruction, Run
 from pipelab.engine.trees import tensors_of
@@ -43,6 +44,7 @@ class Worker:
         self.thread.start()
 
     def _live(self) -> None:
+        torch.get_num_threads()  # a thread's first use takes over the default; from then on its own number holds
         torch.set_num_threads(self.threads)
         self.ready.set()
         while (run := self.jobs.get()) is not None:
@@ -63,7 +65,7 @@ class Worker:
             return Report(self.rank, run, run.phase[self.rank] // 2, error)
         return Report(self.rank, run)
 
-    def _row(self, run: Run) -> None:
+    def _row(self, run: Run) -> None:  # noqa: PLR0912 - the hot loop of every step
         """Run one row. This is the hot loop: at small sizes its own time is what a step costs."""
         rank, row, values, doors, phase = self.rank, run.rows[self.rank], run.values, run.doors, run.phase
         kept, loss, mark, gives, takes = run.kept[rank], run.loss, self.lane.mark, self.lane.gives, self.lane.takes
@@ -75,8 +77,6 @@ class Worker:
                 given = run.inputs[each.microbatch] if each.forward else None
                 if takes is not None:
                     given = takes(given)
-                if loss is not None and each.stage.is_last and each.forward and takes is not None:
-                    loss.targets[each.microbatch] = takes(loss.targets[each.microbatch])
             else:
                 if each.receives:
                     doors[each.needs].acquire()
@@ -87,6 +87,8 @@ class Worker:
                     given = takes(given)
             if run.stopped:
                 return
+            if takes is not None and loss is not None and each.forward and each.stage.is_last:
+                loss.targets[each.microbatch] = takes(loss.targets[each.microbatch])
             # [2] compute, between two readings of the clock
             phase[rank] = 2 * position + 1
             begin(mark())
@@ -94,8 +96,11 @@ class Worker:
                 made = each.stage.evaluate(given)
             elif each.forward:
                 made = each.stage.forward(each.microbatch, given, kept[each.stage.index], loss)
+            elif run.contexts:
+                with switched_off(run.contexts):
+                    made = each.stage.backward(each.microbatch, given, kept[each.stage.index], loss)
             else:
-                made = each.stage.backward(each.microbatch, given, kept[each.stage.index])
+                made = each.stage.backward(each.microbatch, given, kept[each.stage.index], loss)
             end(mark())
             if run.watch_nan:
                 _refuse_nan(rank, each, made, run)

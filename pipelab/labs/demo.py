@@ -112,7 +112,7 @@ def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None
             parts = []
             for micro_x, micro_y in zip(split_batch(x, counts), split_batch(y, counts), strict=True):
                 loss = next_byte_loss(model(micro_x), micro_y) * (len(micro_x) / setting.rows)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 parts.append(loss.detach())
             times.append(time.perf_counter() - began)
             optimizer.step()
@@ -127,9 +127,7 @@ def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None
     )
 
 
-def train_with(
-    name: str, setting: Setting, plain: Plain, advance: Callable[[], object] = lambda: None
-) -> Trained:
+def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], object] = lambda: None) -> Trained:
     """Train the same model from the same seed on the same batches with a schedule."""
     model = setting.model()
     batches = setting.batches(standard_library())
@@ -162,7 +160,9 @@ def train_with(
     )
 
 
-def emulate(name: str, ranks: int = 4, microbatches: int = 8, forward_ms: float = 20, backward_ms: float = 40) -> Emulation:
+def emulate(
+    name: str, ranks: int = 4, microbatches: int = 8, forward_ms: float = 20, backward_ms: float = 40
+) -> Emulation:
     """Run a schedule on emulated devices, and simulate it with the same times."""
     plan = schedules[name](ranks, microbatches).plan()
     rows = torch.ones(microbatches, 1)
@@ -194,7 +194,7 @@ def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> flo
         x, y = batches.take()
         began = time.perf_counter()
         model.zero_grad()
-        next_byte_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+        next_byte_loss(model(x), y).backward()
         times.append(time.perf_counter() - began)
     return _typical(times)
 

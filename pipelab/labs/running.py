@@ -1,4 +1,4 @@
-"""What `pipelab run` does: a plan on a model of equal layers, measured, predicted and verified."""
+"""Run a plan on a model of equal layers, measured, predicted and verified."""
 
 from __future__ import annotations
 

@@ -1,0 +1,41 @@
+"""Run the benchmarks: `python benchmarks/run.py [simulation engine emulation drawing]`; all of them by default."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import drawing
+import emulation
+import engine
+import simulation
+from timing import machine
+
+PARTS = {"simulation": simulation, "engine": engine, "emulation": emulation, "drawing": drawing}
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+def main(names: list[str]) -> None:
+    """Measure the named parts, print them, and keep them beside what was measured before."""
+    kept = RESULTS / "cpu.json"
+    found = json.loads(kept.read_text()) if kept.exists() else {}
+    for name in names or PARTS:
+        about = machine()
+        print(f"\n{name}: measuring", flush=True)
+        found[name] = {**PARTS[name].measure(), "machine": about}
+        print(PARTS[name].report(found[name]), flush=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(found, indent=1) + "\n")
+    for name, part in PARTS.items():
+        if name in found:
+            about = found[name]["machine"]
+            made = (
+                f"Measured on {about['date']} with `make bench ARGS={name}`: {about['processor']}, "
+                f"{about['cores']} cores, Python {about['python']}, torch {about['torch']}."
+            )
+            (RESULTS / f"{name}.md").write_text(f"{part.report(found[name])}\n\n{made}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""How long planning, checking and simulating takes, up to half a million actions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from statistics import median
+
+import pipelab
+
+SIZES = ((8, 64), (16, 256), (32, 1024), (64, 4096))
+PEER_SECONDS = {(8, 64): 0.004, (16, 256): 0.039, (32, 1024): 0.82}
+"""Build and simulate 1F1B: the fastest of three other simulators in November 2026 (PP-Schedule-Visualization)."""
+
+
+def measure() -> dict[str, object]:
+    """Return seconds per size, and what `import pipelab` costs."""
+    rows = []
+    for ranks, microbatches in SIZES:
+        spans = [_once(ranks, microbatches) for _ in range(9 if ranks < 64 else 5)]
+        planned, simulated, read = (median(column) for column in zip(*spans, strict=True))
+        actions = 2 * ranks * microbatches
+        whole = median(sum(span[:2]) for span in spans)
+        rows.append(
+            {
+                "ranks": ranks,
+                "microbatches": microbatches,
+                "actions": actions,
+                "plan_and_check_s": planned,
+                "simulate_s": simulated,
+                "without_events_s": whole,
+                "read_events_s": read,
+                "with_events_s": median(sum(span) for span in spans),
+                "microseconds_per_action": 1e6 * whole / actions,
+                "peer_s": PEER_SECONDS.get((ranks, microbatches)),
+            }
+        )
+    return {"sizes": rows, "import_s": _import_seconds()}
+
+
+def _once(ranks: int, microbatches: int) -> tuple[float, float, float]:
+    began = time.perf_counter()
+    plan = pipelab.OneFOneB(ranks, microbatches).plan()
+    planned = time.perf_counter()
+    trace = pipelab.simulate(plan)
+    simulated = time.perf_counter()
+    assert len(trace.events) == 2 * ranks * microbatches
+    return planned - began, simulated - planned, time.perf_counter() - simulated
+
+
+def _import_seconds() -> float:
+    code = "import time; began = time.perf_counter(); import pipelab; print(time.perf_counter() - began)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    return median(float(run.stdout) for run in runs)
+
+
+def report(found: dict[str, object]) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        "| 1F1B, ranks x micro-batches | actions | plan + check | simulate | together | and reading the events "
+        "| µs per action | fastest peer |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["sizes"]:  # type: ignore[attr-defined]
+        peer = f"{row['peer_s']:.3f} s" if row["peer_s"] else "not run"
+        lines.append(
+            f"| {row['ranks']} x {row['microbatches']} | {row['actions']:,} | {row['plan_and_check_s']:.4f} s "
+            f"| {row['simulate_s']:.4f} s | **{row['without_events_s']:.4f} s** | {row['with_events_s']:.4f} s "
+            f"| {row['microseconds_per_action']:.2f} | {peer} |"
+        )
+    lines.append("")
+    lines.append(f"`import pipelab` takes {1e3 * float(found['import_s']):.0f} ms and loads no torch.")  # type: ignore[arg-type]
+    return "\n".join(lines)

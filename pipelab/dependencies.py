@@ -1,0 +1,48 @@
+"""The dependency graph of a plan, for those who want to walk it with networkx."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from pipelab.actions import Action
+from pipelab.program import Program
+
+if TYPE_CHECKING:
+    import networkx
+
+__all__ = ["dependency_graph"]
+
+
+def dependency_graph(program: Program) -> networkx.DiGraph[Action]:
+    """Return the graph that `Plan.graph` describes."""
+    import networkx
+
+    numbering = program.numbering
+    graph: networkx.DiGraph[Action] = networkx.DiGraph()
+    names = {code: numbering.action(code) for row in program.rows for code in row}
+    _add_nodes(graph, program, names)
+    for code, action in names.items():
+        for value in numbering.all_needs(code):
+            for giver in numbering.givers(value):
+                if giver in names:
+                    graph.add_edge(names[giver], action, kind="data", value=numbering.value_name(value))
+    for row in program.rows:
+        for before, after in pairwise(row):
+            if graph.has_edge(names[before], names[after]):
+                graph.edges[names[before], names[after]]["order"] = True
+            else:
+                graph.add_edge(names[before], names[after], kind="order")
+    return graph
+
+
+def _add_nodes(graph: networkx.DiGraph[Action], program: Program, names: dict[int, Action]) -> None:
+    """Add every action once, with its rank; an `R`, which several ranks share, with all of them."""
+    for rank, row in enumerate(program.rows):
+        for code in row:
+            if names[code].kind != "R":
+                graph.add_node(names[code], rank=rank)
+            elif names[code] in graph:
+                graph.nodes[names[code]]["ranks"] += (rank,)
+            else:
+                graph.add_node(names[code], ranks=(rank,))

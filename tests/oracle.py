@@ -1,0 +1,156 @@
+"""An independent oracle: what a legal plan is, written from the design's table and nothing else.
+
+It knows `Action` and `Pair` as records and uses no other part of pipelab, so that a mistake in pipelab's numbering,
+walking or checking cannot hide in the tests.
+
+    F(m,s) needs out(m,s-1)              gives out(m,s)
+    I(m,s) needs out(m,s), gin(m,s+1)    gives gin(m,s)
+    W(m,s) needs gin(m,s)                gives gw(m,s)
+    B(m,s) needs what I needs            gives gin(m,s), gw(m,s)
+    R(s)   needs every gw(m,s)           on all ranks of s at once
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+
+from pipelab import Action, Pair
+
+Value = tuple[str, int, int]
+
+
+def needs(action: Action, stages: int, microbatches: int) -> set[Value]:
+    """Return the values an action waits for."""
+    kind, m, s = action.kind, action.microbatch, action.stage
+    if kind == "R":
+        return {("gw", each, s) for each in range(microbatches)}
+    if kind == "W":
+        return {("gin", m, s)}
+    if kind == "F":
+        return {("out", m, s - 1)} if s else set()
+    return {("out", m, s)} | ({("gin", m, s + 1)} if s + 1 < stages else set())
+
+
+def gives(action: Action) -> set[Value]:
+    """Return the values an action gives."""
+    names = {"F": ["out"], "B": ["gin", "gw"], "I": ["gin"], "W": ["gw"], "R": []}[action.kind]
+    return {(name, action.microbatch, action.stage) for name in names}
+
+
+def finishes(rows, stages, microbatches, group) -> bool:
+    """Run the rows by brute force, whoever can move first; tell whether all of them finish."""
+    done: set[Value] = set()
+    left = [list(row) for row in rows]
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(left):
+            if not row or not needs(row[0], stages, microbatches) <= done:
+                continue
+            action = row[0]
+            together = group[action.stage] if action.kind == "R" else {rank}
+            if all(left[other] and left[other][0] == action for other in together):
+                for other in together:
+                    left[other].pop(0)
+                done |= gives(action)
+                moved = True
+    return not any(left)
+
+
+def legal(rows, stages, microbatches, place=None) -> bool:
+    """Tell whether a plan is right: everything once, on its rank, and in an order that finishes."""
+    flat = [[half for item in row for half in halves(item)] for row in rows]
+    bound = [[_bind(item, rank, stages, microbatches, place) for item in row] for rank, row in enumerate(flat)]
+    if any(action is None for row in bound for action in row):
+        return False
+    found: dict[tuple[int | None, int], list[tuple[str, int]]] = defaultdict(list)  # (m, s) -> kinds and their ranks
+    for rank, row in enumerate(bound):
+        for action in row:
+            found[action.microbatch, action.stage].append((action.kind, rank))
+    group: dict[int, set[int]] = defaultdict(set)
+    for m, s in product(range(microbatches), range(stages)):
+        here = sorted(found[m, s])
+        homes = {rank for _, rank in here} if place is None else {place(m, s)}
+        if len(homes) != 1 or "".join(kind for kind, _ in here) not in ("BF", "FIW"):
+            return False
+        if {rank for _, rank in here} != homes:
+            return False
+        group[s] |= homes
+    for s in range(stages):
+        listers = sorted(rank for _, rank in found[None, s])
+        if listers and listers != sorted(group[s]):
+            return False
+    return finishes(bound, stages, microbatches, group)
+
+
+def halves(item):
+    """Return the one or two actions of an item."""
+    return (item.forward, item.backward) if isinstance(item, Pair) else (item,)
+
+
+def _bind(item, rank, stages, microbatches, place):
+    """Return the action with its stage, or None if it can be no part of a legal plan."""
+    if not isinstance(item, Action) or item.kind not in ("F", "B", "I", "W", "R"):
+        return None
+    if item.kind == "R":
+        if item.microbatch is not None:
+            return None
+    elif type(item.microbatch) is not int or item.microbatch not in range(microbatches):
+        return None
+    stage = item.stage
+    if stage is None:
+        which = range(microbatches) if item.kind == "R" else [item.microbatch]
+        here = {s for m in which for s in range(stages) if place(m, s) == rank}
+        if len(here) != 1:
+            return None
+        (stage,) = here
+    if type(stage) is not int or stage not in range(stages):
+        return None
+    return Action(item.kind, item.microbatch, stage)
+
+
+def clock(rows, stages, microbatches, *, lasts, lag=None, pair=None):
+    """Run bound rows by brute force with a clock; return (rank, action, start, end) of each, or None where all wait.
+
+    Args:
+        rows: for each rank, its bound items.
+        stages: how many stages there are.
+        microbatches: how many micro-batches there are.
+        lasts: how long an action takes.
+        lag: how long a value travels to another rank.
+        pair: how long an overlapped pair takes as one slot; if left out, its halves run one after the other.
+    """
+    left = [[(item,) if pair is None or not isinstance(item, Pair) else (item.forward, item.backward)
+             for item in (row if pair is not None else [half for each in row for half in halves(each)])]
+            for row in rows]  # fmt: skip
+    there: dict[Value, tuple[float, int]] = {}
+    free = [0.0] * len(rows)
+    spans = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(left):
+            if not row:
+                continue
+            slot = row[0]
+            wanted = set().union(*(needs(action, stages, microbatches) for action in slot))
+            together = [rank]
+            if slot[0].kind == "R":
+                together = [other for other, others in enumerate(left) if slot in others]
+            if not wanted <= there.keys() or not all(left[other][0] == slot for other in together):
+                continue
+            start = max(free[other] for other in together)
+            if slot[0].kind != "R":
+                for value in wanted:
+                    time, giver = there[value]
+                    start = max(start, time + (lag(value) if lag and giver != rank else 0))
+            end = start + (pair(slot[0]) if len(slot) == 2 else lasts(slot[0]))
+            for other in together:
+                left[other].pop(0)
+                free[other] = end
+                spans += [(other, action, start, end) for action in slot]
+            for action in slot:
+                there |= dict.fromkeys(gives(action), (end, rank))
+            moved = True
+    return None if any(left) else spans

@@ -1,0 +1,68 @@
+"""Plain PyTorch, as a student would write it: what pipelines are held against. It never imports pipelab.
+
+Importing it gives every operation one processor thread: the tests share few cores, and small models want no more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+
+
+def one_after_another(model, loss_fn, x, y, microbatches):
+    """Run micro-batches forward and backward, one after another; each loss weighs its share of the rows."""
+    total = torch.zeros(())
+    for rows, targets in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
+        loss = loss_fn(model(rows), targets) * (len(rows) / len(x))
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def at_once(model, loss_fn, x, y):
+    """Run the whole batch forward and backward."""
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    return loss.detach()
+
+
+def each_alone(model, loss_fn, x, y, microbatches):
+    """Return the gradients of every micro-batch by itself, weighed."""
+    alone = []
+    for rows, targets in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
+        model.zero_grad()
+        (loss_fn(model(rows), targets) * (len(rows) / len(x))).backward()
+        alone.append(taken(model))
+    return alone
+
+
+def taken(model):
+    """Return the gradients by name, and clear them."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return gradients
+
+
+def difference(ours, plain):
+    """Return the largest relative difference of a parameter's gradient, in the 2-norm."""
+    assert ours.keys() == plain.keys()
+    return max(float((ours[name] - plain[name]).norm() / plain[name].norm()) for name in plain)
+
+
+def equal(ours, plain):
+    """Tell whether all gradients are equal bit for bit."""
+    return ours.keys() == plain.keys() and all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+def mlp(layers, width=6, seed=0):
+    """Return `layers` layers, a linear one and a tanh by turns, the same for the same seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Tanh() if layer % 2 else nn.Linear(width, width) for layer in range(layers)))
+
+
+def batch(rows, width=6, seed=1):
+    """Return inputs and targets, `[rows, width]` each."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)

@@ -1,0 +1,138 @@
+"""Comparing traces, and the chain of actions that a makespan hangs on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import catalogue_plans, costs, legal_cases
+
+import pipelab
+from pipelab import Cost, F, Pair, Plan, ScheduleError, Trace, compare, critical_path, simulate
+from pipelab.errors import SizeError
+
+# The critical path
+
+
+def assert_hangs_together(trace):
+    path = critical_path(trace)
+    assert path[0].start == trace.start
+    assert path[-1].end == trace.end
+    ends = {(transfer.giver, transfer.needer): transfer.end for transfer in trace.transfers}
+    for before, after in pairwise(path):
+        assert ends.get((before.action, after.action), before.end) == after.start or before.end == after.start
+    assert set(path) <= set(trace.events)
+    edges = trace.plan.graph().edges
+    slots = {}
+    for row in trace.plan.rows:
+        for item in row:
+            if isinstance(item, Pair):
+                slots[item.forward] = slots[item.backward] = (item.forward, item.backward)
+    for before, after in pairwise(path):
+        steps = [(one, other) for one in slots.get(before.action, (before.action,))
+                 for other in slots.get(after.action, (after.action,))]  # fmt: skip
+        assert any(step in edges for step in steps)
+    return path
+
+
+@given(legal_cases(), costs(), costs(), st.sampled_from([0, 0.5, 3]), st.none() | costs())
+def test_the_critical_path_is_one_chain_as_long_as_the_makespan(case, forward, backward, latency, pair):
+    cost = Cost(forward=forward, backward=backward, latency=latency, pair=pair, all_reduce=1, per="stage")
+    try:
+        trace = simulate(case.plan, cost)
+    except ScheduleError:
+        assert pair is not None
+        return
+    path = assert_hangs_together(trace)
+    travels = sum(after.start - before.end for before, after in pairwise(path))
+    assert sum(event.duration for event in path) + travels == pytest.approx(trace.makespan)
+    if latency == 0:
+        assert travels == 0
+
+
+@given(catalogue_plans(), costs(), costs())
+def test_the_critical_path_of_every_schedule_is_one_chain(plan, forward, backward):
+    assert_hangs_together(simulate(plan, Cost(forward=forward, backward=backward)))
+
+
+def test_the_critical_path_of_naive_is_everything():
+    trace = simulate(pipelab.Naive(3, 2))
+    assert len(critical_path(trace)) == len(trace.events)
+
+
+def test_a_pairs_slot_hangs_on_whichever_half_came_last():
+    plan = Plan([[F(0, 0), F(1, 0) & pipelab.B(0, 0), pipelab.B(1, 0)],
+                 [F(0, 1), pipelab.B(0, 1), F(1, 1), pipelab.B(1, 1)]])  # fmt: skip
+    trace = simulate(plan, Cost(forward=1, backward=2, pair=3))
+    path = critical_path(trace)
+    assert [str(event.action) for event in path][:3] == ["0F0", "1F0", "1B0"]
+    assert path[3].start == 4
+
+
+@pytest.mark.parametrize("backward", [0, 2])
+def test_forwards_that_take_no_time_make_no_slots_of_their_pairs(backward):
+    pairs = [[F(0, s), F(1, s) & pipelab.B(0, s), pipelab.B(1, s)] for s in range(2)]
+    trace = simulate(Plan(pairs, 2, 2), Cost(forward=0, backward=backward))
+    assert_hangs_together(trace)
+
+
+def test_an_empty_trace_hangs_on_nothing():
+    assert critical_path(Trace(Plan([[]], 1, 1), [[]], [[]])) == ()
+
+
+# Comparing
+
+
+def test_a_comparison_has_one_row_per_trace_with_its_figures():
+    gpipe, one = simulate(pipelab.GPipe(4, 8)), simulate(pipelab.OneFOneB(4, 8), Cost(unit="ms"))
+    both = compare(gpipe, one)
+    assert [row.name for row in both.rows] == [
+        "GPipe(ranks=4, microbatches=8), simulated",
+        "OneFOneB(ranks=4, microbatches=8), simulated",
+    ]
+    row = both.rows[1]
+    assert (row.makespan, row.unit, row.source, row.bubble) == (33, "ms", "simulated", one.bubble)
+    assert row.peak_activations == (4, 3, 2, 1)
+    assert row.peak_share == (4 / 8, 3 / 8, 2 / 8, 1 / 8)
+    assert row.busy_share == (24 / 33,) * 4
+    assert both.traces == (gpipe, one)
+
+
+def test_peaks_are_shares_of_what_a_rank_ever_holds():
+    plan = Plan.parse(["0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"])
+    (row,) = compare(simulate(plan)).rows
+    assert (row.peak_activations, row.peak_share) == ((4,), (1.0,))
+
+
+def test_an_idle_rank_holds_nothing():
+    (row,) = compare(simulate(Plan([[F(0, 0), pipelab.B(0, 0)], []]))).rows
+    assert row.peak_share == (1.0, 0.0)
+    assert row.busy_share == (1.0, 0.0)
+
+
+def test_a_trace_without_length_has_no_busy_share():
+    (row,) = compare(simulate(pipelab.GPipe(1, 1), Cost(forward=0, backward=0))).rows
+    assert row.busy_share == (0.0,)
+
+
+def test_traces_share_an_axis_only_if_they_share_a_unit():
+    ideal, ms = simulate(pipelab.GPipe(2, 2)), simulate(pipelab.GPipe(2, 2), Cost(unit="ms"))
+    assert compare(ideal, ideal).shares_axis
+    assert not compare(ideal, ms).shares_axis
+
+
+def test_names_may_be_given():
+    trace = simulate(pipelab.GPipe(2, 2))
+    assert compare(trace, trace, names=["theory", "again"]).names == ("theory", "again")
+
+
+def test_what_cannot_be_compared_is_refused():
+    trace = simulate(pipelab.GPipe(2, 2))
+    with pytest.raises(SizeError, match="at least one trace"):
+        compare()
+    with pytest.raises(SizeError, match="got 1 names for 2 traces"):
+        compare(trace, trace, names=["one"])
+    with pytest.raises(TypeError, match="compare takes traces, got GPipe"):
+        compare(trace, pipelab.GPipe(2, 2))

@@ -1,0 +1,408 @@
+"""`check`: legal plans pass, every mistake is told, and nothing that a student writes makes it raise or hang."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import JUNK, ODD_ACTIONS, Case, catalogue_plans, legal_cases, random_cases, shuffled_cases
+
+import pipelab
+from pipelab import Action, B, F, I, Pair, Plan, R, ScheduleError, W, check, simulate
+from pipelab.errors import SizeError
+
+
+def codes(plan, **options):
+    return [fault.code for fault in check(plan, **options)]
+
+
+def by_stage(microbatch, stage):
+    return stage
+
+
+def case_of(plan):
+    return Case(plan.rows, plan.stages, plan.microbatches)
+
+
+def assert_refused(plan, code):
+    """The plan has a fault of this kind, told with its place, by `check` and by `simulate` alike."""
+    faults = check(plan)
+    assert code in [fault.code for fault in faults], faults
+    for fault in faults:
+        assert fault.message
+        assert fault.hint
+        if fault.position is not None:
+            assert f"rank {fault.rank}" in fault.message
+            assert "^" in fault.excerpt
+            assert plan.written[fault.rank][fault.position] is not None or fault.code == "not-an-action"
+    with pytest.raises(ScheduleError) as refusal:
+        simulate(plan)
+    assert refusal.value.faults == faults
+    assert str(refusal.value).startswith(f"{len(faults)} fault")
+
+
+# The verdict
+
+
+@given(legal_cases())
+def test_a_plan_that_can_run_has_no_fault(case):
+    assert case.legal
+    assert check(case.plan) == []
+
+
+@given(legal_cases(reduces=False))
+def test_a_plan_that_can_run_has_no_fault_when_its_placement_is_inferred(case):
+    assert check(Plan(case.rows, case.stages, case.microbatches)) == []
+
+
+@given(random_cases())
+def test_the_verdict_on_random_rows_is_the_oracles(case):
+    assert (check(case.plan) == []) == case.legal
+
+
+@given(shuffled_cases())
+def test_the_verdict_on_shuffled_plans_is_the_oracles(case):
+    assert (check(case.plan) == []) == case.legal
+
+
+@given(shuffled_cases())
+def test_the_verdict_on_shuffled_plans_without_a_placement_is_the_oracles(case):
+    case = Case(case.rows, case.stages, case.microbatches)
+    assert (check(case.plan) == []) == case.legal
+
+
+@given(random_cases() | shuffled_cases())
+def test_simulate_refuses_exactly_what_check_finds_fault_with(case):
+    faults = check(case.plan)
+    if faults:
+        with pytest.raises(ScheduleError) as refusal:
+            simulate(case.plan)
+        assert refusal.value.faults == faults
+    else:
+        assert simulate(case.plan).makespan > 0
+
+
+@given(random_cases())
+def test_every_fault_can_be_printed(case):
+    for fault in check(case.plan):
+        assert str(fault).startswith(f"{fault.code}: ")
+        assert max(map(len, fault.excerpt.splitlines()), default=0) <= 120
+    assert str(case.plan)
+
+
+# Mutations: one mistake in a plan that was right
+
+
+def places(plan):
+    """A (rank, position) of a plan."""
+    return st.sampled_from([(rank, at) for rank, row in enumerate(plan.rows) for at in range(len(row))])
+
+
+@given(catalogue_plans(), st.data())
+def test_a_dropped_action_is_missing(plan, data):
+    rank, at = data.draw(places(plan))
+    rows = [list(row) for row in plan.rows]
+    dropped = rows[rank].pop(at)
+    broken = Plan(rows, plan.stages, plan.microbatches, by_stage)
+    assert_refused(broken, "missing")
+    (fault,) = check(broken)
+    assert (fault.rank, fault.position) == (rank, None)
+    assert f"micro-batch {dropped.microbatch} has no {dropped.word} on stage {dropped.stage}" in fault.message
+
+
+@given(catalogue_plans(), st.data())
+def test_a_repeated_action_is_a_duplicate(plan, data):
+    rank, at = data.draw(places(plan))
+    rows = [list(row) for row in plan.rows]
+    target = data.draw(st.integers(0, plan.ranks - 1))
+    rows[target].append(rows[rank][at])
+    assert_refused(Plan(rows, plan.stages, plan.microbatches), "duplicate")
+
+
+@given(catalogue_plans(), st.data())
+def test_a_backward_before_its_own_forward_is_unordered(plan, data):
+    rank, _ = data.draw(places(plan))
+    m = data.draw(st.integers(0, plan.microbatches - 1))
+    row = list(plan.rows[rank])
+    forward = next(at for at, each in enumerate(row) if (each.kind, each.microbatch) == ("F", m))
+    backward = next(at for at, each in enumerate(row) if each.kind in "BI" and each.microbatch == m)
+    row[forward], row[backward] = row[backward], row[forward]
+    broken = Plan([*plan.rows[:rank], row, *plan.rows[rank + 1 :]], plan.stages, plan.microbatches)
+    assert_refused(broken, "unordered")
+    assert (rank, forward) in [(fault.rank, fault.position) for fault in check(broken) if fault.code == "unordered"]
+
+
+@given(catalogue_plans(), st.data())
+def test_swapped_actions_are_refused_exactly_if_they_cannot_run(plan, data):
+    rank, one = data.draw(places(plan))
+    other = data.draw(st.integers(0, len(plan.rows[rank]) - 1))
+    row = list(plan.rows[rank])
+    row[one], row[other] = row[other], row[one]
+    swapped = Plan([*plan.rows[:rank], row, *plan.rows[rank + 1 :]], plan.stages, plan.microbatches)
+    found = codes(swapped)
+    assert (found == []) == case_of(swapped).legal
+    assert set(found) <= {"unordered", "deadlock"}
+    if found:
+        assert_refused(swapped, found[0])
+
+
+@given(catalogue_plans().filter(lambda plan: plan.ranks > 1), st.data())
+def test_an_action_on_another_rank_is_told_with_its_right_one(plan, data):
+    rank, at = data.draw(places(plan))
+    target = data.draw(st.integers(0, plan.ranks - 1).filter(lambda other: other != rank))
+    rows = [list(row) for row in plan.rows]
+    moved = rows[rank].pop(at)
+    rows[target].insert(data.draw(st.integers(0, len(rows[target]))), moved)
+    broken = Plan(rows, plan.stages, plan.microbatches, by_stage)
+    assert_refused(broken, "wrong-rank")
+    fault = next(fault for fault in check(broken) if fault.code == "wrong-rank")
+    assert (fault.rank, fault.action) == (target, moved)
+    assert fault.hint.startswith(f"move {moved} to rank {rank}")
+
+
+@given(catalogue_plans(), st.data(), st.booleans(), st.integers(-3, 10**9))
+def test_a_number_that_does_not_exist_is_out_of_range(plan, data, which, number):
+    limit = plan.stages if which else plan.microbatches
+    number = number if number < 0 else limit + number
+    rank, at = data.draw(places(plan))
+    rows = [list(row) for row in plan.rows]
+    right = rows[rank][at]
+    wrong = (right.microbatch, number) if which else (number, right.stage)
+    rows[rank][at] = Action(right.kind, *wrong)
+    broken = Plan(rows, plan.stages, plan.microbatches)
+    assert_refused(broken, "out-of-range")
+    fault = next(fault for fault in check(broken) if fault.code == "out-of-range")
+    assert (fault.rank, fault.position) == (rank, at)
+    assert f"numbered 0 to {limit - 1}" in fault.message
+
+
+@given(catalogue_plans(), st.data(), st.sampled_from(JUNK))
+def test_an_item_that_is_no_action_is_told_with_its_type(plan, data, junk):
+    rank, at = data.draw(places(plan))
+    rows = [list(row) for row in plan.rows]
+    rows[rank].insert(at, junk)
+    broken = Plan(rows, plan.stages, plan.microbatches)
+    assert_refused(broken, "not-an-action")
+    (fault,) = check(broken)
+    assert (fault.rank, fault.position) == (rank, at)
+    assert type(junk).__name__ in fault.message
+
+
+@given(catalogue_plans(), st.data(), st.sampled_from(ODD_ACTIONS), st.booleans())
+def test_an_action_with_an_impossible_field_is_told(plan, data, odd, sized):
+    rank, at = data.draw(places(plan))
+    rows = [list(row) for row in plan.rows]
+    rows[rank].insert(at, odd)
+    sizes = (plan.stages, plan.microbatches) if sized else ()
+    code = "out-of-range" if odd.kind in list("FBIWR") else "not-an-action"
+    assert_refused(Plan(rows, *sizes), code)
+
+
+@given(st.sampled_from(ODD_ACTIONS), st.sampled_from(ODD_ACTIONS))
+def test_impossible_actions_alone_are_told(one, other):
+    assert "out-of-range" in (found := codes(Plan([[one, R(), F(0)], [other, R()]]))) or "not-an-action" in found
+
+
+@pytest.mark.parametrize("half", [Action("F", [1], 0), Action("F", None, 0), Action("F", 5, 0), Action("F", 0, 7)])
+def test_a_pair_with_an_impossible_half_is_told(half):
+    plan = Plan([[F(0), Pair(half, B(0))]], 1, 1)
+    assert codes(plan) == ["out-of-range"]
+    assert plan.rows == ((F(0, 0), Pair(half, B(0))),)
+
+
+def test_an_item_whose_text_raises_is_told():
+    class Rude:
+        def __repr__(self):
+            raise RuntimeError("no")
+
+    (fault,) = check(Plan([[F(0), Rude(), B(0)]]))
+    assert fault.code == "not-an-action"
+    assert "<Rude whose repr raises RuntimeError>" in fault.message
+    assert "^" in fault.excerpt
+
+
+def test_an_item_with_line_breaks_keeps_the_excerpt_on_one_line():
+    (fault,) = check(Plan([[F(0), "one\ntwo", B(0)]]))
+    assert fault.excerpt == "rank 0 | F0 'one\\ntwo' B0\n            ^^^^^^^^^^"
+
+
+@pytest.mark.parametrize("number", [10**5000, "x" * 5000], ids=["digits", "letters"])
+def test_an_enormous_field_keeps_the_message_short(number):
+    (fault,) = check(Plan([[F(0), Action("B", number, 0), B(0)]], 1, 1))
+    assert fault.code == "out-of-range"
+    assert max(map(len, str(fault).splitlines())) <= 200
+
+
+# All-reduces
+
+
+def test_an_all_reduce_after_its_last_gradient_is_right():
+    assert check(Plan.parse(["0F0 0F1 0B0 0B1 0R"])) == []
+
+
+@pytest.mark.parametrize("row", ["0R 0F0 0B0", "0F0 0R 0B0", "0F0 0I0 0R 0W0", "0F0 0B0 0R 0F1 0B1"])
+def test_an_all_reduce_before_its_last_gradient_is_unordered(row):
+    assert codes(Plan.parse([row])) == ["unordered"]
+
+
+def test_an_all_reduce_that_one_rank_of_the_group_leaves_out_is_missing():
+    plan = Plan.parse(["0F0 0B0 0R", "0F1 0B1"])
+    assert_refused(plan, "missing")
+    (fault,) = check(plan)
+    assert fault.rank == 1
+    assert "0R" in fault.message
+
+
+def test_an_all_reduce_on_a_rank_without_the_stage_is_on_the_wrong_rank():
+    (fault,) = check(Plan.parse(["0F0 0B0", "1F0 1B0 0R 1R"]))
+    assert (fault.code, fault.rank, fault.position) == ("wrong-rank", 1, 2)
+
+
+def test_an_all_reduce_twice_on_a_rank_is_a_duplicate():
+    assert codes(Plan.parse(["0F0 0B0 0R 0R"])) == ["duplicate"]
+    assert codes(Plan.parse(["0F0 0B0 0R 0R", "0F1 0B1 0R"])) == ["duplicate"]
+
+
+# What else a plan may hold, or lack
+
+
+def test_a_backward_beside_its_halves_is_a_duplicate():
+    assert codes(Plan.parse(["0F0 0B0 0I0 0W0"])) == ["duplicate"]
+    assert codes(Plan.parse(["0F0 0B0 0W0"])) == ["duplicate"]
+
+
+@pytest.mark.parametrize(
+    ("row", "lacking"),
+    [("0F0 0I0", "weight gradient (W)"), ("0F0 0W0", "input gradient (I)"), ("0F0", "backward"), ("0B0", "forward")],
+)
+def test_what_is_missing_is_named(row, lacking):
+    (fault,) = check(Plan.parse([row]))
+    assert fault.code == "missing"
+    assert fault.message == f"micro-batch 0 has no {lacking} on stage 0 (rank 0)"
+
+
+def test_two_ranks_that_wait_for_one_value_are_both_woken():
+    # out(0, 0) is awaited by rank 0 and, wrongly, by rank 1; what comes after it on rank 2 needs rank 1
+    plan = Plan([[F(0, 1), B(0, 1)], [B(0, 0), F(1, 0), B(1, 0)], [F(0, 0), F(1, 1), B(1, 1)]])
+    assert codes(plan) == ["wrong-rank"]
+
+
+def test_a_plan_without_any_action_lacks_everything():
+    assert codes(Plan([[], []], 2, 1)) == ["missing"] * 4
+
+
+def test_all_faults_are_told_at_once_worst_kind_first():
+    plan = Plan([[F(0), "F1", B(5), F(0), B(0)], [B(0), F(0), F(1)]], 2, 2)
+    assert codes(plan) == [
+        "not-an-action", "out-of-range", "duplicate", "missing", "missing", "missing", "unordered",
+    ]  # fmt: skip
+
+
+# The memory cap
+
+
+@given(catalogue_plans(), st.data())
+def test_a_cap_below_the_peak_is_exceeded_and_the_peak_itself_is_not(plan, data):
+    peaks = simulate(plan).peak_activations
+    assert check(plan, memory_cap=peaks) == []
+    assert check(plan, memory_cap=max(peaks)) == []
+    rank = data.draw(st.sampled_from([rank for rank, peak in enumerate(peaks) if peak > 1] or [None]))
+    if rank is not None:
+        caps = [peak - (each == rank) for each, peak in enumerate(peaks)]
+        (fault,) = check(plan, memory_cap=caps)
+        assert (fault.code, fault.rank) == ("memory-cap", rank)
+        assert f"(cap {caps[rank]})" in fault.message
+
+
+def test_a_split_backward_holds_its_activation_until_the_weight_gradient():
+    plan = Plan.parse(["0F0 0I0 0F1 0I1 0W0 0W1"])
+    assert codes(plan, memory_cap=1) == ["memory-cap"]
+    assert check(plan, memory_cap=2) == []
+
+
+@pytest.mark.parametrize("cap", [0, -1, 1.5, "2", [1], [1, 2, 3], [1, "2"], [1, None], True, object()])
+def test_a_cap_that_is_no_number_is_refused(cap):
+    with pytest.raises(SizeError, match="memory_cap"):
+        check(pipelab.GPipe(2, 2), memory_cap=cap)
+
+
+# What `check` takes
+
+
+def test_a_schedule_is_checked_as_its_plan_is():
+    class NoBackward(pipelab.Schedule):
+        def actions(self, rank):
+            return [F(m) for m in range(self.microbatches)]
+
+    assert check(NoBackward(2, 2)) == check(NoBackward(2, 2).draft())
+    assert codes(NoBackward(2, 2)) == ["missing", "missing"]
+
+
+@pytest.mark.parametrize("thing", [None, "1f1b", [[F(0), B(0)]], 3])
+def test_anything_but_a_plan_or_a_schedule_is_a_type_error(thing):
+    with pytest.raises(TypeError, match="expected a Plan or a Schedule"):
+        check(thing)
+
+
+def test_a_schedules_class_is_told_to_be_made():
+    with pytest.raises(TypeError, match=r"make one, GPipe\(ranks=4, microbatches=8\)"):
+        check(pipelab.GPipe)
+
+
+# Endless rows
+
+
+def test_an_endless_generator_is_cut_off():
+    def forever():
+        while True:
+            yield F(0)
+
+    (fault,) = [fault for fault in check(Plan([forever()], 1, 2)) if fault.code == "endless"]
+    assert (fault.rank, fault.position) == (0, 8 * 1 * 2 + 64)
+
+
+def test_an_endless_generator_is_cut_off_even_where_no_size_was_given():
+    def forever():
+        while True:
+            yield F(0)
+
+    assert "endless" in codes(Plan([forever()]))
+    assert "endless" in codes(Plan([(F(m) for m in count())]))
+
+
+def test_a_row_as_long_as_it_may_be_is_not_endless():
+    row = [F(0), B(0), *[F(0)] * (8 + 64 - 2)]
+    assert "endless" not in codes(Plan([row], 1, 1))
+    assert "endless" in codes(Plan([[*row, F(0)]], 1, 1))
+
+
+# The drawing of the place
+
+
+def test_the_excerpt_is_short_in_a_plan_of_64_ranks_and_4096_microbatches():
+    rows = [[] for _ in range(63)] + [[Pair(F(4095, 63), B(4095, 63))] * 8191]
+    places = [0, 1, 5, 4095, 8190]
+    for at in places:
+        rows[63][at] = "no action at all, but a long text" * 3
+    faults = [fault for fault in check(Plan(rows, 64, 4096)) if fault.code == "not-an-action"]
+    assert [fault.position for fault in faults] == places
+    for fault in faults:
+        line, mark = fault.excerpt.splitlines()
+        assert len(line) <= 120
+        assert len(str(fault).splitlines()) <= 12
+        assert line[mark.index("^") : mark.rindex("^") + 1].startswith("'no action at all")
+
+
+def test_no_fault_is_longer_than_twelve_lines():
+    broken = Plan([[B(m, s) for m in range(200)] + [F(m, s) for m in range(200)] for s in range(6)], 6, 200)
+    for fault in check(broken):
+        assert len(str(fault).splitlines()) <= 12
+
+
+def test_the_oracle_knows_a_deadlock_from_a_plan_that_runs():
+    assert oracle.legal([[F(0, 0), F(1, 0), B(0, 0), B(1, 0)], [F(0, 1), B(0, 1), F(1, 1), B(1, 1)]], 2, 2)
+    assert not oracle.legal([[F(0, 0), B(0, 0), F(1, 0), B(1, 0)], [F(0, 1), F(1, 1), B(0, 1), B(1, 1)]], 2, 2)
+    assert not oracle.legal([[F(0, 0), W(0, 0), I(0, 0)]], 1, 1)

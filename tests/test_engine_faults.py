@@ -1,0 +1,652 @@
+"""Whatever goes wrong ends soon, says where it was, and leaves a pipeline that works."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import plain
+import pytest
+import torch
+from torch import nn
+
+from pipelab import B, F, GPipe, I, Naive, OneFOneB, Pipeline, Plan, R, ScheduleError, W, schedules
+from pipelab.engine import threads
+from pipelab.errors import (
+    BatchError,
+    EngineError,
+    LossError,
+    NotANumberError,
+    PipelineClosedError,
+    StageError,
+    StepTimeoutError,
+)
+
+pytestmark = pytest.mark.timeout(60)  # far more than any of these takes: what hangs, fails here
+
+mse = nn.functional.mse_loss
+
+
+class Fuse(nn.Module):
+    """Passes its input on, until it is lit: then it does something else, forward or backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward_does = self.backward_does = None
+
+    def forward(self, x):
+        if self.forward_does is not None:
+            x = self.forward_does(x)
+        return Burn.apply(x, self)
+
+
+class Burn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fuse.backward_does is not None:
+            gradient = ctx.fuse.backward_does(gradient)
+        return gradient, None
+
+
+def model_with(fuse, stages=3, at=1):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), fuse if stage == at else nn.Tanh()) for stage in range(stages)))
+
+
+def assert_steps(pipe, model):
+    """The next step is right."""
+    x, y = plain.batch(8)
+    model.zero_grad()
+    plain.one_after_another(model, mse, x, y, pipe.plan.microbatches)
+    expected = plain.taken(model)
+    pipe.step(x, y)
+    assert plain.equal(plain.taken(model), expected)
+
+
+def raises(error):
+    def does(_):
+        raise error
+
+    return does
+
+
+def fails_forward(x):
+    return x @ torch.zeros(7, 7)  # the student's line
+
+
+def fails_backward(gradient):
+    return gradient.reshape(5, 5, 5)  # the student's other line
+
+
+@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
+    fuse = Fuse()
+    model = model_with(fuse, at=at)
+    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+        assert_steps(pipe, model)
+        fuse.forward_does = fails_forward
+        with pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(8))
+        fuse.forward_does = None
+        error = failed.value
+        assert (error.rank, error.stage, str(error.action)) == (at, at, f"{at}F0")
+        told = str(error)
+        assert told.startswith(f"{at}F0 on rank {at} failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+        assert f"stage {at}, micro-batch 0, on cpu" in told
+        line = fails_forward.__code__.co_firstlineno + 1
+        assert f"{__file__}, line {line}, in fails_forward: return x @ torch.zeros(7, 7)" in told
+        assert "gradients are partial now" in told
+        assert isinstance(error.__cause__, RuntimeError)
+        assert_steps(pipe, model)
+
+
+@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_exception_in_a_backward_names_its_place_and_line(name, at):
+    fuse = Fuse()
+    model = model_with(fuse, at=at)
+    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+        fuse.backward_does = fails_backward
+        with pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(8))
+        fuse.backward_does = None
+        error = failed.value
+        assert (error.rank, error.stage) == (at, at)
+        assert str(error.action).startswith(f"{at}B")
+        line = fails_backward.__code__.co_firstlineno + 1
+        assert f"{__file__}, line {line}, in fails_backward" in str(error)
+        assert_steps(pipe, model)
+
+
+def test_an_exception_in_a_pure_forward_is_told_without_gradients():
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+        fuse.forward_does = fails_forward
+        with pytest.raises(StageError, match="1F0 on rank 1 failed") as failed:
+            pipe.forward(plain.batch(8)[0])
+        assert "partial" not in str(failed.value)
+        fuse.forward_does = None
+        assert_steps(pipe, model)
+        torch.testing.assert_close(pipe.forward(plain.batch(8)[0]), model(plain.batch(8)[0]).detach())
+
+
+def test_stages_that_all_fail_at_once_are_one_error():
+    fuses = [Fuse() for _ in range(4)]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), fuse) for fuse in fuses))
+    with Pipeline(model, GPipe(4, 4), mse) as pipe:
+        for _ in range(20):
+            for number, fuse in enumerate(fuses):
+                calls = iter(range(100))
+                fuse.forward_does = lambda x, calls=calls, last=3 - number: x if next(calls) < last else fails_forward(x)
+            with pytest.raises(StageError):
+                pipe.step(*plain.batch(8))
+        for fuse in fuses:
+            fuse.forward_does = None
+        assert_steps(pipe, model)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError("no room")])
+def test_even_what_would_end_a_program_is_reported(error):
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+        fuse.forward_does = raises(error)
+        with pytest.raises(StageError, match=f"1F0 on rank 1 failed: {type(error).__name__}") as failed:
+            pipe.step(*plain.batch(8))
+        assert failed.value.__cause__ is error
+        fuse.forward_does = None
+        assert_steps(pipe, model)
+
+
+# --- losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda output, target: fails_forward(output), "RuntimeError: mat1 and mat2"),
+        (lambda output, target: output - target, r"returned a tensor of shape \(2, 6\), not one number"),
+        (lambda output, target: 3.0, "returned float, not a tensor"),
+        (lambda output, target: None, "returned NoneType, not a tensor"),
+        (lambda output, target: mse(output.detach(), target), "the loss has no history"),
+        (lambda output, target: output.sum().item() * torch.ones(()), "the loss has no history"),
+    ],
+)
+def test_a_loss_that_is_none_is_told_on_the_last_stage(loss, told):
+    chosen = [loss]
+    model = plain.mlp(6)
+    with Pipeline(model, OneFOneB(3, 4), lambda output, target: chosen[0](output, target)) as pipe:
+        with pytest.raises(StageError, match=rf"2F0 on rank 2 failed: .*{told}"):
+            pipe.step(*plain.batch(8))
+        chosen[0] = mse
+        assert_steps(pipe, model)
+
+
+def test_a_loss_error_is_the_cause():
+    with Pipeline(plain.mlp(4), GPipe(2, 2), lambda output, target: 1) as pipe, pytest.raises(StageError) as failed:
+        pipe.step(*plain.batch(4))
+    assert isinstance(failed.value.__cause__, LossError)
+
+
+# --- NaN and infinity
+
+
+def at_call(number, does):
+    """Do something at the call of this number, from 0."""
+    calls = iter(range(1000))
+    return lambda x: does(x) if next(calls) == number else x
+
+
+@pytest.mark.parametrize(("value", "told"), [(float("nan"), "NaN"), (float("inf"), "infinity"), (-float("inf"), "infinity")])
+def test_the_first_nan_or_infinity_of_a_forward_is_told(value, told):
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
+        assert_steps(pipe, model)
+        fuse.forward_does = at_call(2, lambda x: x * value)
+        with pytest.raises(NotANumberError, match=rf"1F2 on rank 1 made {told}: the output of stage 1") as failed:
+            pipe.step(*plain.batch(8))
+        assert (failed.value.rank, failed.value.stage, str(failed.value.action)) == (1, 1, "1F2")
+        fuse.forward_does = None
+        assert_steps(pipe, model)
+
+
+@pytest.mark.parametrize(("value", "told"), [(float("nan"), "NaN"), (float("inf"), "infinity")])
+def test_the_first_nan_or_infinity_of_a_backward_is_told(value, told):
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
+        fuse.backward_does = at_call(1, lambda gradient: torch.full_like(gradient, value))
+        with pytest.raises(NotANumberError, match=rf"1B1 on rank 1 made (NaN|{told}): the input gradient of stage 1"):
+            pipe.step(*plain.batch(8))
+        fuse.backward_does = None
+        assert_steps(pipe, model)
+
+
+def test_a_loss_that_is_nan_is_told():
+    with Pipeline(plain.mlp(4), GPipe(2, 2), lambda output, target: mse(output, target) * float("nan"), watch_nan=True) as pipe:
+        with pytest.raises(NotANumberError, match="1F0 on rank 1 made NaN: the output or loss"):
+            pipe.step(*plain.batch(4))
+
+
+def test_without_the_watch_a_nan_passes_as_in_plain_training():
+    fuse = Fuse()
+    fuse.forward_does = lambda x: x * float("nan")
+    with Pipeline(model_with(fuse), OneFOneB(3, 4), mse) as pipe:
+        assert torch.isnan(pipe.step(*plain.batch(8)).loss)
+
+
+# --- a worker that does not come back
+
+
+@pytest.fixture
+def short_grace(monkeypatch):
+    monkeypatch.setattr(threads, "_GRACE_SECONDS", 0.2)
+
+
+def test_a_stage_that_never_returns_is_told_and_replaced(short_grace):
+    fuse = Fuse()
+    model = model_with(fuse)
+    release = threading.Event()
+    back = threading.Event()
+
+    def hangs(x):
+        release.wait(50)
+        back.set()
+        return x
+
+    with Pipeline(model, OneFOneB(3, 4), mse, timeout=0.4) as pipe:
+        assert_steps(pipe, model)
+        before = pipe.step(*plain.batch(8)).trace.lanes
+        model.zero_grad()
+        fuse.forward_does = hangs
+        with pytest.raises(StepTimeoutError) as timeout:
+            pipe.step(*plain.batch(8))
+        fuse.forward_does = None
+        first, *ranks = str(timeout.value).splitlines()
+        assert first.startswith("nothing moved for 0.")
+        assert ranks[0] == "  rank 0 waits, before 0B0 (stage 0, position 3), for gin(0, 1), given by 1B0 on rank 1"
+        assert ranks[1].startswith("  rank 1 was running 1F0 (stage 1, position 0)")
+        assert ranks[2] == "  rank 2 waits, before 2F0 (stage 2, position 0), for out(0, 1), given by 1F0 on rank 1"
+        stuck = [thread for thread in threading.enumerate() if thread.name == "pipelab-rank-1"]
+        assert len(stuck) == 2  # the one that hangs, and the one in its place
+        assert_steps(pipe, model)
+        after = pipe.step(*plain.batch(8)).trace.lanes
+        assert [lane in after for lane in before] == [True, False, True]
+        model.zero_grad()
+        release.set()  # the late one comes back, and ends
+        assert back.wait(20)
+        stuck[0].join(20)
+        assert not stuck[0].is_alive()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for _ in range(3):
+            assert_steps(pipe, model)
+
+
+def test_a_timeout_names_the_students_line(short_grace):
+    fuse = Fuse()
+    release = threading.Event()
+
+    def hangs(x):
+        release.wait(50)  # here
+        return x
+
+    fuse.forward_does = hangs
+    with Pipeline(model_with(fuse), GPipe(3, 2), mse, timeout=0.3) as pipe:
+        with pytest.raises(StepTimeoutError, match=rf"rank 1 was running 1F0 .*{__file__}, line \d+: release.wait\(50\)  # here"):
+            pipe.step(*plain.batch(8))
+        release.set()
+
+
+def test_a_late_backward_adds_nothing_to_the_next_steps_gradients(short_grace):
+    fuse = Fuse()
+    model = model_with(fuse)
+    release = threading.Event()
+
+    def hangs(gradient):
+        release.wait(50)
+        return gradient
+
+    with Pipeline(model, Naive(3, 4), mse, timeout=0.3) as pipe:
+        fuse.backward_does = hangs
+        with pytest.raises(StepTimeoutError, match="rank 1 was running 1B0"):
+            pipe.step(*plain.batch(8))
+        fuse.backward_does = None
+        stuck = next(thread for thread in threading.enumerate() if thread.name == "pipelab-rank-1")
+        model.zero_grad()
+        release.set()
+        stuck.join(20)
+        assert not stuck.is_alive()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_slow_step_in_which_something_moves_does_not_time_out():
+    fuse = Fuse()
+    model = model_with(fuse)
+    fuse.forward_does = lambda x: time.sleep(0.12) or x
+    with Pipeline(model, GPipe(3, 8), mse, timeout=0.9) as pipe:  # 8 x 0.12 s is more
+        pipe.step(*plain.batch(8))
+
+
+def test_no_timeout_waits_for_ever():
+    fuse = Fuse()
+    fuse.forward_does = at_call(0, lambda x: time.sleep(0.3) or x)
+    with Pipeline(model_with(fuse), GPipe(3, 2), mse, timeout=None) as pipe:
+        pipe.step(*plain.batch(8))
+
+
+# --- interruptions
+
+
+class Alarm(Exception):  # noqa: N818 - no error of ours
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
+def test_an_interruption_stops_all_workers_and_says_where_they_were(kind):
+    fuse = Fuse()
+    model = model_with(fuse)
+    release = threading.Event()
+
+    def interrupts(x):
+        os.kill(os.getpid(), signal.SIGINT)
+        release.wait(1)
+        return x
+
+    def handler(number, frame):
+        raise kind
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+            assert_steps(pipe, model)
+            fuse.forward_does = at_call(1, interrupts)
+            with pytest.raises(kind) as interrupted:
+                pipe.step(*plain.batch(8))
+            release.set()
+            fuse.forward_does = None
+            (note,) = interrupted.value.__notes__
+            assert note.startswith("interrupted while")
+            assert "rank 1 was running 1F1" in note
+            model.zero_grad()
+            time.sleep(0.05)
+            assert all(parameter.grad is None for parameter in model.parameters())  # nobody works on
+            assert_steps(pipe, model)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def run_script(text, **options):
+    """Run a script with all it may need; return the process, not waited for."""
+    prelude = """
+        import os, signal, sys, threading, time
+        import torch
+        from torch import nn
+        import pipelab
+        from pipelab import GPipe, OneFOneB, Pipeline
+        torch.set_num_threads(1)
+        class Sleeps(nn.Module):
+            seconds = 0
+            def forward(self, x):
+                print("in the stage", flush=True)
+                time.sleep(self.seconds)
+                return x * 1
+        sleeper = Sleeps()
+        model = nn.Sequential(nn.Linear(2, 2), sleeper, nn.Linear(2, 2))
+        x, y = torch.randn(4, 2), torch.randn(4, 2)
+        pipe = Pipeline(model, OneFOneB(3, 2), nn.functional.mse_loss, timeout=0.5)
+    """
+    script = textwrap.dedent(prelude) + textwrap.dedent(text)
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def finished(process, seconds=40):
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"the process did not end:\n{out}\n{err}")
+    return out, err
+
+
+@pytest.mark.dist
+def test_ctrl_c_ends_a_script_with_a_note_and_the_step_after_works():
+    process = run_script("""
+        sleeper.seconds = 1
+        try:
+            pipe.step(x, y)
+        except KeyboardInterrupt as interrupt:
+            print(interrupt.__notes__[0])
+        sleeper.seconds = 0
+        pipe.step(x, y)
+        print("stepped")
+        sleeper.seconds = 1
+        pipe.step(x, y)
+    """)
+    interrupts = 0
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line == "in the stage\n" and (not interrupts or "stepped\n" in lines):
+            process.send_signal(signal.SIGINT)
+            interrupts += 1
+            if interrupts == 2:
+                break
+    out, err = finished(process)
+    told = "".join(lines) + out
+    assert "interrupted while" in told
+    assert "rank 1 was running 1F0" in told
+    assert "stepped" in told
+    assert "KeyboardInterrupt" in err
+    assert "Fatal" not in err
+    assert process.returncode in (-signal.SIGINT, 130, 1)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("pipe.step(x, y)", id="an open pipeline"),
+        pytest.param("pipe.forward(x[:, :1]) if 0 else None", id="a pipeline that never stepped"),
+        pytest.param(
+            """
+            try:
+                pipe.step(x[:, :1], y)
+            except pipelab.PipelabError as error:
+                kept = error
+            """,
+            id="a failed step whose error is kept",
+        ),
+        pytest.param(
+            """
+            from pipelab.engine import threads
+            threads._GRACE_SECONDS = 0.1
+            sleeper.seconds = 1000
+            try:
+                pipe.step(x, y)
+            except pipelab.PipelabError as error:
+                print(type(error).__name__)
+            """,
+            id="a stage that still hangs",
+        ),
+        pytest.param(
+            """
+            sleeper.seconds = 0.5
+            threading.Thread(target=pipe.step, args=(x, y), daemon=True).start()
+            time.sleep(0.2)
+            """,
+            id="a step under way on a daemon thread",
+        ),
+    ],
+)
+def test_a_process_ends_by_itself(text):
+    process = run_script(text)
+    _, err = finished(process)
+    assert err == ""
+    assert process.returncode == 0
+
+
+# --- closing
+
+
+def ranks_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("pipelab-rank-")}
+
+
+def test_a_closed_pipeline_refuses_to_step_and_its_threads_end():
+    before = ranks_threads()
+    model = plain.mlp(6)
+    pipe = Pipeline(model, OneFOneB(3, 4), mse)
+    started = ranks_threads() - before
+    assert len(started) == 3
+    pipe.close()
+    pipe.close()
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()
+    for use in (lambda: pipe.step(*plain.batch(8)), lambda: pipe.forward(plain.batch(8)[0]), lambda: pipe.verify(*plain.batch(8))):
+        with pytest.raises(PipelineClosedError, match="this pipeline is closed: make a new one"):
+            use()
+    plain.at_once(model, mse, *plain.batch(8))  # the model is as usable as ever
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_forgotten_pipelines_threads_end(failed):
+    before = ranks_threads()
+    fuse = Fuse()
+    pipe = Pipeline(model_with(fuse), OneFOneB(3, 4), mse)
+    started = ranks_threads() - before
+    assert len(started) == 3
+    pipe.step(*plain.batch(8))
+    if failed:
+        fuse.forward_does = fails_forward
+        with pytest.raises(StageError):
+            pipe.step(*plain.batch(8))
+    del pipe
+    gc.collect()
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_an_exception_between_steps_closes_the_pipeline_and_is_passed_on():
+    before = ranks_threads()
+    with pytest.raises(ZeroDivisionError), Pipeline(plain.mlp(6), OneFOneB(3, 4), mse) as pipe:
+        started = ranks_threads() - before
+        pipe.step(*plain.batch(8))
+        _ = 1 / 0
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_two_threads_may_step_one_pipeline_one_after_the_other():
+    model = plain.mlp(6)
+    x, y = plain.batch(8)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = plain.taken(model)
+    errors = []
+    with Pipeline(model, OneFOneB(3, 4), mse, timeout=5) as pipe:
+
+        def steps():
+            try:
+                for _ in range(20):
+                    pipe.step(x, y)
+            except BaseException as error:  # noqa: BLE001 - told below
+                errors.append(error)
+
+        callers = [threading.Thread(target=steps) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(40)
+    assert errors == []
+    torch.testing.assert_close(plain.taken(model), {name: 60 * gradient for name, gradient in expected.items()})
+
+
+# --- what is refused before anything runs
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "told"),
+    [
+        (torch.tensor(1.0), torch.zeros(4), "x holds a tensor without dimensions"),
+        (torch.zeros(4, 6), torch.tensor(1.0), "y holds a tensor without dimensions"),
+        (torch.zeros(4, 6), torch.zeros(5, 6), "x has 4 rows and y has 5: every row needs its target"),
+        ((torch.zeros(4, 6), torch.zeros(5)), torch.zeros(4), "the tensors in x have 4 and 5 rows"),
+        (torch.zeros(3, 6), torch.zeros(3, 6), "a batch of 3 rows cannot fill 4 micro-batches"),
+        (torch.zeros(0, 6), torch.zeros(0, 6), "a batch of 0 rows cannot fill 4 micro-batches"),
+        (None, torch.zeros(4), "x holds no tensor"),
+        (torch.zeros(4, 6), "labels", "y holds no tensor"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(x, y, told):
+    model = plain.mlp(6)
+    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+        with pytest.raises(BatchError, match=told):
+            pipe.step(x, y)
+        assert_steps(pipe, model)
+
+
+def test_an_evaluation_of_too_few_rows_is_refused():
+    with Pipeline(plain.mlp(4), GPipe(2, 4), mse) as pipe, pytest.raises(BatchError, match="cannot fill 4 micro-batches"):
+        pipe.forward(torch.zeros(3, 6))
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(EngineError, match="engine='mpi': expected 'threads'"):
+        Pipeline(plain.mlp(4), GPipe(2, 2), mse, engine="mpi")
+
+
+def test_an_illegal_plan_is_refused_with_its_faults():
+    deadlock = Plan([[F(0, 0), B(0, 0)], [B(0, 1), F(0, 1)]], 2, 1)
+    with pytest.raises(ScheduleError) as refused:
+        Pipeline(plain.mlp(4), deadlock, mse)
+    assert {fault.code for fault in refused.value.faults} == {"unordered"}
+    with pytest.raises(ScheduleError, match="missing"):
+        Pipeline(plain.mlp(4), Plan([[F(0, 0)]], 1, 1), mse)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([[F(0, 0), I(0, 0), W(0, 0)], [F(0, 1), B(0, 1)]], "0I0 on rank 0"),
+        ([[F(0, 0), B(0, 0)], [F(0, 1), I(0, 1), W(0, 1)]], "1I0 on rank 1"),
+        ([[F(0, 0), B(0, 0), R(0)], [F(0, 1), B(0, 1)]], "0R on rank 0"),
+    ],
+)
+def test_what_the_engine_does_not_run_is_refused_with_the_action(rows, told):
+    with pytest.raises(EngineError, match=told):
+        Pipeline(plain.mlp(4), Plan(rows, 2, 1), mse)
+
+
+def test_a_replicated_stage_is_refused_with_its_ranks():
+    rows = [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]]
+    with pytest.raises(EngineError, match="stage 0 is on ranks 0, 1"):
+        Pipeline(plain.mlp(4), Plan(rows, 1, 2), mse)
+
+
+def test_what_is_refused_starts_no_thread():
+    before = ranks_threads()
+    for arguments in ({"devices": ["cpu"]}, {"engine": "mpi"}, {"reduction": "max"}):
+        with pytest.raises(EngineError):
+            Pipeline(plain.mlp(4), GPipe(2, 2), mse, **arguments)
+    with pytest.raises(EngineError):
+        Pipeline(plain.mlp(1), GPipe(2, 2), mse)
+    assert ranks_threads() <= before

@@ -1,0 +1,166 @@
+"""The master test: whatever the schedule, the gradients are those of plain training."""
+
+from __future__ import annotations
+
+import networkx
+import plain
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import legal_cases
+from torch import nn
+
+from pipelab import B, F, Pair, Pipeline, Plan, schedules
+
+mse = nn.functional.mse_loss
+
+SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4), (4, 3), (4, 7), (4, 8), (5, 6), (6, 12), (8, 9)]
+"""(ranks, micro-batches): one of each, fewer micro-batches than ranks, odd ones, more ranks than this machine's cores."""
+
+CASES = [
+    pytest.param(kind, ranks, microbatches, id=f"{name}-{ranks}x{microbatches}")
+    for name, kind in schedules.items()
+    for ranks, microbatches in SIZES
+    if kind.refusal(ranks, microbatches) is None
+]
+
+
+def backwards_in_order(plan):
+    """Tell whether every stage's gradients are made in the order of the micro-batches."""
+    for stage in range(plan.stages):
+        for rank in range(plan.ranks):
+            order = [
+                half.microbatch
+                for item in plan.rows[rank]
+                for half in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
+                if half.kind in "BW" and half.stage == stage
+            ]
+            if order != sorted(order):
+                return False
+    return True
+
+
+@pytest.mark.parametrize(("kind", "ranks", "microbatches"), CASES)
+def test_gradients_are_those_of_the_plain_loop(kind, ranks, microbatches):
+    plan = kind(ranks, microbatches).plan()
+    model = plain.mlp(2 * plan.stages)
+    x, y = plain.batch(2 * microbatches + 1)  # rows that the micro-batches do not divide
+    loss = plain.one_after_another(model, mse, x, y, microbatches)
+    expected = plain.taken(model)
+    with Pipeline(model, plan, mse) as pipe:
+        step = pipe.step(x, y)
+    gradients = plain.taken(model)
+    if backwards_in_order(plan):
+        assert plain.equal(gradients, expected)
+    assert plain.difference(gradients, expected) <= 1e-6
+    torch.testing.assert_close(step.loss, loss)
+    plain.at_once(model, mse, x, y)
+    assert plain.difference(gradients, plain.taken(model)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize(("rows", "microbatches"), [(10, 4), (7, 3), (4, 4), (12, 4)])
+def test_gradients_are_those_of_the_whole_batch_however_the_rows_divide(name, rows, microbatches):
+    schedule = schedules[name]
+    if schedule.refusal(2, microbatches) is not None:
+        pytest.skip(schedule.refusal(2, microbatches))
+    plan = schedule(2, microbatches).plan()
+    model = plain.mlp(2 * plan.stages)
+    x, y = plain.batch(rows)
+    loss = plain.at_once(model, mse, x, y)
+    expected = plain.taken(model)
+    with Pipeline(model, plan, mse) as pipe:
+        step = pipe.step(x, y)
+    assert plain.difference(plain.taken(model), expected) <= 1e-6
+    torch.testing.assert_close(step.loss, loss)
+
+
+def runnable(case):
+    """Return a legal plan of F and B, a rank per stage, in an order that the case allows."""
+    graph = case.plan.graph()
+    rows = [[] for _ in case.rows]
+    for action in networkx.topological_sort(graph):
+        if action.kind in "FBI":  # a split backward is run as one, where its input gradient was
+            make = F if action.kind == "F" else B
+            rows[case.table[action.stage]].append(make(action.microbatch, action.stage))
+    return Plan(rows, case.stages, case.microbatches)
+
+
+@settings(max_examples=80)
+@given(case=legal_cases(), more=st.integers(0, 3))
+def test_gradients_of_any_legal_order_add_up_in_that_order(case, more):
+    plan = runnable(case)
+    model = plain.mlp(2 * plan.stages)
+    x, y = plain.batch(plan.microbatches + more)
+    alone = plain.each_alone(model, mse, x, y, plan.microbatches)
+    plain.one_after_another(model, mse, x, y, plan.microbatches)
+    expected = plain.taken(model)
+    with Pipeline(model, plan, mse, devices=["cpu"] * plan.ranks) as pipe:
+        pipe.step(x, y)
+    gradients = plain.taken(model)
+    assert plain.difference(gradients, expected) <= 1e-6
+    for row in plan.rows:
+        for stage in range(plan.stages):
+            order = [action.microbatch for action in row if action.kind == "B" and action.stage == stage]
+            for name in (f"{2 * stage}.weight", f"{2 * stage}.bias") if order else ():
+                added = alone[order[0]][name].clone()
+                for microbatch in order[1:]:
+                    added += alone[microbatch][name]
+                assert torch.equal(gradients[name], added)
+
+
+def test_an_overlapped_pair_runs_forward_then_backward():
+    rows = [
+        [F(0, 0), F(1, 0), F(2, 0) & B(0, 0), B(1, 0), B(2, 0)],
+        [F(0, 1), F(1, 1) & B(0, 1), F(2, 1) & B(1, 1), B(2, 1)],
+    ]
+    model = plain.mlp(4)
+    x, y = plain.batch(6)
+    plain.one_after_another(model, mse, x, y, 3)
+    expected = plain.taken(model)
+    with Pipeline(model, Plan(rows, 2, 3), mse) as pipe:
+        step = pipe.step(x, y)
+    assert plain.equal(plain.taken(model), expected)
+    assert [str(event.action) for event in step.trace.events_of(1)] == ["1F0", "1F1", "1B0", "1F2", "1B1", "1B2"]
+
+
+V_SHAPED = Plan.parse(["0F0 0F1 3F0 3B0 3F1 0B0 3B1 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"], name="a V by hand")
+
+
+def test_several_stages_per_rank_in_a_v_give_the_plain_gradients():
+    assert V_SHAPED.replicas == {0: (0,), 1: (1,), 2: (1,), 3: (0,)}
+    model = plain.mlp(8)
+    x, y = plain.batch(5)
+    plain.one_after_another(model, mse, x, y, 2)
+    expected = plain.taken(model)
+    with Pipeline(model, V_SHAPED, mse) as pipe:
+        for _ in range(3):
+            pipe.step(x, y)
+            assert plain.equal(plain.taken(model), expected)
+
+
+def test_the_same_step_twice_gives_the_same_bits():
+    model = plain.mlp(16)
+    x, y = plain.batch(19)
+    with Pipeline(model, schedules["1f1b"](8, 9), mse) as pipe:
+        first = pipe.step(x, y)
+        gradients = plain.taken(model)
+        for _ in range(10):
+            again = pipe.step(x, y)
+            assert plain.equal(plain.taken(model), gradients)
+            assert torch.equal(again.loss, first.loss)
+            assert torch.equal(again.outputs, first.outputs)
+
+
+def test_a_rank_may_have_nothing_to_do():
+    model = plain.mlp(2)
+    x, y = plain.batch(4)
+    plain.one_after_another(model, mse, x, y, 2)
+    expected = plain.taken(model)
+    plan = Plan([[F(0, 0), B(0, 0), F(1, 0), B(1, 0)], []], stages=1, microbatches=2)
+    with Pipeline(model, plan, mse) as pipe:
+        step = pipe.step(x, y)
+        assert plain.equal(plain.taken(model), expected)
+        assert step.trace.events_of(1) == ()
+        assert torch.equal(pipe.forward(x), step.outputs)

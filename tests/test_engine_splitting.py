@@ -1,0 +1,551 @@
+"""Models become stages: contiguous, even, and with the model's own parameters."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+
+import plain
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import pipelab
+from pipelab import GPipe, OneFOneB, Pipeline, split
+from pipelab.engine.partition import cut
+from pipelab.errors import SizeError, SplitError, StageError
+
+mse = nn.functional.mse_loss
+
+
+# --- cut: deal layers out
+
+
+def loads(weights, bounds):
+    return [sum(weights[start:stop]) for start, stop in bounds]
+
+
+def every_cut(count, into):
+    """Return every way to cut `count` layers into `into` parts, none empty."""
+    for inner in itertools.combinations(range(1, count), into - 1):
+        yield list(itertools.pairwise([0, *inner, count]))
+
+
+@st.composite
+def layers_and_parts(draw):
+    weights = draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
+    return weights, draw(st.integers(1, len(weights)))
+
+
+@given(layers_and_parts())
+def test_a_cut_is_the_best_of_all_cuts(case):
+    weights, into = case
+    bounds = cut(weights, into)
+
+    def rank(bounds):
+        parts = loads(weights, bounds)
+        return max(parts), sum(part**2 for part in parts), [start - stop for start, stop in bounds]
+
+    assert bounds == min(every_cut(len(weights), into), key=rank)
+
+
+@given(count=st.integers(1, 60), into=st.integers(1, 60))
+def test_equal_layers_differ_by_at_most_one_the_first_parts_taking_the_extra(count, into):
+    if into <= count:
+        each, more = divmod(count, into)
+        assert [stop - start for start, stop in cut([1.0] * count, into)] == [
+            each + (part < more) for part in range(into)
+        ]
+
+
+def test_twenty_layers_in_three_are_7_7_6():
+    assert split(plain.mlp(20), 3).sizes == (7, 7, 6)
+
+
+# --- split: sequences and lists
+
+
+def test_stages_hold_the_models_own_layers_in_order():
+    model = plain.mlp(7)
+    stages = split(model, 3)
+    assert [layer for module in stages.modules for layer in module] == list(model)
+    assert len(stages) == 3
+    assert repr(stages) == "Stages(3, 2, 2 layers)"
+
+
+def test_a_split_by_parameters_evens_the_parameters_out():
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
+    assert split(model, 2, by="parameters").sizes == (1, 3)
+    assert split(model, 2, by="layers").sizes == (2, 2)
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        for _ in range(200):
+            x = x + 0.001
+        return x
+
+
+def test_a_split_by_time_puts_a_slow_layer_by_itself_and_leaves_no_trace():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Slow(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(6, 6)
+    )
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    assert split(model, 2, by="time", example=plain.batch(8)[0]).sizes == (1, 5)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_split_by_time_takes_integer_inputs():
+    model = nn.Sequential(nn.Embedding(5, 6), Slow(), nn.Linear(6, 6))
+    assert len(split(model, 2, by="time", example=torch.tensor([[1, 2], [3, 4]]))) == 2
+
+
+def test_a_split_by_time_needs_an_example():
+    with pytest.raises(SplitError, match="pass example=x"):
+        split(plain.mlp(4), 2, by="time")
+
+
+def test_an_unknown_balance_is_refused():
+    with pytest.raises(SplitError, match="by='size': expected 'layers', 'parameters' or 'time'"):
+        split(plain.mlp(4), 2, by="size")
+
+
+def test_too_few_layers_are_refused_with_both_numbers():
+    with pytest.raises(SplitError, match="nn.Sequential has 3 layers, too few for 4 stages: use at most 3 stages"):
+        split(plain.mlp(3), 4)
+
+
+@pytest.mark.parametrize("into", [0, -1, 2.0, True, None])
+def test_a_number_of_stages_that_is_none_is_refused(into):
+    with pytest.raises(SizeError, match="into"):
+        split(plain.mlp(3), into)
+
+
+def test_a_list_of_modules_is_one_stage_each():
+    modules = [plain.mlp(3), nn.Linear(6, 6)]
+    assert split(modules, 2).modules == modules
+    with pytest.raises(SplitError, match="2 stage modules for 3 stages"):
+        split(modules, 3)
+    with pytest.raises(SplitError, match="stage 1 is str, not a module"):
+        split([nn.Linear(6, 6), "relu"], 2)
+
+
+def test_what_was_split_is_taken_as_it_is():
+    stages = split(plain.mlp(6), 3, by="parameters")
+    assert split(stages, 3) is stages
+    with pytest.raises(SplitError, match="was split into 3 stages, but the plan has 2"):
+        Pipeline(stages, GPipe(2, 2), mse)
+
+
+def test_a_parameter_in_two_stages_is_refused_with_its_name_and_both_stages():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    model[2].weight = model[0].weight
+    with pytest.raises(SplitError, match=r"parameter '(0|2).weight' is used by stage 0 and stage 1"):
+        split(model, 2)
+    assert len(split(model, 1)) == 1
+    shared = nn.Linear(6, 6)
+    with pytest.raises(SplitError, match=r"parameter '2.1.bias'|parameter '2.1.weight' is used by stage 0 and stage 2"):
+        split([shared, nn.Linear(6, 6), nn.Sequential(nn.Tanh(), shared)], 3)
+
+
+def test_a_layer_without_parameters_may_stand_twice():
+    activation = nn.Tanh()
+    model = nn.Sequential(nn.Linear(6, 6), activation, nn.Linear(6, 6), activation)
+    with Pipeline(model, OneFOneB(4, 4), mse) as pipe:
+        assert pipe.verify(*plain.batch(8)).exact
+
+
+class Network(nn.Sequential):
+    """A sequence with a constructor of its own, as students write it."""
+
+    def __init__(self, width):
+        super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+def test_a_sequence_with_a_constructor_of_its_own_is_a_sequence():
+    model = Network(6)
+    assert split(model, 2).sizes == (2, 1)
+    with Pipeline(model, GPipe(3, 2), mse) as pipe:
+        pipe.verify(*plain.batch(4))
+
+
+class Skipping(nn.Sequential):
+    """A sequence with a forward of its own: dealing out its layers would lose what it does besides."""
+
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_traced():
+    model = Skipping(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    with pytest.raises(SplitError, match="Skipping is no plain nn.Sequential, so it must be traced"):
+        split(model, 2)
+    x, y = plain.batch(6)
+    with Pipeline(split(model, 2, example=x[:2]), GPipe(2, 3), mse) as pipe:
+        pipe.verify(x, y)
+
+
+# --- split: any model, by PyTorch's tracer
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class Residual(nn.Module):
+    """Residual blocks, and one connection that skips several of them."""
+
+    def __init__(self, width=6, blocks=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = first = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x + first))
+
+
+def evaluated(model):
+    return model.eval()
+
+
+def test_a_traced_model_gives_the_plain_gradients():
+    model = evaluated(Residual())
+    x, y = plain.batch(12)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = plain.taken(model)
+    stages = split(model, 3, example=x[:3])
+    assert sum(stages.sizes) == 7
+    with Pipeline(stages, OneFOneB(3, 4), mse) as pipe:
+        step = pipe.step(x, y)
+        assert plain.difference(plain.taken(model), expected) <= 1e-6
+        torch.testing.assert_close(step.outputs, model(x).detach())
+        assert list(pipe.state_dict()) == list(model.state_dict())
+        pipe.verify(x, y)
+
+
+def test_tracing_leaves_the_model_unmodified():
+    model = Residual()
+    x, _ = plain.batch(4)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    identities = [id(parameter) for parameter in model.parameters()]
+    random_state = torch.get_rng_state()
+    levels = [logging.getLogger(name).level for name in ("torch.distributed.pipelining", "torch.export")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split(model, 2, example=x)
+        split(model, 3, by="parameters", example=x)
+        split(model, 2, by="time", example=x)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert [id(parameter) for parameter in model.parameters()] == identities
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert [logging.getLogger(name).level for name in ("torch.distributed.pipelining", "torch.export")] == levels
+    assert model(x).shape == x.shape
+
+
+def test_other_rows_than_the_examples_are_refused_with_both_numbers():
+    model = evaluated(Residual())
+    x, y = plain.batch(10)
+    with Pipeline(split(model, 2, example=x[:3]), GPipe(2, 2), mse) as pipe:
+        with pytest.raises(SplitError, match=r"a micro-batch has 5 rows, .* an example of 3.*use batches of 6 rows"):
+            pipe.step(x, y)
+        pipe.step(x[:6], y[:6])
+
+
+def test_the_other_training_mode_is_refused():
+    model = Residual()
+    x, y = plain.batch(4)
+    with Pipeline(split(model, 2, example=x[:2]), GPipe(2, 2), mse) as pipe:
+        model.eval()
+        with pytest.raises(SplitError, match=r"is in evaluation mode, but it was traced in training mode"):
+            pipe.step(x, y)
+        model.train()
+        pipe.step(x, y)
+
+
+def test_an_evaluation_traces_again_for_other_rows_and_the_other_mode():
+    model = Residual()
+    x, y = plain.batch(4)
+    more, _ = plain.batch(10)
+    with Pipeline(split(model, 2, example=x[:2]), GPipe(2, 2), mse) as pipe:
+        pipe.step(x, y)
+        model.eval()
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())  # dropout is off
+        torch.testing.assert_close(pipe.forward(more), model(more).detach())
+        assert not model.training
+        with pytest.raises(SplitError, match="the micro-batches have 1 and 2 rows"):
+            pipe.forward(x[:3])
+        model.train()
+        pipe.step(x, y)  # the stages of training are back
+
+
+def test_a_traced_stage_may_begin_with_an_operation_in_place():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.activation, self.second = nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.second(self.activation(self.first(x)))
+
+    model = InPlace()
+    x, y = plain.batch(4)
+    with Pipeline(split(model, 3, example=x[:2]), GPipe(3, 2), mse) as pipe:
+        pipe.verify(x, y)
+
+
+def test_a_traced_model_may_take_several_arguments():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x, scale):
+            return self.second(torch.tanh(self.first(x)) * scale)
+
+    model = Two()
+    x, y = plain.batch(4)
+    scale = torch.arange(4.0).reshape(4, 1)
+    loss = mse(model(x, scale), y).detach()
+    with Pipeline(split(model, 2, example=(x[:2], scale[:2])), GPipe(2, 2), mse) as pipe:
+        torch.testing.assert_close(pipe.step((x, scale), y).loss, loss)
+        pipe.verify((x, scale), y)
+
+
+def test_what_the_tracer_cannot_follow_is_told():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.second(x) if x.sum() > 0 else self.second(-x)
+
+    with pytest.raises(SplitError, match=r"cannot follow Branching: .*give a list of stage modules instead"):
+        split(Branching(), 2, example=plain.batch(4)[0])
+
+
+def test_a_model_that_is_no_sequence_needs_an_example():
+    with pytest.raises(SplitError, match=r"Residual is no plain nn.Sequential.*example=x"):
+        split(Residual(), 2)
+
+
+def test_a_layer_that_runs_twice_cannot_be_cut_around():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.head(self.inner(self.inner(x)))
+
+    with pytest.raises(SplitError, match="layer 'inner' runs 2 times in one forward"):
+        split(Twice(), 2, example=plain.batch(4)[0])
+
+
+def test_too_few_layers_to_trace_are_refused():
+    with pytest.raises(SplitError, match="Residual has 7 layers, too few for 8 stages"):
+        split(Residual(), 8, example=plain.batch(4)[0])
+
+
+# --- what a stage may take and give
+
+
+class Fork(nn.Module):
+    """Gives a tuple: two tensors that learn, one of integers, one that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.left(x), torch.arange(len(x)), self.right(x), self.right(x) * 2
+
+
+class Merge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, given):
+        left, index, right, _ = given
+        return {"sum": self.linear(left + right), "index": index, "note": "text"}
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, given):
+        assert given["note"] == "text"
+        return self.linear(given["sum"]) * (given["index"] + 1).unsqueeze(1)
+
+
+@pytest.mark.parametrize("name", pipelab.schedules)
+def test_tuples_dicts_integers_and_unused_outputs_pass_between_stages(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(Fork(), Merge(), Head(), nn.Tanh())
+    x, y = plain.batch(10)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = plain.taken(model)
+    plan = pipelab.schedules[name](4, 4).plan()
+    with Pipeline(model, plan, mse) as pipe:
+        step = pipe.step(x, y)
+        assert plain.equal(plain.taken(model), expected)
+        assert torch.equal(pipe.forward(x), step.outputs)
+
+
+def test_a_batch_may_be_a_dict_and_so_may_targets_and_outputs():
+    class Entry(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(7, 6)
+
+        def forward(self, batch):
+            return self.embedding(batch["tokens"]) * batch["mask"].unsqueeze(-1)
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return {"labels": self.linear(x), "norm": x.norm()}
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output["labels"].flatten(0, 1), target["labels"].flatten())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Entry(), nn.Linear(6, 6), Heads())
+    x = {"tokens": torch.randint(7, (6, 4)), "mask": torch.ones(6, 4)}
+    y = {"labels": torch.randint(3, (6, 4))}
+    total = plain.at_once(model, loss, x, y)
+    expected = plain.taken(model)
+    with Pipeline(model, OneFOneB(3, 3), loss) as pipe:
+        step = pipe.step(x, y)
+        torch.testing.assert_close(step.loss, total)
+        assert step.outputs["labels"].shape == (6, 4, 3)
+        assert step.outputs["norm"].shape == (3,)  # one for each micro-batch
+        assert plain.difference(plain.taken(model), expected) <= 1e-6
+        pipe.verify(x, y)
+
+
+@pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 2]])
+def test_frozen_stages_pass_gradients_on_and_get_none(frozen):
+    model = plain.mlp(6)
+    for stage in frozen:
+        model[2 * stage].requires_grad_(False)
+    x, y = plain.batch(7)
+    plain.one_after_another(model, mse, x, y, 3)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with Pipeline(model, OneFOneB(3, 3), mse) as pipe:
+        pipe.step(x, y)
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (expected[name] is None)
+            assert parameter.grad is None or torch.equal(parameter.grad, expected[name])
+        pipe.verify(x, y)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_stage_may_have_no_parameters(place):
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)]
+    layers.insert(place, nn.Tanh())
+    with Pipeline(nn.Sequential(*layers), OneFOneB(4, 5), mse) as pipe:
+        assert pipe.verify(*plain.batch(9)).exact
+
+
+def test_a_stage_may_hand_on_what_it_was_given():
+    with Pipeline([nn.Linear(6, 6), nn.Identity(), nn.Identity(), nn.Linear(6, 6)], OneFOneB(4, 5), mse) as pipe:
+        assert pipe.verify(*plain.batch(9)).exact
+
+
+@pytest.mark.parametrize("name", pipelab.schedules)
+def test_a_stage_may_begin_with_an_operation_in_place(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 6),
+        nn.ReLU(inplace=True),
+        nn.Linear(6, 6),
+        nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(6, 6)),
+    )
+    x, y = plain.batch(8)
+    with Pipeline(model, pipelab.schedules[name](4, 4), mse) as pipe:
+        step = pipe.step(x, y)
+        assert pipe.verify(x, y).exact
+        assert torch.equal(step.outputs, pipe.forward(x))
+
+
+def test_an_operation_in_place_on_the_batch_leaves_the_batch_alone():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Linear(6, 6))
+    x, y = plain.batch(4)
+    before = x.clone()
+    with Pipeline(model, GPipe(3, 2), mse) as pipe:
+        pipe.step(x, y)
+        pipe.forward(x)
+    assert torch.equal(x, before)
+
+
+def test_a_stage_that_writes_into_its_input_by_hand_is_told_its_line():
+    class Adds(nn.Module):
+        def forward(self, x):
+            x += 1  # autograd forbids it: what a stage is given is a leaf
+            return x
+
+    with (
+        Pipeline([nn.Linear(6, 6), Adds()], GPipe(2, 2), mse) as pipe,
+        pytest.raises(StageError, match=r"in-place[^$]*x \+= 1"),
+    ):
+        pipe.step(*plain.batch(4))
+
+
+def test_a_batch_that_wants_its_gradient_gets_it():
+    model = plain.mlp(4)
+    x, y = plain.batch(7)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plain.one_after_another(model, mse, theirs, y, 3)
+    with Pipeline(model, OneFOneB(2, 3), mse) as pipe:
+        pipe.step(ours, y)
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_other_number_types_pass_between_stages(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, dtype=dtype) for _ in range(3)))
+    x, y = (tensor.to(dtype) for tensor in plain.batch(7))
+
+    def loss(output, target):
+        return (output - target).abs().pow(2).mean()
+
+    plain.one_after_another(model, loss, x, y, 3)
+    expected = plain.taken(model)
+    with Pipeline(model, OneFOneB(3, 3), loss) as pipe:
+        pipe.step(x, y)
+        assert plain.equal(plain.taken(model), expected)
+        pipe.verify(x, y)

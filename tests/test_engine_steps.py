@@ -1,0 +1,341 @@
+"""What a step does to the model, and what it gives back: training is plain training."""
+
+from __future__ import annotations
+
+import copy
+
+import plain
+import pytest
+import torch
+from torch import nn
+
+import pipelab
+from pipelab import GPipe, OneFOneB, Pipeline, errors
+
+mse = nn.functional.mse_loss
+
+
+def test_a_step_adds_to_the_gradients_and_never_zeroes_them():
+    model = plain.mlp(4)
+    x, y = plain.batch(6)
+    with Pipeline(model, OneFOneB(2, 3), mse) as pipe:
+        pipe.step(x, y)
+        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        holders = {name: parameter.grad for name, parameter in model.named_parameters()}
+        pipe.step(x, y)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is holders[name]
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+def test_the_loss_is_the_whole_batchs_a_number_without_history():
+    model = plain.mlp(4)
+    x, y = plain.batch(7)
+    with Pipeline(model, OneFOneB(2, 3), mse) as pipe:
+        step = pipe.step(x, y)
+    torch.testing.assert_close(step.loss, mse(model(x), y).detach())
+    assert step.loss.shape == ()
+    assert not step.loss.requires_grad
+    assert f"loss={float(step.loss):g}" in repr(step)
+
+
+def test_a_loss_of_shape_one_counts_as_a_number():
+    x, y = plain.batch(4)
+    with Pipeline(plain.mlp(4), GPipe(2, 2), lambda output, target: mse(output, target).reshape(1, 1)) as pipe:
+        assert pipe.step(x, y).loss.shape == ()
+
+
+@pytest.mark.parametrize("name", pipelab.schedules)
+def test_outputs_have_the_batchs_order_and_no_history(name):
+    schedule = pipelab.schedules[name](2, 4)
+    model = plain.mlp(2 * schedule.plan().stages)
+    x, y = plain.batch(10)
+    with Pipeline(model, schedule, mse) as pipe:
+        outputs = pipe.step(x, y).outputs
+        evaluated = pipe.forward(x)
+    with torch.no_grad():
+        expected = torch.cat([model(rows) for rows in x.tensor_split(4)])
+    assert torch.equal(outputs, expected)
+    assert torch.equal(evaluated, expected)
+    assert not outputs.requires_grad
+    assert not evaluated.requires_grad
+
+
+def test_a_forward_touches_no_gradient():
+    model = plain.mlp(4)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.forward(plain.batch(4)[0])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_forward_needs_no_parameter_that_learns():
+    model = plain.mlp(4).requires_grad_(False)
+    x, _ = plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        torch.testing.assert_close(pipe.forward(x), model(x))
+
+
+def test_evaluation_mode_is_the_models():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6))
+    x, y = plain.batch(8)
+    with Pipeline(model, OneFOneB(2, 2), mse) as pipe:
+        pipe.step(x, y)
+        assert model[1].num_batches_tracked == 2
+        model.eval()
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())
+        torch.testing.assert_close(pipe.step(x, y).outputs, model(x).detach())
+        assert model[1].num_batches_tracked == 2
+
+
+def test_a_loss_that_sums_is_summed():
+    def loss(output, target):
+        return (output - target).pow(2).sum()
+
+    model = plain.mlp(4)
+    x, y = plain.batch(7)
+    total = plain.at_once(model, loss, x, y)
+    expected = plain.taken(model)
+    with Pipeline(model, OneFOneB(2, 3), loss, reduction="sum") as pipe:
+        step = pipe.step(x, y)
+    torch.testing.assert_close(step.loss, total)
+    assert plain.difference(plain.taken(model), expected) <= 1e-6
+
+
+CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 3.0, 0.5, 2.0])
+
+
+def weighted_cross_entropy(output, target):
+    return nn.functional.cross_entropy(output, target, weight=CLASS_WEIGHTS, ignore_index=-100)
+
+
+def weight_of(target):
+    kept = target[target != -100]
+    return CLASS_WEIGHTS[kept].sum()
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        pytest.param([0, 1, 2, -100, 4, 3, 2], id="one row ignored"),
+        pytest.param([0, 1, 2, -100, -100, 3, 2], id="a whole micro-batch ignored"),
+        pytest.param([-100, -100, -100, 1, 2, 3, 2], id="the first micro-batch ignored"),
+    ],
+)
+def test_a_reduction_function_makes_class_weights_and_ignored_rows_exact(labels):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+    x, y = plain.batch(7)[0], torch.tensor(labels)
+    loss = plain.at_once(model, weighted_cross_entropy, x, y)
+    expected = plain.taken(model)
+    with Pipeline(model, OneFOneB(2, 3), weighted_cross_entropy, reduction=weight_of) as pipe:
+        step = pipe.step(x, y)
+        torch.testing.assert_close(step.loss, loss)
+        assert plain.difference(plain.taken(model), expected) <= 1e-6
+        pipe.verify(x, y)
+
+
+def test_a_micro_batch_that_weighs_nothing_adds_nothing_even_where_its_loss_is_nan():
+    def masked(output, target):  # 0 / 0 where every row is masked
+        mask = (target >= 0).float()
+        return (output.pow(2).mean(1) * mask).sum() / mask.sum()
+
+    model = plain.mlp(4)
+    x, y = plain.batch(6)[0], torch.tensor([0, 1, 2, 3, -1, -1])
+    loss = plain.at_once(model, masked, x, y)
+    expected = plain.taken(model)
+    with Pipeline(model, OneFOneB(2, 3), masked, reduction=lambda target: (target >= 0).sum(), watch_nan=True) as pipe:
+        step = pipe.step(x, y)
+    torch.testing.assert_close(step.loss, loss)
+    assert plain.difference(plain.taken(model), expected) <= 1e-6
+
+
+@pytest.mark.parametrize("reduction", ["max", None, 3])
+def test_an_unknown_reduction_is_refused(reduction):
+    with pytest.raises(errors.EngineError, match=r"expected 'mean', 'sum', or a function"):
+        Pipeline(plain.mlp(4), GPipe(2, 2), mse, reduction=reduction)
+
+
+def adam(parameters):
+    optimizer = torch.optim.Adam(parameters, lr=0.01)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def momentum(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("make", [adam, momentum])
+def test_five_steps_of_training_are_five_steps_of_plain_training(make, made):
+    model = plain.mlp(8)
+    twin = copy.deepcopy(model)
+    if made == "before":
+        optimizer, scheduler = make(model.parameters())
+    twins_optimizer, twins_scheduler = make(twin.parameters())
+    with Pipeline(model, OneFOneB(4, 5), mse) as pipe:
+        if made == "after":
+            optimizer, scheduler = make(pipe.parameters())
+        for number in range(5):
+            x, y = plain.batch(12, seed=number)
+            optimizer.zero_grad()
+            loss = pipe.step(x, y).loss
+            optimizer.step()
+            scheduler.step()
+            twins_optimizer.zero_grad()
+            expected = plain.one_after_another(twin, mse, x, y, 5)
+            twins_optimizer.step()
+            twins_scheduler.step()
+            torch.testing.assert_close(loss, expected)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_parameters_and_state_are_the_models_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    before = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    x, y = plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.step(x, y)
+        assert list(pipe.state_dict()) == keys
+        assert {key: value.data_ptr() for key, value in pipe.state_dict().items()} == {
+            key: value.data_ptr() for key, value in model.state_dict().items()
+        }
+        assert {id(parameter) for parameter in pipe.parameters()} == {id(parameter) for parameter in before.values()}
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+        saved = copy.deepcopy(pipe.state_dict())
+        with torch.no_grad():
+            model[0].weight.zero_()
+        model.load_state_dict(saved)
+        torch.testing.assert_close(
+            pipe.forward(x), torch.cat([model(rows) for rows in x.split(2)]).detach(), rtol=1, atol=1
+        )
+    assert list(model.state_dict()) == keys
+
+
+def test_a_list_of_stages_has_a_state_with_the_stages_numbers():
+    with Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], GPipe(2, 2), mse) as pipe:
+        assert list(pipe.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_clipping_is_by_the_norm_of_all_stages():
+    model = plain.mlp(8)
+    x, y = plain.batch(8)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    clipped = plain.taken(model)
+    with Pipeline(model, OneFOneB(4, 4), mse) as pipe:
+        pipe.step(x, y)
+        assert torch.equal(pipe.clip_grad_norm_(0.01), expected)
+    assert plain.equal(plain.taken(model), clipped)
+
+
+class SinglePrecision(nn.Module):
+    """A layer that keeps out of the caller's autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.linear(x.float())
+
+
+def bfloat_mse(output, target):
+    return mse(output.float(), target)
+
+
+@pytest.mark.parametrize("loss", [bfloat_mse])
+def test_the_callers_autocast_holds_in_the_workers_forward(loss):
+    """As in plain training the forward and the loss run under autocast, and the backward does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), SinglePrecision(), nn.Tanh(), SinglePrecision(), nn.Linear(6, 6))
+    seen = []
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    x, y = plain.batch(9)
+    for rows, targets in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            weighted = loss(model(rows), targets) * (len(rows) / len(x))
+        weighted.backward()
+    expected = plain.taken(model)
+    with Pipeline(model, OneFOneB(2, 4), loss) as pipe:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pipe.step(x, y)
+        assert plain.equal(plain.taken(model), expected)
+        assert set(seen) == {torch.bfloat16}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert pipe.forward(x).dtype == torch.bfloat16
+            assert pipe.verify(x, y).exact
+        seen.clear()
+        assert pipe.step(x, y).outputs.dtype == torch.float32  # it holds while it holds, no longer
+        assert set(seen) == {torch.float32}
+
+
+def test_weights_cast_by_autocast_are_cast_anew_in_the_next_step():
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, OneFOneB(2, 2), bfloat_mse) as pipe, torch.autocast("cpu", dtype=torch.bfloat16):
+        before = pipe.step(x, y).outputs
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert before.abs().sum() > 0
+        assert pipe.step(x, y).outputs.abs().sum() == 0
+
+
+def test_a_step_without_gradients_switched_on_still_learns():
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.step(x, y)
+        expected = plain.taken(model)
+        pipe.forward(x)
+        pipe.step(x, y)
+    assert plain.equal(plain.taken(model), expected)
+
+
+def test_making_and_using_a_pipeline_leaves_the_callers_processor_threads_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Pipeline(plain.mlp(4), GPipe(2, 2), mse, intra_op_threads=1) as pipe:
+            pipe.step(*plain.batch(4))
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_intra_op_threads_hold_in_every_worker():
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x
+
+    model = [nn.Sequential(nn.Linear(6, 6), Look()) for _ in range(3)]
+    with Pipeline(model, GPipe(3, 1), mse, intra_op_threads=3) as pipe:
+        pipe.step(*plain.batch(4))
+    assert seen == [3, 3, 3]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("threads", [0, -1, 1.5])
+def test_a_number_of_threads_that_is_none_is_refused(threads):
+    with pytest.raises(errors.SizeError, match="intra_op_threads"):
+        Pipeline(plain.mlp(4), GPipe(2, 2), mse, intra_op_threads=threads)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_a_timeout_that_is_none_is_refused(timeout):
+    with pytest.raises(errors.EngineError, match="timeout"):
+        Pipeline(plain.mlp(4), GPipe(2, 2), mse, timeout=timeout)
+
+
+def test_a_pipeline_tells_its_plan_and_devices():
+    with Pipeline(plain.mlp(4), GPipe(2, 2), mse, devices=["cpu", "cpu"]) as pipe:
+        assert repr(pipe) == "Pipeline(GPipe(ranks=2, microbatches=2), on cpu, cpu)"

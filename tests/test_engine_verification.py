@@ -1,0 +1,223 @@
+"""`verify` proves what it can, names what is wrong, says what it cannot prove, and leaves no trace."""
+
+from __future__ import annotations
+
+import plain
+import pytest
+import torch
+from torch import nn
+
+import pipelab
+from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan
+from pipelab.errors import BatchError, StageError, VerificationError
+
+mse = nn.functional.mse_loss
+
+
+@pytest.mark.parametrize("name", pipelab.schedules)
+def test_a_right_pipeline_is_proved_right(name):
+    plan = pipelab.schedules[name](3, 4).plan()
+    with Pipeline(plain.mlp(2 * plan.stages), plan, mse) as pipe:
+        proof = pipe.verify(*plain.batch(10))
+    assert proof.parameters == 2 * plan.stages
+    assert proof.microbatches == 4
+    assert proof.largest_difference <= 1e-6
+    assert proof.whole_batch_difference <= 1e-5
+    assert proof.unproven == ()
+    assert str(proof).startswith(f"gradients of {2 * plan.stages} parameters equal to the same 4 micro-batches")
+
+
+def test_a_proof_bit_for_bit_says_so():
+    with Pipeline(plain.mlp(4), OneFOneB(2, 3), mse) as pipe:
+        proof = pipe.verify(*plain.batch(7))
+    assert proof.exact
+    assert proof.largest_difference == 0
+    assert "bit for bit; to the whole batch within" in str(proof)
+
+
+LAST_IN_FIRST_OUT = Plan([[F(m, s) for m in range(5)] + [B(m, s) for m in reversed(range(5))] for s in range(2)], 2, 5)
+
+
+def test_another_order_of_backwards_is_right_within_rounding():
+    with Pipeline(plain.mlp(4), LAST_IN_FIRST_OUT, mse) as pipe:
+        proof = pipe.verify(*plain.batch(11))
+    assert not proof.exact
+    assert 0 < proof.largest_difference <= 1e-6
+    assert "within" in str(proof)
+
+
+class Attention(nn.Module):
+    """One head. The gradient of the key's bias is zero, but for rounding."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        return x + nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("plan", [OneFOneB(2, 5).plan(), LAST_IN_FIRST_OUT], ids=["1f1b", "last in, first out"])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_mistake(seed, plan):
+    torch.manual_seed(seed)
+    model = nn.Sequential(Attention(8), nn.LayerNorm(8), Attention(8), nn.Linear(8, 8))
+    with Pipeline(model, plan, mse) as pipe:
+        pipe.verify(torch.randn(10, 7, 8), torch.randn(10, 7, 8))
+
+
+def test_nothing_is_left_behind():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 6))
+    x, y = plain.batch(8)
+    with Pipeline(model, OneFOneB(2, 2), mse) as pipe:
+        pipe.step(x, y)
+        model[3].bias.grad = None
+        holders = [parameter.grad for parameter in model.parameters()]
+        gradients = [None if grad is None else grad.clone() for grad in holders]
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        random_state = torch.get_rng_state()
+        pipe.verify(x, y)
+    assert all(parameter.grad is holder for parameter, holder in zip(model.parameters(), holders, strict=True))
+    for holder, gradient in zip(holders, gradients, strict=True):
+        assert holder is None or torch.equal(holder, gradient)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(module.training for module in model.modules())
+
+
+class Remembers(nn.Module):
+    """A planted bug: the backward uses what the *latest* forward kept, not its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        module = self
+
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, weight):
+                module.latest = x
+                ctx.save_for_backward(weight)
+                return x * weight
+
+            @staticmethod
+            def backward(ctx, gradient):
+                (weight,) = ctx.saved_tensors
+                rows = min(len(gradient), len(module.latest))
+                return gradient * weight, (gradient[:rows] * module.latest[:rows]).sum(0)
+
+        self.product = Product.apply
+
+    def forward(self, x):
+        return self.product(x, self.weight)
+
+
+def test_a_stage_that_keeps_state_is_found_with_its_parameter_and_the_first_micro_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Remembers(), nn.Linear(6, 6))
+    x, y = plain.batch(8)
+    with Pipeline(model, GPipe(3, 4), mse) as pipe:
+        pipe.step(x, y)
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        with pytest.raises(VerificationError) as wrong:
+            pipe.verify(x, y)
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.grad, gradient)  # restored all the same
+    told = str(wrong.value)
+    assert told.startswith("the gradient of 1.weight (stage 1) differs from the plain model's by ")
+    assert "1 parameter differs in all" in told
+    assert "micro-batch 0 is the first that differs, at 1.weight (stage 1)" in told
+    assert "try: look for state" in told
+
+
+def test_a_stage_that_keeps_state_is_right_where_nothing_comes_between():
+    torch.manual_seed(0)
+    with Pipeline([nn.Linear(6, 6), Remembers()], OneFOneB(2, 4), mse) as pipe:  # the last stage: F0 B0 F1 B1 ...
+        assert pipe.verify(*plain.batch(8)).exact
+
+
+def test_the_parameter_is_named_as_the_model_names_it():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.entry, self.blocks = nn.Linear(6, 6), nn.ModuleList([Remembers(), nn.Linear(6, 6)])
+
+    model = Model()
+    stages = [model.entry, *model.blocks]
+    with Pipeline(stages, GPipe(3, 4), mse) as pipe, pytest.raises(VerificationError, match=r"of 1\.weight \(stage 1\)"):
+        pipe.verify(*plain.batch(8))
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "told"),
+    [
+        (lambda output, target: (output - target).pow(2).sum(), "mean", "reduction is 'mean'"),
+        (mse, "sum", "reduction is 'sum'"),
+        (mse, lambda target: len(target) ** 2, "reduction is 'a function'"),
+    ],
+    ids=["a sum taken for a mean", "a mean taken for a sum", "wrong weights"],
+)
+def test_a_wrong_reduction_is_told(loss, reduction, told):
+    with Pipeline(plain.mlp(4), OneFOneB(2, 3), loss, reduction=reduction) as pipe:
+        with pytest.raises(VerificationError, match=told) as wrong:
+            pipe.verify(*plain.batch(7))
+    assert "their sum is not the whole batch's" in str(wrong.value)
+    assert "(stage " in str(wrong.value)
+
+
+def test_what_dropout_and_batch_norm_do_not_let_it_prove_is_said():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.BatchNorm1d(6))
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe:
+        proof = pipe.verify(*plain.batch(8))
+        assert [reason.split()[0] for reason in proof.unproven[:2]] == ["dropout", "BatchNorm"]
+        assert str(proof).count("not proved:") == len(proof.unproven)
+        assert proof.whole_batch_difference is None
+        model.eval()
+        proof = pipe.verify(*plain.batch(8))
+        assert proof.unproven == ()
+        assert proof.exact
+
+
+def test_dropout_that_drops_nothing_hides_nothing():
+    with Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0)), GPipe(2, 2), mse) as pipe:
+        assert pipe.verify(*plain.batch(4)).unproven == ()
+
+
+def test_stages_given_as_a_list_are_proved_without_the_whole_batch():
+    with Pipeline([plain.mlp(2), plain.mlp(2)], GPipe(2, 2), mse) as pipe:
+        proof = pipe.verify(*plain.batch(4))
+    assert proof.exact
+    assert proof.whole_batch_difference is None
+
+
+def test_a_frozen_model_part_is_not_compared():
+    model = plain.mlp(4)
+    model[0].requires_grad_(False)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        assert pipe.verify(*plain.batch(4)).parameters == 2
+
+
+def test_a_model_that_fails_fails_the_verification_and_gradients_come_back():
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.step(x, y)
+        before = [parameter.grad for parameter in model.parameters()]
+        with pytest.raises(StageError):
+            pipe.verify(x[:, :3], y)
+        with pytest.raises(BatchError):
+            pipe.verify(x, y[:3])
+        assert all(parameter.grad is holder for parameter, holder in zip(model.parameters(), before, strict=True))
+
+
+def test_a_model_of_many_batch_shapes_is_verified():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9))
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    with Pipeline(model, OneFOneB(3, 4), loss) as pipe:
+        assert pipe.verify(torch.randint(9, (7, 5)), torch.randint(9, (7, 5))).exact

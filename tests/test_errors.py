@@ -1,0 +1,65 @@
+"""One exception for everything that pipelab says about your input, with all faults in it."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import pipelab
+from pipelab import B, F, Fault, Plan, ScheduleError, errors
+from pipelab.errors import StageError
+
+
+def test_every_error_is_a_pipelab_error():
+    for name in errors.__all__:
+        if name == "require_size":
+            continue
+        assert issubclass(getattr(errors, name), pipelab.PipelabError)
+        assert getattr(errors, name).__doc__
+
+
+def test_a_schedule_error_counts_its_faults_and_numbers_them():
+    with pytest.raises(ScheduleError) as refusal:
+        pipelab.simulate(Plan([[F(0), "B0", B(7, 0)], [F(0)]], 2, 1))
+    error = refusal.value
+    assert [fault.code for fault in error.faults] == ["not-an-action", "out-of-range", "missing", "missing"]
+    lines = str(error).splitlines()
+    assert lines[0] == "4 faults in Plan(ranks=2, stages=2, microbatches=1)"
+    assert lines[1] == " 1. not-an-action: rank 0, position 1 holds 'B0', a str, not an action"
+    assert lines[2] == "      try: yield F(m), B(m), I(m), W(m), R() or F(m) & B(n)"
+    assert [line[:3] for line in lines if line[2:3] == "."] == [" 1.", " 2.", " 3.", " 4."]
+
+
+def test_one_fault_is_not_called_faults():
+    assert str(ScheduleError([Fault("refused", None, None, None, "too small")], "GPipe")) == (
+        "1 fault in GPipe\n 1. refused: too small"
+    )
+
+
+def test_many_faults_alike_are_not_a_wall_of_text():
+    class Repeats(pipelab.Schedule):
+        def actions(self, rank):
+            return [F(0) for _ in range(self.microbatches)]
+
+    with pytest.raises(ScheduleError) as refusal:
+        Repeats(ranks=4, microbatches=16).plan()
+    assert len(refusal.value.faults) == 4 * 15 + 8
+    text = str(refusal.value)
+    assert text.startswith("68 faults in Repeats(ranks=4, microbatches=16)")
+    assert "… and 56 more duplicate: error.faults holds all" in text
+    assert len(text.splitlines()) <= 40
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ScheduleError([Fault("missing", 0, None, None, "no F")], "the plan"),
+        StageError("stage 1 raised", 1, 2, F(0, 2)),
+    ],
+)
+def test_an_error_crosses_processes(error):
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)

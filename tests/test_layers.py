@@ -1,0 +1,209 @@
+"""Imports point down only, and the torch-free half never touches torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import pipelab
+
+ROOT = Path(pipelab.__file__).parent
+
+# Top to bottom. A line imports from the lines below it and from itself; those side by side on a line keep apart.
+# A folder stands for all that is in it, whatever is added there.
+LAYERS: list[list[str]] = [
+    ["pipelab.__main__"],
+    ["pipelab.cli"],
+    ["pipelab.labs"],
+    ["pipelab"],  # the face: `import pipelab`
+    ["pipelab.engine", "pipelab.draw"],
+    ["pipelab.analysis"],
+    ["pipelab.simulation"],
+    ["pipelab.trace"],
+    ["pipelab.events"],
+    ["pipelab.catalogue"],
+    ["pipelab.schedule"],
+    ["pipelab.checking"],
+    ["pipelab.deadlocks", "pipelab.completeness"],
+    ["pipelab.plan"],
+    ["pipelab.traversal", "pipelab.dependencies"],
+    ["pipelab.program"],
+    ["pipelab.numbering", "pipelab.placement"],
+    ["pipelab.faults"],
+    ["pipelab.actions"],
+    ["pipelab.errors"],
+]
+
+# The one place where an import may point up: what shows a thing imports `draw` when it is called.
+DISPLAYS = {
+    "pipelab.trace:Trace.save",
+    "pipelab.trace:Trace.plot",
+    "pipelab.trace:Trace.show",
+    "pipelab.trace:Trace.__str__",
+    "pipelab.trace:Trace._repr_svg_",
+    "pipelab.analysis:Comparison.plot",
+    "pipelab.analysis:Comparison.save",
+    "pipelab.analysis:Comparison.__str__",
+    "pipelab.analysis:Comparison._repr_svg_",
+    "pipelab.plan:Plan.save_graph",
+}
+
+TORCH_HALF = ("pipelab.engine", "pipelab.labs")
+HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "typer"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: of what, by which module, inside which function ("" at the top of the module)."""
+
+    module: str
+    name: str
+    function: str
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the package."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(module: str, path: Path) -> list[Import]:
+    """Return what a module imports, but for what only type checkers see."""
+    found: list[Import] = []
+
+    def walk(node: ast.AST, scope: tuple[str, ...], function: str) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.orelse:
+                walk(child, scope, function)
+            return
+        if isinstance(node, ast.Import):
+            found.extend(Import(module, alias.name, function) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}, line {node.lineno}: write the whole name, not a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.append(Import(module, whole if whole in MODULES else str(node.module), function))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            scope = (*scope, node.name)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = function or ".".join(scope)
+        for child in ast.iter_child_nodes(node):
+            walk(child, scope, function)
+
+    walk(ast.parse(path.read_text()), (), "")
+    return found
+
+
+IMPORTS = [each for module, path in MODULES.items() for each in imports(module, path)]
+
+
+def layer(module: str) -> tuple[int, str] | None:
+    """Return a module's line in the table, and the name on it."""
+    for depth, names in enumerate(LAYERS):
+        for name in names:
+            if module == name or (module.startswith(f"{name}.") and name != "pipelab"):
+                return depth, name
+    return None
+
+
+def points_up(each: Import) -> bool:
+    """Tell whether an import breaks the rule: up, or sideways."""
+    here, there = layer(each.module), layer(each.name)
+    assert here is not None
+    if there is None or here == there:
+        return False
+    return there[0] <= here[0]
+
+
+def test_every_module_has_its_line_in_the_table():
+    assert [module for module in MODULES if layer(module) is None] == []
+
+
+def test_every_line_of_the_table_exists():
+    assert [name for names in LAYERS for name in names if name not in MODULES] == []
+
+
+def test_imports_point_down_only():
+    up = [each for each in IMPORTS if points_up(each) and f"{each.module}:{each.function}" not in DISPLAYS]
+    assert up == []
+
+
+def test_exactly_the_display_methods_import_what_is_above_them():
+    up = {f"{each.module}:{each.function}" for each in IMPORTS if points_up(each)}
+    assert up == DISPLAYS
+    assert {each.name for each in IMPORTS if points_up(each)} <= {name for name in MODULES if "pipelab.draw" in name}
+
+
+def test_the_rule_sees_an_upward_import_a_sideways_one_and_one_inside_a_function():
+    assert points_up(Import("pipelab.plan", "pipelab.checking", ""))
+    assert points_up(Import("pipelab.draw.text", "pipelab.engine.pipeline", ""))
+    assert points_up(Import("pipelab.engine.threads", "pipelab.draw", ""))
+    assert points_up(Import("pipelab.numbering", "pipelab.placement", "code"))
+    assert points_up(Import("pipelab.simulation", "pipelab", ""))
+    assert not points_up(Import("pipelab.engine.threads", "pipelab.engine.stage", ""))
+    assert not points_up(Import("pipelab.cli.app", "pipelab.catalogue", ""))
+
+
+def test_the_torch_free_half_never_imports_torch():
+    torch = [each for each in IMPORTS if each.name.split(".")[0] == "torch"]
+    guilty = [each for each in torch if not each.module.startswith(TORCH_HALF)]
+    assert guilty == []
+
+
+def test_heavy_packages_are_imported_only_when_they_are_used():
+    always = ("pipelab.cli", "pipelab.draw", *TORCH_HALF)
+    guilty = [
+        each
+        for each in IMPORTS
+        if each.name.split(".")[0] in HEAVY and not each.function and not each.module.startswith(always)
+    ]
+    assert guilty == []
+
+
+def test_importing_pipelab_loads_nothing_heavy():
+    code = f"import sys, pipelab; print(sorted({HEAVY} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_checking_and_simulating_load_nothing_heavy():
+    code = (
+        "import sys, pipelab; pipelab.simulate(pipelab.OneFOneB(4, 8)).transfers; "
+        f"print(sorted({HEAVY} & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
+def test_a_file_can_be_read_in_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("name", sorted({*pipelab.__all__} - {*pipelab._TORCH_HALF}))
+def test_every_public_name_is_there(name):
+    assert getattr(pipelab, name) is not None
+
+
+def test_the_torch_half_is_listed_among_the_public_names():
+    assert set(pipelab._TORCH_HALF) <= set(pipelab.__all__) <= set(dir(pipelab))
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'pipelab' has no attribute 'nonsense'"):
+        _ = pipelab.nonsense
+
+
+def test_no_function_shares_its_name_with_a_module():
+    assert {name for name in pipelab.__all__ if f"pipelab.{name}" in MODULES} == set()

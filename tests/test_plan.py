@@ -1,0 +1,252 @@
+"""Plans: written, read, compared, bound to stages, and turned into a graph."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import networkx as nx
+import oracle
+import pytest
+from hypothesis import given
+from strategies import catalogue_plans, legal_cases
+
+import pipelab
+from pipelab import Action, B, F, I, Plan, R, W, check
+from pipelab.errors import NotationError, SizeError
+
+# Text and CSV
+
+
+def text(plan):
+    return [" ".join(map(str, row)) for row in plan.rows]
+
+
+@given(legal_cases())
+def test_a_plan_reads_back_from_its_own_text(case):
+    plan = Plan(case.rows, case.stages, case.microbatches)
+    parsed = Plan.parse(text(plan))
+    assert Plan(parsed.written, case.stages, case.microbatches) == plan
+
+
+@given(catalogue_plans())
+def test_a_catalogue_plan_reads_back_with_its_sizes(plan):
+    parsed = Plan.parse(text(plan))
+    assert parsed == plan
+    assert hash(parsed) == hash(plan)
+    assert (parsed.ranks, parsed.stages, parsed.microbatches) == (plan.ranks, plan.stages, plan.microbatches)
+
+
+@given(case=legal_cases())
+def test_a_plan_reads_back_from_its_csv(tmp_path_factory, case):
+    plan = Plan(case.rows, case.stages, case.microbatches)
+    path = tmp_path_factory.mktemp("plan") / "plan.csv"
+    assert plan.to_csv(path) == path
+    read = Plan.from_csv(path)
+    assert read.rows == plan.rows
+    assert read.ranks == plan.ranks
+    assert read.name == "plan.csv"
+
+
+def test_the_csv_is_pytorchs(tmp_path):
+    plan = Plan([[F(0), F(1) & B(0), I(1), W(1)], [F(0, 1), B(0, 1), F(1, 1), B(1, 1)]])
+    assert plan.to_csv(tmp_path / "plan.csv").read_text().splitlines() == [
+        "0F0,(0F1;0B0)OVERLAP_F_B,0I1,0W1",
+        "1F0,1B0,1F1,1B1",
+    ]
+
+
+def test_blank_cells_are_idle(tmp_path):
+    path = tmp_path / "plan.csv"
+    path.write_text("0F0,, 0B0 ,\n,1F0,1B0\n")
+    assert Plan.from_csv(path) == Plan.parse(["0F0 0B0", "1F0 1B0"])
+
+
+def test_a_blank_line_is_a_rank_without_actions(tmp_path):
+    path = tmp_path / "plan.csv"
+    Plan([[F(0, 0), B(0, 0)], []], 1, 1).to_csv(path)
+    assert Plan.from_csv(path).rows == ((F(0, 0), B(0, 0)), ())
+
+
+def test_a_bad_cell_is_told_with_file_line_and_column(tmp_path):
+    path = tmp_path / "plan.csv"
+    path.write_text("0F0,0B0\n1F0,,oops\n")
+    with pytest.raises(NotationError) as refusal:
+        Plan.from_csv(path)
+    assert str(refusal.value).startswith(f"{path}, line 2, column 3: 'oops' is not an action")
+
+
+def test_a_bad_word_is_told_with_rank_and_position():
+    with pytest.raises(NotationError, match=r"^rank 1, position 2: '1X0' is not an action: expected"):
+        Plan.parse(["0F0 0B0", "1F0, 1B0 1X0"])
+
+
+def test_words_are_separated_by_blanks_or_commas():
+    assert Plan.parse(["0F0,0F1 , 0B0\t0B1"]) == Plan.parse(["0F0 0F1 0B0 0B1"])
+
+
+def test_a_plan_prints_one_line_per_rank_and_leaves_out_the_middle_of_long_ones():
+    assert str(Plan.parse(["0F0 0B0", "1F0 1B0"])) == "rank 0 | 0F0 0B0\nrank 1 | 1F0 1B0"
+    (line,) = str(pipelab.GPipe(1, 100).plan()).splitlines()
+    assert "… 176 more …" in line
+    assert line.endswith("0B98 0B99")
+    assert len(line) < 150
+
+
+# What a plan is
+
+
+def test_rows_are_bound_to_stages_and_cannot_be_changed():
+    row = [F(0), B(0)]
+    plan = Plan([row], 1, 1)
+    row.append(F(0))
+    assert plan.rows == ((F(0, 0), B(0, 0)),)
+    assert plan.written == ((F(0), B(0)),)
+    assert isinstance(plan.rows, tuple)
+    assert isinstance(plan.rows[0], tuple)
+    with pytest.raises(AttributeError):
+        plan.stages = 3
+
+
+def test_a_row_may_be_any_iterable():
+    rows = ((each for each in [F(0), B(0)]), iter((F(0), B(0))))
+    assert Plan(rows) == Plan([[F(0), B(0)], [F(0), B(0)]])
+
+
+def test_plans_are_equal_if_sizes_and_bound_rows_are():
+    plan = Plan([[F(0), B(0)]])
+    assert plan == Plan.parse(["0F0 0B0"], name="another name")
+    assert hash(plan) == hash(Plan.parse(["0F0 0B0"]))
+    assert plan != Plan([[F(0), B(0)]], stages=2)
+    assert plan != Plan([[F(0), B(0)]], microbatches=2)
+    assert plan != Plan([[B(0), F(0)]])
+    assert plan != plan.rows
+
+
+def test_a_plan_shows_its_sizes():
+    plan = Plan([[F(0), B(0)]])
+    assert repr(plan) == plan.name == "Plan(ranks=1, stages=1, microbatches=1)"
+    assert Plan([[F(0)]], name="mine").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        ([[F(0), B(0)], [F(0), B(0)]], (2, 1)),
+        ([[F(0, 0), F(2, 3)]], (4, 3)),
+        ([[F(1)], [], []], (3, 2)),
+        ([[F(0, 1)], [F(0)], [F(0)]], (3, 1)),
+        ([[F(4, 5) & B(6, 1)]], (6, 7)),
+        ([[R(2)]], (3, 1)),
+        ([[], []], (2, 1)),
+        ([], (1, 1)),
+        ([["junk"]], (1, 1)),
+        ([[Action("F", -1, -1), Action("F", "x", "y")]], (1, 1)),
+    ],
+)
+def test_sizes_are_those_that_the_rows_name(rows, sizes):
+    plan = Plan(rows)
+    assert (plan.stages, plan.microbatches) == sizes
+
+
+def test_given_sizes_are_taken_as_they_are():
+    plan = Plan([[F(7, 7)]], stages=2, microbatches=3)
+    assert (plan.stages, plan.microbatches) == (2, 3)
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.5, "2", True])
+@pytest.mark.parametrize("which", ["stages", "microbatches"])
+def test_a_size_that_is_no_positive_whole_number_is_refused(which, size):
+    with pytest.raises(SizeError, match=f"{which}={size!r}"):
+        Plan([[F(0)]], **{which: size})
+
+
+@pytest.mark.parametrize("slip", [F(10**9), F(10**9, 0), F(0, 10**9), R(10**9), F(10**30), F(10**9) & B(10**9)])
+def test_a_giant_slip_is_told_and_takes_no_memory(slip):
+    plan = Plan([[F(0), F(1), B(0), B(1), slip], [F(0), F(1), B(0), B(1)]])
+    assert (plan.stages, plan.microbatches) == (2, 2)
+    assert {fault.code for fault in check(plan)} == {"out-of-range"}
+
+
+def test_several_large_slips_take_no_memory_either():
+    plan = Plan([[F(0, 0), B(0, 0), F(4000, 0), F(0, 4000)]])
+    assert plan.stages * plan.microbatches <= 1 << 17
+    assert "missing" in {fault.code for fault in check(plan)}
+
+
+def test_a_faulty_plan_shows_what_cannot_be_bound_as_it_was_written():
+    plan = Plan([["junk", F(0), F(9), F(0) & B(0), B(0)]], 1, 1)
+    assert plan.rows == (("junk", F(0, 0), F(9), F(0) & B(0), B(0)),)
+
+
+def test_a_pair_is_one_item_of_its_row():
+    plan = Plan([[F(0), F(1) & B(0), B(1)]])
+    assert plan.rows == ((F(0, 0), F(1, 0) & B(0, 0), B(1, 0)),)
+
+
+def test_an_action_without_a_stage_gets_the_stage_that_its_rank_names_elsewhere():
+    plan = Plan([[F(0, 1), B(0), R()], [F(0, 0) & B(1, 0), F(1), B(0)]], 2, 2)
+    assert [str(item) for item in plan.rows[0]] == ["1F0", "1B0", "1R"]
+    assert [str(item) for item in plan.rows[1]] == ["(0F0;0B1)OVERLAP_F_B", "0F1", "0B0"]
+    (fault,) = [fault for fault in check(Plan([[F(0, 0), F(0, 1), B(0)]])) if fault.code == "ambiguous-stage"]
+    assert fault.message == "B0 on rank 0 could mean stage 0 or 1"
+
+
+# Replicas
+
+
+def test_a_stage_on_several_ranks_is_replicated():
+    plan = Plan.parse(["0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1"])
+    assert plan.replicas == {0: (0, 1), 1: (0, 1)}
+    assert pipelab.GPipe(3, 2).plan().replicas == {0: (0,), 1: (1,), 2: (2,)}
+
+
+def test_a_stage_that_nobody_runs_is_on_no_rank():
+    assert Plan([[F(0, 0)]], stages=2).replicas == {0: (0,), 1: ()}
+
+
+# The graph
+
+
+@given(legal_cases())
+def test_the_graph_has_a_data_edge_for_every_need_and_an_order_edge_for_every_step(case):
+    plan = Plan(case.rows, case.stages, case.microbatches)
+    graph = plan.graph()
+    flat = [[half for item in row for half in oracle.halves(item)] for row in plan.rows]
+    assert set(graph) == {action for row in flat for action in row}
+    giver_of = {value: action for row in flat for action in row for value in oracle.gives(action)}
+    data = {
+        (giver_of[value], action): "{}({}, {})".format(*value)
+        for row in flat
+        for action in row
+        for value in oracle.needs(action, plan.stages, plan.microbatches)
+    }
+    order = {(before, after) for row in flat for before, after in pairwise(row)}
+    assert set(graph.edges) == data.keys() | order
+    for giver, needer, edge in graph.edges(data=True):
+        assert edge.get("value") == data.get((giver, needer))
+        assert edge["kind"] == ("data" if (giver, needer) in data else "order")
+        if edge["kind"] == "data":
+            assert edge.get("order", False) == ((giver, needer) in order)
+
+
+@given(legal_cases())
+def test_the_graph_of_a_legal_plan_has_no_cycle(case):
+    assert nx.is_directed_acyclic_graph(case.plan.graph())
+
+
+def test_the_graph_of_a_deadlock_has_one():
+    graph = Plan.parse(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]).graph()
+    assert not nx.is_directed_acyclic_graph(graph)
+
+
+def test_opposite_orders_of_two_all_reduces_are_a_cycle_of_the_graph():
+    graph = Plan.parse(["0F0 1F0 1B0 0B0 0R 1R", "0F1 1F1 1B1 0B1 1R 0R"]).graph()
+    assert {R(0), R(1)} <= {node for cycle in nx.simple_cycles(graph) for node in cycle}
+
+
+def test_the_graphs_nodes_know_their_ranks_and_an_all_reduce_is_one_node():
+    graph = Plan.parse(["0F0 0B0 0R", "0F1 0B1 0R"]).graph()
+    assert graph.nodes[F(1, 0)] == {"rank": 1}
+    assert graph.nodes[R(0)] == {"ranks": (0, 1)}
+    assert set(graph.predecessors(R(0))) == {B(0, 0), B(1, 0)}
+    assert graph.edges[B(1, 0), R(0)] == {"kind": "data", "value": "gw(1, 0)", "order": True}

@@ -1,0 +1,248 @@
+"""A schedule is a student's ten lines: whatever happens inside them is told with their file and line."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipelab
+from pipelab import B, F, ScheduleError, check, simulate
+from pipelab.errors import SizeError
+
+
+class Interleaved(pipelab.Schedule):
+    """Two stages per rank, one micro-batch after the other."""
+
+    def __init__(self, ranks, microbatches, stages_per_rank=2):
+        super().__init__(ranks, microbatches, stages_per_rank)
+
+    def actions(self, rank):
+        for m in range(self.microbatches):
+            for s in range(rank, self.stages, self.ranks):
+                yield F(m, s)
+            for s in reversed(range(rank, self.stages, self.ranks)):
+                yield B(m, s)
+
+
+def imported(tmp_path, body):
+    """Write a student's file and import its schedule `Mine`."""
+    path = tmp_path / "homework.py"
+    path.write_text("import pipelab\nfrom pipelab import B, F\n\n" + textwrap.dedent(body))
+    spec = importlib.util.spec_from_file_location("homework", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Mine, path
+
+
+def the_fault(schedule):
+    """The one fault of a schedule, which `plan`, `check` and `simulate` all tell."""
+    (fault,) = check(schedule)
+    for refuse in (schedule.plan, lambda: simulate(schedule)):
+        with pytest.raises(ScheduleError) as refusal:
+            refuse()
+        assert refusal.value.faults == [fault]
+        assert repr(schedule) in str(refusal.value)
+    return fault
+
+
+def test_an_error_inside_actions_is_told_with_the_students_file_and_line(tmp_path):
+    mine, path = imported(
+        tmp_path,
+        """
+        class Mine(pipelab.Schedule):
+            def actions(self, rank):
+                yield F(0)
+                order = [B(0)]
+                yield order[rank + 1]
+        """,
+    )
+    faults = check(mine(ranks=2, microbatches=1))
+    assert [(fault.code, fault.rank, fault.position) for fault in faults] == [("exception", 0, 1), ("exception", 1, 1)]
+    assert faults[0].message == (
+        "actions(0) raised IndexError after 1 action, the last one F0: list index out of range\n"
+        f"  at {path}, line 9, in actions: yield order[rank + 1]"
+    )
+    with pytest.raises(ScheduleError) as refusal:
+        mine(ranks=2, microbatches=1).plan()
+    assert refusal.value.faults == faults
+    assert isinstance(refusal.value.__cause__, IndexError)
+
+
+def test_an_error_inside_a_helper_of_the_student_is_told_where_it_was_raised(tmp_path):
+    mine, path = imported(
+        tmp_path,
+        """
+        def helper(rank):
+            raise RuntimeError("not yet written")
+
+        class Mine(pipelab.Schedule):
+            def actions(self, rank):
+                return helper(rank)
+        """,
+    )
+    fault = the_fault(mine(1, 1))
+    assert fault.message == (
+        "actions(0) raised RuntimeError: not yet written\n"
+        f'  at {path}, line 6, in helper: raise RuntimeError("not yet written")'
+    )
+
+
+def test_a_mistake_in_calling_pipelab_is_told_at_the_students_line(tmp_path):
+    mine, path = imported(
+        tmp_path,
+        """
+        class Mine(pipelab.Schedule):
+            def actions(self, rank):
+                yield B(0) & F(0)
+        """,
+    )
+    fault = the_fault(mine(1, 1))
+    assert "NotationError" in fault.message
+    assert f"at {path}, line 7, in actions: yield B(0) & F(0)" in fault.message
+
+
+def test_a_mistake_in_calling_a_library_is_told_at_the_students_line(tmp_path):
+    mine, path = imported(
+        tmp_path,
+        """
+        import random
+
+        class Mine(pipelab.Schedule):
+            def actions(self, rank):
+                yield random.choice([])
+        """,
+    )
+    assert f"at {path}, line 9, in actions: yield random.choice([])" in the_fault(mine(1, 1)).message
+
+
+def test_actions_that_return_nothing_are_told_to_yield():
+    class Forgot(pipelab.Schedule):
+        def actions(self, rank):
+            [F(0), B(0)]  # the mistake itself
+
+    fault = the_fault(Forgot(1, 1))
+    assert fault.code == "exception"
+    assert "returned None, which is not a sequence of actions: did you mean to yield the actions" in fault.message
+
+
+def test_actions_that_return_a_number_are_told():
+    class Three(pipelab.Schedule):
+        def actions(self, rank):
+            return 3
+
+    assert "returned 3, which is not a sequence of actions" in the_fault(Three(1, 1)).message
+
+
+def test_actions_that_never_end_are_cut_off():
+    class Forever(pipelab.Schedule):
+        def actions(self, rank):
+            while True:
+                yield F(0)
+
+    faults = check(Forever(ranks=2, microbatches=3))
+    assert [(fault.code, fault.rank) for fault in faults if fault.code == "endless"] == [("endless", 0), ("endless", 1)]
+    assert {fault.code for fault in faults} == {"endless", "missing"}
+
+
+def test_an_error_inside_place_is_told_once_with_the_students_line(tmp_path):
+    mine, path = imported(
+        tmp_path,
+        """
+        class Mine(pipelab.GPipe):
+            def place(self, microbatch, stage):
+                return [0][stage]
+        """,
+    )
+    fault = the_fault(mine(2, 2))
+    assert fault.code == "exception"
+    assert fault.message == (
+        "place(microbatch, stage) raised IndexError: list index out of range\n"
+        f"  at {path}, line 7, in place: return [0][stage]"
+    )
+
+
+@pytest.mark.parametrize("nonsense", [None, "0", -1, 2, 0.0, True, [0], {}, float("nan")])
+def test_a_place_that_is_no_rank_is_told_once(nonsense):
+    class Lost(pipelab.GPipe):
+        def place(self, microbatch, stage):
+            return nonsense
+
+    fault = the_fault(Lost(2, 2))
+    assert fault.code == "out-of-range"
+    assert fault.message == (
+        f"place(0, 0) returns {nonsense!r}, and 3 more like it; there are 2 ranks, numbered 0 to 1"
+    )
+
+
+def test_a_place_that_is_wrong_once_is_told_where():
+    class Lost(pipelab.GPipe):
+        def place(self, microbatch, stage):
+            return 9 if (microbatch, stage) == (1, 0) else stage
+
+    assert the_fault(Lost(2, 2)).message == "place(1, 0) returns 9; there are 2 ranks, numbered 0 to 1"
+
+
+def test_a_refused_size_is_told_with_its_reason():
+    class Even(pipelab.GPipe):
+        @classmethod
+        def refusal(cls, ranks, microbatches):  # noqa: ARG003 - pipelab calls it with both
+            return f"{microbatches} micro-batches cannot be halved: take 4" if microbatches % 2 else None
+
+    assert Even(2, 4).plan().microbatches == 4
+    fault = the_fault(Even(2, 3))
+    assert str(fault) == "refused: 3 micro-batches cannot be halved: take 4"
+    assert (fault.rank, fault.position) == (None, None)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.0, "2", None, True])
+@pytest.mark.parametrize("which", ["ranks", "microbatches", "stages_per_rank"])
+def test_a_size_that_is_no_positive_whole_number_is_refused(which, size):
+    sizes = {"ranks": 2, "microbatches": 2} | {which: size}
+    with pytest.raises(SizeError, match=f"{which}={size!r}: expected a whole number, at least 1"):
+        pipelab.GPipe(**sizes)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_a_schedule_with_several_stages_per_rank_places_them_round_robin(ranks, microbatches, stages_per_rank):
+    schedule = Interleaved(ranks, microbatches, stages_per_rank)
+    plan = schedule.plan()
+    assert (plan.ranks, plan.stages) == (ranks, ranks * stages_per_rank)
+    assert all(item.stage % ranks == rank for rank, row in enumerate(plan.rows) for item in row)
+
+
+def test_an_action_without_a_stage_gets_the_only_stage_of_its_micro_batch():
+    class Bidirectional(pipelab.Naive):
+        """Micro-batch 1 goes the other way round."""
+
+        def place(self, microbatch, stage):
+            return stage if microbatch == 0 else self.ranks - 1 - stage
+
+    plan = Bidirectional(2, 2).plan()
+    assert [str(item) for item in plan.rows[0]] == ["0F0", "0B0", "1F1", "1B1"]
+    assert plan.replicas == {0: (0, 1), 1: (0, 1)}
+
+
+def test_a_schedule_shows_its_name_and_sizes():
+    assert repr(Interleaved(2, 3)) == "Interleaved(ranks=2, microbatches=3, stages_per_rank=2)"
+    assert repr(pipelab.GPipe(2, 3)) == "GPipe(ranks=2, microbatches=3)"
+    assert pipelab.GPipe(2, 3).plan().name == "GPipe(ranks=2, microbatches=3)"
+
+
+def test_a_schedule_without_actions_cannot_be_made():
+    class Empty(pipelab.Schedule):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Empty(2, 2)
+
+
+def test_a_faulty_schedule_can_be_drafted_and_looked_at():
+    class NoBackward(pipelab.Schedule):
+        def actions(self, rank):
+            return [F(0), "B0"]
+
+    assert NoBackward(1, 1).draft().rows == ((F(0, 0), "B0"),)

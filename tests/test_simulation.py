@@ -1,0 +1,322 @@
+"""The simulation: everything starts as soon as it can, and takes what its cost says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import catalogue_plans, costs, legal_cases
+
+import pipelab
+from pipelab import B, Cost, F, I, Plan, R, ScheduleError, W, simulate
+from pipelab.errors import CostError
+
+
+class Interleaved(pipelab.Schedule):
+    """Two stages per rank, all forwards, then all backwards, as a student would write it."""
+
+    def __init__(self, ranks, microbatches, stages_per_rank=2):
+        super().__init__(ranks, microbatches, stages_per_rank)
+
+    def actions(self, rank):
+        mine = range(rank, self.stages, self.ranks)
+        for s in mine:
+            for m in range(self.microbatches):
+                yield F(m, stage=s)
+        for s in reversed(mine):
+            for m in range(self.microbatches):
+                yield B(m, stage=s)
+
+
+def by_stage(microbatch, stage):
+    return stage
+
+
+def spans(trace):
+    return {(event.rank, event.action): (event.start, event.end) for event in trace.events}
+
+
+def times_per_stage(stages):
+    return st.lists(costs(), min_size=stages, max_size=stages)
+
+
+# Against brute force
+
+
+@given(legal_cases(), st.data())
+def test_everything_starts_as_soon_as_it_can(case, data):
+    plan = case.plan
+    forward, inputs, weights, backward, reduce = (data.draw(times_per_stage(case.stages)) for _ in range(5))
+    outputs, gradients = (data.draw(times_per_stage(case.stages)) for _ in range(2))
+    latency = data.draw(st.sampled_from([0, 0.25, 4]))
+    cost = Cost(
+        forward=forward,
+        backward=backward,
+        input_grad=inputs,
+        weight_grad=weights,
+        all_reduce=reduce,
+        latency=latency,
+        bandwidth=2,
+        activation_bytes=outputs,
+        boundary_gradient_bytes=gradients,
+    )
+    lasts = {"F": forward, "B": backward, "I": inputs, "W": weights, "R": reduce}
+    expected = oracle.clock(
+        plan.rows,
+        case.stages,
+        case.microbatches,
+        lasts=lambda action: lasts[action.kind][action.stage],
+        lag=lambda value: latency + {"out": outputs, "gin": gradients}[value[0]][value[2]] / 2,
+    )
+    assert spans(simulate(plan, cost)) == {(rank, action): (start, end) for rank, action, start, end in expected}
+
+
+@given(legal_cases(), costs(), st.sampled_from([0, 0.5]))
+def test_a_pair_as_one_slot_starts_with_its_last_input_and_gives_both_values_at_its_end(case, length, latency):
+    plan = case.plan
+    cost = Cost(forward=1, backward=2, pair=[length] * case.stages, latency=latency, per="stage")
+    expected = oracle.clock(
+        plan.rows,
+        case.stages,
+        case.microbatches,
+        lasts=lambda action: {"F": 1, "B": 2, "I": 1, "W": 1, "R": 0}[action.kind],
+        lag=lambda _: latency,
+        pair=lambda _: length,
+    )
+    if expected is None:
+        with pytest.raises(ScheduleError, match="with each overlapped pair as one slot") as refusal:
+            simulate(plan, cost)
+        assert {fault.code for fault in refusal.value.faults} == {"deadlock"}
+    else:
+        assert spans(simulate(plan, cost)) == {(rank, action): (start, end) for rank, action, start, end in expected}
+
+
+# What a number stands for
+
+
+def test_a_number_is_one_ranks_share_of_the_model():
+    times = Cost(forward=4, backward=8, all_reduce=2).times(Interleaved(2, 3).plan())
+    assert times == {"F": [2] * 4, "B": [4] * 4, "I": [2] * 4, "W": [2] * 4, "R": [1] * 4}
+
+
+def test_a_number_may_stand_for_one_stage():
+    times = Cost(forward=4, backward=8, all_reduce=2, per="stage").times(Interleaved(2, 3).plan())
+    assert times == {"F": [4] * 4, "B": [8] * 4, "I": [4] * 4, "W": [4] * 4, "R": [2] * 4}
+
+
+def test_a_list_always_means_per_stage():
+    for per in ("rank", "stage"):
+        times = Cost(forward=[1, 2, 3, 4], backward=8, per=per).times(Interleaved(2, 3).plan())
+        assert times["F"] == [1, 2, 3, 4]
+
+
+def test_missing_halves_are_half_of_the_backward_even_where_it_is_a_list():
+    times = Cost(backward=[1, 2, 3, 4]).times(Interleaved(2, 3).plan())
+    assert times["I"] == times["W"] == [0.5, 1, 1.5, 2]
+    times = Cost(backward=4, input_grad=3).times(pipelab.GPipe(2, 1).plan())
+    assert (times["I"], times["W"]) == ([3, 3], [2, 2])
+
+
+def test_interleaving_shortens_the_bubble_at_the_same_total_work():
+    plain = simulate(pipelab.GPipe(2, 4), Cost(forward=2, backward=4))
+    interleaved = simulate(Interleaved(2, 4), Cost(forward=2, backward=4))
+    assert sum(interleaved.busy) == sum(plain.busy) == 2 * 4 * 6
+    assert interleaved.makespan == 27
+    assert plain.makespan == 30
+
+
+def test_a_ranks_share_counts_the_ranks_that_one_micro_batch_visits():
+    replicated = Plan.parse(["0F0 0B0", "1F0 1B0", "0F1 0B1", "1F1 1B1"])
+    assert Cost(forward=1).times(replicated)["F"] == [1, 1]
+    one_rank = Plan.parse(["0F0 1F0 1B0 0B0"])
+    assert Cost(forward=1).times(one_rank)["F"] == [0.5, 0.5]
+
+
+def test_only_times_are_scaled_sizes_are_not():
+    plan = Interleaved(2, 1).plan()
+    cost = Cost(latency=1, bandwidth=2, activation_bytes=8, boundary_gradient_bytes=4)
+    assert cost.transfer_times(plan) == ([5.0] * 4, [3.0] * 4)
+
+
+# Transfers
+
+
+def test_a_transfer_delays_whoever_needs_it_and_keeps_no_rank_busy():
+    trace = simulate(pipelab.GPipe(2, 2), Cost(forward=1, backward=1, latency=0.5))
+    assert spans(trace) == {
+        (0, F(0, 0)): (0, 1),
+        (0, F(1, 0)): (1, 2),
+        (1, F(0, 1)): (1.5, 2.5),
+        (1, F(1, 1)): (2.5, 3.5),
+        (1, B(0, 1)): (3.5, 4.5),
+        (1, B(1, 1)): (4.5, 5.5),
+        (0, B(0, 0)): (5, 6),
+        (0, B(1, 0)): (6, 7),
+    }
+    assert trace.busy == (4, 4)
+
+
+def test_activations_and_gradients_have_sizes_of_their_own():
+    cost = Cost(forward=1, backward=1, bandwidth=4, activation_bytes=[8, 99], boundary_gradient_bytes=[99, 2])
+    trace = simulate(Plan.parse(["0F0 0B0", "1F0 1B0"]), cost)
+    assert [(transfer.start, transfer.end) for transfer in trace.transfers] == [(5, 5.5), (1, 3)]
+
+
+def test_without_a_bandwidth_size_does_not_matter():
+    assert simulate(pipelab.GPipe(2, 2), Cost(activation_bytes=10**9)).makespan == 9
+
+
+def test_stages_on_one_rank_exchange_nothing():
+    trace = simulate(Plan.parse(["0F0 1F0 1B0 0B0"]), Cost(latency=5, per="stage"))
+    assert trace.makespan == 6
+    assert trace.transfers == ()
+
+
+# Split backwards
+
+
+def test_on_the_first_stage_as_run_the_input_gradient_takes_nothing_and_the_weight_gradient_is_everything():
+    plan = Plan([[F(0), I(0), W(0)], [F(0), I(0), W(0)]], 2, 1, by_stage)
+    uniform = simulate(plan, Cost(forward=1, backward=4, input_grad=1, weight_grad=2))
+    as_run = simulate(plan, Cost(forward=1, backward=4, input_grad=1, weight_grad=2, first_stage="as-run"))
+    assert [event.duration for event in uniform.events] == [1, 1, 2, 1, 1, 2]
+    assert [event.duration for event in as_run.events] == [1, 0, 4, 1, 1, 2]
+
+
+def test_a_full_backward_is_the_same_as_run():
+    for plan in (pipelab.OneFOneB(3, 4).plan(), pipelab.GPipe(1, 1).plan()):
+        assert simulate(plan, Cost(first_stage="as-run")) == simulate(plan, Cost())
+
+
+# All-reduces
+
+
+def test_an_all_reduce_starts_when_its_last_rank_arrives():
+    plan = Plan.parse(["0F0 0B0 0R", "0F1 0B1 0F2 0B2 0R"])
+    trace = simulate(plan, Cost(forward=1, backward=2, all_reduce=5))
+    assert spans(trace)[0, R(0)] == spans(trace)[1, R(0)] == (6, 11)
+    assert trace.busy == (8, 11)
+
+
+# Overlapped pairs
+
+
+def test_a_pair_is_its_forward_then_its_backward_unless_it_has_a_time_of_its_own():
+    plan = Plan([[F(0), F(1) & B(0), B(1)]])
+    assert simulate(plan, Cost(forward=1, backward=2)).makespan == 6
+    one_slot = simulate(plan, Cost(forward=1, backward=2, pair=2.5))
+    assert [(event.start, event.end) for event in one_slot.events] == [(0, 1), (1, 3.5), (1, 3.5), (3.5, 5.5)]
+    assert one_slot.busy == (5.5,)
+    assert one_slot.bubble == 0
+    assert one_slot.peak_activations == (2,)
+
+
+def test_a_pairs_time_is_scaled_as_other_times_are():
+    plan = Plan([[F(0, 0), F(0, 1), B(0, 1), F(1, 0) & B(0, 0), F(1, 1), B(1, 1), B(1, 0)]])
+    durations = {
+        per: [event.duration for event in simulate(plan, Cost(forward=1, backward=1, pair=3, per=per)).events]
+        for per in ("rank", "stage")
+    }
+    assert durations["rank"] == [0.5, 0.5, 0.5, 1.5, 1.5, 0.5, 0.5, 0.5]
+    assert durations["stage"] == [1, 1, 1, 3, 3, 1, 1, 1]
+    listed = simulate(plan, Cost(forward=1, backward=1, pair=[7, 9]))
+    assert listed.events[3].duration == 7
+
+
+def test_a_pairs_slot_waits_for_the_transfers_of_both_halves():
+    plan = Plan([[F(0), F(1) & B(0), B(1)], [F(0), B(0), F(1), B(1)]])
+    trace = simulate(plan, Cost(forward=1, backward=2, pair=3, latency=0.5))
+    assert spans(trace)[0, F(1, 0)] == spans(trace)[0, B(0, 0)] == (5, 8)  # 1, 0.5 to 1F0, 1, 2, 0.5 back
+
+
+# What a cost may be
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "forward",
+        "backward",
+        "input_grad",
+        "weight_grad",
+        "pair",
+        "all_reduce",
+        "latency",
+        "bandwidth",
+        "activation_bytes",
+        "boundary_gradient_bytes",
+        "parameter_bytes",
+    ],
+)
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1", "", 1j, object(), [1, -1], [1, None], [[1]]])
+def test_what_cannot_be_a_time_or_a_size_is_refused(field, value):
+    with pytest.raises(CostError, match=f"^{field}="):
+        Cost(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["forward", "backward", "all_reduce", "latency", "activation_bytes"])
+def test_only_what_may_be_left_out_may_be_none(field):
+    with pytest.raises(CostError, match=f"^{field}=None"):
+        Cost(**{field: None})
+
+
+@pytest.mark.parametrize("field", ["latency", "bandwidth"])
+def test_what_belongs_to_no_stage_cannot_be_a_list(field):
+    with pytest.raises(CostError, match=f"{field}=.*expected one number, not a list"):
+        Cost(**{field: [1, 2]})
+
+
+def test_nothing_arrives_without_bandwidth():
+    with pytest.raises(CostError, match="bandwidth=0: nothing would ever arrive"):
+        Cost(bandwidth=0)
+
+
+@pytest.mark.parametrize(("field", "value"), [("per", "model"), ("first_stage", "real"), ("per", None)])
+def test_an_unknown_word_is_refused(field, value):
+    with pytest.raises(CostError, match=f"{field}={value!r}: expected '"):
+        Cost(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "field", ["forward", "backward", "pair", "input_grad", "weight_grad", "all_reduce", "activation_bytes"]
+)
+def test_a_list_has_one_number_per_stage(field):
+    plan = Plan([[F(0), F(1) & B(0), B(1)], [F(0), B(0), F(1), B(1)]])
+    with pytest.raises(CostError, match=f"{field} has 3 numbers for 2 stages: give one number, or one per stage"):
+        simulate(plan, Cost(**{field: [1, 2, 3]}))
+
+
+def test_a_cost_is_a_value():
+    assert Cost(forward=[1, 2]) == Cost(forward=(1, 2))
+    assert hash(Cost(forward=[1, 2])) == hash(Cost(forward=(1, 2)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Cost().forward = 3
+    with pytest.raises(TypeError):
+        Cost(1, 2)
+
+
+# What is simulated
+
+
+@given(catalogue_plans())
+def test_a_cost_may_be_left_out(plan):
+    assert simulate(plan) == simulate(plan, Cost(forward=1, backward=2))
+
+
+def test_a_schedule_is_simulated_as_its_plan_is():
+    assert simulate(pipelab.OneFOneB(3, 4)) == simulate(pipelab.OneFOneB(3, 4).plan())
+
+
+def test_costs_of_nothing_give_a_trace_of_no_length():
+    trace = simulate(pipelab.GPipe(2, 2), Cost(forward=0, backward=0))
+    assert (trace.makespan, trace.bubble) == (0, 0)
+
+
+def test_weights_may_wait():
+    plan = Plan([[F(0), F(1), I(0), I(1), W(0), W(1)]])
+    assert [event.start for event in simulate(plan, Cost(forward=1, backward=2)).events] == [0, 1, 2, 3, 4, 5]
+    assert simulate(plan).peak_activations == (2,)
+    assert W(0) != I(0)

@@ -1,0 +1,207 @@
+"""Traces: times beside a plan, and what is derived from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import catalogue_plans, costs, legal_cases
+
+import pipelab
+from pipelab import B, Cost, F, Plan, R, Trace, Transfer, simulate
+from pipelab.errors import FormatError
+
+ROWS = Plan.parse(["0F0 0B0", "1F0 1B0"])
+
+
+def measured(starts=((10, 14), (11, 12.5)), ends=((11, 16), (12, 13.5)), **more):
+    return Trace(ROWS, starts, ends, unit="ms", source="measured", **more)
+
+
+# What is derived
+
+
+def test_events_are_every_action_with_its_times_rank_by_rank():
+    trace = measured()
+    assert [(event.rank, event.action, event.start, event.end) for event in trace.events] == [
+        (0, F(0, 0), 10, 11),
+        (0, B(0, 0), 14, 16),
+        (1, F(0, 1), 11, 12),
+        (1, B(0, 1), 12.5, 13.5),
+    ]
+    assert trace.events_of(1) == trace.events[2:]
+    assert trace.events[1].duration == 2
+
+
+def test_makespan_and_bubble_count_from_the_first_start():
+    trace = measured()
+    assert (trace.start, trace.end, trace.makespan) == (10, 16, 6)
+    assert trace.busy == (3, 2)
+    assert trace.bubble == pytest.approx(1 - 5 / 12)
+
+
+@given(legal_cases(), costs(), costs())
+def test_the_bubble_is_the_idle_share_of_all_ranks_time(case, forward, backward):
+    trace = simulate(case.plan, Cost(forward=forward, backward=backward, per="stage"))
+    work = sum(event.duration for event in trace.events)
+    assert sum(trace.busy) == pytest.approx(work)
+    assert trace.bubble == pytest.approx(1 - work / (trace.ranks * trace.makespan))
+    assert 0 <= trace.bubble < 1
+
+
+def test_spans_that_overlap_count_once():
+    trace = Trace(Plan.parse(["0F0 0F1 0B0 0B1"]), [[0, 1, 1.5, 6]], [[4, 3, 5, 7]])
+    assert trace.busy == (6,)
+
+
+@given(legal_cases())
+def test_the_peak_is_what_forwards_took_up_and_backwards_did_not_yet_release(case):
+    trace = simulate(case.plan)
+    for rank, row in enumerate(case.plan.rows):
+        held, peak = set(), 0
+        for item in row:
+            for action in (item.forward, item.backward) if isinstance(item, pipelab.Pair) else (item,):
+                slot = (action.microbatch, action.stage)
+                if action.kind == "F":
+                    held.add(slot)
+                elif action.kind in "BW":
+                    held.remove(slot)
+                peak = max(peak, len(held))
+        assert trace.peak_activations[rank] == peak
+        assert not held
+
+
+@given(legal_cases(), st.sampled_from([0, 0.5, 2]))
+def test_transfers_are_the_data_edges_between_ranks(case, latency):
+    plan = case.plan
+    trace = simulate(plan, Cost(latency=latency))
+    ended = {event.action: event.end for event in trace.events}
+    rank_of = {event.action: event.rank for event in trace.events}
+    expected = {
+        Transfer(rank_of[giver], rank_of[needer], giver, needer, ended[giver], ended[giver] + latency)
+        for giver, needer, edge in plan.graph().edges(data=True)
+        if edge["kind"] == "data" and needer.kind != "R" and rank_of[giver] != rank_of[needer]
+    }
+    assert set(trace.transfers) == expected
+    assert len(trace.transfers) == len(expected)
+
+
+def test_a_trace_of_nothing_has_no_length():
+    trace = Trace(Plan([[], []], 1, 1), [[], []], [[], []])
+    assert (trace.start, trace.end, trace.makespan, trace.bubble) == (0, 0, 0, 0)
+    assert trace.peak_activations == trace.busy == (0, 0)
+    assert trace.events == trace.transfers == ()
+
+
+def test_a_rank_without_actions_is_idle_all_the_time():
+    trace = simulate(Plan([[F(0, 0), B(0, 0)], []]))
+    assert trace.busy == (3, 0)
+    assert trace.bubble == 0.5
+
+
+def test_a_trace_says_what_it_is():
+    trace = simulate(pipelab.OneFOneB(4, 8), Cost(unit="ms"))
+    assert repr(trace) == "<simulated trace of OneFOneB(ranks=4, microbatches=8): makespan 33 ms, bubble 27.3%>"
+    assert repr(measured(name="mine")) == "<measured trace of mine: makespan 6 ms, bubble 58.3%>"
+    assert (trace.source, trace.unit, trace.ranks) == ("simulated", "ms", 4)
+
+
+def test_traces_are_equal_if_plan_times_unit_and_source_are():
+    assert measured() == measured()
+    assert hash(measured()) == hash(measured())
+    assert measured() != measured(ends=((11, 16), (12, 14)))
+    assert measured() != Trace(ROWS, measured().starts, measured().ends, unit="s", source="measured")
+    assert measured() != Trace(ROWS, measured().starts, measured().ends, unit="ms")
+    assert measured() != measured(transfers=[])
+    assert measured() != 3
+
+
+# Saving and loading
+
+
+@given(case=legal_cases(), latency=st.sampled_from([0, 0.1]), pair=st.none() | costs())
+def test_a_trace_reads_back_from_its_json(tmp_path_factory, case, latency, pair):
+    try:
+        trace = simulate(case.plan, Cost(forward=0.1, backward=0.7, latency=latency, pair=pair, unit="ms"))
+    except pipelab.ScheduleError:
+        assert pair is not None
+        return
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    assert trace.save(path) == path
+    loaded = Trace.load(path)
+    assert loaded == trace
+    assert loaded.to_dict() == trace.to_dict()
+    for figure in ("makespan", "bubble", "busy", "peak_activations", "transfers", "unit", "source", "name"):
+        assert getattr(loaded, figure) == getattr(trace, figure)
+
+
+@given(catalogue_plans())
+def test_a_catalogue_trace_reads_back_from_plain_data(plan):
+    trace = simulate(plan)
+    assert Trace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
+
+
+def test_what_a_measured_trace_ran_on_is_saved(tmp_path):
+    trace = measured(lanes=["cpu 0", "cpu 1"], transfers=[Transfer(0, 1, F(0, 0), F(0, 1), 11, 11.0)])
+    loaded = Trace.load(trace.save(tmp_path / "trace.json"))
+    assert loaded == trace
+    assert loaded.lanes == ("cpu 0", "cpu 1")
+    assert loaded.source == "measured"
+
+
+def changed(**fields):
+    return json.dumps(measured().to_dict() | fields)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[1, 2]",
+        "3",
+        "null",
+        "{}",
+        changed(format="other"),
+        changed(version=2),
+        changed(rows=["0F0 oops", "1F0 1B0"]),
+        changed(rows=3),
+        changed(rows=["0F0 0B0"]),
+        changed(stages=0),
+        changed(microbatches="1"),
+        changed(starts=[[1], [2]]),
+        changed(ends=[[1, 2]]),
+        changed(starts=3),
+        changed(starts=[["a", "b"], ["c", "d"]]),
+        changed(ends=[[None, None], [1, 2]]),
+        changed(transfers=[[1]]),
+        changed(transfers=[[0, 1, "0F0", "oops", 1, 2]]),
+        changed(transfers=None),
+        changed(lanes=3),
+        json.dumps({key: value for key, value in measured().to_dict().items() if key != "unit"}),
+    ],
+)
+def test_a_file_that_holds_no_trace_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(FormatError, match=r"trace\.json is not a trace saved by pipelab: "):
+        Trace.load(path)
+
+
+def test_a_binary_file_is_refused_too(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FormatError, match="is not a trace saved by pipelab"):
+        Trace.load(path)
+
+
+def test_a_file_that_is_not_there_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Trace.load(tmp_path / "nowhere.json")
+
+
+def test_an_all_reduce_is_an_event_of_every_rank_that_lists_it():
+    trace = simulate(Plan.parse(["0F0 0B0 0R", "0F1 0B1 0R"]), Cost(all_reduce=1))
+    assert [event.rank for event in trace.events if event.action == R(0)] == [0, 1]

@@ -7,7 +7,7 @@ a deadlock: it is named here, before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -124,16 +124,12 @@ def as_plan(plan_or_schedule: Plan | Draftable) -> Plan:
 def _unordered(program: Program) -> tuple[list[Fault], set[int]]:
     """Find actions that come before something of the same rank that they need; return also their codes."""
     numbering = program.numbering
-    slots, stages = numbering.slots, numbering.stages
     faults: list[Fault] = []
     excused: set[int] = set()
     for rank, row in enumerate(program.rows):
         index_of = {code: index for index, code in enumerate(row)}
         for index, code in enumerate(row):
-            values: Iterable[int] = numbering.needs(code)
-            if code >= 4 * slots:
-                values = range(2 * slots + code - 4 * slots, 3 * slots, stages)
-            for value in values:
+            for value in numbering.all_needs(code):
                 giver = next((other for other in numbering.givers(value) if index_of.get(other, -1) > index), None)
                 if giver is not None:
                     faults.append(_unordered_fault(program, rank, index, giver, value, index_of[giver]))

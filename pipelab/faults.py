@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Code", "Fault", "excerpt", "shorten", "students_line"]
+__all__ = ["Code", "Fault", "excerpt", "line_of", "shorten", "students_line"]
 
 Code = Literal[
     "missing",
@@ -98,7 +98,11 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 110) -
 
 def students_line(error: BaseException) -> str:
     """Return where a student's code raised: file, line, and the line itself."""
-    every = traceback.extract_tb(error.__traceback__)
+    return line_of(traceback.extract_tb(error.__traceback__))
+
+
+def line_of(every: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost line of a stack that is a student's, or else the innermost of all."""
     frames = [frame for frame in every if not _in_a_library(frame.filename)] or every
     if not frames:
         return "an unknown line"

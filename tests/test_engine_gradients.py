@@ -16,7 +16,7 @@ from pipelab import B, F, Pair, Pipeline, Plan, schedules
 mse = nn.functional.mse_loss
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4), (4, 3), (4, 7), (4, 8), (5, 6), (6, 12), (8, 9)]
-"""(ranks, micro-batches): one of each, fewer micro-batches than ranks, odd ones, more ranks than this machine's cores."""
+"""(ranks, micro-batches): one of each, fewer micro-batches than ranks, odd ones, more ranks than cores."""
 
 CASES = [
     pytest.param(kind, ranks, microbatches, id=f"{name}-{ranks}x{microbatches}")

@@ -302,6 +302,60 @@ def test_an_evaluation_traces_again_for_other_rows_and_the_other_mode():
         pipe.step(x, y)  # the stages of training are back
 
 
+class Skips(nn.Module):
+    """The input and the first layer's output are needed again in the last layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry, self.left, self.right, self.head = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        first = self.entry(x)
+        second = torch.tanh(self.left(first))
+        third = torch.tanh(self.right(second))
+        return self.head(third * torch.sigmoid(first) + x) + second
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_value_that_skips_stages_is_carried_through_them(stages):
+    model = Skips()
+    x, y = plain.batch(6)
+    plain.one_after_another(model, mse, x, y, 3)
+    expected = plain.taken(model)
+    with Pipeline(split(model, stages, example=x[:2]), OneFOneB(stages, 3), mse) as pipe:
+        pipe.step(x, y)
+        assert plain.difference(plain.taken(model), expected) <= 1e-6
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())
+
+
+def test_a_model_that_returns_what_an_earlier_stage_makes_is_refused():
+    class Early(Skips):
+        def forward(self, x):
+            first = self.entry(x)
+            return self.head(self.right(self.left(first))), first
+
+    with pytest.raises(SplitError, match="which an earlier stage than the last makes"):
+        split(Early(), 4, example=plain.batch(4)[0])
+
+
+def test_a_traced_model_may_return_several_values():
+    class Several(Skips):
+        def forward(self, x):
+            x = self.right(self.left(self.entry(x)))
+            return {"prediction": self.head(x), "code": x}
+
+    model = Several()
+    x, y = plain.batch(6)
+
+    def loss(output, target):
+        return mse(output["prediction"], target) + 0.1 * output["code"].pow(2).mean()
+
+    with Pipeline(split(model, 2, example=x[:2]), OneFOneB(2, 3), loss) as pipe:
+        pipe.verify(x, y)
+        assert pipe.step(x, y).outputs.keys() == {"prediction", "code"}
+
+
 def test_a_traced_stage_may_begin_with_an_operation_in_place():
     class InPlace(nn.Module):
         def __init__(self):

@@ -110,12 +110,13 @@ class Held(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.outputs, self.peak = weakref.WeakSet(), 0
+        self.outputs, self.given, self.peak = weakref.WeakSet(), weakref.WeakSet(), 0
 
     def forward(self, x):
         output = self.linear(x)
         product = output * output  # keeps `output` for its backward
         self.outputs.add(output)
+        self.given.add(product)
         self.peak = max(self.peak, len(self.outputs))
         return product
 
@@ -130,6 +131,7 @@ def test_a_rank_holds_as_many_activations_as_the_plan_says(name):
         for stage in alone:
             assert model[stage].peak == step.trace.peak_activations[plan.replicas[stage][0]]
         assert [len(stage.outputs) for stage in model] == [0] * plan.stages
+        assert [len(stage.given) for stage in model[:-1]] == [0] * (plan.stages - 1)  # the last stage's are the step's
 
 
 def test_an_idle_pipeline_holds_on_to_nothing_of_its_last_step():

@@ -145,7 +145,10 @@ def test_the_parameter_is_named_as_the_model_names_it():
 
     model = Model()
     stages = [model.entry, *model.blocks]
-    with Pipeline(stages, GPipe(3, 4), mse) as pipe, pytest.raises(VerificationError, match=r"of 1\.weight \(stage 1\)"):
+    with (
+        Pipeline(stages, GPipe(3, 4), mse) as pipe,
+        pytest.raises(VerificationError, match=r"of 1\.weight \(stage 1\)"),
+    ):
         pipe.verify(*plain.batch(8))
 
 
@@ -159,9 +162,9 @@ def test_the_parameter_is_named_as_the_model_names_it():
     ids=["a sum taken for a mean", "a mean taken for a sum", "wrong weights"],
 )
 def test_a_wrong_reduction_is_told(loss, reduction, told):
-    with Pipeline(plain.mlp(4), OneFOneB(2, 3), loss, reduction=reduction) as pipe:
-        with pytest.raises(VerificationError, match=told) as wrong:
-            pipe.verify(*plain.batch(7))
+    pipe = Pipeline(plain.mlp(4), OneFOneB(2, 3), loss, reduction=reduction)
+    with pipe, pytest.raises(VerificationError, match=told) as wrong:
+        pipe.verify(*plain.batch(7))
     assert "their sum is not the whole batch's" in str(wrong.value)
     assert "(stage " in str(wrong.value)
 

@@ -1,8 +1,8 @@
 """The door to PyTorch's autograd engine.
 
 `torch.autograd.backward` spends some 20 microseconds of Python on checks and conversions before it enters the engine,
-all of it holding the interpreter lock that every rank needs. `Tensor.backward` and it both end in the call below; it is
-a private name, so it stands here alone, and a test holds what is expected of it.
+all of it holding the interpreter lock that every rank needs. It ends in the call below; that is a private name, so it
+stands here alone, and a test holds what is expected of it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 
 __all__ = ["run_backward"]
+
+_enter_engine = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001 - see above
 
 
 def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -22,7 +23,7 @@ def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
         outputs: tensors that have a history.
         gradients: one for each, of the same shape.
     """
-    _engine_run_backward(
+    _enter_engine(
         tuple(outputs),
         tuple(gradients),
         False,  # noqa: FBT003 - retain_graph

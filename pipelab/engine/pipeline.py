@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
@@ -144,6 +145,7 @@ class Pipeline:
         runners = [Stage(index, module, self.plan.stages) for index, module in enumerate(self.stages.modules)]
         self._engine = ThreadsEngine(self.plan, runners, self._lanes, timeout, threads)
         self._runners = runners
+        self._one_at_a_time = threading.Lock()
 
     def step(self, x: Any, y: Any) -> Step:
         """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
@@ -182,7 +184,8 @@ class Pipeline:
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         loss = Loss(self.loss_fn, targets, weights)
-        run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, contexts=self.contexts())
+        with self._one_at_a_time:
+            run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, contexts=self.contexts())
         return run, loss
 
     def forward(self, x: Any) -> Any:
@@ -199,13 +202,15 @@ class Pipeline:
         """
         counts = row_counts(rows_of(x, "x"), self.plan.microbatches)
         inputs = split_batch(x, counts)
-        for runner, module in zip(self._runners, self.stages.for_evaluation(inputs, counts), strict=True):
-            runner.module = module
-        try:
-            run = self._engine.run(inputs, None, contexts=self.contexts())
-        finally:
-            for runner, module in zip(self._runners, self.stages.modules, strict=True):
-                runner.module = module
+        modules = self.stages.for_evaluation(inputs, counts)
+        with self._one_at_a_time:
+            try:
+                for runner, module in zip(self._runners, modules, strict=True):
+                    runner.module = module
+                run = self._engine.run(inputs, None, contexts=self.contexts())
+            finally:
+                for runner, module in zip(self._runners, self.stages.modules, strict=True):
+                    runner.module = module
         return join(run.outputs)
 
     def verify(self, x: Any, y: Any) -> Any:

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
+from pipelab.engine.interpreter import quick_switches
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Run, instructions
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.worker import Report, Worker
 from pipelab.errors import PipelabError, PipelineClosedError, StageError, StepTimeoutError
-from pipelab.faults import students_line
+from pipelab.faults import line_of, students_line
 from pipelab.plan import Plan
 
 __all__ = ["ThreadsEngine"]
@@ -100,9 +101,10 @@ class ThreadsEngine:
             lane.begin()
         outstanding = set(range(len(self._workers)))
         try:
-            for worker in self._workers:
-                worker.jobs.put(run)
-            failure = self._collect(run, outstanding)
+            with quick_switches():
+                for worker in self._workers:
+                    worker.jobs.put(run)
+                failure = self._collect(run, outstanding)
         except StepTimeoutError:
             raise
         except BaseException as interrupt:  # Ctrl-C, or whatever the caller's signal handler raises
@@ -160,7 +162,7 @@ class ThreadsEngine:
             if report.run is run:
                 outstanding.discard(report.rank)
         for rank in outstanding:
-            self._workers[rank].jobs.put(None)  # should it ever come back, it ends
+            self._workers[rank].give_up()
             self._workers[rank] = self._worker(rank)
         if outstanding:
             self._settle()
@@ -207,8 +209,7 @@ class ThreadsEngine:
         if computing:
             frames = sys._current_frames()  # noqa: SLF001 - the one way to see where a thread is
             frame = frames.get(self._workers[rank].thread.ident or 0)
-            line = traceback.extract_stack(frame)[-1] if frame else None
-            return f"was running {place}" + (f", at {line.filename}, line {line.lineno}: {line.line}" if line else "")
+            return f"was running {place}" + (f", at {line_of(traceback.extract_stack(frame))}" if frame else "")
         if instruction.needs is None or not instruction.receives:
             return f"was about to run {place}"
         giver = instruction.needs  # the value that an F or a B gives has the number of its code

@@ -18,21 +18,25 @@ import torch
 from torch import nn
 
 from pipelab.engine.batches import rows_of
+from pipelab.engine.routes import Route, routes_of
+from pipelab.engine.trees import Spec, rebuild, take_apart
 from pipelab.errors import SplitError
 
 __all__ = ["TracedStages"]
 
 
-class _Spread(nn.Module):
-    """A traced stage: takes what the stage before gave as several arguments, where it gave several.
+class _Carrying(nn.Module):
+    """A traced stage: takes the values that it or a later stage needs, and gives those that later stages need.
 
     Attributes:
-        inplace: whether some operation writes into its input, as it may of `nn.ReLU(inplace=True)`.
+        inplace: whether some operation writes into its input, as `nn.ReLU(inplace=True)` does.
     """
 
-    def __init__(self, traced: nn.Module) -> None:
+    def __init__(self, traced: nn.Module, route: Route, result: Spec) -> None:
         super().__init__()
         self.traced = traced
+        self.route = route
+        self.result = result
         graphs = [getattr(part, "graph", None) for part in traced.modules()]
         self.inplace = any(
             node.op == "call_function" and node.target.__name__.partition(".")[0].endswith("_")
@@ -42,7 +46,14 @@ class _Spread(nn.Module):
         )
 
     def forward(self, given: Any) -> Any:
-        return self.traced(*given) if isinstance(given, (tuple, list)) else self.traced(given)
+        route = self.route
+        values = dict(zip(route.takes, _arguments(given), strict=True))
+        made = self.traced(*(values[name] for name in route.arguments))
+        if not route.gives:  # the last stage: the tracer has taken the model's result apart
+            return rebuild(list(_arguments(made)), self.result)
+        for name, index in route.makes.items():
+            values[name] = made if index is None else made[index]
+        return values[route.gives[0]] if len(route.gives) == 1 else tuple(values[name] for name in route.gives)
 
 
 class TracedStages:
@@ -99,7 +110,8 @@ class TracedStages:
                 f"the tracer made {pipe.num_stages} stages where {count} were asked for, cut at "
                 f"{', '.join(self._names)}: give a list of stage modules instead"
             )
-        return [_Spread(pipe.get_stage_module(stage)) for stage in range(count)]
+        routes = routes_of(pipe.split_gm.graph)
+        return [_Carrying(pipe.get_stage_module(stage), route, self._result) for stage, route in enumerate(routes)]
 
     @contextmanager
     def _unmarked(self) -> Iterator[None]:
@@ -159,10 +171,10 @@ class TracedStages:
         return order
 
     def _run(self) -> None:
-        """Run the model once on the example, leaving random state and buffers as they were."""
+        """Run the model once on the example, leaving random state and buffers as they were; note its result's shape."""
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            self._model(*_arguments(self._example))
+            _, self._result = take_apart(self._model(*_arguments(self._example)))
             for buffer, before in buffers:
                 buffer.copy_(before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from contextlib import ExitStack
@@ -42,6 +43,12 @@ class Worker:
         self.ready = threading.Event()
         self.thread = threading.Thread(target=self._live, name=f"pipelab-rank-{rank}", daemon=True)
         self.thread.start()
+
+    def give_up(self) -> None:
+        """Make a worker that hangs end at its next line of Python, should it come back: it must add to no gradient."""
+        self.jobs.put(None)
+        if self.thread.ident is not None and self.thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit))
 
     def _live(self) -> None:
         torch.get_num_threads()  # a thread's first use takes over the default; from then on its own number holds

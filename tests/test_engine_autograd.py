@@ -1,0 +1,77 @@
+"""What is expected of PyTorch's autograd engine, entered by its private door, and of the interpreter's switches."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from pipelab.engine.autograd import run_backward
+from pipelab.engine.interpreter import quick_switches
+
+
+def graph() -> tuple[nn.Sequential, torch.Tensor, tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
+    """Return a model, an input leaf, two outputs and their gradients, the same every time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    entry = torch.randn(2, 3, requires_grad=True)
+    made = model(entry)
+    return model, entry, (made, made.sum(dim=1)), [torch.randn(2, 4), torch.randn(2)]
+
+
+def test_the_engine_adds_the_gradients_that_torch_autograd_backward_adds():
+    found = []
+    for backward in (run_backward, torch.autograd.backward):
+        model, entry, outputs, gradients = graph()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        backward(outputs, gradients)
+        found.append([entry.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_the_engine_frees_the_graph():
+    _, _, outputs, gradients = graph()
+    run_backward(outputs, gradients)
+    with pytest.raises(RuntimeError, match="second time"):
+        run_backward(outputs, gradients)
+
+
+def test_the_engine_runs_hooks_and_raises_what_they_raise():
+    model, _, outputs, gradients = graph()
+    seen = []
+    model[0].weight.register_hook(seen.append)
+    run_backward(outputs, gradients)
+    assert torch.equal(seen[0], model[0].weight.grad)
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    model, _, outputs, gradients = graph()
+    model[0].weight.register_hook(refuse)
+    with pytest.raises(ValueError, match="no"):
+        run_backward(outputs, gradients)
+
+
+def test_a_backward_on_the_cpu_stays_on_the_thread_that_calls_it():
+    model, _, outputs, gradients = graph()
+    threads = []
+    model[0].weight.register_hook(lambda gradient: threads.append(threading.get_ident()))
+    worker = threading.Thread(target=run_backward, args=(outputs, gradients))
+    worker.start()
+    worker.join()
+    assert threads == [worker.ident]
+
+
+def test_switches_are_quick_inside_and_as_before_outside_also_after_an_error():
+    before = sys.getswitchinterval()
+    with pytest.raises(ValueError, match="stop"), quick_switches():
+        assert sys.getswitchinterval() < before / 100
+        with quick_switches():
+            pass
+        assert sys.getswitchinterval() < before / 100
+        raise ValueError("stop")
+    assert sys.getswitchinterval() == before

@@ -119,7 +119,7 @@ def compare(*traces: Trace, names: Sequence[str] | None = None) -> Comparison:
 
 
 def _default_name(trace: Trace) -> str:
-    return f"{trace.name}, {trace.source}"
+    return ", ".join(part for part in (trace.name, trace.source, trace.note) if part)
 
 
 def _row(trace: Trace, name: str) -> Row:
@@ -180,7 +180,7 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
             earlier = [before[rank, half] for rank in ranks if (rank, half) in before]
             arrivals.extend((ended[each], each) for each in earlier)
             for value in numbering.needs(half):
-                giver = next(other for other in numbering.givers(value) if program.rank_of[other] >= 0)
+                giver = program.giver(value)
                 arrivals.append((lags.get((numbering.action(giver), numbering.action(half)), ended[giver]), giver))
         code = max((arrival for arrival in arrivals if arrival[1] not in halves), default=(0.0, None))[1]
     return tuple(reversed(path))

@@ -63,7 +63,6 @@ def deadlocks(
 
 def _wait(program: Program, walk: Traversal, rank: int) -> _Wait:
     """Tell what a stuck rank waits for."""
-    numbering = program.numbering
     index = walk.stuck[rank]
     code = program.rows[rank][index]
     value = walk.waits_for[rank]
@@ -74,7 +73,7 @@ def _wait(program: Program, walk: Traversal, rank: int) -> _Wait:
             if code in row and (other not in walk.stuck or program.rows[other][walk.stuck[other]] != code)
         )
         return _Wait(rank, index, code, None, code, absent)
-    giver = next(giver for giver in numbering.givers(value) if program.rank_of[giver] >= 0)
+    giver = program.giver(value)
     return _Wait(rank, index, code, value, giver, program.rank_of[giver])
 
 

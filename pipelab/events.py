@@ -84,7 +84,7 @@ def crossings(
     for rank, row in enumerate(program.rows):
         for code in row:
             for value in numbering.needs(code):
-                giver = next(other for other in numbering.givers(value) if rank_of[other] >= 0)
+                giver = program.giver(value)
                 source = rank_of[giver]
                 if source != rank:
                     left = ended[giver]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pipelab.actions import Action, Item, Pair, parse_item
 from pipelab.dependencies import dependency_graph
 from pipelab.errors import require_size
+from pipelab.immutable import Immutable
 from pipelab.placement import Place, within
 from pipelab.program import Program, endless_limit
 
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 
     from pipelab.simulation import Cost
 
-__all__ = ["Plan", "require_size"]
+__all__ = ["Plan"]
 
 _LONGEST_ROW = 1 << 17
 """Where a generator is cut off when the plan's size, and so `endless_limit`, is not known yet."""
 
 
-class Plan:
+class Plan(Immutable):
     """Every rank's ordered actions, bound to stages. Immutable; building one never raises for faults.
 
     Pass it to `pipelab.check` to learn what is wrong with it; `pipelab.simulate` and `pipelab.Pipeline` refuse it if
@@ -55,6 +56,12 @@ class Plan:
         SizeError: if `stages` or `microbatches` is given and is not a positive whole number.
     """
 
+    _written: tuple[tuple[object, ...], ...]
+    _stages: int
+    _microbatches: int
+    _place: Place | None
+    _name: str | None
+
     def __init__(
         self,
         rows: Iterable[Iterable[object]],
@@ -71,15 +78,13 @@ class Plan:
         limit = _LONGEST_ROW
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1
-        self._written = tuple(_take(row, limit) for row in rows)
+        taken = [_take(row, limit) for row in rows]
         if stages is None or microbatches is None:
-            named = _sizes([row for row in self._written if len(row) != _LONGEST_ROW], self.ranks)
+            named = _sizes([row for row, whole in taken if whole], len(taken))
             stages = named[0] if stages is None else stages
             microbatches = named[1] if microbatches is None else microbatches
-        self._stages = stages
-        self._microbatches = microbatches
-        self._place = place
-        self._name = name
+        written = tuple(row for row, _ in taken)
+        vars(self).update(_written=written, _stages=stages, _microbatches=microbatches, _place=place, _name=name)
 
     @classmethod
     def parse(cls, rows: Iterable[str], name: str | None = None) -> Plan:
@@ -213,10 +218,15 @@ class Plan:
         return graph.save(self, path, cost)
 
     def __eq__(self, other: object) -> bool:
-        """Compare sizes and rows; the name does not matter."""
+        """Compare sizes, rows and placement; the name does not matter."""
         if not isinstance(other, Plan):
             return NotImplemented
-        return (self.stages, self.microbatches, self.rows) == (other.stages, other.microbatches, other.rows)
+        return (self.stages, self.microbatches, self.rows, self.program.placed) == (
+            other.stages,
+            other.microbatches,
+            other.rows,
+            other.program.placed,
+        )
 
     def __hash__(self) -> int:
         """Return a hash of what `==` compares."""
@@ -231,9 +241,12 @@ class Plan:
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
 
 
-def _take(row: Iterable[object], limit: int) -> tuple[object, ...]:
-    """Return a row, cut off at `limit` if it is not known to end."""
-    return tuple(row) if isinstance(row, Sized) else tuple(islice(row, limit))
+def _take(row: Iterable[object], limit: int) -> tuple[tuple[object, ...], bool]:
+    """Return a row, cut off at `limit` if it is not known to end; and whether that is all of it."""
+    if isinstance(row, Sized):
+        return tuple(row), True
+    taken = tuple(islice(row, limit))
+    return taken, len(taken) < limit
 
 
 def _sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]:

@@ -86,10 +86,10 @@ class Program:
         for rank, row in enumerate(rows):
             program._bind_row(rank, row, held[rank])
         if not program.names_ranks:
-            slots = numbering.slots
+            slots, listed = numbering.slots, program.rank_of
+            families = [listed[start : start + slots] for start in range(0, 4 * slots, slots)]
             program.placed = [
-                forward if forward != NO_RANK else backward
-                for forward, backward in zip(program.rank_of[:slots], program.rank_of[slots : 2 * slots], strict=True)
+                next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in zip(*families, strict=True)
             ]
         return program
 
@@ -110,6 +110,10 @@ class Program:
         for code, action in codes:
             items.append(Pair(action, next(codes)[1]) if code in self.pairs else action)
         return tuple(items)
+
+    def giver(self, value: int) -> int:
+        """Return the code of the action that gives a value, in a plan in which somebody does."""
+        return next(code for code in self.numbering.givers(value) if self.rank_of[code] >= 0)
 
     def position(self, rank: int, index: int) -> int:
         """Return where the rank's `index`-th code stands in its row as written."""

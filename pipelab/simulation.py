@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from statistics import median
-from typing import Literal
-
 from pipelab.checking import Draftable, as_plan, require_legal
+from pipelab.cost import Cost
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import CostError, ScheduleError
 from pipelab.plan import Plan
@@ -17,172 +12,6 @@ from pipelab.trace import Trace
 from pipelab.traversal import traverse
 
 __all__ = ["Cost", "simulate"]
-
-Number = float | Sequence[float]
-"""One number for all stages, or one per stage."""
-
-_PER_STAGE = ("forward", "backward", "input_grad", "weight_grad", "pair", "all_reduce")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """How long each action takes, and how long a value travels from rank to rank.
-
-    Every time is in one unit of your choice (name it with `unit`). A number holds for all stages; a list always has
-    one number per stage.
-
-    Attributes:
-        forward: time of `F`.
-        backward: time of `B`.
-        input_grad: time of `I`; half of `backward` if left out.
-        weight_grad: time of `W`; half of `backward` if left out.
-        pair: time of an overlapped pair as one slot, as the DualPipe paper counts it; if left out, a pair takes as
-            long as its forward and its backward, one after the other.
-        all_reduce: time of `R`.
-        latency: time that any transfer takes, however small. It delays whoever needs the value; no rank is busy.
-        bandwidth: bytes per unit of time; if left out, size does not matter.
-        activation_bytes: size of what a stage's forward sends on.
-        boundary_gradient_bytes: size of what a stage's backward sends back.
-        parameter_bytes: size of a stage's parameters.
-        per: what a single number stands for. `"rank"`: one rank's share of the model, so that a stage takes
-            `number * ranks / stages` and schedules with several stages per rank can be compared (`ranks` are those
-            that one micro-batch visits). `"stage"`: one stage.
-        first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: on stage 0 there is no input
-            gradient to give, so `I` takes no time there and `W` is the whole backward.
-        unit: the unit of time, such as `"ms"`; for labels only.
-
-    Example:
-        >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
-        (80, 90)
-
-    Raises:
-        CostError: if a number is negative or not finite.
-    """
-
-    forward: Number = 1
-    backward: Number = 2
-    input_grad: Number | None = None
-    weight_grad: Number | None = None
-    pair: Number | None = None
-    all_reduce: Number = 0
-    latency: float = 0
-    bandwidth: float | None = None
-    activation_bytes: Number = 0
-    boundary_gradient_bytes: Number = 0
-    parameter_bytes: Number = 0
-    per: Literal["rank", "stage"] = "rank"
-    first_stage: Literal["uniform", "as-run"] = "uniform"
-    unit: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be a time or a size; make lists immutable."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("per", "first_stage", "unit") or (value is None and field.default is None):
-                continue
-            if isinstance(value, Sequence):
-                object.__setattr__(self, field.name, tuple(value))
-                if field.name in ("latency", "bandwidth"):
-                    raise CostError(f"{field.name}={value!r}: expected one number, not a list")
-            for number in value or (None,) if isinstance(value, Sequence) else (value,):
-                if not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
-                    raise CostError(f"{field.name}={value!r}: expected finite numbers, 0 or more")
-        if self.bandwidth == 0:
-            raise CostError("bandwidth=0: nothing would ever arrive; leave it out where size does not matter")
-        if self.per not in ("rank", "stage"):
-            raise CostError(f"per={self.per!r}: expected 'rank' or 'stage'")
-        if self.first_stage not in ("uniform", "as-run"):
-            raise CostError(f"first_stage={self.first_stage!r}: expected 'uniform' or 'as-run'")
-
-    @classmethod
-    def fit(cls, trace: Trace) -> Cost:
-        """Return the costs that a trace shows: the median time of each kind of action on each stage.
-
-        The median leaves out what disturbed a few actions. Transfers are not fitted: their times are not in the
-        actions'.
-
-        Example:
-            >>> import pipelab
-            >>> trace = pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[3, 4], backward=6, per="stage"))
-            >>> Cost.fit(trace).forward
-            (3.0, 4.0)
-        """
-        stages = trace.plan.stages
-        slots = trace.plan.program.numbering.slots
-        spans: dict[str, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in "FBIW"}
-        for row, starts, ends in zip(trace.plan.program.rows, trace.starts, trace.ends, strict=True):
-            for code, start, end in zip(row, starts, ends, strict=True):
-                if code < 4 * slots:
-                    spans["FBIW"[code // slots]][code % stages].append(end - start)
-        typical = {
-            kind: [median(times) if times else 0.0 for times in each] for kind, each in spans.items() if any(each)
-        }
-        return cls(
-            forward=typical.get("F", 0),
-            backward=typical.get("B", 0),
-            input_grad=typical.get("I"),
-            weight_grad=typical.get("W"),
-            per="stage",
-            unit=trace.unit,
-        )
-
-    def times(self, plan: Plan) -> dict[str, list[float]]:
-        """Return, for each kind of action, the time on every stage of a plan.
-
-        Example:
-            >>> import pipelab
-            >>> Cost(forward=1, backward=2).times(pipelab.GPipe(2, 2).plan())["B"]
-            [2.0, 2.0]
-
-        Raises:
-            CostError: if a list does not have one number per stage.
-        """
-        share = 1.0
-        if self.per == "rank":
-            visited = {rank for rank in plan.program.placed[: plan.stages] if rank >= 0}
-            share = len(visited) / plan.stages
-        forward = self._each("forward", plan.stages, share)
-        backward = self._each("backward", plan.stages, share)
-        half = [time / 2 for time in backward]
-        inputs = half if self.input_grad is None else self._each("input_grad", plan.stages, share)
-        weights = half if self.weight_grad is None else self._each("weight_grad", plan.stages, share)
-        if self.first_stage == "as-run":
-            inputs, weights = [0.0, *inputs[1:]], [backward[0], *weights[1:]]
-        reduce = self._each("all_reduce", plan.stages, share)
-        return {"F": forward, "B": backward, "I": inputs, "W": weights, "R": reduce}
-
-    def transfer_times(self, plan: Plan) -> tuple[list[float], list[float]]:
-        """Return, for every stage, how long its output and its input gradient travel to another rank."""
-        sizes = (
-            self._each("activation_bytes", plan.stages, 1.0),
-            self._each("boundary_gradient_bytes", plan.stages, 1.0),
-        )
-        slow = 0.0 if self.bandwidth is None else 1.0 / self.bandwidth
-        outputs, gradients = ([self.latency + size * slow for size in each] for each in sizes)
-        return outputs, gradients
-
-    def pair_times(self, plan: Plan) -> list[float] | None:
-        """Return the time of an overlapped pair, by the stage of its forward; `None` where it is not one slot."""
-        if self.pair is None:
-            return None
-        share = self.times(plan)["F"]
-        scale = [1.0] * plan.stages
-        if self.per == "rank" and not isinstance(self.pair, Sequence):
-            visited = {rank for rank in plan.program.placed[: plan.stages] if rank >= 0}
-            scale = [len(visited) / plan.stages] * len(share)
-        numbers = self._each("pair", plan.stages, 1.0)
-        return [number * factor for number, factor in zip(numbers, scale, strict=True)]
-
-    def _each(self, name: str, stages: int, share: float) -> list[float]:
-        """Return one number per stage; a single number is scaled by `share`."""
-        value = getattr(self, name)
-        if isinstance(value, Sequence):
-            if len(value) != stages:
-                raise CostError(
-                    f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage"
-                )
-            return [float(number) for number in value]
-        return [value * share] * stages
 
 
 def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Trace:
@@ -202,12 +31,14 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
 
     Raises:
         ScheduleError: if the plan has faults.
-        CostError: if a list of the cost does not have one number per stage.
+        CostError: if a list of the cost does not have one number per stage, or an all-reduce that has a cost is not
+            listed.
     """
     plan = as_plan(plan_or_schedule)
     cost = cost or Cost()
     order = require_legal(plan).order
     program = plan.program
+    _require_reduces(plan, cost)
     paired = cost.pair_times(plan) if program.pairs else None
     if paired is not None:
         walk = traverse(program, atomic_pairs=True)
@@ -222,7 +53,23 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
         [[ended[code] for code in row] for row in program.rows],
         cost.unit,
         delay=delay.__getitem__,
+        note="stage 0 as run" if cost.first_stage == "as-run" else "",
     )
+
+
+def _require_reduces(plan: Plan, cost: Cost) -> None:
+    """Refuse to leave out an all-reduce that has a cost.
+
+    Raises:
+        CostError: if a stage is on several ranks, its all-reduce takes time, and no rank lists it.
+    """
+    for stage, time in enumerate(cost.times(plan)["R"]):
+        ranks = plan.replicas[stage]
+        if time and len(ranks) > 1 and 4 * plan.program.numbering.slots + stage not in plan.program.reduces:
+            raise CostError(
+                f"an all-reduce of stage {stage} takes {time:g}, but ranks {', '.join(map(str, ranks))}, which hold "
+                f"the stage, do not list it: yield R(stage={stage}) on each of them after the stage's last gradient"
+            )
 
 
 def _clock(
@@ -247,7 +94,7 @@ def _clock(
     slot_of: dict[int, float] = {}  # backward of a pair -> start of the slot it shares
     for at, code in enumerate(order):
         if code >= reduces:
-            group = [rank for rank, row in enumerate(program.rows) if code in row]
+            group = program.reduces[code]
             start = max(free[rank] for rank in group)
             end = start + times["R"][code - reduces]
             begun[code], ended[code] = start, end
@@ -261,9 +108,11 @@ def _clock(
         else:
             start = free[rank]
             arrives = ready[first_need[code]] + first_lag[code]
-            start = max(start, arrives)
+            if arrives > start:  # noqa: PLR1730 - half the time of max(), in the loop that simulation is
+                start = arrives
             arrives = ready[second_need[code]] + second_lag[code]
-            start = max(start, arrives)
+            if arrives > start:  # noqa: PLR1730 - likewise
+                start = arrives
             end = start + lasts[code]
             if paired is not None and code in program.pairs:
                 backward = order[at + 1]
@@ -293,7 +142,7 @@ def _lags(program: Program, delay: list[float]) -> tuple[list[float], list[float
             lags, need = (first, numbering.first_need) if code < slots else (second, numbering.second_need)
             value = need[code]
             if value != numbering.always:
-                giver = next(giver for giver in numbering.givers(value) if rank_of[giver] >= 0)
+                giver = program.giver(value)
                 if rank_of[giver] != rank_of[code]:
                     lags[code] = delay[value]
     return first, second

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipelab.actions import Action
 from pipelab.errors import FormatError, PipelabError
 from pipelab.events import Event, Transfer, crossings, union
+from pipelab.immutable import Immutable
 from pipelab.plan import Plan
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _FORMAT = "pipelab-trace"
 _VERSION = 1
 
 
-class Trace:
+class Trace(Immutable):
     """When each action of a plan started and ended. Immutable.
 
     `pipelab.simulate` and `Pipeline.step` make traces; `Trace.load` reads a saved one.
@@ -41,7 +42,19 @@ class Trace:
         transfers: the transfers, where they were measured.
         lanes: what each rank ran on, such as `"cpu, thread 140…"`.
         name: what drawings call the trace; by default, the plan's name.
+        note: what a comparison should say of it, such as that stage 0 was simulated as PyTorch runs it.
     """
+
+    plan: Plan
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+    unit: str
+    source: Literal["simulated", "measured"]
+    lanes: tuple[str, ...]
+    name: str
+    note: str
+    _delay: Callable[[int], float] | None
+    _transfers: tuple[Transfer, ...] | None
 
     def __init__(
         self,
@@ -54,17 +67,21 @@ class Trace:
         transfers: Sequence[Transfer] | None = None,
         lanes: Sequence[str] = (),
         name: str | None = None,
+        note: str = "",
     ) -> None:
         """Keep the times beside the plan; everything else is derived from them when asked for."""
-        self.plan = plan
-        self.starts = starts
-        self.ends = ends
-        self.unit = unit
-        self.source = source
-        self.lanes = tuple(lanes)
-        self.name = name or plan.name
-        self._delay = delay
-        self._transfers = None if transfers is None else tuple(transfers)
+        vars(self).update(
+            plan=plan,
+            starts=tuple(map(tuple, starts)),
+            ends=tuple(map(tuple, ends)),
+            unit=unit,
+            source=source,
+            lanes=tuple(lanes),
+            name=name or plan.name,
+            note=note,
+            _delay=delay,
+            _transfers=None if transfers is None else tuple(transfers),
+        )
 
     @property
     def ranks(self) -> int:
@@ -162,7 +179,7 @@ class Trace:
             FormatError: if the suffix is none of these.
         """
         path = Path(path)
-        if path.suffix == ".json":
+        if path.suffix.lower() == ".json":
             path.write_text(json.dumps(self.to_dict()) + "\n")
             return path
         from pipelab import draw
@@ -189,6 +206,7 @@ class Trace:
             "name": self.name,
             "source": self.source,
             "unit": self.unit,
+            "note": self.note,
             "stages": self.plan.stages,
             "microbatches": self.plan.microbatches,
             "rows": [" ".join(map(str, row)) for row in self.plan.rows],
@@ -234,6 +252,7 @@ class Trace:
                 for source, target, giver, needer, start, end in data["transfers"]
             ],
             lanes=data["lanes"],
+            note=data["note"],
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -252,13 +271,8 @@ class Trace:
         """Compare plan, times and unit."""
         if not isinstance(other, Trace):
             return NotImplemented
-        return (self.plan, self.unit, self.source, self.events, self.transfers) == (
-            other.plan,
-            other.unit,
-            other.source,
-            other.events,
-            other.transfers,
-        )
+        mine, theirs = ((each.plan, each.unit, each.source, each.events, each.transfers) for each in (self, other))
+        return mine == theirs
 
     def __hash__(self) -> int:
         """Return a hash of what `==` compares."""

@@ -25,6 +25,11 @@ def costs() -> st.SearchStrategy[float]:
     return st.integers(1, 20) | st.integers(1, 160).map(lambda eighths: eighths / 8)
 
 
+def reduced(plan: Plan) -> set[int]:
+    """Return the stages whose all-reduce a plan lists."""
+    return {item.stage for row in plan.rows for item in row if getattr(item, "kind", "") == "R"}
+
+
 @st.composite
 def catalogue_plans(draw: st.DrawFn) -> Plan:
     """A plan of a registered schedule, at a size that it accepts."""

@@ -102,10 +102,12 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
     model = model_with(fuse, at=at)
     with Pipeline(model, schedules[name](3, 4), mse) as pipe:
         assert_steps(pipe, model)
+        workers = ranks_threads()
         fuse.forward_does = fails_forward
         with pytest.raises(StageError) as failed:
             pipe.step(*plain.batch(8))
         fuse.forward_does = None
+        assert ranks_threads() <= workers  # everybody stopped by itself, nobody was given up
         error = failed.value
         assert (error.rank, error.stage, str(error.action)) == (at, at, f"{at}F0")
         told = str(error)
@@ -124,10 +126,12 @@ def test_an_exception_in_a_backward_names_its_place_and_line(name, at):
     fuse = Fuse()
     model = model_with(fuse, at=at)
     with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+        workers = ranks_threads()
         fuse.backward_does = fails_backward
         with pytest.raises(StageError) as failed:
             pipe.step(*plain.batch(8))
         fuse.backward_does = None
+        assert ranks_threads() <= workers
         error = failed.value
         assert (error.rank, error.stage) == (at, at)
         assert str(error.action).startswith(f"{at}B")

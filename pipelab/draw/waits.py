@@ -60,7 +60,7 @@ def waits(trace: Trace) -> list[list[Wait | None]]:
 def _arrivals(trace: Trace) -> dict[int, list[Wait]]:
     """Return, for every code, when each of its needs was there; for an `R`, when each rank of its group was free."""
     program = trace.plan.program
-    numbering, rank_of = program.numbering, program.rank_of
+    numbering = program.numbering
     ended = {
         code: end
         for row, ends in zip(program.rows, trace.ends, strict=True)
@@ -74,7 +74,7 @@ def _arrivals(trace: Trace) -> dict[int, list[Wait]]:
         for index, code in enumerate(row):
             found = arrivals.setdefault(code, [])
             for value in numbering.needs(code):
-                giver = next(other for other in numbering.givers(value) if rank_of[other] >= 0)
+                giver = program.giver(value)
                 found.append(Wait(giver, travelled.get((giver, code), ended[giver])))
             if code >= 4 * numbering.slots and index:
                 found.append(Wait(row[index - 1], trace.ends[rank][index - 1]))

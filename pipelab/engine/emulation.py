@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelab.errors import CostError
-from pipelab.plan import require_size
+from pipelab.errors import CostError, require_size
 
 __all__ = ["EmulatedStage", "emulated"]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipelab.errors import DeviceError
-from pipelab.plan import require_size
+from pipelab.errors import DeviceError, require_size
 
 __all__ = ["Slot", "devices", "slots_for"]
 

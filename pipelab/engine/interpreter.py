@@ -20,9 +20,9 @@ _before = 0.0
 def quick_switches() -> Iterator[None]:
     """Let a thread that wants the interpreter lock have it at once, instead of after Python's usual 5 milliseconds.
 
-    A rank whose backward has ended needs the lock to go on; another rank that is running a forward gives it up and takes
-    it back many times in a row, each time too briefly for a sleeping thread to wake up. With a short interval it is made
-    to wait for its turn. The setting is the whole process's, so it is put back after the step.
+    A rank whose backward has ended needs the lock to go on; another rank that is running a forward gives it up and
+    takes it back many times in a row, each time too briefly for a sleeping thread to wake up. With a short interval it
+    is made to wait for its turn. The setting is the whole process's, so it is put back after the step.
     """
     global _inside, _before  # noqa: PLW0603 - it guards a setting of the process
     with _guard:

@@ -13,8 +13,7 @@ from torch import nn
 from pipelab.engine.partition import cut
 from pipelab.engine.tracing import TracedStages
 from pipelab.engine.trees import map_tensors, tensors_of
-from pipelab.errors import SplitError
-from pipelab.plan import require_size
+from pipelab.errors import SplitError, require_size
 
 __all__ = ["Stages", "split"]
 

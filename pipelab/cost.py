@@ -1,0 +1,195 @@
+"""Costs: how long each action takes, and how long a value travels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import median
+from typing import Literal
+
+from pipelab.errors import CostError
+from pipelab.plan import Plan
+from pipelab.trace import Trace
+
+__all__ = ["Cost"]
+
+Number = float | Sequence[float]
+"""One number for all stages, or one per stage."""
+
+_PER_STAGE = ("forward", "backward", "input_grad", "weight_grad", "pair", "all_reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """How long each action takes, and how long a value travels from rank to rank.
+
+    Every time is in one unit of your choice (name it with `unit`). A number holds for all stages; a list always has
+    one number per stage.
+
+    Attributes:
+        forward: time of `F`.
+        backward: time of `B`.
+        input_grad: time of `I`; half of `backward` if left out.
+        weight_grad: time of `W`; half of `backward` if left out.
+        pair: time of an overlapped pair as one slot, as the DualPipe paper counts it; if left out, a pair takes as
+            long as its forward and its backward, one after the other.
+        all_reduce: time of `R`.
+        latency: time that any transfer takes, however small. It delays whoever needs the value; no rank is busy.
+        bandwidth: bytes per unit of time; if left out, size does not matter.
+        activation_bytes: size of what a stage's forward sends on.
+        boundary_gradient_bytes: size of what a stage's backward sends back.
+        parameter_bytes: size of a stage's parameters; it says how much memory a rank needs, and changes no time.
+        per: what a single number stands for. `"rank"`: one rank's share of the model, so that a stage takes
+            `number * ranks / stages` and schedules with several stages per rank can be compared (`ranks` are those
+            that one micro-batch visits). `"stage"`: one stage.
+        first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: on stage 0 there is no input
+            gradient to give, so `I` takes no time there and `W` is the whole backward.
+        unit: the unit of time, such as `"ms"`; for labels only.
+
+    Example:
+        >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
+        (80, 90)
+
+    Raises:
+        CostError: if a number is negative or not finite.
+    """
+
+    forward: Number = 1
+    backward: Number = 2
+    input_grad: Number | None = None
+    weight_grad: Number | None = None
+    pair: Number | None = None
+    all_reduce: Number = 0
+    latency: float = 0
+    bandwidth: float | None = None
+    activation_bytes: Number = 0
+    boundary_gradient_bytes: Number = 0
+    parameter_bytes: Number = 0
+    per: Literal["rank", "stage"] = "rank"
+    first_stage: Literal["uniform", "as-run"] = "uniform"
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a time or a size; make lists immutable."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("per", "first_stage", "unit") or (value is None and field.default is None):
+                continue
+            if isinstance(value, Sequence):
+                object.__setattr__(self, field.name, tuple(value))
+                if field.name in ("latency", "bandwidth"):
+                    raise CostError(f"{field.name}={value!r}: expected one number, not a list")
+            for number in value or (None,) if isinstance(value, Sequence) else (value,):
+                if not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
+                    raise CostError(f"{field.name}={value!r}: expected finite numbers, 0 or more")
+        if self.bandwidth == 0:
+            raise CostError("bandwidth=0: nothing would ever arrive; leave it out where size does not matter")
+        if self.per not in ("rank", "stage"):
+            raise CostError(f"per={self.per!r}: expected 'rank' or 'stage'")
+        if self.first_stage not in ("uniform", "as-run"):
+            raise CostError(f"first_stage={self.first_stage!r}: expected 'uniform' or 'as-run'")
+
+    @classmethod
+    def fit(cls, trace: Trace) -> Cost:
+        """Return the costs that a trace shows: the median time of each kind of action on each stage.
+
+        The median leaves out what disturbed a few actions. Where the backward is split, a full one is taken to last as
+        long as its two parts. Transfers are not fitted: their times are not in the actions'.
+
+        Example:
+            >>> import pipelab
+            >>> trace = pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[3, 4], backward=6, per="stage"))
+            >>> Cost.fit(trace).forward
+            (3.0, 4.0)
+        """
+        typical = {
+            kind: [median(times) if times else 0.0 for times in each]
+            for kind, each in _spans(trace).items()
+            if any(each)
+        }
+        inputs, weights = typical.get("I"), typical.get("W")
+        backward = typical.get("B")
+        if backward is None and inputs and weights:
+            backward = [sum(both) for both in zip(inputs, weights, strict=True)]
+        return cls(
+            forward=typical.get("F", 0),
+            backward=backward or 0,
+            input_grad=inputs,
+            weight_grad=weights,
+            pair=typical.get("pair"),
+            all_reduce=typical.get("R", 0),
+            per="stage",
+            unit=trace.unit,
+        )
+
+    def times(self, plan: Plan) -> dict[str, list[float]]:
+        """Return, for each kind of action, the time on every stage of a plan.
+
+        Example:
+            >>> import pipelab
+            >>> Cost(forward=1, backward=2).times(pipelab.GPipe(2, 2).plan())["B"]
+            [2.0, 2.0]
+
+        Raises:
+            CostError: if a list does not have one number per stage.
+        """
+        share = self._share(plan)
+        forward = self._each("forward", plan.stages, share)
+        backward = self._each("backward", plan.stages, share)
+        half = [time / 2 for time in backward]
+        inputs = half if self.input_grad is None else self._each("input_grad", plan.stages, share)
+        weights = half if self.weight_grad is None else self._each("weight_grad", plan.stages, share)
+        if self.first_stage == "as-run":
+            inputs, weights = [0.0, *inputs[1:]], [backward[0], *weights[1:]]
+        reduce = self._each("all_reduce", plan.stages, share)
+        return {"F": forward, "B": backward, "I": inputs, "W": weights, "R": reduce}
+
+    def transfer_times(self, plan: Plan) -> tuple[list[float], list[float]]:
+        """Return, for every stage, how long its output and its input gradient travel to another rank."""
+        sizes = (
+            self._each("activation_bytes", plan.stages, 1.0),
+            self._each("boundary_gradient_bytes", plan.stages, 1.0),
+        )
+        slow = 0.0 if self.bandwidth is None else 1.0 / self.bandwidth
+        outputs, gradients = ([self.latency + size * slow for size in each] for each in sizes)
+        return outputs, gradients
+
+    def pair_times(self, plan: Plan) -> list[float] | None:
+        """Return the time of an overlapped pair, by the stage of its forward; `None` where it is not one slot."""
+        return None if self.pair is None else self._each("pair", plan.stages, self._share(plan))
+
+    def _share(self, plan: Plan) -> float:
+        """Return the part of a rank's time that one stage takes, where a single number stands for a rank's."""
+        if self.per == "stage":
+            return 1.0
+        return len({rank for rank in plan.program.placed[: plan.stages] if rank >= 0}) / plan.stages
+
+    def _each(self, name: str, stages: int, share: float) -> list[float]:
+        """Return one number per stage; a single number is scaled by `share`."""
+        value = getattr(self, name)
+        if isinstance(value, Sequence):
+            if len(value) != stages:
+                raise CostError(
+                    f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage"
+                )
+            return [float(number) for number in value]
+        return [value * share] * stages
+
+
+def _spans(trace: Trace) -> dict[str, list[list[float]]]:
+    """Return how long each kind of action took on each stage, every time; a pair in one slot counts as a pair."""
+    stages, slots = trace.plan.stages, trace.plan.program.numbering.slots
+    spans: dict[str, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in (*"FBIWR", "pair")}
+    for row, starts, ends in zip(trace.plan.program.rows, trace.starts, trace.ends, strict=True):
+        before = -1
+        for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
+            if before in trace.plan.program.pairs and starts[index - 1] == start and end > start:
+                spans["F"][before % stages].pop()
+                spans["pair"][before % stages].append(end - start)
+            else:
+                spans["FBIWR"[min(code // slots, 4)]][code % stages if code < 4 * slots else code - 4 * slots].append(
+                    end - start
+                )
+            before = code
+    return spans

@@ -29,8 +29,9 @@ from pipelab.trace import Event, Trace, Transfer
 if TYPE_CHECKING:
     from pipelab.engine.emulation import emulated
     from pipelab.engine.hardware import devices
-    from pipelab.engine.pipeline import Pipeline, Step
+    from pipelab.engine.pipeline import Pipeline
     from pipelab.engine.splitting import split
+    from pipelab.engine.step import Step
 
 __version__ = "0.1.0"
 
@@ -71,7 +72,7 @@ __all__ = [
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {
     "Pipeline": "pipelab.engine.pipeline",
-    "Step": "pipelab.engine.pipeline",
+    "Step": "pipelab.engine.step",
     "devices": "pipelab.engine.hardware",
     "emulated": "pipelab.engine.emulation",
     "split": "pipelab.engine.splitting",

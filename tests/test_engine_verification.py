@@ -224,3 +224,45 @@ def test_a_model_of_many_batch_shapes_is_verified():
 
     with Pipeline(model, OneFOneB(3, 4), loss) as pipe:
         assert pipe.verify(torch.randint(9, (7, 5)), torch.randint(9, (7, 5))).exact
+
+
+def test_verify_leaves_the_callers_batch_alone_when_the_model_writes_into_it():
+    x, y = plain.batch(6)
+    before = x.clone()
+    model = nn.Sequential(nn.ReLU(inplace=True), *plain.mlp(2))
+    with Pipeline(model, OneFOneB(2, 3), mse) as pipe:
+        pipe.step(x, y)
+        pipe.verify(x, y)
+    assert torch.equal(x, before)
+
+
+class Replacing(nn.Module):
+    """Puts another tensor in its buffer's place, instead of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return x
+
+
+def test_verify_puts_back_a_buffer_that_was_replaced():
+    model = nn.Sequential(*plain.mlp(2), Replacing())
+    with Pipeline(model, OneFOneB(2, 3), mse) as pipe:
+        pipe.verify(*plain.batch(6))
+    assert model[-1].count == 0
+
+
+def test_a_slightly_wrong_reduction_is_told_too():
+    torch.manual_seed(0)
+    target = torch.randint(3, (3000,))
+    target[:5] = -100
+    loss = nn.CrossEntropyLoss()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    x = torch.randn(3000, 4)
+    with Pipeline(model, OneFOneB(2, 3), loss) as pipe, pytest.raises(VerificationError, match="reduction is 'mean'"):
+        pipe.verify(x, target)
+    with Pipeline(model, OneFOneB(2, 3), loss, reduction=lambda each: (each >= 0).sum()) as pipe:
+        assert pipe.verify(x, target).whole_batch_difference < 1e-5

@@ -59,7 +59,7 @@ class Lane(Protocol):
         """
 
     def nanoseconds(self, marks: list[Any]) -> list[int]:
-        """Return marks as readings of the host's clock, waiting for the device if need be."""
+        """Return a step's marks as readings of the host's clock, all at once, waiting for the device if need be."""
 
 
 class CpuLane:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import chain
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -16,54 +15,20 @@ from pipelab.checking import Draftable, as_plan, require_legal
 from pipelab.engine.autocast import Contexts, callers_autocast
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.hardware import Slot, slots_for
-from pipelab.engine.lanes import Lane, lane_for
+from pipelab.engine.lanes import lane_for
 from pipelab.engine.optimizers import OptimizerGuard
 from pipelab.engine.run import Run
 from pipelab.engine.splitting import Stages, split
 from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.step import Step
 from pipelab.engine.threads import ThreadsEngine
-from pipelab.engine.trees import map_tensors
 from pipelab.errors import BatchError, EngineError, require_size
 from pipelab.plan import Plan
-from pipelab.trace import Trace
+
+if TYPE_CHECKING:
+    from pipelab.engine.verification import Verification
 
 __all__ = ["Pipeline", "Step"]
-
-
-class Step:
-    """What one step gave.
-
-    Attributes:
-        loss: the loss of the whole batch, a tensor without dimensions or history.
-    """
-
-    def __init__(self, loss: torch.Tensor, run: Run, plan: Plan, lanes: Sequence[Lane], labels: Sequence[str]) -> None:
-        """Keep what was measured; the trace and the outputs are put together when they are asked for."""
-        self.loss = loss
-        self._run = run
-        self._plan = plan
-        self._lanes = lanes
-        self._labels = labels
-
-    @cached_property
-    def outputs(self) -> Any:
-        """The model's outputs for the whole batch, rows in the batch's order, without history."""
-        return map_tensors(torch.Tensor.detach, join(self._run.outputs))
-
-    @cached_property
-    def trace(self) -> Trace:
-        """When each action started and ended, in milliseconds since the step began; measured in the workers."""
-        lanes, run = self._lanes, self._run
-        begun = [lane.nanoseconds(marks) for lane, marks in zip(lanes, run.begun, strict=True)]
-        ended = [lane.nanoseconds(marks) for lane, marks in zip(lanes, run.ended, strict=True)]
-        origin = min((marks[0] for marks in begun if marks), default=0)
-        starts = [[(mark - origin) / 1e6 for mark in marks] for marks in begun]
-        ends = [[(mark - origin) / 1e6 for mark in marks] for marks in ended]
-        return Trace(self._plan, starts, ends, "ms", "measured", lanes=self._labels)
-
-    def __repr__(self) -> str:
-        """Return the loss and the makespan."""
-        return f"Step(loss={float(self.loss):g}, makespan={self.trace.makespan:g} ms)"
 
 
 class Pipeline:
@@ -141,9 +106,9 @@ class Pipeline:
         self._place()
         self._guard.watch_if_moved()
         self._lanes = [lane_for(slot, self.slots) for slot in self.slots]
-        threads = max(1, torch.get_num_threads() // self.plan.ranks) if intra_op_threads is None else intra_op_threads
+        self.intra_op_threads = intra_op_threads or max(1, torch.get_num_threads() // self.plan.ranks)
         runners = [Stage(index, module, self.plan.stages) for index, module in enumerate(self.stages.modules)]
-        self._engine = ThreadsEngine(self.plan, runners, self._lanes, timeout, threads)
+        self._engine = ThreadsEngine(self.plan, runners, self._lanes, timeout, self.intra_op_threads)
         self._runners = runners
         self._one_at_a_time = threading.Lock()
 
@@ -213,7 +178,7 @@ class Pipeline:
                     runner.module = module
         return join(run.outputs)
 
-    def verify(self, x: Any, y: Any) -> Any:
+    def verify(self, x: Any, y: Any) -> Verification:
         """Check that the pipeline's gradients are those of the plain model; return the proof.
 
         Gradients, buffers and random state are as before afterwards.
@@ -224,6 +189,11 @@ class Pipeline:
         from pipelab.engine.verification import verify
 
         return verify(self, x, y)
+
+    @property
+    def writes_into_input(self) -> bool:
+        """Whether the first stage may write into what it is given, and so gets a copy of the batch."""
+        return self._runners[0].clones_input
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the model's parameters, stage by stage, each once."""

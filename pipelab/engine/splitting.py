@@ -116,7 +116,8 @@ def split(
             with an example, which PyTorch's tracer then cuts.
         into: how many stages.
         by: what to make even. `"layers"`: their number; sizes differ by at most one, the first stages taking the
-            extra. `"parameters"`: the numbers in them. `"time"`: forward and backward, measured on the example.
+            extra. `"parameters"`: the numbers in them. `"time"`: forward and backward, measured on the example (of a
+            model that is traced, forward only).
         example: one micro-batch, `[rows, ...]`, as the model takes it; a tuple stands for several arguments. Needed
             for `by="time"` and for models that are no `nn.Sequential`. A traced stage keeps the example's row count
             and training mode.
@@ -203,9 +204,9 @@ def _layer_times(layers: Sequence[nn.Module], example: Any, repeats: int = 5) ->
         for layer in layers:
             measured = []
             for _ in range(repeats + 1):
-                began = time.perf_counter()
+                began = _now()
                 made = _forward_and_backward(layer, value)
-                measured.append(time.perf_counter() - began)
+                measured.append(_now() - began)
             times.append(median(measured[1:]))  # the first warms up
             value = map_tensors(torch.Tensor.detach, made)
     finally:
@@ -213,6 +214,13 @@ def _layer_times(layers: Sequence[nn.Module], example: Any, repeats: int = 5) ->
         for buffer, before in buffers:
             buffer.copy_(before)
     return times
+
+
+def _now() -> float:
+    """Return the time at which all that was launched is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _forward_and_backward(layer: nn.Module, value: Any) -> Any:
@@ -227,18 +235,27 @@ def _forward_and_backward(layer: nn.Module, value: Any) -> Any:
 
 
 def _refuse_shared(modules: Sequence[nn.Module], model: nn.Module) -> None:
-    """Refuse a parameter that two stages use.
+    """Refuse a parameter or a buffer that two stages use.
 
     Raises:
-        SplitError: with the parameter's name and both stages.
+        SplitError: with its name and both stages.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names = {id(tensor): name for name, tensor in reversed(_state(model))}
     owner: dict[int, int] = {}
     for stage, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            first = owner.setdefault(id(parameter), stage)
+        for name, tensor in _state(module):
+            first = owner.setdefault(id(tensor), stage)
             if first != stage:
+                what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise SplitError(
-                    f"parameter {names.get(id(parameter), name)!r} is used by stage {first} and stage {stage}: a "
-                    "parameter lives on one stage; cut the model elsewhere, or give each stage its own"
+                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}: a {what} "
+                    "lives on one stage; cut the model elsewhere, or give each stage its own"
                 )
+
+
+def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the module's parameters and buffers, each under every name that it has."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]

@@ -31,14 +31,12 @@ class Loss:
         targets: per micro-batch.
         weights: per micro-batch, what its loss weighs in the loss of the batch.
         values: per micro-batch, the loss, not weighed yet, once it is known.
-        seeds: the weights as tensors, made when first needed.
     """
 
     function: Callable[[Any, Any], torch.Tensor]
     targets: list[Any]
     weights: list[float]
     values: list[torch.Tensor | None] = field(default_factory=list)
-    seeds: dict[float, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make room for the values."""
@@ -70,11 +68,7 @@ class Loss:
 
     def backward(self, microbatch: int, loss: torch.Tensor) -> None:
         """Run autograd from a micro-batch's loss: its weight is the gradient that it starts from."""
-        weight = self.weights[microbatch]
-        seed = self.seeds.get(weight)
-        if seed is None or seed.shape != loss.shape or seed.dtype != loss.dtype:
-            seed = self.seeds[weight] = torch.full_like(loss, weight)
-        run_backward((loss,), (seed,))
+        run_backward((loss,), (torch.full_like(loss, self.weights[microbatch]),))
 
     def total(self) -> torch.Tensor:
         """Return the loss of the whole batch, without dimensions or history."""

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -64,18 +64,18 @@ class ThreadsEngine:
         self.forward_rows = instructions(plan.program, stages, backward=False)
         self._threads = intra_op_threads
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._workers = [self._worker(rank) for rank in range(plan.ranks)]
-        self._settle()
+        self._workers: list[Worker] = []
+        self._start(range(plan.ranks))
         self._closer = weakref.finalize(self, _dismiss, self._workers)
 
-    def _worker(self, rank: int) -> Worker:
-        return Worker(rank, self.lanes[rank], self._threads, self._reports)
-
-    def _settle(self) -> None:
-        """Wait for new workers; each set torch's default for threads made later, so set it back to the caller's."""
+    def _start(self, ranks: Iterable[int]) -> None:
+        """Start a worker for each of these ranks."""
+        callers = torch.get_num_threads()
+        for rank in ranks:
+            self._workers[rank : rank + 1] = [Worker(rank, self.lanes[rank], self._threads, self._reports)]
         for worker in self._workers:
             worker.ready.wait()
-        torch.set_num_threads(torch.get_num_threads())
+        torch.set_num_threads(callers)  # every worker set its own number as the default of threads made later
 
     @property
     def thread_ids(self) -> list[int]:
@@ -140,6 +140,12 @@ class ThreadsEngine:
                 elif self.timeout is not None and now - quiet_since >= self.timeout:
                     message = self._where(run, f"nothing moved for {now - quiet_since:.3g} s:")
                     self._halt(run, outstanding)
+                    if outstanding:
+                        message += (
+                            f"\n  rank {', '.join(map(str, sorted(outstanding)))} did not come back within "
+                            f"{_GRACE_SECONDS:g} s more and was given up: an operation that ends later may still add "
+                            "to gradients, so make a new pipeline before you trust them"
+                        )
                     raise StepTimeoutError(message) from None
                 continue
             if report.run is not run:
@@ -163,9 +169,7 @@ class ThreadsEngine:
                 outstanding.discard(report.rank)
         for rank in outstanding:
             self._workers[rank].give_up()
-            self._workers[rank] = self._worker(rank)
-        if outstanding:
-            self._settle()
+        self._start(outstanding)
         run.values.clear()
         run.kept.clear()
 
@@ -183,6 +187,8 @@ class ThreadsEngine:
         if not isinstance(error, PipelabError):
             told = f"{type(error).__name__}: {error}"
             where = f"\n  at {students_line(error)}"
+            if "leaf Variable that requires grad" in told:
+                where += "\n  try: clone the stage's input before writing into it: a stage's input is its own leaf"
         partial = "" if report.run.loss is None else "\n  gradients are partial now: zero_grad() before the next step"
         explained = StageError(
             f"{action} on rank {report.rank} failed: {told}\n"

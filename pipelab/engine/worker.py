@@ -124,21 +124,27 @@ class Worker:
 
 
 def _refuse_nan(rank: int, instruction: Instruction, made: Any, run: Run) -> None:
+    """Look at everything that an action made.
+
+    Raises:
+        NotANumberError: naming the first NaN or infinity.
+    """
     stage, microbatch = instruction.stage.index, instruction.microbatch
-    what = "output" if instruction.forward else "input gradient"
-    tensors = tensors_of(made)
-    if instruction.forward and run.loss is not None and run.loss.values[microbatch] is not None:
-        tensors = [*tensors, *tensors_of(run.loss.values[microbatch])]
-        what = "output or loss"
-    for tensor in tensors:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
-            letter = "F" if instruction.forward else "B"
-            action = f"{stage}{letter}{microbatch}"
-            raise NotANumberError(
-                f"{action} on rank {rank} made {kind}: the {what} of stage {stage}, micro-batch {microbatch}, "
-                f"shape {tuple(tensor.shape)}, is not finite",
-                rank,
-                stage,
-                action,
-            )
+    if instruction.forward:
+        loss = None if run.loss is None else run.loss.values[microbatch]
+        looked_at = [("output", made), ("loss", loss if instruction.stage.is_last else None)]
+    else:
+        parameters = instruction.stage.module.named_parameters()
+        looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in parameters)]
+    for what, value in looked_at:
+        for tensor in tensors_of(value):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
+                action = f"{stage}{'F' if instruction.forward else 'B'}{microbatch}"
+                raise NotANumberError(
+                    f"{action} on rank {rank} made {kind}: the {what} of stage {stage}, micro-batch {microbatch}, "
+                    f"shape {tuple(tensor.shape)}, is not finite",
+                    rank,
+                    stage,
+                    action,
+                )

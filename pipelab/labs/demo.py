@@ -134,7 +134,10 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses, times, traces = [], [], []
     schedule = schedules[name](setting.ranks, setting.microbatches)
-    with _one_thread(), Pipeline(model, schedule, next_byte_loss, intra_op_threads=1) as pipe:
+    with (
+        _one_thread(),
+        Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe,
+    ):
         for _ in range(setting.steps):
             x, y = batches.take()
             began = time.perf_counter()
@@ -166,7 +169,7 @@ def emulate(
     """Run a schedule on emulated devices, and simulate it with the same times."""
     plan = schedules[name](ranks, microbatches).plan()
     rows = torch.ones(microbatches, 1)
-    with Pipeline(emulated(ranks, forward_ms, backward_ms), plan, nn.functional.mse_loss) as pipe:
+    with Pipeline(emulated(ranks, forward_ms, backward_ms), plan, nn.functional.mse_loss, ["cpu"] * ranks) as pipe:
         pipe.step(rows, 2 * rows)  # the first step warms up
         measured = pipe.step(rows, 2 * rows).trace
     return Emulation(name, measured, simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms")))

@@ -33,6 +33,9 @@ from pipelab.plan import Plan
 
 __all__ = ["ThreadsEngine"]
 
+_PAUSE_SECONDS = 0.2
+"""How long the caller sleeps at most before it looks whether anything moves, or whether it was interrupted."""
+
 _GRACE_SECONDS = 5.0
 """How long workers may take to come back once a run has been stopped, before they are given up."""
 
@@ -128,11 +131,13 @@ class ThreadsEngine:
         Raises:
             StepTimeoutError: if nothing moved for `timeout` seconds.
         """
+        # A signal that arrives just before a wait is noticed after it: so no wait is long.
+        pause = _PAUSE_SECONDS if self.timeout is None else min(_PAUSE_SECONDS, self.timeout / 8)
         seen = list(run.phase)
         quiet_since = time.monotonic()
         while outstanding:
             try:
-                report = self._reports.get(timeout=None if self.timeout is None else self.timeout / 8)
+                report = self._reports.get(timeout=pause)
             except queue.Empty:
                 now = time.monotonic()
                 if seen != run.phase:

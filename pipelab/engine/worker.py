@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,10 @@ class Worker:
         torch.get_num_threads()  # a thread's first use takes over the default; from then on its own number holds
         torch.set_num_threads(self.threads)
         self.ready.set()
-        while (run := self.jobs.get()) is not None:
-            self.reports.put(self._attempt(run))
-            del run  # an idle worker holds on to nothing
+        with suppress(SystemExit):  # from `give_up`, where it arrives outside of a run
+            while (run := self.jobs.get()) is not None:
+                self.reports.put(self._attempt(run))
+                del run  # an idle worker holds on to nothing
 
     def _attempt(self, run: Run) -> Report:
         """Run a row, whatever happens; say how it went."""

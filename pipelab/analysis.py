@@ -77,10 +77,10 @@ class Comparison:
         return draw.save_comparison(self, Path(path))
 
     def __str__(self) -> str:
-        """Return the table and the timelines as text."""
+        """Return the table and the timelines as text, without colour."""
         from pipelab.draw import text
 
-        return text.comparison(self)
+        return text.comparison(self, colour=False)
 
     def _repr_svg_(self) -> str:
         """Return the figure that a notebook shows."""

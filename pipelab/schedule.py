@@ -80,10 +80,18 @@ class Schedule(ABC):
         Raises:
             ScheduleError: if the size is refused, or if `actions` raises.
         """
-        reason = self.refusal(self.ranks, self.microbatches)
+        name = self._name()
+        try:
+            reason = self.refusal(self.ranks, self.microbatches)
+            stages = self.stages
+            require_size("stages", stages)
+        except Exception as error:
+            hint = "a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
+            message = f"asking for its sizes raised {type(error).__name__}: {error}\n  at {students_line(error)}"
+            raise ScheduleError([Fault("exception", None, None, None, message, hint)], name) from error
         if reason is not None:
-            raise ScheduleError([Fault("refused", None, None, None, reason)], repr(self))
-        limit = endless_limit(self.stages, self.microbatches) + 1
+            raise ScheduleError([Fault("refused", None, None, None, reason)], name)
+        limit = endless_limit(stages, self.microbatches) + 1
         rows: list[list[object]] = []
         faults: list[Fault] = []
         for rank in range(self.ranks):
@@ -96,8 +104,8 @@ class Schedule(ABC):
                 cause = error
             rows.append(row)
         if faults:
-            raise ScheduleError(faults, repr(self)) from cause
-        return Plan(rows, self.stages, self.microbatches, self.place, name=repr(self))
+            raise ScheduleError(faults, name) from cause
+        return Plan(rows, stages, self.microbatches, self.place, name=name)
 
     def plan(self) -> Plan:
         """Return the plan, checked.
@@ -108,6 +116,13 @@ class Schedule(ABC):
         plan = self.draft()
         require_legal(plan)
         return plan
+
+    def _name(self) -> str:
+        """Return `repr`, or the class's name where a student's `__repr__` cannot be asked yet."""
+        try:
+            return repr(self)
+        except Exception:  # noqa: BLE001 - a student's code, or one that has not set its sizes
+            return type(self).__name__
 
     def __repr__(self) -> str:
         """Return the schedule's name and sizes."""

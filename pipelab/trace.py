@@ -279,10 +279,10 @@ class Trace(Immutable):
         return hash((self.plan, self.unit, self.events))
 
     def __str__(self) -> str:
-        """Return a text timeline."""
+        """Return a text timeline, without colour: a text may be written anywhere."""
         from pipelab.draw import text
 
-        return text.timeline(self)
+        return text.timeline(self, colour=False)
 
     def __repr__(self) -> str:
         """Return the name and the figures."""

@@ -218,3 +218,54 @@ def test_the_command_is_installed_and_tells_its_version():
     found = subprocess.run([sys.executable, "-m", "pipelab", "--version"], capture_output=True, text=True, check=False)
     assert found.stdout.strip() == pipelab.__version__
     assert found.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        (
+            "    def actions",
+            "    def __init__(self, ranks, microbatches):\n        pass\n\n    def actions",
+            None,
+            "super().__init__",
+        ),
+        (
+            "    def actions",
+            "    def __init__(self, ranks, microbatches):\n        1 / 0\n\n    def actions",
+            8,
+            "ZeroDivisionError",
+        ),
+        (
+            "    def actions",
+            "    def refusal(self, ranks, microbatches):\n        1 / 0\n\n    def actions",
+            8,
+            "ZeroDivisionError",
+        ),
+        ("    def actions", "    stages = 1.5\n\n    def actions", None, "stages=1.5"),
+        ("import pipelab\n", "import pipelab\nraise SystemExit('bye')\n", 3, "SystemExit: bye"),
+    ],
+)
+def test_a_schedule_that_cannot_be_made_gets_its_line(pipelab_command, folder, old, new, line, words):
+    Path("mine.py").write_text(RIGHT.replace(old, new, 1))
+    code, _, error = pipelab_command("check", "mine.py:MySchedule")
+    assert code == 1
+    assert words in error
+    assert "Traceback" not in error
+    if line:
+        assert f"mine.py, line {line}" in error
+
+
+def test_any_cost_can_be_given(pipelab_command):
+    costs = ("--cost", "forward=[1, 3]", "--cost", "per=stage", "--latency", "1")
+    assert "makespan 10 units" in pipelab_command("simulate", "naive", "-r", "2", "-m", "1", *costs)[1]
+    assert "--cost takes: forward" in pipelab_command("simulate", "naive", "--cost", "speed=3")[2]
+    assert "CostError" in pipelab_command("simulate", "naive", "--cost", "forward=-3")[2]
+
+
+def test_files_that_cannot_be_read_or_written_are_told(pipelab_command, folder):
+    Path("plan.csv").write_bytes(b"\xff\xfe0F0")
+    assert "plan.csv is not text" in pipelab_command("check", "plan.csv")[2]
+    code, _, error = pipelab_command("draw", "gpipe", "-o", "nowhere/x.txt")
+    assert code == 1
+    assert "nowhere" in error
+    assert "Traceback" not in error

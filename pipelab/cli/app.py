@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from rich.table import Table
 import pipelab
 from pipelab.checking import Draftable, as_plan
 from pipelab.cli.targets import find, settings
+from pipelab.draw import text
 from pipelab.errors import LoadError, PipelabError
 from pipelab.plan import Plan
 from pipelab.simulation import Cost, simulate
@@ -35,6 +37,12 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="name=value, a par
 Forward = Annotated[float, typer.Option("--forward", "-f", help="time of a forward")]
 Backward = Annotated[float, typer.Option("--backward", "-b", help="time of a backward")]
 Latency = Annotated[float, typer.Option(help="time of a transfer between ranks")]
+Costs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cost", help="name=value, any other cost, such as --cost 'forward=[1, 2]' or --cost per=stage; repeatable"
+    ),
+]
 Unit = Annotated[str, typer.Option(help="the unit of these times, for labels")]
 Save = Annotated[
     list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; repeatable")
@@ -94,13 +102,14 @@ def simulate_command(
     backward: Backward = 2,
     latency: Latency = 0,
     unit: Unit = "",
+    costs: Costs = None,
     sets: Sets = None,
     save: Save = None,
 ) -> None:
     """Show when everything would happen, and the bubble and the memory that follow."""
-    cost = Cost(forward=forward, backward=backward, latency=latency, unit=unit)
+    cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
     trace = simulate(_find(target, ranks, microbatches, sets), cost)
-    typer.echo(str(trace))
+    typer.echo(text.timeline(trace))
     for path in save or []:
         _wrote(trace.save(path))
 
@@ -115,11 +124,12 @@ def draw(
     backward: Backward = 2,
     latency: Latency = 0,
     unit: Unit = "",
+    costs: Costs = None,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
     sets: Sets = None,
 ) -> None:
     """Draw a schedule's timeline, or its dependency graph, into files."""
-    cost = Cost(forward=forward, backward=backward, latency=latency, unit=unit)
+    cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
     plan = as_plan(_find(target, ranks, microbatches, sets))
     trace = simulate(plan, cost)
     for path in save:
@@ -135,14 +145,15 @@ def compare(
     backward: Backward = 2,
     latency: Latency = 0,
     unit: Unit = "",
+    costs: Costs = None,
     sets: Sets = None,
     save: Save = None,
 ) -> None:
     """Lay schedules, simulated with the same costs, side by side."""
-    cost = Cost(forward=forward, backward=backward, latency=latency, unit=unit)
+    cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
     traces = [simulate(_find(target, ranks, microbatches, sets), cost) for target in targets]
     comparison = pipelab.compare(*traces, names=targets)
-    typer.echo(str(comparison))
+    typer.echo(text.comparison(comparison))
     for path in save or []:
         _wrote(comparison.save(path))
 
@@ -169,7 +180,7 @@ def run(
     plan = as_plan(_find(target, ranks, microbatches, sets))
     model = running.emulated_model(plan, *emulate) if emulate else running.linear_stack(width, depth, plan.stages)
     result = running.run(plan, model, (batch, 1) if emulate else (batch, width), steps)
-    typer.echo(str(pipelab.compare(result.predicted, result.measured, names=["predicted", "measured"])))
+    typer.echo(text.comparison(pipelab.compare(result.predicted, result.measured, names=["predicted", "measured"])))
     typer.echo(result.proof)
     for path in save or []:
         _wrote(result.measured.save(path))
@@ -190,6 +201,14 @@ def _find(target: str, ranks: int, microbatches: int, sets: list[str] | None) ->
     return find(target, ranks, microbatches, settings(sets or []))
 
 
+def _cost(more: list[str] | None, **given: float | str) -> Cost:
+    """Return the cost that the options describe; `--cost` wins."""
+    try:
+        return Cost(**{**given, **settings(more or [], "--cost")})
+    except TypeError as error:
+        raise LoadError(f"{error}\n  --cost takes: {', '.join(field.name for field in fields(Cost))}") from error
+
+
 def _wrote(path: Path) -> None:
     typer.echo(f"wrote {path}")
 
@@ -201,4 +220,7 @@ def main() -> None:
     except PipelabError as error:
         lead = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
         typer.echo(f"{lead}{error}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        typer.echo(f"{error.filename or 'a file'}: {error.strerror or error}", err=True)
         sys.exit(1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipelab.catalogue import schedules
 from pipelab.checking import Draftable
-from pipelab.errors import LoadError
+from pipelab.errors import LoadError, PipelabError
 from pipelab.faults import students_line
 from pipelab.plan import Plan
 from pipelab.schedule import Schedule
@@ -35,7 +35,10 @@ def find(target: str, ranks: int, microbatches: int, options: dict[str, Any]) ->
     """
     path, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
     if path.endswith(".csv"):
-        return Plan.from_csv(_existing(path))
+        try:
+            return Plan.from_csv(_existing(path))
+        except UnicodeDecodeError as error:
+            raise LoadError(f"{path} is not text: {error}") from error
     if path.endswith(".py"):
         return _make(_schedule_in(_load(_existing(path)), name, path), ranks, microbatches, options)
     if target in schedules:
@@ -48,7 +51,7 @@ def find(target: str, ranks: int, microbatches: int, options: dict[str, Any]) ->
     )
 
 
-def settings(texts: list[str]) -> dict[str, Any]:
+def settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
     """Return `name=value` texts as keyword arguments; values are Python literals, or text.
 
     Example:
@@ -62,7 +65,7 @@ def settings(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise LoadError(f"--set {text}: expected name=value, such as --set stages_per_rank=2")
+            raise LoadError(f"{option} {text}: expected name=value, such as {option} stages_per_rank=2")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -95,7 +98,7 @@ def _load(path: Path) -> ModuleType:
         line = (error.text or "").rstrip()
         caret = f"\n    {' ' * ((error.offset or 1) - 1)}^" if line else ""
         raise LoadError(f"{error.filename}, line {error.lineno}: {error.msg}\n    {line}{caret}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LoadError(
             f"importing {path} raised {type(error).__name__}: {error}\n  at {students_line(error)}"
         ) from error
@@ -128,12 +131,23 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
 def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
     if inspect.isabstract(kind):
         raise LoadError(f"{kind.__name__} has no method actions(self, rank): write one that yields F(m) and B(m)")
+    parameters = inspect.signature(kind).parameters
+    taken = [name for name in parameters if name not in ("ranks", "microbatches")]
+    strangers = [name for name in options if name not in taken]
+    if strangers and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        raise LoadError(
+            f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
+        )
     try:
-        return kind(ranks, microbatches, **options)
-    except TypeError as error:
-        taken = [
-            name
-            for name in inspect.signature(kind.__init__).parameters
-            if name not in ("self", "ranks", "microbatches")
-        ]
-        raise LoadError(f"{kind.__name__}: {error}\n  --set takes: {', '.join(taken) or 'nothing'}") from error
+        schedule = kind(ranks, microbatches, **options)
+        repr(schedule)
+    except PipelabError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"making {kind.__name__}(ranks={ranks}, microbatches={microbatches}) raised {type(error).__name__}: "
+            f"{error}\n"
+            f"  at {students_line(error)}\n"
+            "  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
+        ) from error
+    return schedule

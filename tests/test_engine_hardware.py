@@ -12,7 +12,7 @@ from torch import nn
 import pipelab
 from pipelab import GPipe, Pipeline
 from pipelab.engine import hardware
-from pipelab.engine.hardware import Slot, share_evenly, slots_for
+from pipelab.engine.hardware import RankDevice, rank_devices, share_evenly
 from pipelab.engine.optimizers import OptimizerGuard
 from pipelab.errors import DeviceError, SizeError
 
@@ -37,12 +37,12 @@ def machine(monkeypatch):
 
 def test_without_a_gpu_every_rank_is_on_the_cpu(machine):
     machine(0)
-    assert pipelab.devices(3) == [Slot(CPU)] * 3
+    assert pipelab.devices(3) == [CPU] * 3
 
 
 def test_with_enough_gpus_every_rank_has_its_own(machine):
     machine(4)
-    assert pipelab.devices(3) == [Slot(device) for device in gpus(3)]
+    assert pipelab.devices(3) == list(gpus(3))
 
 
 def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine):
@@ -76,10 +76,15 @@ def test_shares_differ_by_at_most_one(count, n):
     assert [slot.device.index for slot in slots] == sorted(slot.device.index for slot in slots)
 
 
-def test_devices_may_be_slots_devices_or_names(machine):
+def test_devices_may_be_shares_devices_or_names(machine):
     machine(2)
-    wanted = [Slot(CPU, "mine"), torch.device("cuda", 1), "cuda", "cpu"]
-    assert slots_for(wanted, 4) == [Slot(CPU, "mine"), Slot(gpus(2)[1]), Slot(gpus(1)[0]), Slot(CPU)]
+    wanted = [RankDevice(CPU, "mine"), torch.device("cuda", 1), "cuda", "cpu"]
+    assert rank_devices(wanted, 4) == [
+        RankDevice(CPU, "mine"),
+        RankDevice(gpus(2)[1]),
+        RankDevice(gpus(1)[0]),
+        RankDevice(CPU),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_devices_may_be_slots_devices_or_names(machine):
 def test_devices_that_do_not_fit_are_refused(machine, wanted, told):
     machine(2)
     with pytest.raises(DeviceError, match=told):
-        slots_for(wanted, 2)
+        rank_devices(wanted, 2)
 
 
 def test_a_gpu_on_a_machine_without_one_is_refused(machine):
@@ -110,7 +115,7 @@ def test_a_gpu_on_a_machine_without_one_is_refused(machine):
 
 
 def test_without_devices_a_pipeline_takes_what_the_machine_has(monkeypatch):
-    monkeypatch.setattr(hardware, "devices", lambda n: [Slot(CPU, f"{rank} of {n}") for rank in range(n)])
+    monkeypatch.setattr(hardware, "devices", lambda n: [RankDevice(CPU, f"{rank} of {n}") for rank in range(n)])
     with Pipeline(plain.mlp(4), GPipe(2, 2), mse) as pipe:
         assert repr(pipe).endswith("on cpu (0 of 2), cpu (1 of 2))")
 

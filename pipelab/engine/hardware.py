@@ -10,11 +10,11 @@ import torch
 
 from pipelab.errors import DeviceError, require_size
 
-__all__ = ["Slot", "devices", "slots_for"]
+__all__ = ["RankDevice", "devices", "rank_devices"]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class RankDevice:
     """What one rank runs on: a device, or a share of one.
 
     Attributes:
@@ -32,11 +32,14 @@ class Slot:
         return f"{self.device} ({self.share})" if self.share else str(self.device)
 
 
-def devices(n: int) -> list[Slot]:
+def devices(n: int) -> list[torch.device | RankDevice]:
     """Return what `n` ranks run on: `n` GPUs if there are as many, fewer shared evenly, the CPU if there is none.
 
     Ranks that share a GPU get a stream each, so that their kernels may overlap where the GPU has room; a warning says
     which ranks share.
+
+    A rank that has a device to itself gets a plain `torch.device`; one that shares it, a `RankDevice`, whose `device` it
+    is.
 
     Example:
         >>> import pipelab
@@ -48,53 +51,53 @@ def devices(n: int) -> list[Slot]:
     """
     require_size("n", n)
     if not torch.cuda.is_available():
-        return [Slot(torch.device("cpu")) for _ in range(n)]
+        return [torch.device("cpu")] * n
     gpus = torch.cuda.device_count()
     if gpus >= n:
-        return [Slot(torch.device("cuda", index)) for index in range(n)]
-    slots = share_evenly([torch.device("cuda", index) for index in range(gpus)], n)
+        return [torch.device("cuda", index) for index in range(n)]
+    found: list[torch.device | RankDevice] = [*share_evenly([torch.device("cuda", index) for index in range(gpus)], n)]
     warnings.warn(
         f"{n} ranks share {gpus} GPU{'s' if gpus > 1 else ''}, a stream each: "
-        + ", ".join(f"rank {rank} on {slot}" for rank, slot in enumerate(slots)),
+        + ", ".join(f"rank {rank} on {each}" for rank, each in enumerate(found)),
         stacklevel=2,
     )
-    return slots
+    return found
 
 
-def share_evenly(pool: Sequence[torch.device], n: int) -> list[Slot]:
-    """Return slots for `n` ranks on fewer devices, neighbours together, shares as even as can be."""
+def share_evenly(pool: Sequence[torch.device], n: int) -> list[RankDevice]:
+    """Return devices for `n` ranks on fewer devices, neighbours together, shares as even as can be."""
     each, more = divmod(n, len(pool))
-    slots: list[Slot] = []
+    found: list[RankDevice] = []
     for index, device in enumerate(pool):
         count = each + (index < more)
-        slots.extend(Slot(device, f"{part + 1} of {count}" if count > 1 else "") for part in range(count))
-    return slots
+        found.extend(RankDevice(device, f"{part + 1} of {count}" if count > 1 else "") for part in range(count))
+    return found
 
 
-def slots_for(wanted: Sequence[Slot | torch.device | str] | None, ranks: int) -> list[Slot]:
-    """Return one slot per rank: those that were asked for, or what this machine has.
+def rank_devices(wanted: Sequence[RankDevice | torch.device | str] | None, ranks: int) -> list[RankDevice]:
+    """Return one device per rank: those that were asked for, or what this machine has.
 
     Raises:
         DeviceError: if there is not one device per rank, or one of them is not there.
     """
     if wanted is None:
-        return devices(ranks)
+        wanted = devices(ranks)
     if isinstance(wanted, str):
         raise DeviceError(
             f"devices={wanted!r}: expected a list with one device per rank, such as [{wanted!r}] * {ranks}"
         )
-    slots = [item if isinstance(item, Slot) else Slot(_device(item)) for item in wanted]
-    if len(slots) != ranks:
+    found = [item if isinstance(item, RankDevice) else RankDevice(_device(item)) for item in wanted]
+    if len(found) != ranks:
         raise DeviceError(
-            f"{len(slots)} device{'s' if len(slots) != 1 else ''} for {ranks} ranks: give one per rank "
+            f"{len(found)} device{'s' if len(found) != 1 else ''} for {ranks} ranks: give one per rank "
             f"(a device may stand several times), or leave devices out"
         )
-    for rank, slot in enumerate(slots):
-        if slot.device.type == "cuda" and slot.device.index >= torch.cuda.device_count():
-            raise DeviceError(f"rank {rank} wants {slot.device}, but this machine has {torch.cuda.device_count()} GPUs")
-        if slot.device.type not in ("cpu", "cuda"):
-            raise DeviceError(f"rank {rank} wants {slot.device}: pipelab runs on 'cpu' and 'cuda' devices")
-    return slots
+    for rank, each in enumerate(found):
+        if each.device.type == "cuda" and each.device.index >= torch.cuda.device_count():
+            raise DeviceError(f"rank {rank} wants {each.device}, but this machine has {torch.cuda.device_count()} GPUs")
+        if each.device.type not in ("cpu", "cuda"):
+            raise DeviceError(f"rank {rank} wants {each.device}: pipelab runs on 'cpu' and 'cuda' devices")
+    return found
 
 
 def _device(name: torch.device | str) -> torch.device:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pipelab.engine.hardware import Slot
+from pipelab.engine.hardware import RankDevice
 from pipelab.engine.trees import map_tensors, tensors_of
 
 __all__ = ["CpuLane", "CudaLane", "Lane", "Parcel", "lane_for"]
@@ -34,13 +34,13 @@ class Lane(Protocol):
     """What the worker loop asks of a rank's device.
 
     Attributes:
-        slot: the device, and which share of it.
+        runs_on: the device, and which share of it.
         mark: reads the clock: a number of nanoseconds, or an event that `nanoseconds` turns into one.
         gives: wraps a value for another rank; `None` where it goes as it is.
         takes: unwraps a value from another rank, on this lane's device; `None` where it is there as it is.
     """
 
-    slot: Slot
+    runs_on: RankDevice
     mark: Callable[[], Any]
     gives: Callable[[Any], Any] | None
     takes: Callable[[Any], Any] | None
@@ -65,9 +65,9 @@ class Lane(Protocol):
 class CpuLane:
     """A rank on the CPU."""
 
-    def __init__(self, slot: Slot, *, alone: bool) -> None:
+    def __init__(self, runs_on: RankDevice, *, alone: bool) -> None:
         """Make the lane; `alone` means that no rank of the pipeline is on another kind of device."""
-        self.slot = slot
+        self.runs_on = runs_on
         self.mark: Callable[[], Any] = time.perf_counter_ns
         self.gives: Callable[[Any], Any] | None = None
         self.takes: Callable[[Any], Any] | None = None if alone else self._take
@@ -95,11 +95,11 @@ class CpuLane:
 class CudaLane:
     """A rank on a CUDA device, or on a share of one, with a stream of its own."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, runs_on: RankDevice) -> None:
         """Make the stream and set the device's clock against the host's."""
-        self.slot = slot
-        self.device = slot.device
-        self.stream = slot.stream or torch.cuda.Stream(self.device)
+        self.runs_on = runs_on
+        self.device = runs_on.device
+        self.stream = runs_on.stream or torch.cuda.Stream(self.device)
         self.mark: Callable[[], Any] = self._mark
         self.gives: Callable[[Any], Any] | None = self._give
         self.takes: Callable[[Any], Any] | None = self._take
@@ -166,8 +166,8 @@ class CudaLane:
         return tensor.to(self.device, non_blocking=True)
 
 
-def lane_for(slot: Slot, slots: Sequence[Slot]) -> Lane:
-    """Return the lane for one rank of a pipeline that runs on `slots`."""
-    if slot.device.type == "cuda":
-        return CudaLane(slot)
-    return CpuLane(slot, alone=all(other.device.type == "cpu" for other in slots))
+def lane_for(runs_on: RankDevice, every: Sequence[RankDevice]) -> Lane:
+    """Return the lane for one rank of a pipeline that runs on these devices."""
+    if runs_on.device.type == "cuda":
+        return CudaLane(runs_on)
+    return CpuLane(runs_on, alone=all(other.device.type == "cpu" for other in every))

@@ -14,7 +14,7 @@ from torch import nn
 from pipelab.checking import Draftable, as_plan, require_legal
 from pipelab.engine.autocast import Contexts, callers_autocast
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
-from pipelab.engine.hardware import Slot, slots_for
+from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.lanes import lane_for
 from pipelab.engine.optimizers import OptimizerGuard
 from pipelab.engine.run import Run
@@ -77,7 +77,7 @@ class Pipeline:
         model: nn.Module | Sequence[nn.Module] | Stages,
         schedule: Plan | Draftable,
         loss_fn: Callable[[Any, Any], torch.Tensor],
-        devices: Sequence[Slot | torch.device | str] | None = None,
+        devices: Sequence[RankDevice | torch.device | str] | None = None,
         engine: str = "threads",
         reduction: Reduction = "mean",
         *,
@@ -101,11 +101,11 @@ class Pipeline:
         self.reduction = reduction
         self.watch_nan = watch_nan
         self.stages = split(model, into=self.plan.stages)
-        self.slots = slots_for(devices, self.plan.ranks)
+        self.devices = rank_devices(devices, self.plan.ranks)
         self._guard = OptimizerGuard(list(self.parameters()))
         self._place()
         self._guard.watch_if_moved()
-        self._lanes = [lane_for(slot, self.slots) for slot in self.slots]
+        self._lanes = [lane_for(each, self.devices) for each in self.devices]
         self.intra_op_threads = intra_op_threads or max(1, torch.get_num_threads() // self.plan.ranks)
         runners = [Stage(index, module, self.plan.stages) for index, module in enumerate(self.stages.modules)]
         self._engine = ThreadsEngine(self.plan, runners, self._lanes, timeout, self.intra_op_threads)
@@ -231,19 +231,21 @@ class Pipeline:
 
     def __repr__(self) -> str:
         """Return the plan and the devices."""
-        return f"Pipeline({self.plan.name}, on {', '.join(map(str, self.slots))})"
+        return f"Pipeline({self.plan.name}, on {', '.join(map(str, self.devices))})"
 
     def _place(self) -> None:
         """Move every stage to its rank's device; parameters stay the same objects."""
         for stage, ranks in self.plan.replicas.items():
-            self.stages.modules[stage].to(self.slots[ranks[0]].device)
+            self.stages.modules[stage].to(self.devices[ranks[0]].device)
 
     def contexts(self) -> Contexts:
         """Return what makes a worker's autocast the caller's."""
-        return callers_autocast(slot.device.type for slot in self.slots)
+        return callers_autocast(each.device.type for each in self.devices)
 
     def _labels(self) -> list[str]:
-        return [f"{slot}, thread {thread}" for slot, thread in zip(self.slots, self._engine.thread_ids, strict=True)]
+        return [
+            f"{device}, thread {thread}" for device, thread in zip(self.devices, self._engine.thread_ids, strict=True)
+        ]
 
 
 def _require_runnable(plan: Plan) -> None:

@@ -99,7 +99,7 @@ def _whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str,
         VerificationError: if they are far: the loss does not average as `reduction` says.
     """
     model = pipe.stages.model
-    devices = {slot.device for slot in pipe.slots}
+    devices = {each.device for each in pipe.devices}
     if len(devices) > 1 or isinstance(model, nn.ModuleList):
         return None
     (device,) = devices
@@ -127,7 +127,7 @@ def _plain(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str,
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
-    devices = [pipe.slots[ranks[0]].device for _, ranks in sorted(pipe.plan.replicas.items())]
+    devices = [pipe.devices[ranks[0]].device for _, ranks in sorted(pipe.plan.replicas.items())]
     for microbatch, value in enumerate(split_batch(_batch(pipe, x), counts)):
         if only not in (None, microbatch):
             continue

@@ -38,8 +38,8 @@ def devices(n: int) -> list[torch.device | RankDevice]:
     Ranks that share a GPU get a stream each, so that their kernels may overlap where the GPU has room; a warning says
     which ranks share.
 
-    A rank that has a device to itself gets a plain `torch.device`; one that shares it, a `RankDevice`, whose `device` it
-    is.
+    A rank that has a device to itself gets a plain `torch.device`; one that shares it, a `RankDevice`, whose `device`
+    it is.
 
     Example:
         >>> import pipelab

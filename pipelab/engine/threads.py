@@ -197,7 +197,8 @@ class ThreadsEngine:
         partial = "" if report.run.loss is None else "\n  gradients are partial now: zero_grad() before the next step"
         explained = StageError(
             f"{action} on rank {report.rank} failed: {told}\n"
-            f"  stage {stage}, micro-batch {instruction.microbatch}, on {self.lanes[report.rank].runs_on}{where}{partial}",
+            f"  stage {stage}, micro-batch {instruction.microbatch}, "
+            f"on {self.lanes[report.rank].runs_on}{where}{partial}",
             report.rank,
             stage,
             action,

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import pipelab
 from pipelab import GPipe, OneFOneB, Pipeline, split
 from pipelab.engine.partition import cut
-from pipelab.errors import SizeError, SplitError, StageError
+from pipelab.errors import SizeError, SplitError
 
 mse = nn.functional.mse_loss
 
@@ -153,6 +152,12 @@ def test_a_parameter_in_two_stages_is_refused_with_its_name_and_both_stages():
     shared = nn.Linear(6, 6)
     with pytest.raises(SplitError, match=r"parameter '0.weight' is used by stage 0 and stage 2"):
         split([shared, nn.Linear(6, 6), nn.Sequential(nn.Tanh(), shared)], 3)
+
+
+def test_a_buffer_that_two_stages_use_is_refused():
+    norm = nn.BatchNorm1d(4, affine=False)
+    with pytest.raises(SplitError, match="buffer '0.running_mean' is used by stage 0 and stage 1"):
+        split(nn.Sequential(norm, norm), into=2)
 
 
 def test_a_layer_without_parameters_may_stand_twice():
@@ -427,186 +432,43 @@ def test_too_few_layers_to_trace_are_refused():
         split(Residual(), 8, example=plain.batch(4)[0])
 
 
-# --- what a stage may take and give
-
-
-class Fork(nn.Module):
-    """Gives a tuple: two tensors that learn, one of integers, one that nobody uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.left(x), torch.arange(len(x)), self.right(x), self.right(x) * 2
-
-
-class Merge(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, given):
-        left, index, right, _ = given
-        return {"sum": self.linear(left + right), "index": index, "note": "text"}
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, given):
-        assert given["note"] == "text"
-        return self.linear(given["sum"]) * (given["index"] + 1).unsqueeze(1)
-
-
-@pytest.mark.parametrize("name", pipelab.schedules)
-def test_tuples_dicts_integers_and_unused_outputs_pass_between_stages(name):
+def test_tracing_leaves_the_mode_of_every_module_as_it_was():
     torch.manual_seed(0)
-    model = nn.Sequential(Fork(), Merge(), Head(), nn.Tanh())
-    x, y = plain.batch(10)
-    plain.one_after_another(model, mse, x, y, 4)
-    expected = plain.taken(model)
-    plan = pipelab.schedules[name](4, 4).plan()
-    with Pipeline(model, plan, mse) as pipe:
-        step = pipe.step(x, y)
-        assert plain.equal(plain.taken(model), expected)
-        assert torch.equal(pipe.forward(x), step.outputs)
 
-
-def test_a_batch_may_be_a_dict_and_so_may_targets_and_outputs():
-    class Entry(nn.Module):
-        def __init__(self):
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.embedding = nn.Embedding(7, 6)
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+            self.second = nn.Linear(4, 4)
+            self.first.eval()  # frozen on purpose
 
-        def forward(self, batch):
-            return self.embedding(batch["tokens"]) * batch["mask"].unsqueeze(-1)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
 
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(6, 3)
-
-        def forward(self, x):
-            return {"labels": self.linear(x), "norm": x.norm()}
-
-    def loss(output, target):
-        return nn.functional.cross_entropy(output["labels"].flatten(0, 1), target["labels"].flatten())
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Entry(), nn.Linear(6, 6), Heads())
-    x = {"tokens": torch.randint(7, (6, 4)), "mask": torch.ones(6, 4)}
-    y = {"labels": torch.randint(3, (6, 4))}
-    total = plain.at_once(model, loss, x, y)
-    expected = plain.taken(model)
-    with Pipeline(model, OneFOneB(3, 3), loss) as pipe:
-        step = pipe.step(x, y)
-        torch.testing.assert_close(step.loss, total)
-        assert step.outputs["labels"].shape == (6, 4, 3)
-        assert step.outputs["norm"].shape == (3,)  # one for each micro-batch
-        assert plain.difference(plain.taken(model), expected) <= 1e-6
-        pipe.verify(x, y)
+    model = Mixed()
+    split(model, into=2, example=torch.randn(2, 4))
+    assert [module.training for module in model.modules()] == [True, False, False, False, True]
 
 
-@pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 2]])
-def test_frozen_stages_pass_gradients_on_and_get_none(frozen):
-    model = plain.mlp(6)
-    for stage in frozen:
-        model[2 * stage].requires_grad_(False)
-    x, y = plain.batch(7)
-    plain.one_after_another(model, mse, x, y, 3)
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    with Pipeline(model, OneFOneB(3, 3), mse) as pipe:
-        pipe.step(x, y)
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad is None) == (expected[name] is None)
-            assert parameter.grad is None or torch.equal(parameter.grad, expected[name])
-        pipe.verify(x, y)
+def test_what_was_traced_for_evaluation_is_kept():
+    model = TracedByNeed()
+    x = torch.randn(4, 4)
+    stages = split(model, into=2, example=x[:2])
+    with Pipeline(stages, GPipe(2, 2), nn.functional.mse_loss) as pipe:
+        model.eval()
+        first = pipe.forward(x)
+        assert stages.for_evaluation([x[:2], x[2:]], [2, 2]) is stages.for_evaluation([x[:2], x[2:]], [2, 2])
+        torch.testing.assert_close(first, model(x))
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
-def test_a_stage_may_have_no_parameters(place):
-    layers = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)]
-    layers.insert(place, nn.Tanh())
-    with Pipeline(nn.Sequential(*layers), OneFOneB(4, 5), mse) as pipe:
-        assert pipe.verify(*plain.batch(9)).exact
+class TracedByNeed(nn.Module):
+    """No sequence, so it is traced; and with dropout, so its mode matters."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(4, 4)
 
-def test_a_stage_may_hand_on_what_it_was_given():
-    with Pipeline([nn.Linear(6, 6), nn.Identity(), nn.Identity(), nn.Linear(6, 6)], OneFOneB(4, 5), mse) as pipe:
-        assert pipe.verify(*plain.batch(9)).exact
-
-
-@pytest.mark.parametrize("name", pipelab.schedules)
-def test_a_stage_may_begin_with_an_operation_in_place(name):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(6, 6),
-        nn.ReLU(inplace=True),
-        nn.Linear(6, 6),
-        nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(6, 6)),
-    )
-    x, y = plain.batch(8)
-    with Pipeline(model, pipelab.schedules[name](4, 4), mse) as pipe:
-        step = pipe.step(x, y)
-        assert pipe.verify(x, y).exact
-        assert torch.equal(step.outputs, pipe.forward(x))
-
-
-def test_an_operation_in_place_on_the_batch_leaves_the_batch_alone():
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Linear(6, 6))
-    x, y = plain.batch(4)
-    before = x.clone()
-    with Pipeline(model, GPipe(3, 2), mse) as pipe:
-        pipe.step(x, y)
-        pipe.forward(x)
-    assert torch.equal(x, before)
-
-
-def test_a_stage_that_writes_into_its_input_by_hand_is_told_its_line():
-    class Adds(nn.Module):
-        def forward(self, x):
-            x += 1  # autograd forbids it: what a stage is given is a leaf
-            return x
-
-    with (
-        Pipeline([nn.Linear(6, 6), Adds()], GPipe(2, 2), mse) as pipe,
-        pytest.raises(StageError, match=r"in-place[^$]*x \+= 1"),
-    ):
-        pipe.step(*plain.batch(4))
-
-
-def test_a_batch_that_wants_its_gradient_gets_it():
-    model = plain.mlp(4)
-    x, y = plain.batch(7)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    plain.one_after_another(model, mse, theirs, y, 3)
-    with Pipeline(model, OneFOneB(2, 3), mse) as pipe:
-        pipe.step(ours, y)
-    assert torch.equal(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
-def test_other_number_types_pass_between_stages(dtype):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(6, 6, dtype=dtype) for _ in range(3)))
-    x, y = (tensor.to(dtype) for tensor in plain.batch(7))
-
-    def loss(output, target):
-        return (output - target).abs().pow(2).mean()
-
-    plain.one_after_another(model, loss, x, y, 3)
-    expected = plain.taken(model)
-    with Pipeline(model, OneFOneB(3, 3), loss) as pipe:
-        pipe.step(x, y)
-        assert plain.equal(plain.taken(model), expected)
-        pipe.verify(x, y)
-
-
-def test_a_buffer_that_two_stages_use_is_refused():
-    norm = nn.BatchNorm1d(4, affine=False)
-    with pytest.raises(SplitError, match="buffer '0.running_mean' is used by stage 0 and stage 1"):
-        split(nn.Sequential(norm, norm), into=2)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.drop(self.first(x)))

@@ -67,8 +67,9 @@ class _Traced(Stages):
     def __init__(self, model: nn.Module, traced: TracedStages, sizes: Sequence[int]) -> None:
         """Trace the model as it is now."""
         self._traced = traced
-        super().__init__(model, traced.modules(model.training), sizes)
+        super().__init__(model, traced.modules(), sizes)
         self._training = model.training
+        self._again: dict[tuple[int, tuple[bool, ...]], list[nn.Module]] = {}
 
     def require_rows(self, counts: Sequence[int]) -> None:
         """Refuse other row counts than the example's, and another training mode.
@@ -92,7 +93,11 @@ class _Traced(Stages):
             )
 
     def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:
-        """Trace again if mode or rows differ from the example's."""
+        """Trace again if mode or rows differ from the example's; what was traced is kept.
+
+        Raises:
+            SplitError: if the micro-batches differ in rows, or the stages lie on several devices.
+        """
         if len(set(counts)) > 1:
             raise SplitError(
                 f"the micro-batches have {' and '.join(map(str, sorted(set(counts))))} rows, but a traced stage takes "
@@ -100,7 +105,18 @@ class _Traced(Stages):
             )
         if counts[0] == self._traced.rows and self.model.training == self._training:
             return self.modules
-        return self._traced.modules(self.model.training, inputs[0])
+        key = (counts[0], tuple(module.training for module in self.model.modules()))
+        if key not in self._again:
+            homes = {parameter.device for parameter in self.model.parameters()}
+            if len(homes) > 1:
+                raise SplitError(
+                    f"the model must be traced again for {counts[0]} rows in this mode, but its stages lie on "
+                    f"{', '.join(sorted(map(str, homes)))}: evaluate with all ranks on one device, or give a list of "
+                    "stage modules"
+                )
+            example = map_tensors(lambda tensor: tensor.to(next(iter(homes), tensor.device)), inputs[0])
+            self._again[key] = self._traced.modules(example)
+        return self._again[key]
 
 
 def split(

@@ -77,8 +77,8 @@ class TracedStages:
         """Begin a new stage at each of these layers."""
         self._names = list(names)
 
-    def modules(self, training: bool, example: Any = None) -> list[nn.Module]:
-        """Return one module per stage, in this training mode, for the row count of `example`.
+    def modules(self, example: Any = None) -> list[nn.Module]:
+        """Return one module per stage, in the model's present training mode, for the row count of `example`.
 
         Raises:
             SplitError: if the tracer cannot follow the model.
@@ -86,11 +86,9 @@ class TracedStages:
         from torch.distributed.pipelining import SplitPoint, pipeline
 
         arguments = _arguments(self._example if example is None else example)
-        was = self._model.training
         # The tracer draws random numbers (dropout) and warns about its own internals; neither is the caller's business.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet(), self._unmarked():
             warnings.simplefilter("ignore")
-            self._model.train(training)
             try:
                 pipe = pipeline(
                     self._model,
@@ -102,8 +100,6 @@ class TracedStages:
                     f"PyTorch's tracer cannot follow {type(self._model).__name__}: {type(error).__name__}: "
                     f"{str(error).strip().splitlines()[0]}; give a list of stage modules instead"
                 ) from error
-            finally:
-                self._model.train(was)
         count = len(self._names) + 1
         if pipe.num_stages != count:
             raise SplitError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -96,9 +96,18 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 110) -
     return f"{line}\n{mark}"
 
 
-def students_line(error: BaseException) -> str:
-    """Return where a student's code raised: file, line, and the line itself."""
-    return line_of(traceback.extract_tb(error.__traceback__))
+def students_line(error: BaseException, otherwise: Callable[..., object] | None = None) -> str:
+    """Return where a student's code raised: file, line, and the line itself.
+
+    Args:
+        error: what was raised.
+        otherwise: the student's function that was called, for errors that are not raised by any of its lines.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(otherwise, "__code__", None)
+    if code is not None and all(_in_a_library(frame.filename) for frame in frames):
+        return line_of([traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)])
+    return line_of(frames)
 
 
 def line_of(every: Sequence[traceback.FrameSummary]) -> str:

@@ -189,8 +189,8 @@ class Program:
         if not isinstance(item, Action) or item.kind not in KINDS:
             fault(
                 "not-an-action",
-                f"rank {rank}, position {position} holds {shorten(item)}, a {type(item).__name__}, not an action",
-                "yield F(m), B(m), I(m), W(m), R() or F(m) & B(n)",
+                f"rank {rank}, position {position} holds {_described(item)}, not an action",
+                "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps",
             )
             return None
         numbering = self.numbering
@@ -205,7 +205,7 @@ class Program:
         if item.kind != "R" and not within(item.microbatch, numbering.microbatches):
             fault(
                 "out-of-range",
-                f"{shorten(item)} on rank {rank} names micro-batch {shorten(item.microbatch)}; "
+                f"{shorten(item)} on rank {rank} names micro-batch {_described(item.microbatch, int)}; "
                 f"there are {numbering.microbatches}, numbered 0 to {numbering.microbatches - 1}",
                 f"use a whole number from 0 to {numbering.microbatches - 1}",
             )
@@ -287,3 +287,12 @@ def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -
         f"rank {rank} was still listing actions after {limit}, where {needed} per stage would do; it was cut off",
         "end the loop after the last backward: a generator must stop by itself",
     )
+
+
+def _described(item: object, expected: type = Action) -> str:
+    """Return what stands where something else should."""
+    maker = getattr(item, "__wrapped__", item)
+    if callable(item) and getattr(maker, "__module__", "") == "pipelab.actions":
+        name = getattr(maker, "__name__", "F")
+        return f"the function {name} itself ({name}(m) makes an action)"
+    return shorten(item) if isinstance(item, expected) else f"{shorten(item)}, a {type(item).__name__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -100,11 +101,11 @@ class Schedule(ABC):
                 # Extended, not built at once: what was listed before an error shows where it happened.
                 row.extend(islice(_iterable(self.actions(rank)), limit))
             except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
-                faults.append(_raised(rank, row, error))
+                faults.append(_raised(self, rank, row, error))
                 cause = error
             rows.append(row)
         if faults:
-            raise ScheduleError(faults, name) from cause
+            raise ScheduleError(_told_once(faults), name) from cause
         return Plan(rows, stages, self.microbatches, self.place, name=name)
 
     def plan(self) -> Plan:
@@ -142,13 +143,24 @@ def _iterable(returned: Any) -> Iterable[object]:
     raise TypeError(f"actions(rank) returned {shorten(returned)}, which is not a sequence of actions{hint}")
 
 
-def _raised(rank: int, row: list[object], error: Exception) -> Fault:
+def _raised(schedule: Schedule, rank: int, row: list[object], error: Exception) -> Fault:
     after = f" after {len(row)} action{'s' if len(row) > 1 else ''}, the last one {shorten(row[-1])}" if row else ""
     return Fault(
         "exception",
         rank,
         len(row),
         None,
-        f"actions({rank}) raised {type(error).__name__}{after}: {error}\n  at {students_line(error)}",
+        f"actions({rank}) raised {type(error).__name__}{after}: {error}\n  at {students_line(error, schedule.actions)}",
         "mend that line; the schedule itself was not checked yet",
     )
+
+
+def _told_once(faults: list[Fault]) -> list[Fault]:
+    """Return one fault where every rank ran into the same line."""
+    first, *others = faults
+    tail = first.message.partition(" raised ")[2]
+    if others and all(other.message.partition(" raised ")[2] == tail for other in others):
+        ranks = ", ".join(str(other.rank) for other in others)
+        summary, line, rest = first.message.partition("\n")
+        return [replace(first, message=f"{summary} (and so on rank {ranks}){line}{rest}")]
+    return faults

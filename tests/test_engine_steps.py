@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 
 import plain
 import pytest
@@ -344,3 +345,39 @@ def test_a_timeout_that_is_none_is_refused(timeout):
 def test_a_pipeline_tells_its_plan_and_devices():
     with Pipeline(plain.mlp(4), GPipe(2, 2), mse, devices=["cpu", "cpu"]) as pipe:
         assert repr(pipe) == "Pipeline(GPipe(ranks=2, microbatches=2), on cpu, cpu)"
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "told"),
+    [
+        (None, "loss_fn=None: expected a function"),
+        (nn.MSELoss, r"loss_fn is the class MSELoss: make one, MSELoss\(\)"),
+        (nn.MSELoss(reduction="sum"), r"has reduction='sum' .* pass Pipeline\(..., reduction='sum'\)"),
+        (nn.MSELoss(reduction="none"), "gives no single number"),
+    ],
+)
+def test_a_loss_function_that_cannot_be_right_is_refused_at_once(loss_fn, told):
+    with pytest.raises(errors.LossError, match=told):
+        Pipeline(plain.mlp(2), GPipe(2, 2), loss_fn)
+
+
+def test_a_loss_that_sums_is_taken_when_the_pipeline_knows():
+    with Pipeline(plain.mlp(2), GPipe(2, 2), nn.MSELoss(reduction="sum"), reduction="sum") as pipe:
+        assert pipe.verify(*plain.batch(4)).whole_batch_difference < 1e-5
+
+
+def test_emulated_layers_of_one_stage_add_up_and_real_work_between_them_is_not_swallowed():
+    from pipelab.engine.emulation import EmulatedStage
+
+    class Work(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            end = time.perf_counter() + 0.02
+            while time.perf_counter() < end:
+                pass
+            return x
+
+    model = nn.Sequential(EmulatedStage(10, 1), EmulatedStage(10, 1), Work(), EmulatedStage(10, 1))
+    with Pipeline(model, GPipe(1, 1), nn.MSELoss()) as pipe:
+        forward, backward = pipe.step(torch.ones(1, 1), torch.ones(1, 1)).trace.events
+    assert forward.duration >= 50  # ms: three sleeps and the work
+    assert backward.duration >= 3

@@ -79,7 +79,7 @@ MESSAGES = {
     "not-an-action": (
         Plan([[F(0), "B0", B(0)]]),
         "not-an-action: rank 0, position 1 holds 'B0', a str, not an action\n"
-        "  try: yield F(m), B(m), I(m), W(m), R() or F(m) & B(n)\n"
+        "  try: yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps\n"
         "    rank 0 | F0 'B0' B0\n"
         "                ^^^^",
     ),

@@ -61,15 +61,32 @@ def test_an_error_inside_actions_is_told_with_the_students_file_and_line(tmp_pat
         """,
     )
     faults = check(mine(ranks=2, microbatches=1))
-    assert [(fault.code, fault.rank, fault.position) for fault in faults] == [("exception", 0, 1), ("exception", 1, 1)]
+    assert [(fault.code, fault.rank, fault.position) for fault in faults] == [("exception", 0, 1)]
     assert faults[0].message == (
-        "actions(0) raised IndexError after 1 action, the last one F0: list index out of range\n"
+        "actions(0) raised IndexError after 1 action, the last one F0: list index out of range (and so on rank 1)\n"
         f"  at {path}, line 9, in actions: yield order[rank + 1]"
     )
     with pytest.raises(ScheduleError) as refusal:
         mine(ranks=2, microbatches=1).plan()
     assert refusal.value.faults == faults
     assert isinstance(refusal.value.__cause__, IndexError)
+
+
+def test_a_forgotten_yield_and_a_forgotten_rank_are_told_at_the_students_function(tmp_path):
+    for text, words in (
+        ("def actions(self, rank):\n                F(0)", "did you mean to yield the actions"),
+        ("def actions(self):\n                yield F(0)", "takes 1 positional argument"),
+    ):
+        mine, path = imported(
+            tmp_path,
+            f"""
+        class Mine(pipelab.Schedule):
+            {text}
+        """,
+        )
+        (fault,) = check(mine(ranks=2, microbatches=1))
+        assert words in fault.message
+        assert f"at {path}, line 6, in actions: def actions" in fault.message
 
 
 def test_an_error_inside_a_helper_of_the_student_is_told_where_it_was_raised(tmp_path):

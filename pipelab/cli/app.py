@@ -180,7 +180,9 @@ def run(
     plan = as_plan(_find(target, ranks, microbatches, sets))
     model = running.emulated_model(plan, *emulate) if emulate else running.linear_stack(width, depth, plan.stages)
     result = running.run(plan, model, (batch, 1) if emulate else (batch, width), steps)
-    typer.echo(text.comparison(pipelab.compare(result.predicted, result.measured, names=["predicted", "measured"])))
+    names = ["predicted from its own action times", "measured"]
+    typer.echo(f"{plan.name} on this machine")
+    typer.echo(text.comparison(pipelab.compare(result.predicted, result.measured, names=names)))
     typer.echo(result.proof)
     for path in save or []:
         _wrote(result.measured.save(path))

@@ -49,8 +49,8 @@ def show_demo(folder: Path, steps: int) -> None:
             progress.advance(task, 4)
     console.print(_training_table(setting, plain, trained))
     console.print(
-        "[dim]step: without the optimizer's; plain: one thread, the same micro-batches one after another; peak: "
-        "activations held, per rank.[/]\n"
+        "[dim]step: forwards and backwards; plain: one thread, the same micro-batches in turn; predicted: the "
+        "bubble from naive's action times; peak: micro-batches whose activations a rank holds at once.[/]\n"
     )
     console.print(
         f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters after "
@@ -69,7 +69,11 @@ def show_demo(folder: Path, steps: int) -> None:
         "1F1B, is nearly as slow as naive.\n"
     )
     for path in _save(folder, trained, emulations):
-        console.print(f"wrote {path}")
+        console.print(f"wrote {path}", soft_wrap=True)
+    console.print(
+        f"\nOpen {folder / 'four-devices.html'} first. Then write a schedule of your own: README.md shows how, and "
+        "`pipelab check my_file.py` explains what is wrong with it."
+    )
 
 
 def _table(title: str) -> Table:
@@ -82,7 +86,7 @@ def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> T
     table = _table("Real training on this machine")
     for heading in ("step ms", "speed-up", "bubble", "predicted", "peak", "loss"):
         table.add_column(heading, justify="right")
-    table.add_column("equal to plain?")
+    table.add_column("as plain?")
     table.add_row("plain", f"{plain.step_ms:.0f}", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")
     cost = Cost.fit(trained[0].trace)  # naive's: nobody else was computing meanwhile
     for each in trained:

@@ -43,7 +43,7 @@ def find(target: str, ranks: int, microbatches: int, options: dict[str, Any]) ->
         return _make(_schedule_in(_load(_existing(path)), name, path), ranks, microbatches, options)
     if target in schedules:
         return _make(schedules[target], ranks, microbatches, options)
-    close = get_close_matches(target, schedules, n=1)
+    close = get_close_matches(target.lower(), schedules, n=1)
     guess = f"; did you mean {close[0]}?" if close else ""
     raise LoadError(
         f"{target!r} is no schedule{guess}\n  registered: {', '.join(schedules)}\n"

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelab.engine.clock import here, since
 from pipelab.errors import CostError, require_size
 
 __all__ = ["EmulatedStage", "emulated"]
 
 
-_LATE_SECONDS = 0.0002
+_LATE_NANOSECONDS = 200_000
 """How much earlier than wanted a sleep is set to end."""
 
 
@@ -26,32 +27,33 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        began = time.perf_counter()
+        began = since()
         ctx.seconds = backward
         made = value * weight
         ctx.save_for_backward(value, weight)
-        _sleep_until(began + forward)
+        _sleep_until(began + round(1e9 * forward))
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        began = time.perf_counter()
+        began = since()
         (gradient,) = gradients
         value, weight = ctx.saved_tensors
         made = gradient * weight, (gradient * value).sum().reshape(weight.shape)
-        _sleep_until(began + ctx.seconds)
+        _sleep_until(began + round(1e9 * ctx.seconds))
         return *made, None, None
 
 
-def _sleep_until(moment: float) -> None:
-    """Sleep to a moment of `time.perf_counter`: nothing is made up for across actions.
+def _sleep_until(moment: int) -> None:
+    """Sleep to a moment of `time.perf_counter_ns`: nothing is made up for across actions.
 
     A sleep ends about a tenth of a millisecond late, so the last bit is spent yielding the processor instead.
     """
-    if (left := moment - time.perf_counter() - _LATE_SECONDS) > 0:
-        time.sleep(left)
-    while time.perf_counter() < moment:
+    if (left := moment - time.perf_counter_ns() - _LATE_NANOSECONDS) > 0:
+        time.sleep(left / 1e9)
+    while time.perf_counter_ns() < moment:
         time.sleep(0)
+    here.began = moment  # an emulated layer that follows in the same action counts from here
 
 
 class EmulatedStage(nn.Module):

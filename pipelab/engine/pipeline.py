@@ -22,7 +22,7 @@ from pipelab.engine.splitting import Stages, split
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.step import Step
 from pipelab.engine.threads import ThreadsEngine
-from pipelab.errors import BatchError, EngineError, require_size
+from pipelab.errors import BatchError, EngineError, LossError, require_size
 from pipelab.plan import Plan
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Pipeline:
         ScheduleError: if the plan has faults.
         SplitError: if the model cannot be cut into the plan's stages.
         DeviceError: if the devices do not fit.
+        LossError: if `loss_fn` is no function, or reduces otherwise than `reduction` says.
         EngineError: if this engine cannot run the plan.
     """
 
@@ -97,6 +98,7 @@ class Pipeline:
         self.plan = as_plan(schedule)
         require_legal(self.plan)
         _require_runnable(self.plan)
+        _require_loss(loss_fn, reduction)
         self.loss_fn = loss_fn
         self.reduction = reduction
         self.watch_nan = watch_nan
@@ -246,6 +248,26 @@ class Pipeline:
         return [
             f"{device}, thread {thread}" for device, thread in zip(self.devices, self._engine.thread_ids, strict=True)
         ]
+
+
+def _require_loss(loss_fn: object, reduction: Reduction) -> None:
+    """Refuse what cannot be a loss function, and a `reduction` that is not the loss's own.
+
+    Raises:
+        LossError: saying what to write instead.
+    """
+    if isinstance(loss_fn, type):
+        raise LossError(f"loss_fn is the class {loss_fn.__name__}: make one, {loss_fn.__name__}()")
+    if not callable(loss_fn):
+        raise LossError(f"loss_fn={loss_fn!r}: expected a function of output and target, such as torch.nn.MSELoss()")
+    own = getattr(loss_fn, "reduction", None)
+    if isinstance(reduction, str) and own in ("mean", "sum", "none") and own != reduction:
+        raise LossError(
+            f"{type(loss_fn).__name__} has reduction={own!r} and the pipeline reduction={reduction!r}, so gradients "
+            f"would be wrong by a factor: pass Pipeline(..., reduction={own!r})"
+            if own != "none"
+            else f"{type(loss_fn).__name__} has reduction='none', which gives no single number: use 'mean' or 'sum'"
+        )
 
 
 def _require_runnable(plan: Plan) -> None:

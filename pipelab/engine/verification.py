@@ -57,7 +57,11 @@ class Verification:
 
     def __str__(self) -> str:
         """Return the proof as a sentence."""
-        how = "bit for bit" if self.exact else f"within {self.largest_difference:.1e} (2-norm, relative)"
+        how = (
+            "bit for bit"
+            if self.exact
+            else f"within {self.largest_difference:.1e} (2-norm, relative), as sums in another order are"
+        )
         whole = self.whole_batch_difference
         lines = [
             f"gradients of {self.parameters} parameters equal to the same {self.microbatches} micro-batches "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pipelab.engine.autocast import switched_off
+from pipelab.engine.clock import here
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Instruction, Run
 from pipelab.engine.trees import tensors_of
@@ -99,7 +100,8 @@ class Worker:
                 loss.targets[each.microbatch] = takes(loss.targets[each.microbatch])
             # [2] compute, between two readings of the clock
             phase[rank] = 2 * position + 1
-            begin(mark())
+            here.began = mark()
+            begin(here.began)
             if loss is None:
                 made = each.stage.evaluate(given)
             elif each.forward:

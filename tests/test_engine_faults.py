@@ -413,6 +413,7 @@ def run_script(text, timeout=60.0):
         import pipelab
         from pipelab import GPipe, OneFOneB, Pipeline
         torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
         class Sleeps(nn.Module):
             seconds = 0
             def forward(self, x):

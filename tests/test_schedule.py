@@ -73,12 +73,16 @@ def test_an_error_inside_actions_is_told_with_the_students_file_and_line(tmp_pat
 
 
 def test_a_forgotten_yield_and_a_forgotten_rank_are_told_at_the_students_function(tmp_path):
-    for text, words in (
-        ("def actions(self, rank):\n                F(0)", "did you mean to yield the actions"),
-        ("def actions(self):\n                yield F(0)", "takes 1 positional argument"),
+    for number, (text, words) in enumerate(
+        (
+            ("def actions(self, rank):\n                F(0)", "did you mean to yield the actions"),
+            ("def actions(self):\n                yield F(0)", "takes 1 positional argument"),
+        )
     ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
         mine, path = imported(
-            tmp_path,
+            folder,
             f"""
         class Mine(pipelab.Schedule):
             {text}

@@ -83,7 +83,7 @@ def show(trace: Trace) -> Path | None:
     if _in_notebook():
         from IPython import display
 
-        display.display(display.SVG(figure.svg(trace)))  # type: ignore[no-untyped-call]  # IPython has no types
+        display.display(display.SVG(figure.svg(trace)))
         return None
     with tempfile.NamedTemporaryFile(prefix="pipelab-", suffix=".html", delete=False) as file:
         path = Path(file.name)

@@ -47,6 +47,9 @@ Unit = Annotated[str, typer.Option(help="the unit of these times, for labels")]
 Save = Annotated[
     list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; repeatable")
 ]
+SaveComparison = Annotated[
+    list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf txt; repeatable")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -147,7 +150,7 @@ def compare(
     unit: Unit = "",
     costs: Costs = None,
     sets: Sets = None,
-    save: Save = None,
+    save: SaveComparison = None,
 ) -> None:
     """Lay schedules, simulated with the same costs, side by side."""
     cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)

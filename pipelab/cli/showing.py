@@ -99,7 +99,7 @@ def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> T
             f"{predicted.bubble:.1%}",
             " ".join(map(str, each.trace.peak_activations)),
             f"{each.losses[-1]:.6f}",
-            "bit for bit" if each.same else "NO",
+            "exactly" if each.same else "NO",
         )
     return table
 

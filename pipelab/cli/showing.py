@@ -60,8 +60,8 @@ def show_demo(folder: Path, steps: int) -> None:
     )
     console.print(
         f"[dim]On a processor, the whole batch at once on all {plain.cores} cores takes {plain.whole_batch_ms:.0f} ms "
-        "a step: a pipeline pays where each rank has a device of its own. So, the same schedules on four emulated "
-        "devices, 20 ms forward and 40 ms backward each:[/]\n"
+        "a step: two ranks share these cores. Where each has a device of its own, it looks otherwise: the same "
+        "schedules on four emulated devices, 20 ms forward and 40 ms backward each:[/]\n"
     )
     console.print(_emulation_table(emulations))
     console.print(

@@ -16,16 +16,16 @@ help: ## show this list
 demo: .venv/run.stamp ## run a pipeline on this machine: checked, simulated, drawn, executed
 	@$(BIN)/pipelab demo $(ARGS)
 
-# One group on all cores, each worker with one computing thread; then, alone, the tests that start processes of their
-# own. pytest's exit code 5 says that a group has no tests. Other pytest plugins that the machine may have stay out.
+# First, alone, the tests that start processes of their own; then one group on all cores, each worker with one computing
+# thread. pytest's exit code 5 says that a group has no tests. Other pytest plugins that the machine may have stay out.
 PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	$(BIN)/python -m pytest -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 
 test: .venv/dev.stamp ## run all tests
-	@echo "pipelab: tests, on all cores"; shared=0; \
-	OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not dist" $(ARGS) || shared=$$?; \
-	echo "pipelab: tests that start several processes, one after the other"; alone=0; \
+	@echo "pipelab: tests that start several processes, one after the other"; alone=0; \
 	$(PYTEST) -m dist $(ARGS) || alone=$$?; \
+	echo "pipelab: all other tests, on all cores"; shared=0; \
+	OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not dist" $(ARGS) || shared=$$?; \
 	case $$shared,$$alone in 0,0 | 0,5 | 5,0) ;; *) exit 1 ;; esac
 
 lint: .venv/dev.stamp ## check style and formatting

@@ -26,6 +26,7 @@ __all__ = [
     "NotationError",
     "PipelabError",
     "PipelineClosedError",
+    "RankError",
     "ScheduleError",
     "SizeError",
     "SplitError",
@@ -152,6 +153,19 @@ class StepTimeoutError(EngineError):
 
 class PipelineClosedError(EngineError):
     """A pipeline was used after it was closed."""
+
+
+class RankError(EngineError):
+    """Another process of the pipeline failed or is gone; `rank` says which one (-1 where nobody can tell)."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        """Keep the rank beside the message."""
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the arguments, so that the error crosses process borders."""
+        return type(self), (self.args[0], self.rank)
 
 
 class VerificationError(EngineError):

@@ -6,6 +6,7 @@ these names; where a torch has moved one, `load` says which.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -15,7 +16,7 @@ import torch
 
 from pipelab.errors import EngineError
 
-__all__ = ["Native", "load"]
+__all__ = ["Native", "default_store", "load", "order_runner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +67,77 @@ def load() -> Native:
                 "use torch 2.10 to 2.13, or engine='threads'"
             ) from None
     return Native(schedules=import_module("torch.distributed.pipelining.schedules"), **found)
+
+
+def default_store() -> Any:
+    """Return the store of the process group that is there already."""
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
+
+
+def order_runner(
+    stages: Sequence[Any],
+    microbatches: int,
+    rows: Mapping[int, Sequence[str]],
+    reduces: Mapping[int, Sequence[int]],
+    receiving: Callable[[int, int, Callable[[], None]], None],
+) -> Callable[[list[tuple[Any, ...]] | None], None]:
+    """Lower an order onto PyTorch's runtime; return what runs this process's part of it, given the batch.
+
+    Args:
+        stages: this process's stages, ready to run: the runtime sets nothing up.
+        microbatches: how many there are.
+        rows: every rank's computing actions, as PyTorch writes them.
+        reduces: for this rank, the stages whose gradients are reduced before its so-many-th action.
+        receiving: called with a stage, a micro-batch, and what waits for its value from another rank.
+    """
+    found = load()
+    runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
+    runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
+    runtime._has_backward = True  # noqa: SLF001 - the stages know the loss, the runtime does not
+    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
+        {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}
+    )
+    orders, kinds = runtime.pipeline_order_with_comms, found.schedules._ComputationType  # noqa: SLF001 - see above
+    order: list[Any] = []
+    done = 0
+    for action in orders[runtime.rank]:
+        if action.is_compute_op:
+            order += [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
+            done += 1
+        if action.computation_type.name not in _NOT_ASKED_FOR:
+            order.append(action)
+    orders[runtime.rank] = order + [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
+    runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
+
+    def run(inputs: list[tuple[Any, ...]] | None) -> None:
+        talkative = found.schedules.logger
+        before, talkative.disabled = talkative.disabled, True  # of an error it would print every rank's whole order
+        try:
+            runtime._step_microbatches(inputs)  # noqa: SLF001 - `step` cuts the batch evenly, or not at all
+        finally:
+            talkative.disabled = before
+
+    return run
+
+
+_NOT_ASKED_FOR = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
+"""What PyTorch's runtime adds by itself for models that are sharded, which these are not."""
+
+
+class _Receives(dict[tuple[int, int], list[Any]]):
+    """Receives under way. The runtime takes them out to wait for them; here they are waited for before."""
+
+    def __init__(self, receiving: Callable[[int, int, Callable[[], None]], None]) -> None:
+        super().__init__()
+        self._receiving = receiving
+
+    def pop(self, key: tuple[int, int], *_: Any) -> list[Any]:
+        works = super().pop(key)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        if works:
+            self._receiving(*key, wait)
+        return []

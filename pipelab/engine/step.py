@@ -4,18 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from pipelab.engine.batches import join
 from pipelab.engine.lanes import Lane
-from pipelab.engine.run import Run
 from pipelab.engine.trees import map_tensors
+from pipelab.errors import EngineError
 from pipelab.plan import Plan
 from pipelab.trace import Trace
 
-__all__ = ["Step"]
+__all__ = ["Ran", "Step"]
+
+
+class Ran(Protocol):
+    """What an engine gives back."""
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Per micro-batch, the model's output."""
+
+    @property
+    def outputs_on(self) -> int | None:
+        """The rank whose process alone has the outputs; `None` if they are here."""
+
+    @property
+    def begun(self) -> list[list[Any]]:
+        """Per rank, the clock at the start of each action."""
+
+    @property
+    def ended(self) -> list[list[Any]]:
+        """Per rank, the clock at the end of each action."""
+
+    @property
+    def note(self) -> str:
+        """What a reader of the trace should know."""
+
+    def travel(self) -> dict[int, float]:
+        """Return, by number of the value, how many milliseconds a value travelled between ranks."""
 
 
 class Step:
@@ -25,9 +52,11 @@ class Step:
         loss: the loss of the whole batch, a tensor without dimensions or history.
     """
 
-    def __init__(self, loss: torch.Tensor, run: Run, plan: Plan, lanes: Sequence[Lane], labels: Sequence[str]) -> None:
+    def __init__(self, loss: torch.Tensor, run: Ran, plan: Plan, lanes: Sequence[Lane], labels: Sequence[str]) -> None:
         """Keep what was measured; the trace and the outputs are put together when they are asked for."""
         self.loss = loss
+        self._outputs_on = run.outputs_on
+        self._note, self._travel = run.note, run.travel
         self._pieces = [map_tensors(torch.Tensor.detach, piece) for piece in run.outputs]
         self._marks = [
             [mark for both in zip(begun, ended, strict=True) for mark in both]
@@ -39,7 +68,15 @@ class Step:
 
     @cached_property
     def outputs(self) -> Any:
-        """The model's outputs for the whole batch, rows in the batch's order, without history."""
+        """The model's outputs for the whole batch, rows in the batch's order, without history.
+
+        With `engine="torch"` they are on the last stage's process only; `Pipeline.forward` gives them to all.
+        """
+        if self._outputs_on is not None and any(piece is None for piece in self._pieces):
+            raise EngineError(
+                f"the outputs of a step are on rank {self._outputs_on}, which holds the last stage\n"
+                "  try: pipe.forward(x), which gives them to every process"
+            )
         return join(self._pieces)
 
     @cached_property
@@ -49,7 +86,17 @@ class Step:
         origin = min((marks[0] for marks in readings if marks), default=0)
         times = [[(mark - origin) / 1e6 for mark in marks] for marks in readings]
         starts, ends = ([each[half::2] for each in times] for half in (0, 1))
-        return Trace(self._plan, starts, ends, "ms", "measured", lanes=self._labels)
+        travel = self._travel()
+        return Trace(
+            self._plan,
+            starts,
+            ends,
+            "ms",
+            "measured",
+            delay=(lambda value: travel.get(value, 0.0)) if travel else None,
+            lanes=self._labels,
+            note=self._note,
+        )
 
     def __repr__(self) -> str:
         """Return the loss."""

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
+from pipelab.engine.explaining import stage_error
 from pipelab.engine.interpreter import quick_switches
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Run, instructions
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.worker import Report, Worker
-from pipelab.errors import PipelabError, PipelineClosedError, StageError, StepTimeoutError
-from pipelab.faults import line_of, students_line
+from pipelab.errors import PipelineClosedError, StageError, StepTimeoutError
+from pipelab.faults import line_of
 from pipelab.plan import Plan
 
 __all__ = ["ThreadsEngine"]
@@ -85,6 +86,11 @@ class ThreadsEngine:
         """The operating system's number of each rank's thread."""
         return [worker.thread.native_id or 0 for worker in self._workers]
 
+    @property
+    def labels(self) -> list[str]:
+        """What each rank runs on, and in which thread."""
+        return [f"{lane.runs_on}, thread {thread}" for lane, thread in zip(self.lanes, self.thread_ids, strict=True)]
+
     def run(
         self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, contexts: Sequence[Any] = ()
     ) -> Run:
@@ -121,7 +127,7 @@ class ThreadsEngine:
             lane.finish([run.outputs, [] if loss is None else loss.values])
         return run
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - nobody else need know of it
         """End the worker threads."""
         self._closer()
 
@@ -187,24 +193,9 @@ class ThreadsEngine:
         instruction = report.run.rows[report.rank][min(report.position, len(report.run.rows[report.rank]) - 1)]
         stage = instruction.stage.index
         action = f"{stage}{'F' if instruction.forward else 'B'}{instruction.microbatch}"
-        told = str(error)
-        where = ""
-        if not isinstance(error, PipelabError):
-            told = f"{type(error).__name__}: {error}"
-            where = f"\n  at {students_line(error)}"
-            if "leaf Variable that requires grad" in told:
-                where += "\n  try: clone the stage's input before writing into it: a stage's input is its own leaf"
-        partial = "" if report.run.loss is None else "\n  gradients are partial now: zero_grad() before the next step"
-        explained = StageError(
-            f"{action} on rank {report.rank} failed: {told}\n"
-            f"  stage {stage}, micro-batch {instruction.microbatch}, "
-            f"on {self.lanes[report.rank].runs_on}{where}{partial}",
-            report.rank,
-            stage,
-            action,
-        )
-        explained.__cause__ = error
-        return explained
+        partial = report.run.loss is not None
+        runs_on = self.lanes[report.rank].runs_on
+        return stage_error(error, action, report.rank, stage, instruction.microbatch, runs_on, partial=partial)
 
     def _where(self, run: Run, lead: str) -> str:
         """Return what every rank was doing, or waiting for."""

@@ -1,0 +1,226 @@
+"""A stage as PyTorch's pipelining runtime asks for it.
+
+The runtime works through its rank's order. For every action it calls one of these methods; sends and receives it makes
+itself, of the tensors that it is given here:
+
+    RECV_F   get_fwd_recv_ops      room for the input           FORWARD          forward_one_chunk
+    SEND_F   get_fwd_send_ops      the output                   FULL_BACKWARD    backward_one_chunk
+    RECV_B   get_bwd_recv_ops      room for the gradient        BACKWARD_INPUT   backward_one_chunk, not full
+    SEND_B   get_bwd_send_ops      the input's gradient         BACKWARD_WEIGHT  backward_weight_one_chunk
+
+What they compute is what the threads engine computes, by the same `Stage`: so both give the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipelab.actions import Action
+from pipelab.engine.autocast import switched_off
+from pipelab.engine.explaining import stage_error
+from pipelab.engine.processes.forms import Form, form_of
+from pipelab.engine.processes.passage import Passage
+from pipelab.engine.stage import Stage
+from pipelab.engine.trees import take_apart, tensors_of
+from pipelab.errors import StageError
+
+__all__ = ["ProcessStage"]
+
+
+class ProcessStage:
+    """One stage on this process. Its methods have the names that PyTorch's runtime calls.
+
+    Args:
+        runner: the stage.
+        stages: how many stages there are.
+        rank: this process's rank in the pipeline.
+        ranks: how many ranks the pipeline has.
+        group: the process group of the pipeline's ranks.
+        carrier: the device on which values travel.
+    """
+
+    def __init__(
+        self, runner: Stage, stages: int, rank: int, ranks: int, group: dist.ProcessGroup | None, carrier: torch.device
+    ) -> None:
+        """Take the place of a `PipelineStage`."""
+        self.runner = runner
+        self.stage_index = runner.index
+        self.num_stages = stages
+        self.group_rank = rank
+        self.group_size = ranks
+        self.is_first = runner.is_first
+        self.is_last = runner.is_last
+        self.submod = runner.module
+        self.has_backward = True
+        self.device = carrier
+        self.group = group
+        self.output_chunks: list[Any] = []
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+    def begin(self, passage: Passage) -> None:
+        """Get ready for a step."""
+        self.passage = passage
+        self.given: dict[int, Any] = {}
+        self.gradients: dict[int, Any] = {}
+        self.made: dict[int, Any] = {}
+        self.back: dict[int, Any] = {}
+        passage.kept[self.stage_index] = {}
+
+    # --- what the runtime computes
+
+    def forward_one_chunk(self, microbatch: int, inputs: tuple[Any, ...], *_: Any, **__: Any) -> Any:
+        """Run one micro-batch forward."""
+        passage, runner = self.passage, self.runner
+        loss, lane = passage.loss, passage.lane
+        if runner.is_first:
+            given = inputs[0] if lane.takes is None else lane.takes(inputs[0])
+        else:
+            given = self._arrived(self.given.pop(microbatch), passage.form(self.stage_index - 1, microbatch).value)
+        if loss is None:
+            made = self._run("F", microbatch, lambda: runner.evaluate(given))
+        else:
+            if runner.is_last and lane.takes is not None:
+                loss.targets[microbatch] = lane.takes(loss.targets[microbatch])
+            kept = passage.kept[self.stage_index]
+            made = self._run("F", microbatch, lambda: runner.forward(microbatch, given, kept, loss))
+        if runner.is_last:
+            passage.outputs[microbatch] = made
+        else:
+            self._require_form(made, microbatch)
+            self.made[microbatch] = made
+        return made
+
+    def backward_one_chunk(self, microbatch: int, loss: Any = None, full_backward: bool = True, **_: Any) -> None:  # noqa: ARG002 - the runtime calls it so
+        """Run one micro-batch backward: the whole of it, or the input gradient alone."""
+        passage, runner = self.passage, self.runner
+        if passage.loss is None:
+            return
+        weighed, kept = passage.loss, passage.kept[self.stage_index]
+        gradients = None
+        if not runner.is_last:
+            gradients = self._arrived(
+                self.gradients.pop(microbatch), passage.form(self.stage_index, microbatch).gradients
+            )
+
+        def work() -> Any:
+            with switched_off(passage.contexts):
+                return runner.backward(microbatch, gradients, kept, weighed)
+
+        self.back[microbatch] = self._run("B", microbatch, work)
+
+    def perform_reduce_grad(self, _: int) -> None:
+        """Reduce the stage's gradients over its replicas; here, there is one."""
+        if self.passage.loss is not None:
+            self.passage.timed(lambda: None)
+
+    # --- what it hands over on this rank
+
+    def set_local_fwd_input(self, value: Any, microbatch: int) -> None:
+        """Take the output of the stage before, which is on this rank too."""
+        self.given[microbatch] = _Local(value)
+
+    def get_local_bwd_output(self, microbatch: int) -> Any:
+        """Return the gradient of the input for the stage before, which is on this rank too."""
+        return self.back.pop(microbatch, None)
+
+    def set_local_bwd_input(self, gradients: Any, microbatch: int) -> None:
+        """Take the gradient of the output from the stage after, which is on this rank too."""
+        self.gradients[microbatch] = _Local(gradients)
+
+    # --- what it sends to other ranks, and receives
+
+    def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Return receives for a micro-batch's input."""
+        self.given[microbatch] = room = self.passage.form(self.stage_index - 1, microbatch).room(self.device)
+        return self._ops(dist.irecv, room, self.stage_index - 1)
+
+    def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Return sends of a micro-batch's output."""
+        return self._ops(dist.isend, tensors_of(self.made.pop(microbatch)), self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Return receives for the gradients of a micro-batch's output."""
+        if self.passage.loss is None:
+            return []
+        room = self.passage.form(self.stage_index, microbatch).room_for_gradients(self.device)
+        self.gradients[microbatch] = room
+        return self._ops(dist.irecv, room, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
+        """Return sends of the gradients of a micro-batch's input."""
+        if self.passage.loss is None:
+            return []
+        wanted = self.passage.form(self.stage_index - 1, microbatch).wanted(self.back.pop(microbatch))
+        return self._ops(dist.isend, wanted, self.stage_index - 1)
+
+    def release_fwd_send_outputs(self, microbatch: int) -> None:
+        """Let go of an output that has been sent; torch 2.14 asks for it."""
+
+    def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank[stage]
+        if kind is dist.isend:
+            tensors = [tensor.detach().to(self.device).contiguous() for tensor in tensors]
+        return [dist.P2POp(kind, tensor, group=self.group, group_peer=peer) for tensor in tensors]
+
+    def _arrived(self, found: Any, put_together: Any) -> Any:
+        """Return a value that was received, on this rank's device; one of this rank's own, as it is."""
+        if isinstance(found, _Local):
+            return found.value
+        takes = self.passage.lane.takes
+        return put_together(found if takes is None else takes(found))
+
+    def _run(self, kind: str, microbatch: int, work: Any) -> Any:
+        """Run an action; whatever it raises is told with its place.
+
+        Raises:
+            StageError: if it raised.
+        """
+        passage = self.passage
+        try:
+            return passage.timed(work)
+        except StageError:
+            raise
+        except Exception as error:
+            action = str(Action(kind, microbatch, self.stage_index))  # type: ignore[arg-type]  # a kind it is
+            partial = passage.loss is not None
+            place = (self.group_rank, self.stage_index, microbatch, passage.lane.runs_on)
+            raise stage_error(error, action, *place, partial=partial) from error
+
+    def _require_form(self, made: Any, microbatch: int) -> None:
+        """Refuse an output whose form is not the one that the next stage has made room for.
+
+        Raises:
+            StageError: with both.
+        """
+        form: Form = self.passage.form(self.stage_index, microbatch)
+        parts, _ = take_apart(made)
+        same = len(parts) == len(form.parts) and all(
+            part is None if expected is None else _fits(part, expected)
+            for part, expected in zip(parts, form.parts, strict=True)
+        )
+        if not same:
+            action = f"{self.stage_index}F{microbatch}"
+            raise StageError(
+                f"{action} on rank {self.group_rank} gives {form_of(made, f'stage {self.stage_index}')}, where "
+                f"micro-batches of {self.passage.counts[microbatch]} rows gave {form} before: between processes a "
+                "stage's output has one shape and type\n  try: engine='threads', where it may change",
+                self.group_rank,
+                self.stage_index,
+                action,
+            )
+
+
+class _Local:
+    """A value that stays on this rank."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _fits(part: Any, expected: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.shape == expected.shape and part.dtype == expected.dtype

@@ -20,7 +20,7 @@ from pipelab.engine.processes.learning import learn_forms
 from pipelab.engine.processes.lowering import lowered
 from pipelab.engine.processes.passage import Passage
 from pipelab.engine.processes.stages import ProcessStage
-from pipelab.engine.processes.watch import Watch
+from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.wording import awaited_rank, doing
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.trees import tensors_of
@@ -80,6 +80,7 @@ class TorchEngine:
         self._clock = Clock()
         self._passage: Passage | None = None
         self._call = "begin"
+        self._doing = Doing(self._told, self._progress, lambda: awaited_rank(self.plan, self._passage))
 
     def run(
         self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, contexts: Sequence[Any] = ()
@@ -102,7 +103,7 @@ class TorchEngine:
     def attend(self, work: Callable[[], Any], call: str | None = None) -> Any:
         """Do something that communicates, looked after."""
         self._call = call or self._call
-        return self.watch.attend(work, self._doing, self._progress, self._waits_for)
+        return self.watch.attend(work, self._doing)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the pipeline; if the caller's own code failed, tell the others of what."""
@@ -153,12 +154,10 @@ class TorchEngine:
         words += [f"autocast {context.args[0]} {context.keywords['dtype']}" for context in contexts]
         return "; ".join(words)
 
-    def _doing(self) -> str:
-        return doing(self.plan, self._call, self._passage)
+    def _told(self) -> str:
+        passage = self._passage
+        return doing(self.plan, self._call, passage) + (self.watch.line() if passage and passage.computing else "")
 
     def _progress(self) -> object:
         passage = self._passage
         return None if passage is None else (id(passage), passage.position, passage.computing)
-
-    def _waits_for(self) -> int | None:
-        return awaited_rank(self.plan, self._passage)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine import native
-from pipelab.engine.processes.absence import Store
+from pipelab.engine.processes.notices import Notices, Store
+from pipelab.engine.processes.signals import told_before_the_end
 from pipelab.errors import EngineError, RankError
 from pipelab.plan import Plan
 
@@ -109,12 +110,16 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
     for key in _LONG:
         store.set(f"{key}/{rank}", json.dumps(facts[key]))
     store.set(f"hello/{rank}", json.dumps(brief))
-    _await(store, [f"hello/{each}" for each in range(size)], timeout)
+    keys = [f"hello/{each}" for each in range(size)]
+    with told_before_the_end(lambda: f"rank {rank} waits for rank {_missing(store, keys)} to make a Pipeline"):
+        _await(store, keys, timeout)
     everyone = [json.loads(store.get(f"hello/{each}")) for each in range(size)]
     for key in _SAME:
         others = [each for each in range(size) if everyone[each][key] != everyone[0][key]]
         if others:
-            raise RankError(_difference(store, key, others, everyone), others[0])
+            told = _difference(store, key, others, everyone)
+            Notices(store, rank, everyone).tell(others[0], told, alive=True)
+            raise RankError(told, others[0])
     return everyone
 
 
@@ -133,16 +138,18 @@ def _await(store: Store, keys: list[str], timeout: float | None) -> None:
     while not store.check(keys):
         waited = time.monotonic() - began
         if timeout is not None and waited > timeout:
-            missing = [each for each, key in enumerate(keys) if not store.check([key])]
-            ranks = ", ".join(map(str, missing))
+            missing = _missing(store, keys)
             raise RankError(
-                f"rank {ranks} did not come within {waited:.3g} s, while rank "
-                f"{', '.join(str(each) for each in range(len(keys)) if each not in missing)} waited to begin\n"
-                "  it failed before it made its Pipeline, or it makes none: look at its own output",
-                missing[0],
+                f"rank {missing} made no Pipeline within {waited:.3g} s, for which the others wait\n"
+                "  it failed before, or it makes none: look at its own output",
+                int(missing.partition(",")[0]),
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
+
+
+def _missing(store: Store, keys: list[str]) -> str:
+    return ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
 
 
 def _difference(store: Store, key: str, others: list[int], everyone: list[dict[str, Any]]) -> str:

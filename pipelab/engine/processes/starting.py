@@ -26,7 +26,8 @@ from pipelab.engine.processes.joining import (
     open_store,
 )
 from pipelab.engine.processes.lowering import require_lowerable
-from pipelab.engine.processes.watch import Watch
+from pipelab.engine.processes.notices import Notices
+from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.whole import ManyProcesses
 from pipelab.engine.stage import Stage
 
@@ -62,10 +63,10 @@ def start(job: Job) -> Started:
     everyone = introduce(store, rank, size, facts, job.timeout)
     threads = job.intra_op_threads or torch.get_num_threads()
     own = corner(base.clone(), f"{_made}") if hasattr(base, "clone") else store
-    watch = Watch(rank, everyone, own, job.timeout, threads)
+    watch = Watch(rank, Notices(own, rank, everyone), job.timeout, threads)
     limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
     group, pipeline = watch.attend(
-        lambda: _connect(base, rank, size, backend, limit), lambda: "waits for all processes to connect"
+        lambda: _connect(base, rank, size, backend, limit), Doing(lambda: "waits for all processes to connect")
     )
     runners = [Stage(index, module, plan.stages) for index, module in enumerate(job.stages.modules)]
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]

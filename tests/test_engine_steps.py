@@ -289,6 +289,43 @@ def test_weights_cast_by_autocast_are_cast_anew_in_the_next_step():
         assert pipe.step(x, y).outputs.abs().sum() == 0
 
 
+def test_the_callers_hooks_on_saved_tensors_hold_in_the_workers():
+    """Every tensor that a stage saves is packed by the caller's hook, and gradients stay what they are."""
+    model = plain.mlp(8)
+    x, y = plain.batch(8)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = plain.taken(model)
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(threading.get_ident())
+        return tensor
+
+    def unpack(tensor):
+        unpacked.append(threading.get_ident())
+        return tensor
+
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            pipe.step(x, y)
+        assert plain.equal(plain.taken(model), expected)
+        assert len(set(packed)) == 2
+        assert len(packed) == len(unpacked)
+        assert threading.get_ident() not in packed
+        before = len(packed)
+        pipe.step(x, y)  # they hold while they hold, no longer
+        assert len(packed) == before
+
+
+def test_activations_can_wait_on_the_cpu():
+    """`save_on_cpu` is such a hook."""
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe, torch.autograd.graph.save_on_cpu():
+        pipe.step(x, y)
+        assert pipe.verify(x, y).exact
+
+
 def test_a_step_without_gradients_switched_on_still_learns():
     model = plain.mlp(4)
     x, y = plain.batch(4)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from pipelab.checking import Draftable, as_plan, require_legal
-from pipelab.engine.autocast import Contexts, callers_autocast
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.lanes import lane_for
@@ -21,6 +20,7 @@ from pipelab.engine.run import Run
 from pipelab.engine.splitting import Stages, split
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.step import Step
+from pipelab.engine.surroundings import Surroundings
 from pipelab.engine.threads import ThreadsEngine
 from pipelab.errors import BatchError, EngineError, LossError, require_size
 from pipelab.plan import Plan
@@ -146,13 +146,14 @@ class Pipeline:
             raise BatchError(f"x has {rows} rows and y has {rows_of(y, 'y')}: every row needs its target")
         counts = row_counts(rows, self.plan.microbatches)
         self.stages.require_rows(counts)
+        self.stages.require_no_lost_hooks()
         targets = split_batch(y, counts)
         weights = weights_of(self.reduction, counts, targets)
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         loss = Loss(self.loss_fn, targets, weights)
         with self._one_at_a_time:
-            run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, contexts=self.contexts())
+            run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, around=self.surroundings())
         return run, loss
 
     def forward(self, x: Any) -> Any:
@@ -168,13 +169,14 @@ class Pipeline:
             StageError: if a stage raised.
         """
         counts = row_counts(rows_of(x, "x"), self.plan.microbatches)
+        self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
         modules = self.stages.for_evaluation(inputs, counts)
         with self._one_at_a_time:
             try:
                 for runner, module in zip(self._runners, modules, strict=True):
                     runner.module = module
-                run = self._engine.run(inputs, None, contexts=self.contexts())
+                run = self._engine.run(inputs, None, around=self.surroundings())
             finally:
                 for runner, module in zip(self._runners, self.stages.modules, strict=True):
                     runner.module = module
@@ -240,9 +242,9 @@ class Pipeline:
         for stage, ranks in self.plan.replicas.items():
             self.stages.modules[stage].to(self.devices[ranks[0]].device)
 
-    def contexts(self) -> Contexts:
-        """Return what makes a worker's autocast the caller's."""
-        return callers_autocast(each.device.type for each in self.devices)
+    def surroundings(self) -> Surroundings:
+        """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""
+        return Surroundings.of_caller(each.device.type for each in self.devices)
 
     def _labels(self) -> list[str]:
         return [

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.program import Program
 
 __all__ = ["Instruction", "Run", "instructions"]
@@ -86,14 +87,14 @@ class Run:
         ended: per rank, the clock at the end of each action.
         phase: per rank, `2 * position` while it waits, `2 * position + 1` while it computes.
         stopped: whether everybody should stop.
-        contexts: the caller's autocast, which the workers enter for forwards.
+        around: what surrounds the caller, and so the workers.
     """
 
     rows: list[list[Instruction]]
     inputs: list[Any]
     loss: Loss | None
     watch_nan: bool = False
-    contexts: Sequence[Any] = ()
+    around: Surroundings = PLAIN
     values: dict[int, Any] = field(default_factory=dict)
     doors: dict[int, threading.Lock] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)

@@ -26,6 +26,7 @@ from pipelab.engine.interpreter import quick_switches
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Run, instructions
 from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.worker import Report, Worker
 from pipelab.errors import PipelabError, PipelineClosedError, StageError, StepTimeoutError
 from pipelab.faults import line_of, students_line
@@ -86,7 +87,7 @@ class ThreadsEngine:
         return [worker.thread.native_id or 0 for worker in self._workers]
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, contexts: Sequence[Any] = ()
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
     ) -> Run:
         """Run all micro-batches; return the run, its values complete.
 
@@ -99,7 +100,7 @@ class ThreadsEngine:
         if not self._closer.alive:
             raise PipelineClosedError("this pipeline is closed: make a new one, or use it inside its with block")
         rows = self.forward_rows if loss is None else self.rows
-        run = Run(rows, inputs, loss, watch_nan, contexts)
+        run = Run(rows, inputs, loss, watch_nan, around)
         for lane in self.lanes:
             lane.begin()
         outstanding = set(range(len(self._workers)))

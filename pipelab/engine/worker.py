@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from pipelab.engine.autocast import switched_off
 from pipelab.engine.clock import here
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Instruction, Run
@@ -65,8 +64,7 @@ class Worker:
         try:
             with ExitStack() as stack:
                 self.lane.enter(stack)
-                for context in run.contexts:
-                    stack.enter_context(context())
+                run.around.enter(stack)
                 if run.loss is None:
                     stack.enter_context(torch.no_grad())
                 self._row(run)
@@ -106,8 +104,8 @@ class Worker:
                 made = each.stage.evaluate(given)
             elif each.forward:
                 made = each.stage.forward(each.microbatch, given, kept[each.stage.index], loss)
-            elif run.contexts:
-                with switched_off(run.contexts):
+            elif run.around.autocast:
+                with run.around.autocast_off():
                     made = each.stage.backward(each.microbatch, given, kept[each.stage.index], loss)
             else:
                 made = each.stage.backward(each.microbatch, given, kept[each.stage.index], loss)

@@ -32,6 +32,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.checking"],
     ["pipelab.deadlocks", "pipelab.completeness"],
     ["pipelab.plan"],
+    ["pipelab.reduction"],
     ["pipelab.traversal", "pipelab.dependencies"],
     ["pipelab.program"],
     ["pipelab.numbering", "pipelab.placement"],

@@ -27,7 +27,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.cost"],
     ["pipelab.trace"],
     ["pipelab.events"],
-    ["pipelab.catalogue"],
+    ["pipelab.catalogue", "pipelab.replication"],
     ["pipelab.schedule"],
     ["pipelab.checking"],
     ["pipelab.deadlocks", "pipelab.completeness"],

@@ -278,6 +278,11 @@ def _require_runnable(plan: Plan) -> None:
     Raises:
         EngineError: naming the first action or stage.
     """
+    for stage, ranks in plan.replicas.items():
+        if len(ranks) > 1:
+            raise EngineError(
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: the threads engine runs a stage on one rank"
+            )
     numbering = plan.program.numbering
     for rank, row in enumerate(plan.program.rows):
         for code in row:
@@ -286,8 +291,3 @@ def _require_runnable(plan: Plan) -> None:
                     f"{numbering.action(code)} on rank {rank}: the threads engine runs F and B; "
                     "write B in place of I and W"
                 )
-    for stage, ranks in plan.replicas.items():
-        if len(ranks) > 1:
-            raise EngineError(
-                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: the threads engine runs a stage on one rank"
-            )

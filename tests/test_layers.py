@@ -34,6 +34,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.plan"],
     ["pipelab.traversal", "pipelab.dependencies"],
     ["pipelab.program"],
+    ["pipelab.binding"],
     ["pipelab.numbering", "pipelab.placement"],
     ["pipelab.faults"],
     ["pipelab.actions"],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from pipelab.completeness import complete, misplaced, missing
+from pipelab.completeness import complete, misplaced, missing, with_swap
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError, SizeError, require_size
 from pipelab.faults import Code, Fault, excerpt
@@ -81,7 +81,8 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
             walk = traverse(program, given=missing_values, excused=excused)
         disorder += deadlocks(program, walk, missing_values, excused)
     over = [] if memory_cap is None else _over_cap(program, memory_cap)
-    found = [*program.faults, *misplaced(program), *incomplete, *disorder, *over]
+    single = [with_swap(program, fault) for fault in program.faults]
+    found = [*single, *misplaced(program), *incomplete, *disorder, *over]
     found.sort(key=lambda fault: _ORDER.index(fault.code))
     return [_with_excerpt(plan, fault) for fault in found]
 

@@ -31,6 +31,7 @@ __all__ = [
     "SplitError",
     "StageError",
     "StepTimeoutError",
+    "UsageError",
     "VerificationError",
     "require_size",
 ]
@@ -152,6 +153,10 @@ class StepTimeoutError(EngineError):
 
 class PipelineClosedError(EngineError):
     """A pipeline was used after it was closed."""
+
+
+class UsageError(EngineError):
+    """A pipeline, or what it gave, was used as something that it is not, such as a module to call."""
 
 
 class VerificationError(EngineError):

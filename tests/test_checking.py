@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import JUNK, ODD_ACTIONS, Case, catalogue_plans, legal_cases, random_cases, shuffled_cases
 
 import pipelab
-from pipelab import Action, B, F, I, Pair, Plan, R, ScheduleError, W, check, simulate
+from pipelab import Action, B, F, GPipe, I, Pair, Plan, R, ScheduleError, W, check, simulate
 from pipelab.errors import SizeError
 
 
@@ -235,6 +235,45 @@ def test_an_enormous_field_keeps_the_message_short(number):
     (fault,) = check(Plan([[F(0), Action("B", number, 0), B(0)]], 1, 1))
     assert fault.code == "out-of-range"
     assert max(map(len, str(fault).splitlines())) <= 200
+
+
+# Arguments the wrong way round
+
+
+def swapped(plan):
+    """Return a plan whose every action has its stage where its micro-batch belongs."""
+    rows = [[Action(each.kind, each.stage, each.microbatch) for each in row] for row in plan.rows]
+    return Plan(rows, plan.stages, plan.microbatches, by_stage)
+
+
+@pytest.mark.parametrize("size", [(2, 8), (4, 8), (8, 2), (4, 4)])
+def test_swapped_arguments_are_told_with_the_right_ones(size):
+    right = GPipe(*size).plan()
+    told = [fault for fault in check(swapped(right)) if fault.code in ("out-of-range", "wrong-rank")]
+    assert told
+    for fault in told:
+        kind, stage, microbatch = fault.action.kind, fault.action.microbatch, fault.action.stage
+        assert fault.hint == (
+            f"it is {kind}(microbatch, stage): did you swap them? "
+            f"{kind}({microbatch}, {stage}), in text {stage}{kind}{microbatch}, is right on rank {fault.rank}"
+        )
+        assert Action(kind, microbatch, stage) in right.rows[fault.rank]
+
+
+def test_a_hint_to_swap_is_given_only_where_swapped_is_right():
+    rows = [[F(0), F(1), B(0), B(1)], [F(0), F(1), B(0), B(1)]]
+    there_already = Plan([rows[0], [*rows[1], F(1, 0)]], 2, 2, by_stage)
+    elsewhere = Plan([rows[0], [*rows[1], F(0, 2)], rows[0]], 3, 2, by_stage)
+    out_of_range_too = Plan([[*rows[0], F(7, 9)], rows[1]], 2, 2, by_stage)
+    for plan in (there_already, elsewhere, out_of_range_too):
+        assert not any("swap" in fault.hint for fault in check(plan))
+
+
+def test_without_a_placement_a_swap_is_right_where_nobody_else_runs_it():
+    plan = Plan([[F(0), F(1), F(2), B(0), B(1), B(2)], [F(0), F(1), F(1, 2), B(0), B(1), B(2)]], 2, 3)
+    fault = check(plan)[0]
+    assert fault.code == "out-of-range"
+    assert "F(2, 1), in text 1F2, is right on rank 1" in fault.hint
 
 
 # All-reduces

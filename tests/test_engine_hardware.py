@@ -94,7 +94,7 @@ def test_devices_may_be_shares_devices_or_names(machine):
         (["cpu"] * 3, "3 devices for 2 ranks"),
         ([], "0 devices for 2 ranks"),
         ("cpu", r"devices='cpu': expected a list .* \['cpu'\] \* 2"),
-        (["cpu", "gpu"], "'gpu' is not a device"),
+        (["cpu", "gpu"], r"^'gpu' is not a device: expected 'cpu', or 'cuda:0', 'cuda:1' … for a GPU$"),
         (["cpu", ""], "'' is not a device"),
         (["cpu", None], "None is not a device"),
         (["cpu", 1.5], "1.5 is not a device"),

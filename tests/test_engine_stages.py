@@ -9,7 +9,7 @@ from torch import nn
 
 import pipelab
 from pipelab import GPipe, OneFOneB, Pipeline
-from pipelab.errors import StageError
+from pipelab.errors import LossError, StageError
 
 mse = nn.functional.mse_loss
 
@@ -109,6 +109,39 @@ def test_frozen_stages_pass_gradients_on_and_get_none(frozen):
             assert (parameter.grad is None) == (expected[name] is None)
             assert parameter.grad is None or torch.equal(parameter.grad, expected[name])
         pipe.verify(x, y)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_model_that_is_frozen_everywhere_is_refused_as_plain_training_refuses_it(ranks):
+    model = plain.mlp(6).requires_grad_(False)
+    x, y = plain.batch(6)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        plain.at_once(model, mse, x, y)
+    with Pipeline(model, OneFOneB(ranks, 3), mse) as pipe:
+        with pytest.raises(StageError, match="some parameter must require a gradient") as refusal:
+            pipe.step(x, y)
+        assert isinstance(refusal.value.__cause__, LossError)
+        model[-2].requires_grad_(True)
+        assert pipe.verify(x, y).exact
+
+
+def test_a_frozen_model_may_pass_gradients_to_its_input():
+    model = plain.mlp(6).requires_grad_(False)
+    x, y = plain.batch(6)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plain.one_after_another(model, mse, theirs, y, 3)
+    with Pipeline(model, OneFOneB(3, 3), mse) as pipe:
+        pipe.step(ours, y)
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_loss_may_learn_where_the_model_does_not():
+    model = plain.mlp(6).requires_grad_(False)
+    x, y = plain.batch(6)
+    scale = nn.Parameter(torch.ones(()))
+    with Pipeline(model, OneFOneB(3, 3), lambda output, target: scale * mse(output, target)) as pipe:
+        step = pipe.step(x, y)
+    torch.testing.assert_close(scale.grad, step.loss)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])

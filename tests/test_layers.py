@@ -35,6 +35,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.reduction"],
     ["pipelab.traversal", "pipelab.dependencies"],
     ["pipelab.program"],
+    ["pipelab.binding"],
     ["pipelab.numbering", "pipelab.placement"],
     ["pipelab.faults"],
     ["pipelab.actions"],

@@ -103,8 +103,8 @@ def rank_devices(wanted: Sequence[RankDevice | torch.device | str] | None, ranks
 def _device(name: torch.device | str) -> torch.device:
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"{name!r} is not a device: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, TypeError):
+        raise DeviceError(f"{name!r} is not a device: expected 'cpu', or 'cuda:0', 'cuda:1' … for a GPU") from None
     if str(device) == "cuda":
         return torch.device("cuda", 0)
     return device

@@ -13,6 +13,7 @@ from torch import nn
 
 from pipelab.checking import Draftable, as_plan, require_legal
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.habits import ModuleHabits
 from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.lanes import lane_for
 from pipelab.engine.optimizers import OptimizerGuard
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Step"]
 
 
-class Pipeline:
+class Pipeline(ModuleHabits):
     """A model, split into stages, that runs a schedule on real tensors.
 
     `step` runs all micro-batches forward and backward and **adds** to the parameters' `.grad`, as `backward()` does; it
@@ -159,7 +160,7 @@ class Pipeline:
     def forward(self, x: Any) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
 
-        The modules' training mode is yours: call `model.eval()` before and `model.train()` after.
+        The modules' training mode is yours: call `pipe.eval()` before and `pipe.train()` after.
 
         Args:
             x: the batch, `[rows, ...]`.

@@ -133,16 +133,17 @@ class Stage:
 
 
 def _leaves(given: Any) -> tuple[Any, list[torch.Tensor | None]]:
-    """Return the input with its floating-point tensors as new leaves, and those leaves (`None` for other tensors)."""
+    """Return the input with what learns as new leaves, and those leaves.
+
+    There is a leaf, or `None`, for each tensor: integers never learn, nor does what only frozen stages have made, so
+    that a loss which depends on nothing else is found to have no history.
+    """
     if isinstance(given, torch.Tensor):
-        if not _differentiable(given):
-            return given, [None]
-        leaf = given.detach().requires_grad_()
-        return leaf, [leaf]
+        leaf = given.detach().requires_grad_(given.requires_grad)
+        return leaf, [leaf if leaf.requires_grad else None]
     parts, spec = take_apart(given)
     entry = [
-        part.detach().requires_grad_() if isinstance(part, torch.Tensor) and _differentiable(part) else part
-        for part in parts
+        part.detach().requires_grad_(part.requires_grad) if isinstance(part, torch.Tensor) else part for part in parts
     ]
     leaves = [part if part.requires_grad else None for part in entry if isinstance(part, torch.Tensor)]
     return rebuild(entry, spec), leaves
@@ -154,10 +155,6 @@ def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
     if not learning:
         return loss * 0
     return torch.cat([tensor.flatten()[:0].to(loss.dtype) for tensor in learning]).sum()
-
-
-def _differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _backward(output: Any, gradients: Any) -> None:

@@ -30,7 +30,7 @@ class Loss:
         function: takes the model's output and the target, and returns a scalar.
         targets: per micro-batch.
         weights: per micro-batch, what its loss weighs in the loss of the batch.
-        values: per micro-batch, the loss, not weighed yet, once it is known.
+        values: per micro-batch, the loss, not weighed and without history, once it is known.
     """
 
     function: Callable[[Any, Any], torch.Tensor]
@@ -43,7 +43,7 @@ class Loss:
         self.values = [None] * len(self.targets)
 
     def of(self, microbatch: int, output: Any) -> torch.Tensor:
-        """Return the loss of one micro-batch, not weighed, and keep it.
+        """Return the loss of one micro-batch, not weighed; note its value.
 
         Raises:
             LossError: if the function does not return one number that depends on the output.
@@ -63,7 +63,7 @@ class Loss:
             )
         if not self.weights[microbatch]:
             loss = _nothing(output, loss)
-        self.values[microbatch] = loss
+        self.values[microbatch] = loss.detach()
         return loss
 
     def backward(self, microbatch: int, loss: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class Loss:
     def total(self) -> torch.Tensor:
         """Return the loss of the whole batch, without dimensions or history."""
         parts = [
-            value.detach().reshape(()) * weight
+            value.reshape(()) * weight
             for value, weight in zip(self.values, self.weights, strict=True)
             if value is not None
         ]
@@ -98,7 +98,10 @@ class Stage:
         self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch forward; return the output. Whoever takes it must detach it."""
+        """Run one micro-batch forward; return the output. Whoever takes it must detach it; the model's own is detached.
+
+        What the caller keeps of a step has no history: it would hold the last stage's inputs until the step's end.
+        """
         leaves: list[torch.Tensor | None] = []
         entry = given
         if not self.is_first:
@@ -106,7 +109,10 @@ class Stage:
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
         output = self.module(entry)
-        kept[microbatch] = (leaves, loss.of(microbatch, output) if self.is_last else output)
+        if self.is_last:
+            kept[microbatch] = (leaves, loss.of(microbatch, output))
+            return map_tensors(torch.Tensor.detach, output)
+        kept[microbatch] = (leaves, output)
         return output
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:

@@ -128,6 +128,22 @@ class Trace(Immutable):
         return self.end - self.start
 
     @cached_property
+    def spans(self) -> tuple[float, ...]:
+        """For each rank, from its own first start to its own last end, in `unit`.
+
+        The ranks of ZB-H2 or ZBV begin and end one after the other, but none waits in between. What a step costs a rank
+        is then its own span, if it may begin the next step before the others are done.
+
+        Example:
+            >>> import pipelab
+            >>> pipelab.simulate(pipelab.ZBH2(ranks=4, microbatches=8)).spans
+            (24.0, 24.0, 24.0, 24.0)
+        """
+        return tuple(
+            max(ends) - min(starts) if starts else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
+
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each rank, how long it was working, in `unit`; actions that share a slot count once."""
         return tuple(union(starts, ends) for starts, ends in zip(self.starts, self.ends, strict=True))

@@ -129,19 +129,9 @@ class Trace(Immutable):
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """For each rank, from its own first start to its own last end, in `unit`.
-
-        The ranks of ZB-H2 or ZBV begin and end one after the other, but none waits in between. What a step costs a rank
-        is then its own span, if it may begin the next step before the others are done.
-
-        Example:
-            >>> import pipelab
-            >>> pipelab.simulate(pipelab.ZBH2(ranks=4, microbatches=8)).spans
-            (24.0, 24.0, 24.0, 24.0)
-        """
-        return tuple(
-            max(ends) - min(starts) if starts else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
-        )
+        """For each rank, from its own first start to its own last end, in `unit`."""
+        rows = zip(self.starts, self.ends, strict=True)
+        return tuple(max(ends, default=0.0) - min(starts, default=0.0) for starts, ends in rows)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -230,15 +220,8 @@ class Trace(Immutable):
             "ends": [list(ends) for ends in self.ends],
             "lanes": list(self.lanes),
             "transfers": [
-                [
-                    transfer.source,
-                    transfer.target,
-                    str(transfer.giver),
-                    str(transfer.needer),
-                    transfer.start,
-                    transfer.end,
-                ]
-                for transfer in self.transfers
+                [each.source, each.target, str(each.giver), str(each.needer), each.start, each.end]
+                for each in self.transfers
             ],
         }
 

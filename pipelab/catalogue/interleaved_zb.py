@@ -34,8 +34,8 @@ class InterleavedZeroBubble(Looped):
     """
 
     source = (
-        "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, over the stages of Narayanan "
-        "et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2"
+        "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, over the stages of "
+        "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2"
     )
 
     def actions(self, rank: int) -> Iterator[Action]:

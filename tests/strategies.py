@@ -25,16 +25,6 @@ def costs() -> st.SearchStrategy[float]:
     return st.integers(1, 20) | st.integers(1, 160).map(lambda eighths: eighths / 8)
 
 
-def split(plan: Plan) -> bool:
-    """Tell whether a plan splits a backward into its two gradients."""
-    return any(half.kind == "I" for row in plan.rows for item in row for half in oracle.halves(item))
-
-
-# The threads engine does not split backwards yet. When it does, this is every schedule: drop the condition.
-RUNNABLE = {name: kind for name, kind in schedules.items() if not split(kind(2, 4).plan())}
-"""The schedules that engine tests run."""
-
-
 def with_stages(name: str, stages: int, microbatches: int) -> Plan:
     """Return a schedule's plan for a model that is cut into so many stages: on fewer ranks, where each has several."""
     kind = schedules[name]

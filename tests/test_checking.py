@@ -19,6 +19,10 @@ def codes(plan, **options):
     return [fault.code for fault in check(plan, **options)]
 
 
+def by_stage(microbatch, stage):
+    return stage
+
+
 def placement(plan):
     return lambda microbatch, stage: plan.program.placed[microbatch * plan.stages + stage]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import plain
 import pytest
 import torch
-from strategies import RUNNABLE, in_order, with_stages
+from strategies import in_order, with_stages
 from torch import nn
 
-from pipelab import GPipe, OneFOneB, Pipeline
+from pipelab import GPipe, OneFOneB, Pipeline, schedules
 from pipelab.errors import LossError, StageError
 
 mse = nn.functional.mse_loss
@@ -45,7 +45,7 @@ class Head(nn.Module):
         return self.linear(given["sum"]) * (given["index"] + 1).unsqueeze(1)
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", schedules)
 def test_tuples_dicts_integers_and_unused_outputs_pass_between_stages(name):
     torch.manual_seed(0)
     model = nn.Sequential(Fork(), Merge(), Head(), nn.Tanh())
@@ -158,7 +158,7 @@ def test_a_stage_may_hand_on_what_it_was_given():
         assert pipe.verify(*plain.batch(9)).exact
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", schedules)
 def test_a_stage_may_begin_with_an_operation_in_place(name):
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from pipelab.completeness import complete, misplaced, missing
+from pipelab.completeness import complete, misplaced, missing, with_swap
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError, SizeError, require_size
 from pipelab.faults import Code, Fault, excerpt
@@ -75,13 +75,14 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
     incomplete, missing_values = missing(program)
     walk = traverse(program, given=missing_values)
     disorder: list[Fault] = []
-    if walk.stuck or program.reduces:
+    if walk.stuck or program.written_reduces:
         disorder, excused = _unordered(program)
         if excused:
             walk = traverse(program, given=missing_values, excused=excused)
         disorder += deadlocks(program, walk, missing_values, excused)
     over = [] if memory_cap is None else _over_cap(program, memory_cap)
-    found = [*program.faults, *misplaced(program), *incomplete, *disorder, *over]
+    single = [with_swap(program, fault) for fault in program.faults]
+    found = [*single, *misplaced(program), *incomplete, *disorder, *over]
     found.sort(key=lambda fault: _ORDER.index(fault.code))
     return [_with_excerpt(plan, fault) for fault in found]
 
@@ -97,7 +98,7 @@ def require_legal(plan: Plan) -> Traversal:
         return program.walk
     if not program.faults and not misplaced(program) and complete(program):
         walk = traverse(program)
-        if not walk.stuck and not (program.reduces and _unordered(program)[0]):
+        if not walk.stuck and not (program.written_reduces and _unordered(program)[0]):
             program.walk = walk
             return walk
     raise ScheduleError(check(plan), plan.name)

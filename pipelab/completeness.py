@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
+from pipelab.actions import Action
 from pipelab.faults import Fault
+from pipelab.placement import NO_RANK, within
 from pipelab.program import Program
 
-__all__ = ["complete", "misplaced", "missing", "ranges"]
+__all__ = ["complete", "misplaced", "missing", "ranges", "with_swap"]
 
 
 def complete(program: Program) -> bool:
     """Tell whether there are as many forwards and backwards as there must be, which is quick to see."""
     slots, rank_of = program.numbering.slots, program.rank_of
     absent = [rank_of[start : start + slots].count(-1) for start in range(0, 4 * slots, slots)]
-    if absent == [0, 0, slots, slots] and not program.reduces:
+    if absent == [0, 0, slots, slots] and not program.written_reduces:
         return True
     return not missing(program)[0]
 
@@ -41,10 +44,38 @@ def misplaced(program: Program) -> list[Fault]:
                         action,
                         f"{action} is on rank {rank}, but micro-batch {action.microbatch} of stage {action.stage} "
                         f"{'is placed on' if program.names_ranks else 'went forward on'} rank {right}",
-                        f"move {action} to rank {right}, or override place(microbatch, stage)",
+                        swap_hint(program, rank, action)
+                        or f"move {action} to rank {right}, or override place(microbatch, stage)",
                     )
                 )
     return faults
+
+
+def with_swap(program: Program, fault: Fault) -> Fault:
+    """Return a fault, its hint to swap an action's arguments where that would put right what is out of range."""
+    if fault.code != "out-of-range" or fault.rank is None or not isinstance(fault.action, Action):
+        return fault
+    return replace(fault, hint=swap_hint(program, fault.rank, fault.action) or fault.hint)
+
+
+def swap_hint(program: Program, rank: int, action: Action) -> str:
+    """Return the hint to swap an action's micro-batch and stage, where the action so meant is right and not there yet.
+
+    The slip is `F(rank, m)` for `F(m, rank)`.
+    """
+    numbering = program.numbering
+    microbatch, stage = action.stage, action.microbatch
+    if not (within(microbatch, numbering.microbatches) and within(stage, numbering.stages)):
+        return ""
+    meant = Action(action.kind, microbatch, stage)
+    code = numbering.code(meant)
+    if program.rank_of[code] == rank or program.placed[code % numbering.slots] not in (rank, NO_RANK):
+        return ""
+    name = action.kind
+    return (
+        f"it is {name}(microbatch, stage): did you swap them? "
+        f"{name}({microbatch}, {stage}), in text {meant}, is right on rank {rank}"
+    )
 
 
 def _strangers(program: Program) -> list[Fault]:

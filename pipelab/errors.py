@@ -32,6 +32,7 @@ __all__ = [
     "SplitError",
     "StageError",
     "StepTimeoutError",
+    "UsageError",
     "VerificationError",
     "require_size",
 ]
@@ -166,6 +167,10 @@ class RankError(EngineError):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by the arguments, so that the error crosses process borders."""
         return type(self), (self.args[0], self.rank)
+
+
+class UsageError(EngineError):
+    """A pipeline, or what it gave, was used as something that it is not, such as a module to call."""
 
 
 class VerificationError(EngineError):

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipelab.actions import KINDS, Action, Item, Pair
-from pipelab.faults import Code, Fault, shorten
+from pipelab.binding import Refusal, bound
+from pipelab.faults import Fault
 from pipelab.numbering import Numbering
-from pipelab.placement import NO_RANK, Held, Place, ask, held_by_name, held_by_placement, within
+from pipelab.placement import NO_RANK, Held, Place, ask, held_by_name, held_by_placement
 
 if TYPE_CHECKING:
     from pipelab.traversal import Traversal
@@ -48,6 +49,7 @@ class Program:
         faults: what was wrong with single items.
         names_ranks: whether `placed` comes from a placement rather than from the forwards that were found.
         reduces: for each `R` that is listed, by code, the ranks that list it.
+        automatic: the codes of those that nobody wrote; see `reduction`.
         misplaced: whether some action may be on another rank than `placed` says.
         walk: a walk through all of the plan, kept once the plan has been found right.
     """
@@ -61,6 +63,7 @@ class Program:
     faults: list[Fault]
     names_ranks: bool
     reduces: dict[int, list[int]] = field(default_factory=dict)
+    automatic: set[int] = field(default_factory=set)
     misplaced: bool = False
     walk: Traversal | None = None
 
@@ -98,6 +101,11 @@ class Program:
         """Return, for each stage, the ranks that hold it."""
         stages = self.numbering.stages
         return {stage: tuple(sorted(set(self.placed[stage::stages]) - {NO_RANK})) for stage in range(stages)}
+
+    @property
+    def written_reduces(self) -> set[int]:
+        """Return the codes of the all-reduces that stand in the plan as written, and so may stand wrong."""
+        return self.reduces.keys() - self.automatic
 
     def items(self, rank: int) -> tuple[Item, ...]:
         """Return a rank's actions, bound to stages, pairs as pairs."""
@@ -182,98 +190,33 @@ class Program:
 
     def _code(self, rank: int, position: int, item: object, held: Held) -> int | None:
         """Return the code of one action and note its rank, or write the fault that forbids it."""
+        found: Action | Refusal | int = bound(rank, position, item, self.numbering, held)
+        if isinstance(found, Action):
+            found = self._entered(rank, position, found)
+        if isinstance(found, int):
+            return found
+        code, message, hint = found
+        self.faults.append(Fault(code, rank, position, item, message, hint))
+        return None
 
-        def fault(code: Code, message: str, hint: str) -> None:
-            self.faults.append(Fault(code, rank, position, item, message, hint))
-
-        if not isinstance(item, Action) or item.kind not in KINDS:
-            fault(
-                "not-an-action",
-                f"rank {rank}, position {position} holds {_described(item)}, not an action",
-                "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps",
-            )
-            return None
-        numbering = self.numbering
-        if item.kind == "R" and item.microbatch is not None:
-            fault(
-                "out-of-range",
-                f"{shorten(item)} on rank {rank} names micro-batch {shorten(item.microbatch)}; "
-                "an all-reduce concerns all of them",
-                "yield R(), or R(stage) where the rank has several stages",
-            )
-            return None
-        if item.kind != "R" and not within(item.microbatch, numbering.microbatches):
-            fault(
-                "out-of-range",
-                f"{shorten(item)} on rank {rank} names micro-batch {_described(item.microbatch, int)}; "
-                f"there are {numbering.microbatches}, numbered 0 to {numbering.microbatches - 1}",
-                f"use a whole number from 0 to {numbering.microbatches - 1}",
-            )
-            return None
-        stage = item.stage
-        if stage is None:
-            choices = _choices(item, held)
-            if len(choices) != 1:
-                fault(*_which_stage(rank, item, choices))
-                return None
-            stage = choices[0]
-        if not within(stage, numbering.stages):
-            fault(
-                "out-of-range",
-                f"{shorten(item)} on rank {rank} names stage {shorten(stage)}; "
-                f"there are {numbering.stages}, numbered 0 to {numbering.stages - 1}",
-                f"use a whole number from 0 to {numbering.stages - 1}",
-            )
-            return None
-        action = Action(item.kind, item.microbatch, stage)
-        code = numbering.code(action)
+    def _entered(self, rank: int, position: int, action: Action) -> int | Refusal:
+        """Note which rank runs an action; return its code, or why it may not stand there again."""
+        code = self.numbering.code(action)
         first = self.rank_of[code]
         # An R is listed once by every rank of its group; rows are bound in order, so its last lister is remembered.
-        again = first == rank if item.kind == "R" else first != NO_RANK
-        if again:
-            fault(
+        reduces = action.kind == "R"
+        if first == rank or (first != NO_RANK and not reduces):
+            return (
                 "duplicate",
                 f"{action} appears again on rank {rank}, position {position}; it was first on rank {first}",
-                f"remove one of the two: every action runs exactly once{' on each rank' if item.kind == 'R' else ''}",
+                f"remove one of the two: every action runs exactly once{' on each rank' if reduces else ''}",
             )
-            return None
         self.rank_of[code] = rank
-        if item.kind == "R":
+        if reduces:
             self.reduces.setdefault(code, []).append(rank)
-        elif self.placed[code % numbering.slots] != rank:
+        elif self.placed[code % self.numbering.slots] != rank:
             self.misplaced = True
         return code
-
-
-def _choices(item: Action, held: Held) -> tuple[int, ...]:
-    """Return the stages that an action without a stage could mean."""
-    if item.kind != "R":
-        known = held.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
-        return known if isinstance(known, tuple) else (known,)
-    every: set[int] = set()
-    for known in held.values():
-        every.update(known if isinstance(known, tuple) else (known,))
-    return tuple(sorted(every))
-
-
-def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> tuple[Code, str, str]:
-    """Return the code, message and hint of an action without a stage on a rank that has none, or several."""
-    name = item.kind
-    number = "" if item.microbatch is None else str(item.microbatch)
-    if not choices:
-        return (
-            "wrong-rank",
-            f"{item} on rank {rank}: no stage of {f'micro-batch {number}' if number else 'the model'} is placed there",
-            "move it to a rank that the placement names, or override place(microbatch, stage)",
-        )
-    first, *others = choices
-    both = " or ".join(f"{name}({number + ', ' if number else ''}stage={stage})" for stage in (first, others[0]))
-    written = " or ".join(str(Action(item.kind, item.microbatch, stage)) for stage in (first, others[0]))
-    return (
-        "ambiguous-stage",
-        f"{item} on rank {rank} could mean stage {', '.join(map(str, choices[:-1]))} or {choices[-1]}",
-        f"name the stage: {both} in Python, {written} in text",
-    )
 
 
 def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -> Fault:
@@ -287,12 +230,3 @@ def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -
         f"rank {rank} was still listing actions after {limit}, where {needed} per stage would do; it was cut off",
         "end the loop after the last backward: a generator must stop by itself",
     )
-
-
-def _described(item: object, expected: type = Action) -> str:
-    """Return what stands where something else should."""
-    maker = getattr(item, "__wrapped__", item)
-    if callable(item) and getattr(maker, "__module__", "") == "pipelab.actions":
-        name = getattr(maker, "__name__", "F")
-        return f"the function {name} itself ({name}(m) makes an action)"
-    return shorten(item) if isinstance(item, expected) else f"{shorten(item)}, a {type(item).__name__}"

@@ -36,7 +36,7 @@ class Traversal:
     waits_for: dict[int, int | None]
 
 
-def traverse(  # noqa: PLR0912, PLR0915 - the hot loop of every check: calls would double its time
+def traverse(
     program: Program,
     given: Collection[int] = (),
     excused: Collection[int] = (),
@@ -55,20 +55,15 @@ def traverse(  # noqa: PLR0912, PLR0915 - the hot loop of every check: calls wou
     first_need, second_need, gives = numbering.first_need, numbering.second_need, numbering.gives
     reduces = 4 * numbering.slots
     pairs = program.pairs if atomic_pairs else frozenset()
-    there = bytearray(numbering.always + 1)
-    there[numbering.always] = 1
-    for value in given:
-        there[value] = 1
-
+    there = _at_start(program, given)
     at = [0] * len(rows)
     order: list[int] = []
     waiting = [_NOBODY] * len(there)  # by value: the rank that waits for it,
     queues: dict[int, list[int]] = {}  # and the others, where a faulty plan has several
     arrived: dict[int, list[int]] = {}  # by code of an R: the ranks that have come to it
-    groups = _groups(rows, reduces)
     waits_for: dict[int, int | None] = {}
     awake = list(range(len(rows) - 1, -1, -1))
-    while awake:
+    while awake:  # the hot loop of every check: a call for each action would double its time
         rank = awake.pop()
         row = rows[rank]
         index = at[rank]
@@ -76,25 +71,19 @@ def traverse(  # noqa: PLR0912, PLR0915 - the hot loop of every check: calls wou
         while index < length:
             code = row[index]
             if code >= reduces:
-                here = arrived.setdefault(code, [])
-                here.append(rank)
-                if len(here) < groups[code]:
+                arrived.setdefault(code, []).append(rank)
+                if len(arrived[code]) < len(program.reduces[code]):
                     waits_for[rank] = None
                     break
+                _pass_together(arrived[code][:-1], at, awake)
                 order.append(code)
                 index += 1
-                for other in here[:-1]:
-                    at[other] += 1
-                    awake.append(other)
                 continue
             need = first_need[code]
             if there[need]:
                 need = second_need[code]
-            if pairs and code in pairs and there[need]:
-                backward = row[index + 1]
-                need = first_need[backward]
-                if there[need]:
-                    need = second_need[backward]
+            if pairs and code in pairs and there[need]:  # then its backward comes right after it, without a wait
+                need = _absent(program, row[index + 1], there)
             if not there[need] and code not in excused:
                 waits_for[rank] = need
                 if waiting[need] == _NOBODY:
@@ -102,12 +91,6 @@ def traverse(  # noqa: PLR0912, PLR0915 - the hot loop of every check: calls wou
                 else:
                     queues.setdefault(need, []).append(rank)
                 break
-            if pairs and code in pairs:
-                there[gives[code]] = 1
-                order.append(code)
-                awake.extend(_released(gives[code], waiting, queues))
-                index += 1
-                code = row[index]
             value = gives[code]
             there[value] = 1
             order.append(code)
@@ -119,18 +102,29 @@ def traverse(  # noqa: PLR0912, PLR0915 - the hot loop of every check: calls wou
     return Traversal(order, stuck, {rank: waits_for[rank] for rank in stuck})
 
 
+def _at_start(program: Program, given: Collection[int]) -> bytearray:
+    """Return which values are there before anybody has moved."""
+    there = bytearray(program.numbering.always + 1)
+    there[program.numbering.always] = 1
+    for value in given:
+        there[value] = 1
+    return there
+
+
+def _absent(program: Program, code: int, there: bytearray) -> int:
+    """Return a need of an action that is not there yet; its last one where all are."""
+    need = program.numbering.first_need[code]
+    return program.numbering.second_need[code] if there[need] else need
+
+
 def _released(value: int, waiting: list[int], queues: dict[int, list[int]]) -> list[int]:
     """Return the ranks that wait for a value, which then wait no longer."""
     first, waiting[value] = waiting[value], _NOBODY
     return [] if first == _NOBODY else [first, *queues.pop(value, ())]
 
 
-def _groups(rows: list[list[int]], reduces: int) -> dict[int, int]:
-    """Return how many ranks list each `R`."""
-    sizes: dict[int, int] = {}
-    for row in rows:
-        if row and max(row) >= reduces:
-            for code in row:
-                if code >= reduces:
-                    sizes[code] = sizes.get(code, 0) + 1
-    return sizes
+def _pass_together(ranks: list[int], at: list[int], awake: list[int]) -> None:
+    """Move the ranks that wait at an `R` past it, and wake them."""
+    for rank in ranks:
+        at[rank] += 1
+        awake.append(rank)

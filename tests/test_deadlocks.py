@@ -108,10 +108,11 @@ def test_a_cycle_is_told_from_its_lowest_rank_whoever_runs_into_it():
 
 
 @pytest.mark.parametrize("name", sorted(schedules))
-@pytest.mark.parametrize("size", [(2, 3), (3, 4), (4, 4)])
-def test_hints_undo_every_deadlock_that_one_moved_action_makes(name, size):
+def test_hints_undo_every_deadlock_that_one_moved_action_makes(name):
     found = 0
-    if schedules[name].refusal(*size) is None:
+    for size in [(2, 3), (3, 4), (4, 3)]:
+        if schedules[name].refusal(*size) is not None:
+            continue
         for moved in moved_by_one(schedules[name](*size).plan()):
             broken = moved
             faults = check(broken)
@@ -123,10 +124,11 @@ def test_hints_undo_every_deadlock_that_one_moved_action_makes(name, size):
                 broken = follow(broken, faults[0].hint)
                 faults = check(broken)
                 assert not (claims and faults)
+                assert {fault.code for fault in faults} <= {"deadlock"}, "a hint makes no mistake of another kind"
                 if not faults:
                     break
             assert Case(broken.rows, broken.stages, broken.microbatches).legal
-        assert found
+    assert found
 
 
 def moved_by_one(plan):
@@ -173,7 +175,8 @@ def test_two_all_reduces_in_opposite_orders_are_a_deadlock():
         "  0R (rank 0, position 4) needs rank 1 to come to it too\n"
         "  0R (rank 1, position 5) comes after 1R, which needs rank 0 to come to it too\n"
         "  1R comes after 0R on rank 0\n"
-        "  try: list the all-reduces R in the same order on every rank, each after its stage's last gradient\n"
+        "  try: list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
+        "or list none of them, and each is put in its place\n"
         "    rank 0 | 0F0 1F0 1B0 0B0 0R 1R\n"
         "                             ^^"
     )

@@ -14,9 +14,10 @@ import time
 import plain
 import pytest
 import torch
+from strategies import in_order
 from torch import nn
 
-from pipelab import B, F, GPipe, I, Naive, OneFOneB, Pipeline, Plan, R, ScheduleError, W, schedules
+from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, R, ScheduleError, schedules
 from pipelab.engine import threads
 from pipelab.errors import (
     BatchError,
@@ -73,7 +74,8 @@ def assert_steps(pipe, model):
     plain.one_after_another(model, mse, x, y, pipe.plan.microbatches)
     expected = plain.taken(model)
     pipe.step(x, y)
-    assert plain.equal(plain.taken(model), expected)
+    gradients = plain.taken(model)
+    assert plain.equal(gradients, expected) if in_order(pipe.plan) else plain.difference(gradients, expected) <= 1e-6
 
 
 def ranks_threads():
@@ -99,8 +101,10 @@ def fails_backward(gradient):
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
     fuse = Fuse()
-    model = model_with(fuse, at=at)
-    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+    plan = schedules[name](3, 4).plan()
+    rank = plan.program.placed[at]
+    model = model_with(fuse, plan.stages, at)
+    with Pipeline(model, plan, mse) as pipe:
         assert_steps(pipe, model)
         workers = ranks_threads()
         fuse.forward_does = fails_forward
@@ -109,9 +113,9 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
         fuse.forward_does = None
         assert ranks_threads() <= workers  # everybody stopped by itself, nobody was given up
         error = failed.value
-        assert (error.rank, error.stage, str(error.action)) == (at, at, f"{at}F0")
+        assert (error.rank, error.stage, str(error.action)) == (rank, at, f"{at}F0")
         told = str(error)
-        assert told.startswith(f"{at}F0 on rank {at} failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+        assert told.startswith(f"{at}F0 on rank {rank} failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
         assert f"stage {at}, micro-batch 0, on cpu" in told
         line = fails_forward.__code__.co_firstlineno + 1
         assert f"{__file__}, line {line}, in fails_forward: return x @ torch.zeros(7, 7)" in told
@@ -124,8 +128,9 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_exception_in_a_backward_names_its_place_and_line(name, at):
     fuse = Fuse()
-    model = model_with(fuse, at=at)
-    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+    plan = schedules[name](3, 4).plan()
+    model = model_with(fuse, plan.stages, at)
+    with Pipeline(model, plan, mse) as pipe:
         workers = ranks_threads()
         fuse.backward_does = fails_backward
         with pytest.raises(StageError) as failed:
@@ -133,8 +138,8 @@ def test_an_exception_in_a_backward_names_its_place_and_line(name, at):
         fuse.backward_does = None
         assert ranks_threads() <= workers
         error = failed.value
-        assert (error.rank, error.stage) == (at, at)
-        assert str(error.action).startswith(f"{at}B")
+        assert (error.rank, error.stage) == (plan.program.placed[at], at)
+        assert str(error.action).startswith((f"{at}B", f"{at}I", f"{at}W"))
         line = fails_backward.__code__.co_firstlineno + 1
         assert f"{__file__}, line {line}, in fails_backward" in str(error)
         assert_steps(pipe, model)
@@ -644,9 +649,7 @@ def test_an_illegal_plan_is_refused_with_its_faults():
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([[F(0, 0), I(0, 0), W(0, 0)], [F(0, 1), B(0, 1)]], "0I0 on rank 0"),
-        ([[F(0, 0), B(0, 0)], [F(0, 1), I(0, 1), W(0, 1)]], "1I0 on rank 1"),
-        ([[F(0, 0), B(0, 0), R(0)], [F(0, 1), B(0, 1)]], "0R on rank 0"),
+        ([[F(0, 0), B(0, 0), R(0)], [F(0, 1), B(0, 1)]], "0R"),
     ],
 )
 def test_what_the_engine_does_not_run_is_refused_with_the_action(rows, told):

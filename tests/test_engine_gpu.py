@@ -13,7 +13,7 @@ from test_engine_traces import Held
 from torch import nn
 
 import pipelab
-from pipelab import GPipe, OneFOneB, Pipeline
+from pipelab import GPipe, OneFOneB, Pipeline, schedules
 
 mse = nn.functional.mse_loss
 
@@ -29,9 +29,9 @@ def on_gpu(rows):
     return tuple(tensor.cuda() for tensor in plain.batch(rows, WIDTH))
 
 
-@pytest.mark.parametrize("name", pipelab.schedules)
+@pytest.mark.parametrize("name", schedules)
 def test_ranks_that_share_a_gpu_give_the_plain_gradients(name):
-    plan = pipelab.schedules[name](4, 6).plan()
+    plan = schedules[name](4, 6).plan()
     model = plain.mlp(2 * plan.stages, WIDTH).cuda()
     x, y = on_gpu(26)
     loss = plain.one_after_another(model, mse, x, y, 6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import plain
 import pytest
@@ -45,10 +46,15 @@ def test_with_enough_gpus_every_rank_has_its_own(machine):
     assert pipelab.devices(3) == list(gpus(3))
 
 
-def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine):
+def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine, monkeypatch):
     machine(2)
-    with pytest.warns(UserWarning, match=r"3 ranks share 2 GPUs.*rank 0 on cuda:0 \(1 of 2\).*rank 2 on cuda:1$"):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)  # the package that cuts a GPU into parts is not installed
+    with pytest.warns(UserWarning, match="3 ranks share 2 GPUs") as told:
         slots = pipelab.devices(3)
+    first, *reasons = str(told[0].message).splitlines()
+    assert first == "3 ranks share 2 GPUs: rank 0 on cuda:0 (1 of 2), rank 1 on cuda:0 (2 of 2), rank 2 on cuda:1"
+    assert 'pip install "pipelab[gpu]"' in reasons[0]
+    assert reasons[1] == "  ranks that share it have a stream each: their kernels overlap only where there is room"
     assert [slot.device for slot in slots] == [*gpus(1) * 2, gpus(2)[1]]
     assert [str(slot) for slot in slots] == ["cuda:0 (1 of 2)", "cuda:0 (2 of 2)", "cuda:1"]
 
@@ -94,7 +100,7 @@ def test_devices_may_be_shares_devices_or_names(machine):
         (["cpu"] * 3, "3 devices for 2 ranks"),
         ([], "0 devices for 2 ranks"),
         ("cpu", r"devices='cpu': expected a list .* \['cpu'\] \* 2"),
-        (["cpu", "gpu"], "'gpu' is not a device"),
+        (["cpu", "gpu"], r"^'gpu' is not a device: expected 'cpu', or 'cuda:0', 'cuda:1' … for a GPU$"),
         (["cpu", ""], "'' is not a device"),
         (["cpu", None], "None is not a device"),
         (["cpu", 1.5], "1.5 is not a device"),

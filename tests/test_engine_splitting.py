@@ -472,3 +472,42 @@ class TracedByNeed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.drop(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_hook", "forward"),
+        ("register_forward_pre_hook", "forward-pre"),
+        ("register_full_backward_hook", "backward"),
+        ("register_full_backward_pre_hook", "backward-pre"),
+    ],
+)
+def test_a_hook_on_the_whole_model_is_refused_because_it_would_never_run(register, kind):
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), nn.functional.mse_loss) as pipe:
+        handle = getattr(model, register)(lambda *_: None)
+        for call in (lambda: pipe.step(x, y), lambda: pipe.forward(x), lambda: split(model, into=2)):
+            with pytest.raises(SplitError, match=rf"the whole model has 1 {kind} hook .* register the hook on a layer"):
+                call()
+        handle.remove()
+        pipe.step(x, y)
+
+
+def test_a_hook_on_a_layer_runs_for_every_microbatch():
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    seen = []
+    model[2].register_forward_hook(lambda *_: seen.append("forward"))
+    model[2].register_full_backward_hook(lambda *_: seen.append("backward"))
+    with Pipeline(model, GPipe(2, 2), nn.functional.mse_loss) as pipe:
+        pipe.step(x, y)
+    assert seen == ["forward"] * 2 + ["backward"] * 2
+
+
+def test_a_backward_hook_is_refused_where_the_tracer_would_lose_it():
+    model = Residual()
+    model.get_submodule(next(name for name, _ in model.named_children())).register_full_backward_hook(lambda *_: None)
+    with pytest.raises(SplitError, match=r"layer '.*' has 1 backward hook .* tracer leaves it out"):
+        split(model, into=2, example=torch.randn(2, 6))

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import pipelab
-from pipelab import GPipe, OneFOneB, Pipeline, errors
+from pipelab import GPipe, OneFOneB, Pipeline, errors, schedules
 
 mse = nn.functional.mse_loss
 
@@ -47,9 +46,9 @@ def test_a_loss_of_shape_one_counts_as_a_number():
         assert pipe.step(x, y).loss.shape == ()
 
 
-@pytest.mark.parametrize("name", pipelab.schedules)
+@pytest.mark.parametrize("name", schedules)
 def test_outputs_have_the_batchs_order_and_no_history(name):
-    schedule = pipelab.schedules[name](2, 4)
+    schedule = schedules[name](2, 4)
     model = plain.mlp(2 * schedule.plan().stages)
     x, y = plain.batch(10)
     with Pipeline(model, schedule, mse) as pipe:
@@ -287,6 +286,43 @@ def test_weights_cast_by_autocast_are_cast_anew_in_the_next_step():
                 parameter.zero_()
         assert before.abs().sum() > 0
         assert pipe.step(x, y).outputs.abs().sum() == 0
+
+
+def test_the_callers_hooks_on_saved_tensors_hold_in_the_workers():
+    """Every tensor that a stage saves is packed by the caller's hook, and gradients stay what they are."""
+    model = plain.mlp(8)
+    x, y = plain.batch(8)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = plain.taken(model)
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(threading.get_ident())
+        return tensor
+
+    def unpack(tensor):
+        unpacked.append(threading.get_ident())
+        return tensor
+
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            pipe.step(x, y)
+        assert plain.equal(plain.taken(model), expected)
+        assert len(set(packed)) == 2
+        assert len(packed) == len(unpacked)
+        assert threading.get_ident() not in packed
+        before = len(packed)
+        pipe.step(x, y)  # they hold while they hold, no longer
+        assert len(packed) == before
+
+
+def test_activations_can_wait_on_the_cpu():
+    """`save_on_cpu` is such a hook."""
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe, torch.autograd.graph.save_on_cpu():
+        pipe.step(x, y)
+        assert pipe.verify(x, y).exact
 
 
 def test_a_step_without_gradients_switched_on_still_learns():

@@ -222,3 +222,26 @@ def test_a_trace_of_a_plan_by_hand_names_it():
     plan = Plan.parse(["0F0 0B0", "1F0 1B0"], name="by hand")
     with Pipeline(plain.mlp(4), plan, mse) as pipe:
         assert pipe.step(*plain.batch(2)).trace.name == "by hand"
+
+
+class Given(nn.Module):
+    """Counts how many of its inputs are alive at each of its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.inputs, self.peak = weakref.WeakSet(), 0
+
+    def forward(self, x):
+        self.inputs.add(x)
+        self.peak = max(self.peak, len(self.inputs))
+        return self.linear(x).tanh()
+
+
+def test_what_a_backward_is_done_with_is_let_go_even_where_outputs_and_losses_are_kept():
+    plan = schedules["1f1b"](4, 6).plan()
+    model = nn.Sequential(*(Given() for _ in range(4)))
+    with Pipeline(model, plan, mse) as pipe:
+        step = pipe.step(*plain.batch(12))
+    assert len(step.outputs) == 12
+    assert [stage.peak for stage in model[1:]] == list(step.trace.peak_activations)[1:]

@@ -17,6 +17,8 @@ def test_every_error_is_a_pipelab_error():
             continue
         assert issubclass(getattr(errors, name), pipelab.PipelabError)
         assert getattr(errors, name).__doc__
+        assert getattr(pipelab, name) is getattr(errors, name)
+        assert name in pipelab.__all__
 
 
 def test_a_schedule_error_counts_its_faults_and_numbers_them():

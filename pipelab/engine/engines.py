@@ -15,6 +15,7 @@ from pipelab.engine.lanes import Lane, lane_for
 from pipelab.engine.splitting import Stages
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.step import Ran
+from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.threads import ThreadsEngine
 from pipelab.plan import Plan
 
@@ -50,7 +51,7 @@ class Engine(Protocol):
         """What each rank runs on and in, for drawings."""
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, contexts: Sequence[Any] = ()
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
     ) -> Ran:
         """Run all micro-batches; without a loss, only the forwards."""
 

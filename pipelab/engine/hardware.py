@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
+from pipelab.engine.multiprocessors import parts_of
 from pipelab.errors import DeviceError, require_size
 
 __all__ = ["RankDevice", "devices", "rank_devices"]
@@ -19,7 +21,8 @@ class RankDevice:
 
     Attributes:
         device: the device.
-        share: which share of it, such as `"2 of 4"`; empty where the rank has the device to itself.
+        share: which share of it, such as `"2 of 4"` or `"2 of 4: 32 of 132 SMs"`; empty where the rank has the device
+            to itself.
         stream: the CUDA stream that the rank uses; `None` for one of its own.
     """
 
@@ -35,8 +38,11 @@ class RankDevice:
 def devices(n: int) -> list[torch.device | RankDevice]:
     """Return what `n` ranks run on: `n` GPUs if there are as many, fewer shared evenly, the CPU if there is none.
 
-    Ranks that share a GPU get a stream each, so that their kernels may overlap where the GPU has room; a warning says
-    which ranks share.
+    Ranks that share a GPU get a part of it each, with multiprocessors (SMs) of its own, so that they truly run side by
+    side: on four parts of a GPU with 132 SMs, `cuda:0 (1 of 4: 32 of 132 SMs)` and so on. That takes the package
+    `cuda.core`, which `pip install "pipelab[gpu]"` brings, and a driver for CUDA 12.4 or newer. Without them every rank
+    gets an ordinary stream, and kernels overlap only where the GPU has room. A warning says which ranks share, and how.
+    The parts are made once in a process and shared by all that ask for the same number.
 
     A rank that has a device to itself gets a plain `torch.device`; one that shares it, a `RankDevice`, whose `device`
     it is.
@@ -55,13 +61,38 @@ def devices(n: int) -> list[torch.device | RankDevice]:
     gpus = torch.cuda.device_count()
     if gpus >= n:
         return [torch.device("cuda", index) for index in range(n)]
-    found: list[torch.device | RankDevice] = [*share_evenly([torch.device("cuda", index) for index in range(gpus)], n)]
+    found: list[torch.device | RankDevice] = []
+    refusals: list[str] = []
+    shared = share_evenly([torch.device("cuda", index) for index in range(gpus)], n)
+    for device, ranks in groupby(shared, key=lambda each: each.device):
+        try:
+            found.extend(_apart(list(ranks)))
+        except DeviceError as error:
+            found.extend(each for each in shared if each.device == device)
+            refusals.append(f"\n  {device} is not cut into parts with SMs of their own: {error}")
+    if refusals:
+        refusals.append("\n  ranks that share it have a stream each: their kernels overlap only where there is room")
     warnings.warn(
-        f"{n} ranks share {gpus} GPU{'s' if gpus > 1 else ''}, a stream each: "
-        + ", ".join(f"rank {rank} on {each}" for rank, each in enumerate(found)),
+        f"{n} ranks share {gpus} GPU{'s' if gpus > 1 else ''}: "
+        + ", ".join(f"rank {rank} on {each}" for rank, each in enumerate(found))
+        + "".join(refusals),
         stacklevel=2,
     )
     return found
+
+
+def _apart(ranks: Sequence[RankDevice]) -> list[RankDevice]:
+    """Return the ranks of one GPU, each with a part of it.
+
+    Raises:
+        DeviceError: saying why the GPU cannot be cut.
+    """
+    if len(ranks) == 1:
+        return list(ranks)
+    parts = parts_of(ranks[0].device, len(ranks))
+    return [
+        RankDevice(each.device, f"{each.share}: {part}", part.stream) for each, part in zip(ranks, parts, strict=True)
+    ]
 
 
 def share_evenly(pool: Sequence[torch.device], n: int) -> list[RankDevice]:
@@ -103,8 +134,8 @@ def rank_devices(wanted: Sequence[RankDevice | torch.device | str] | None, ranks
 def _device(name: torch.device | str) -> torch.device:
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"{name!r} is not a device: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, TypeError):
+        raise DeviceError(f"{name!r} is not a device: expected 'cpu', or 'cuda:0', 'cuda:1' … for a GPU") from None
     if str(device) == "cuda":
         return torch.device("cuda", 0)
     return device

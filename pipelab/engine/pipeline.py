@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from pipelab.checking import Draftable, as_plan, require_legal
-from pipelab.engine.autocast import Contexts, callers_autocast
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.engines import ENGINES, Job
+from pipelab.engine.habits import ModuleHabits
 from pipelab.engine.hardware import RankDevice
 from pipelab.engine.optimizers import OptimizerGuard
 from pipelab.engine.splitting import Stages, split
 from pipelab.engine.stage import Loss
 from pipelab.engine.step import Ran, Step
+from pipelab.engine.surroundings import Surroundings
 from pipelab.errors import BatchError, EngineError, LossError, require_size
 from pipelab.plan import Plan
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Step"]
 
 
-class Pipeline:
+class Pipeline(ModuleHabits):
     """A model, split into stages, that runs a schedule on real tensors.
 
     `step` runs all micro-batches forward and backward and **adds** to the parameters' `.grad`, as `backward()` does; it
@@ -144,19 +145,20 @@ class Pipeline:
             raise BatchError(f"x has {rows} rows and y has {rows_of(y, 'y')}: every row needs its target")
         counts = row_counts(rows, self.plan.microbatches)
         self.stages.require_rows(counts)
+        self.stages.require_no_lost_hooks()
         targets = split_batch(y, counts)
         weights = weights_of(self.reduction, counts, targets)
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         loss = Loss(self.loss_fn, targets, weights)
         with self._one_at_a_time:
-            run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, contexts=self.contexts())
+            run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, around=self.surroundings())
         return run, loss
 
     def forward(self, x: Any) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
 
-        The modules' training mode is yours: call `model.eval()` before and `model.train()` after.
+        The modules' training mode is yours: call `pipe.eval()` before and `pipe.train()` after.
 
         Args:
             x: the batch, `[rows, ...]`.
@@ -166,13 +168,14 @@ class Pipeline:
             StageError: if a stage raised.
         """
         counts = row_counts(rows_of(x, "x"), self.plan.microbatches)
+        self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
         modules = self.stages.for_evaluation(inputs, counts)
         with self._one_at_a_time:
             try:
                 for runner, module in zip(self._runners, modules, strict=True):
                     runner.module = module
-                run = self._engine.run(inputs, None, contexts=self.contexts())
+                run = self._engine.run(inputs, None, around=self.surroundings())
             finally:
                 for runner, module in zip(self._runners, self.stages.modules, strict=True):
                     runner.module = module
@@ -241,9 +244,9 @@ class Pipeline:
         """Return the plan and the devices."""
         return f"Pipeline({self.plan.name}, on {', '.join(map(str, self.devices))})"
 
-    def contexts(self) -> Contexts:
-        """Return what makes a worker's autocast the caller's."""
-        return callers_autocast(each.device.type for each in self.devices)
+    def surroundings(self) -> Surroundings:
+        """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""
+        return Surroundings.of_caller(each.device.type for each in self.devices)
 
 
 def _require_loss(loss_fn: object, reduction: Reduction) -> None:
@@ -270,18 +273,12 @@ def _require_runnable(plan: Plan) -> None:
     """Refuse what the threads engine does not run.
 
     Raises:
-        EngineError: naming the first action or stage.
+        EngineError: naming the first stage.
     """
-    numbering = plan.program.numbering
-    for rank, row in enumerate(plan.program.rows):
-        for code in row:
-            if code >= 2 * numbering.slots:
-                raise EngineError(
-                    f"{numbering.action(code)} on rank {rank}: the threads engine runs F and B; "
-                    "write B in place of I and W"
-                )
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             raise EngineError(
                 f"stage {stage} is on ranks {', '.join(map(str, ranks))}: the threads engine runs a stage on one rank"
             )
+    for code in plan.program.reduces:
+        raise EngineError(f"{plan.program.numbering.action(code)}: the threads engine does not run R yet")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from pipelab.engine.layer_times import layer_times
 from pipelab.engine.partition import cut
 from pipelab.engine.tracing import TracedStages
-from pipelab.engine.trees import map_tensors, tensors_of
+from pipelab.engine.trees import map_tensors
 from pipelab.errors import SplitError, require_size
 
 __all__ = ["Stages", "split"]
@@ -38,9 +37,18 @@ class Stages:
         self.modules = list(modules)
         self.sizes = tuple(sizes)
         _refuse_shared(self.modules, model)
+        self.require_no_lost_hooks()
 
     def require_rows(self, counts: Sequence[int]) -> None:
         """Refuse micro-batches that the stages cannot take; these stages take any."""
+
+    def require_no_lost_hooks(self) -> None:
+        """Refuse hooks that a pipeline would never call, and so quietly train something else.
+
+        Raises:
+            SplitError: naming the module and the kind of hook.
+        """
+        _refuse_hooks("the whole model", self.model, "it is never run as a whole: register the hook on a layer")
 
     def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:  # noqa: ARG002
         """Return the stages to evaluate with, in the model's present training mode; here, the same."""
@@ -70,6 +78,16 @@ class _Traced(Stages):
         super().__init__(model, traced.modules(), sizes)
         self._training = model.training
         self._again: dict[tuple[int, tuple[bool, ...]], list[nn.Module]] = {}
+
+    def require_no_lost_hooks(self) -> None:
+        """Refuse backward hooks, which the tracer leaves out; forward hooks become part of what it traces.
+
+        Raises:
+            SplitError: naming the module.
+        """
+        for name, module in self.model.named_modules():
+            what = f"layer {name!r}" if name else "the model"
+            _refuse_hooks(what, module, "PyTorch's tracer leaves it out: give a list of stage modules", _BACKWARD_HOOKS)
 
     def require_rows(self, counts: Sequence[int]) -> None:
         """Refuse other row counts than the example's, and another training mode.
@@ -136,7 +154,7 @@ def split(
             model that is traced, forward only).
         example: one micro-batch, `[rows, ...]`, as the model takes it; a tuple stands for several arguments. Needed
             for `by="time"` and for models that are no `nn.Sequential`. A traced stage keeps the example's row count
-            and training mode.
+            and training mode, and the forward hooks of its layers as they are now.
 
     Example:
         >>> from torch import nn
@@ -187,7 +205,7 @@ def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any) -> S
     _require_enough(len(layers), into, "nn.Sequential")
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
-    bounds = cut(_weights(layers, by, lambda: _layer_times(layers, example)), into)
+    bounds = cut(_weights(layers, by, lambda: layer_times(layers, example)), into)
     modules = [
         nn.Sequential(*layers[start:stop]) for start, stop in bounds
     ]  # a slice would be of the model's own class
@@ -207,49 +225,6 @@ def _weights(layers: Sequence[nn.Module], by: Balance, times: Callable[[], list[
     return times()
 
 
-def _layer_times(layers: Sequence[nn.Module], example: Any, repeats: int = 5) -> list[float]:
-    """Return the median seconds that each layer takes forward and backward, one after the other on the example.
-
-    Gradients, buffers and random state are left as they were.
-    """
-    buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
-    random_state = torch.get_rng_state()
-    times: list[float] = []
-    try:
-        value = example
-        for layer in layers:
-            measured = []
-            for _ in range(repeats + 1):
-                began = _now()
-                made = _forward_and_backward(layer, value)
-                measured.append(_now() - began)
-            times.append(median(measured[1:]))  # the first warms up
-            value = map_tensors(torch.Tensor.detach, made)
-    finally:
-        torch.set_rng_state(random_state)
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    return times
-
-
-def _now() -> float:
-    """Return the time at which all that was launched is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _forward_and_backward(layer: nn.Module, value: Any) -> Any:
-    """Run a layer forward, and backward without touching any `.grad`."""
-    entry = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), value)
-    made = layer(map_tensors(torch.clone, entry))
-    wanted = [tensor for tensor in [*tensors_of(entry), *layer.parameters()] if tensor.requires_grad]
-    outputs = [tensor for tensor in tensors_of(made) if tensor.requires_grad]
-    if wanted and outputs:
-        torch.autograd.grad(outputs, wanted, [torch.ones_like(tensor) for tensor in outputs], allow_unused=True)
-    return made
-
-
 def _refuse_shared(modules: Sequence[nn.Module], model: nn.Module) -> None:
     """Refuse a parameter or a buffer that two stages use.
 
@@ -267,6 +242,26 @@ def _refuse_shared(modules: Sequence[nn.Module], model: nn.Module) -> None:
                     f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}: a {what} "
                     "lives on one stage; cut the model elsewhere, or give each stage its own"
                 )
+
+
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", *_BACKWARD_HOOKS)
+
+
+def _refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str] = _HOOKS) -> None:
+    """Refuse a module that carries hooks of these kinds.
+
+    Raises:
+        SplitError: naming the kind, and why it would be lost.
+    """
+    for kind in kinds:
+        count = len(getattr(module, kind))
+        if count:
+            words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
+            raise SplitError(
+                f"{what} has {count} {words} hook{'s' if count > 1 else ''} that a pipeline would not call, because "
+                f"{reason}, or take it off with handle.remove()"
+            )
 
 
 def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
+from torch._C import _disabled_torch_function_impl
 
 from pipelab.engine.batches import join
 from pipelab.engine.lanes import Lane
-from pipelab.engine.trees import map_tensors
-from pipelab.errors import EngineError
+from pipelab.errors import EngineError, UsageError
 from pipelab.plan import Plan
 from pipelab.trace import Trace
 
-__all__ = ["Ran", "Step"]
+__all__ = ["BatchLoss", "Ran", "Step"]
 
 
 class Ran(Protocol):
@@ -45,6 +45,38 @@ class Ran(Protocol):
         """Return, by number of the value, how many milliseconds a value travelled between ranks."""
 
 
+class BatchLoss(torch.Tensor):
+    """The loss of a batch whose backward has already run: a tensor, but for `backward`, which says so.
+
+    What is computed or saved from it is a plain tensor.
+    """
+
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter does
+
+    def backward(self, *_: object, **__: object) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UsageError: saying what comes next.
+        """
+        raise UsageError(
+            "the backward has already run, in pipe.step: the parameters' .grad holds the batch's gradients; "
+            "call optimizer.step()"
+        )
+
+    def _plain(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._plain().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
+        return str(self._plain().__repr__(**settings))
+
+
 class Step:
     """What one step gave.
 
@@ -54,10 +86,10 @@ class Step:
 
     def __init__(self, loss: torch.Tensor, run: Ran, plan: Plan, lanes: Sequence[Lane], labels: Sequence[str]) -> None:
         """Keep what was measured; the trace and the outputs are put together when they are asked for."""
-        self.loss = loss
+        self.loss = loss.as_subclass(BatchLoss)
         self._outputs_on = run.outputs_on
         self._note, self._travel = run.note, run.travel
-        self._pieces = [map_tensors(torch.Tensor.detach, piece) for piece in run.outputs]
+        self._pieces = run.outputs
         self._marks = [
             [mark for both in zip(begun, ended, strict=True) for mark in both]
             for begun, ended in zip(run.begun, run.ended, strict=True)
@@ -97,6 +129,22 @@ class Step:
             lanes=self._labels,
             note=self._note,
         )
+
+    def backward(self, *_: object, **__: object) -> NoReturn:
+        """Refuse: the backward has already run.
+
+        Raises:
+            UsageError: saying what comes next.
+        """
+        self.loss.backward()
+
+    if not TYPE_CHECKING:  # a type checker should go on to refuse what is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Point to the loss for what only a tensor has."""
+            if name in ("item", "detach"):
+                raise AttributeError(f"a Step has no {name!r}, but its loss has: step.loss.{name}()")
+            raise AttributeError(f"'Step' object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         """Return the loss."""

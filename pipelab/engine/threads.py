@@ -27,6 +27,7 @@ from pipelab.engine.interpreter import quick_switches
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Run, instructions
 from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.worker import Report, Worker
 from pipelab.errors import PipelineClosedError, StageError, StepTimeoutError
 from pipelab.faults import line_of
@@ -42,7 +43,7 @@ _GRACE_SECONDS = 5.0
 
 
 class ThreadsEngine:
-    """Runs a legal plan of `F` and `B` on stages, one worker thread per rank.
+    """Runs a legal plan of `F`, `B`, `I` and `W` on stages, one worker thread per rank.
 
     Args:
         plan: the plan.
@@ -92,7 +93,7 @@ class ThreadsEngine:
         return [f"{lane.runs_on}, thread {thread}" for lane, thread in zip(self.lanes, self.thread_ids, strict=True)]
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, contexts: Sequence[Any] = ()
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
     ) -> Run:
         """Run all micro-batches; return the run, its values complete.
 
@@ -105,7 +106,7 @@ class ThreadsEngine:
         if not self._closer.alive:
             raise PipelineClosedError("this pipeline is closed: make a new one, or use it inside its with block")
         rows = self.forward_rows if loss is None else self.rows
-        run = Run(rows, inputs, loss, watch_nan, contexts)
+        run = Run(rows, inputs, loss, watch_nan, around)
         for lane in self.lanes:
             lane.begin()
         outstanding = set(range(len(self._workers)))
@@ -192,7 +193,7 @@ class ThreadsEngine:
             return error
         instruction = report.run.rows[report.rank][min(report.position, len(report.run.rows[report.rank]) - 1)]
         stage = instruction.stage.index
-        action = f"{stage}{'F' if instruction.forward else 'B'}{instruction.microbatch}"
+        action = str(instruction.action)
         partial = report.run.loss is not None
         runs_on = self.lanes[report.rank].runs_on
         return stage_error(error, action, report.rank, stage, instruction.microbatch, runs_on, partial=partial)
@@ -205,9 +206,9 @@ class ThreadsEngine:
         position, computing = divmod(run.phase[rank], 2)
         if position >= len(run.rows[rank]):
             return "is done"
-        numbering, rank_of = self.plan.program.numbering, self.plan.program.rank_of
+        program = self.plan.program
         instruction = run.rows[rank][position]
-        action = numbering.action(instruction.code)
+        action = instruction.action
         place = f"{action} (stage {instruction.stage.index}, position {position})"
         if computing:
             frames = sys._current_frames()  # noqa: SLF001 - the one way to see where a thread is
@@ -215,10 +216,10 @@ class ThreadsEngine:
             return f"was running {place}" + (f", at {line_of(traceback.extract_stack(frame))}" if frame else "")
         if instruction.needs is None or not instruction.receives:
             return f"was about to run {place}"
-        giver = instruction.needs  # the value that an F or a B gives has the number of its code
+        giver = program.giver(instruction.needs)
         return (
-            f"waits, before {place}, for {numbering.value_name(giver)}, "
-            f"given by {numbering.action(giver)} on rank {rank_of[giver]}"
+            f"waits, before {place}, for {program.numbering.value_name(instruction.needs)}, "
+            f"given by {program.numbering.action(giver)} on rank {program.rank_of[giver]}"
         )
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipelab.engine.autocast import switched_off
 from pipelab.engine.batches import row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage import Loss
 from pipelab.engine.trees import map_tensors
@@ -146,8 +145,8 @@ def _plain(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str,
 def _backward(pipe: Pipeline, loss: Loss, output: Any) -> None:
     """Run loss and backward, the latter outside of the caller's autocast, as the workers do."""
     value = loss.of(0, output)
-    with switched_off(pipe.contexts()):
-        loss.backward(0, value)
+    with pipe.surroundings().autocast_off():
+        value.backward(loss.gradient(0, value))
 
 
 def _explanation(pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: float, rewind: Any) -> str:
@@ -252,7 +251,7 @@ def _tolerance(gradient: torch.Tensor) -> float:
 def _whole_batch_tolerance(pipe: Pipeline) -> float:
     """Return the tolerance for the coarsest type that gradients are made in."""
     types = {parameter.dtype for _, parameter in _named(pipe)}
-    types |= {torch.get_autocast_dtype(context.args[0]) for context in pipe.contexts()}
+    types |= pipe.surroundings().types
     return max(_WHOLE_BATCH_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
 
 

@@ -7,16 +7,13 @@ import queue
 import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from pipelab.engine.autocast import switched_off
 from pipelab.engine.clock import here
+from pipelab.engine.finite import refuse_nan
 from pipelab.engine.lanes import Lane
-from pipelab.engine.run import Instruction, Run
-from pipelab.engine.trees import tensors_of
-from pipelab.errors import NotANumberError
+from pipelab.engine.run import Run
 
 __all__ = ["Report", "Worker"]
 
@@ -65,8 +62,7 @@ class Worker:
         try:
             with ExitStack() as stack:
                 self.lane.enter(stack)
-                for context in run.contexts:
-                    stack.enter_context(context())
+                run.around.enter(stack)
                 if run.loss is None:
                     stack.enter_context(torch.no_grad())
                 self._row(run)
@@ -78,7 +74,7 @@ class Worker:
         """Run one row. This is the hot loop: at small sizes its own time is what a step costs."""
         rank, row, values, doors, phase = self.rank, run.rows[self.rank], run.values, run.doors, run.phase
         kept, loss, mark, gives, takes = run.kept[rank], run.loss, self.lane.mark, self.lane.gives, self.lane.takes
-        begin, end = run.begun[rank].append, run.ended[rank].append
+        around, begin, end = run.around, run.begun[rank].append, run.ended[rank].append
         for position, each in enumerate(row):
             # [1] wait for what the action needs
             phase[rank] = 2 * position
@@ -102,18 +98,14 @@ class Worker:
             phase[rank] = 2 * position + 1
             here.began = mark()
             begin(here.began)
-            if loss is None:
-                made = each.stage.evaluate(given)
-            elif each.forward:
-                made = each.stage.forward(each.microbatch, given, kept[each.stage.index], loss)
-            elif run.contexts:
-                with switched_off(run.contexts):
-                    made = each.stage.backward(each.microbatch, given, kept[each.stage.index], loss)
+            if around.autocast and not each.forward:
+                with around.autocast_off():
+                    made = each.act(each.microbatch, given, kept[each.stage.index], loss)
             else:
-                made = each.stage.backward(each.microbatch, given, kept[each.stage.index], loss)
+                made = each.act(each.microbatch, given, kept[each.stage.index], loss)
             end(mark())
             if run.watch_nan:
-                _refuse_nan(rank, each, made, run)
+                refuse_nan(rank, each.action, each.stage, made, run.loss)
             # [3] hand over what it made
             if each.gives is not None:
                 values[each.gives] = gives(made) if each.sends and gives is not None else made
@@ -124,30 +116,3 @@ class Worker:
             elif each.forward:
                 run.outputs[each.microbatch] = made
         phase[rank] = 2 * len(row)
-
-
-def _refuse_nan(rank: int, instruction: Instruction, made: Any, run: Run) -> None:
-    """Look at everything that an action made.
-
-    Raises:
-        NotANumberError: naming the first NaN or infinity.
-    """
-    stage, microbatch = instruction.stage.index, instruction.microbatch
-    if instruction.forward:
-        loss = None if run.loss is None else run.loss.values[microbatch]
-        looked_at = [("output", made), ("loss", loss if instruction.stage.is_last else None)]
-    else:
-        parameters = instruction.stage.module.named_parameters()
-        looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in parameters)]
-    for what, value in looked_at:
-        for tensor in tensors_of(value):
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
-                action = f"{stage}{'F' if instruction.forward else 'B'}{microbatch}"
-                raise NotANumberError(
-                    f"{action} on rank {rank} made {kind}: the {what} of stage {stage}, micro-batch {microbatch}, "
-                    f"shape {tuple(tensor.shape)}, is not finite",
-                    rank,
-                    stage,
-                    action,
-                )

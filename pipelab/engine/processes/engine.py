@@ -23,6 +23,7 @@ from pipelab.engine.processes.stages import ProcessStage
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.wording import awaited_rank, doing
 from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.trees import tensors_of
 from pipelab.plan import Plan
 
@@ -83,7 +84,7 @@ class TorchEngine:
         self._doing = Doing(self._told, self._progress, lambda: awaited_rank(self.plan, self._passage))
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, contexts: Sequence[Any] = ()
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
     ) -> ProcessRun:
         """Run this process's part of all micro-batches; return what all processes made of it.
 
@@ -96,7 +97,7 @@ class TorchEngine:
         """
         self._call = "forward(x)" if loss is None else "step(x, y)"
         self.lane.begin()
-        ran: ProcessRun = self.attend(partial(self._run, inputs, loss, watch_nan, contexts))
+        ran: ProcessRun = self.attend(partial(self._run, inputs, loss, watch_nan, around))
         self.lane.finish([ran.outputs, [] if loss is None else loss.values])
         return ran
 
@@ -109,26 +110,25 @@ class TorchEngine:
         """Leave the pipeline; if the caller's own code failed, tell the others of what."""
         self.watch.close(error)
 
-    def _run(self, inputs: list[Any], loss: Loss | None, watch_nan: bool, contexts: Sequence[Any]) -> ProcessRun:
+    def _run(self, inputs: list[Any], loss: Loss | None, watch_nan: bool, around: Surroundings) -> ProcessRun:
         """Do one step, in the worker thread."""
         counts = [len(tensors_of(each)[0]) for each in inputs]
         # [1] does everybody mean the same step?
-        about = self._about(inputs, loss, contexts)
+        about = self._about(inputs, loss, around)
         sample = sample_of(inputs) + (b"" if loss is None else sample_of(loss.targets))
         old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
         if agree(self.group, self._call, about, sample, int(old))[0]:
             self._clock = set_clocks(self.group)
         with ExitStack() as stack:
             self.lane.enter(stack)
-            for context in contexts:
-                stack.enter_context(context())
+            around.enter(stack)
             # [2] what will travel?
             key = (about, tuple(sorted(set(counts))))
             if key not in self._forms:
                 place = (self.plan, self.rank, self.runners, self.lane, self.pipeline)
                 self._forms[key] = learn_forms(*place, inputs, counts, learning=loss is not None)
             row = self._row if loss is not None else [action for action in self._row if action.kind == "F"]
-            passage = Passage(row, self.lane, loss, counts, self._forms[key], watch_nan, contexts)
+            passage = Passage(row, self.lane, loss, counts, self._forms[key], watch_nan, around)
             # [3] PyTorch's runtime runs this rank's order
             self._passage = passage
             for stage in self._stages:
@@ -145,13 +145,13 @@ class TorchEngine:
         assert self._passage is not None
         self._passage.wait(wait)
 
-    def _about(self, inputs: list[Any], loss: Loss | None, contexts: Sequence[Any]) -> str:
+    def _about(self, inputs: list[Any], loss: Loss | None, around: Surroundings) -> str:
         """Return what must be the same about a step on every process."""
         modes = "".join("te"[not runner.module.training] for runner in self.runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}"]
         if loss is not None:
             words.append(f"y {describe_batch(loss.targets)}, weights {loss.weights}")
-        words += [f"autocast {context.args[0]} {context.keywords['dtype']}" for context in contexts]
+        words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
         return "; ".join(words)
 
     def _told(self) -> str:

@@ -64,8 +64,9 @@ class Form:
         ]
 
     def value(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the value whose tensors these are."""
-        rest = iter(tensors)
+        """Return the value whose tensors these are, those that learn as the next stage must see them."""
+        wanted = iter(self.learns)
+        rest = (tensor.detach().requires_grad_(next(wanted)) for tensor in tensors)
         return rebuild([None if part is None else next(rest) for part in self.parts], self.spec)
 
     def gradients(self, tensors: Sequence[torch.Tensor]) -> Any:

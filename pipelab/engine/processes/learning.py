@@ -13,7 +13,7 @@ from pipelab.engine.explaining import stage_error
 from pipelab.engine.lanes import Lane
 from pipelab.engine.processes.forms import Form, form_of, unchanged
 from pipelab.engine.stage import Stage
-from pipelab.engine.trees import map_tensors
+from pipelab.engine.trees import map_tensors, tensors_of
 from pipelab.errors import EngineError
 from pipelab.plan import Plan
 
@@ -61,17 +61,21 @@ def learn_forms(
             if rank == here:
                 value = _try(runners[stage], microbatch, value, lane, rank, learning=learning)
                 forms[stage] = form_of(value, f"stage {stage}")
-                value = map_tensors(torch.Tensor.detach, value)
                 if there != here:
-                    sent = (forms[stage].learns, map_tensors(torch.Tensor.cpu, value))
+                    sent = (forms[stage].learns, map_tensors(_plain, value))
                     dist.send_object_list([sent], group=group, group_dst=there)
             elif rank == there:
                 box: list[Any] = [None]
                 dist.recv_object_list(box, group=group, group_src=here)
                 learns, value = box[0]
                 forms[stage] = form_of(value, f"stage {stage}", learns)
+                value = forms[stage].value(tensors_of(value))
         found[count] = forms
     return found
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
 
 
 def _try(runner: Stage, microbatch: int, value: Any, lane: Lane, rank: int, *, learning: bool) -> Any:
@@ -81,7 +85,7 @@ def _try(runner: Stage, microbatch: int, value: Any, lane: Lane, rank: int, *, l
         with unchanged(runner.module), torch.set_grad_enabled(learning):
             if learning:
                 return runner.forward(microbatch, given, {}, None)  # type: ignore[arg-type]  # no stage but the last needs a loss
-            return runner.evaluate(given)
+            return runner.evaluate(microbatch, given, {}, None)
     except EngineError:
         raise
     except Exception as error:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelab.actions import Action
+from pipelab.engine.clock import here
 from pipelab.engine.lanes import Lane
 from pipelab.engine.processes.forms import Form
 from pipelab.engine.stage import Loss
+from pipelab.engine.surroundings import PLAIN, Surroundings
 
 __all__ = ["Passage"]
 
@@ -26,7 +28,7 @@ class Passage:
         counts: per micro-batch, how many rows it has.
         forms: by number of rows, the form of what each stage gives.
         watch_nan: whether to look for NaN and infinity after every action.
-        contexts: the caller's autocast, which holds in forwards.
+        around: what surrounds the caller: autocast, which holds in forwards.
         kept: per stage, what forwards keep for their backwards.
         outputs: per micro-batch, the model's output, on the last stage's process.
         begun: the clock at the start of each action.
@@ -42,7 +44,7 @@ class Passage:
     counts: Sequence[int]
     forms: dict[int, list[Form]]
     watch_nan: bool = False
-    contexts: Sequence[Any] = ()
+    around: Surroundings = PLAIN
     kept: dict[int, dict[int, Any]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     begun: list[Any] = field(default_factory=list)
@@ -69,7 +71,8 @@ class Passage:
     def timed(self, work: Callable[[], Any]) -> Any:
         """Run the next action between two readings of the clock."""
         self.computing = True
-        self.begun.append(self.lane.mark())
+        here.began = self.lane.mark()
+        self.begun.append(here.began)
         made = work()
         self.ended.append(self.lane.mark())
         self.computing = False

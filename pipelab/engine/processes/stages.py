@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.actions import Action
-from pipelab.engine.autocast import switched_off
+from pipelab.actions import Action, B, F, I, W
 from pipelab.engine.explaining import stage_error
+from pipelab.engine.finite import refuse_nan
 from pipelab.engine.processes.forms import Form, form_of
 from pipelab.engine.processes.passage import Passage
+from pipelab.engine.run import Act
 from pipelab.engine.stage import Stage
 from pipelab.engine.trees import take_apart, tensors_of
 from pipelab.errors import StageError
@@ -74,18 +75,14 @@ class ProcessStage:
     def forward_one_chunk(self, microbatch: int, inputs: tuple[Any, ...], *_: Any, **__: Any) -> Any:
         """Run one micro-batch forward."""
         passage, runner = self.passage, self.runner
-        loss, lane = passage.loss, passage.lane
+        loss, takes = passage.loss, passage.lane.takes
         if runner.is_first:
-            given = inputs[0] if lane.takes is None else lane.takes(inputs[0])
+            given = inputs[0] if takes is None else takes(inputs[0])
         else:
             given = self._arrived(self.given.pop(microbatch), passage.form(self.stage_index - 1, microbatch).value)
-        if loss is None:
-            made = self._run("F", microbatch, lambda: runner.evaluate(given))
-        else:
-            if runner.is_last and lane.takes is not None:
-                loss.targets[microbatch] = lane.takes(loss.targets[microbatch])
-            kept = passage.kept[self.stage_index]
-            made = self._run("F", microbatch, lambda: runner.forward(microbatch, given, kept, loss))
+        if runner.is_last and loss is not None and takes is not None:
+            loss.targets[microbatch] = takes(loss.targets[microbatch])
+        made = self._run(F(microbatch, self.stage_index), runner.evaluate if loss is None else runner.forward, given)
         if runner.is_last:
             passage.outputs[microbatch] = made
         else:
@@ -93,23 +90,27 @@ class ProcessStage:
             self.made[microbatch] = made
         return made
 
-    def backward_one_chunk(self, microbatch: int, loss: Any = None, full_backward: bool = True, **_: Any) -> None:  # noqa: ARG002 - the runtime calls it so
+    def backward_one_chunk(
+        self,
+        microbatch: int,
+        loss: Any = None,  # noqa: ARG002 - the stage knows it
+        full_backward: bool = True,
+        **_: Any,
+    ) -> None:
         """Run one micro-batch backward: the whole of it, or the input gradient alone."""
-        passage, runner = self.passage, self.runner
-        if passage.loss is None:
+        if self.passage.loss is None:
             return
-        weighed, kept = passage.loss, passage.kept[self.stage_index]
         gradients = None
-        if not runner.is_last:
-            gradients = self._arrived(
-                self.gradients.pop(microbatch), passage.form(self.stage_index, microbatch).gradients
-            )
+        if not self.is_last:
+            form = self.passage.form(self.stage_index, microbatch)
+            gradients = self._arrived(self.gradients.pop(microbatch), form.gradients)
+        kind, act = (B, self.runner.backward) if full_backward else (I, self.runner.backward_input)
+        self.back[microbatch] = self._run(kind(microbatch, self.stage_index), act, gradients)
 
-        def work() -> Any:
-            with switched_off(passage.contexts):
-                return runner.backward(microbatch, gradients, kept, weighed)
-
-        self.back[microbatch] = self._run("B", microbatch, work)
+    def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
+        """Run what is left of one micro-batch's backward: the weights' gradients."""
+        if self.passage.loss is not None:
+            self._run(W(microbatch, self.stage_index), self.runner.backward_weight, None)
 
     def perform_reduce_grad(self, _: int) -> None:
         """Reduce the stage's gradients over its replicas; here, there is one."""
@@ -172,22 +173,29 @@ class ProcessStage:
         takes = self.passage.lane.takes
         return put_together(found if takes is None else takes(found))
 
-    def _run(self, kind: str, microbatch: int, work: Any) -> Any:
+    def _run(self, action: Action, act: Act, given: Any) -> Any:
         """Run an action; whatever it raises is told with its place.
 
         Raises:
             StageError: if it raised.
         """
-        passage = self.passage
+        passage, loss = self.passage, self.passage.loss
+        microbatch = action.microbatch or 0
+        kept = passage.kept[self.stage_index]
         try:
-            return passage.timed(work)
+            if passage.around.autocast and action.kind != "F":
+                with passage.around.autocast_off():
+                    made = passage.timed(lambda: act(microbatch, given, kept, loss))
+            else:
+                made = passage.timed(lambda: act(microbatch, given, kept, loss))
+            if passage.watch_nan:
+                refuse_nan(self.group_rank, action, self.runner, made, loss)
         except StageError:
             raise
         except Exception as error:
-            action = str(Action(kind, microbatch, self.stage_index))  # type: ignore[arg-type]  # a kind it is
-            partial = passage.loss is not None
             place = (self.group_rank, self.stage_index, microbatch, passage.lane.runs_on)
-            raise stage_error(error, action, *place, partial=partial) from error
+            raise stage_error(error, str(action), *place, partial=loss is not None) from error
+        return made
 
     def _require_form(self, made: Any, microbatch: int) -> None:
         """Refuse an output whose form is not the one that the next stage has made room for.

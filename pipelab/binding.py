@@ -1,0 +1,106 @@
+"""Bind one item of a row to its stage, or say why that cannot be: with the next move."""
+
+from __future__ import annotations
+
+from pipelab.actions import KINDS, Action
+from pipelab.faults import Code, shorten
+from pipelab.numbering import Numbering
+from pipelab.placement import Held, within
+
+__all__ = ["Refusal", "bound"]
+
+Refusal = tuple[Code, str, str]
+"""Why an item cannot be bound: the fault's code, message and hint."""
+
+
+def bound(rank: int, position: int, item: object, numbering: Numbering, held: Held) -> Action | Refusal:
+    """Return an item of a rank's row as an action with a stage, all of its numbers in range; or why it is none.
+
+    Args:
+        rank: whose row it is.
+        position: where it stands there.
+        item: what stands there.
+        numbering: the plan's sizes.
+        held: the rank's stages.
+    """
+    if not isinstance(item, Action) or item.kind not in KINDS:
+        return (
+            "not-an-action",
+            f"rank {rank}, position {position} holds {_described(item)}, not an action",
+            "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps",
+        )
+    if refusal := _refused_microbatch(rank, item, numbering.microbatches):
+        return refusal
+    stage = item.stage
+    if stage is None:
+        choices = _choices(item, held)
+        if len(choices) != 1:
+            return _which_stage(rank, item, choices)
+        stage = choices[0]
+    if not within(stage, numbering.stages):
+        return _out_of_range(rank, item, f"stage {shorten(stage)}", numbering.stages)
+    return Action(item.kind, item.microbatch, stage)
+
+
+def _refused_microbatch(rank: int, item: Action, microbatches: int) -> Refusal | None:
+    """Return why an action's micro-batch is none of the plan's; `None` if it is one."""
+    if item.kind == "R":
+        if item.microbatch is None:
+            return None
+        return (
+            "out-of-range",
+            f"{shorten(item)} on rank {rank} names micro-batch {shorten(item.microbatch)}; "
+            "an all-reduce concerns all of them",
+            "yield R(), or R(stage) where the rank has several stages",
+        )
+    if within(item.microbatch, microbatches):
+        return None
+    return _out_of_range(rank, item, f"micro-batch {_described(item.microbatch, int)}", microbatches)
+
+
+def _out_of_range(rank: int, item: Action, number: str, limit: int) -> Refusal:
+    return (
+        "out-of-range",
+        f"{shorten(item)} on rank {rank} names {number}; there are {limit}, numbered 0 to {limit - 1}",
+        f"use a whole number from 0 to {limit - 1}",
+    )
+
+
+def _choices(item: Action, held: Held) -> tuple[int, ...]:
+    """Return the stages that an action without a stage could mean."""
+    if item.kind != "R":
+        known = held.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
+        return known if isinstance(known, tuple) else (known,)
+    every: set[int] = set()
+    for known in held.values():
+        every.update(known if isinstance(known, tuple) else (known,))
+    return tuple(sorted(every))
+
+
+def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> Refusal:
+    """Return the code, message and hint of an action without a stage on a rank that has none, or several."""
+    name = item.kind
+    number = "" if item.microbatch is None else str(item.microbatch)
+    if not choices:
+        return (
+            "wrong-rank",
+            f"{item} on rank {rank}: no stage of {f'micro-batch {number}' if number else 'the model'} is placed there",
+            "move it to a rank that the placement names, or override place(microbatch, stage)",
+        )
+    first, *others = choices
+    both = " or ".join(f"{name}({number + ', ' if number else ''}stage={stage})" for stage in (first, others[0]))
+    written = " or ".join(str(Action(item.kind, item.microbatch, stage)) for stage in (first, others[0]))
+    return (
+        "ambiguous-stage",
+        f"{item} on rank {rank} could mean stage {', '.join(map(str, choices[:-1]))} or {choices[-1]}",
+        f"name the stage: {both} in Python, {written} in text",
+    )
+
+
+def _described(item: object, expected: type = Action) -> str:
+    """Return what stands where something else should."""
+    maker = getattr(item, "__wrapped__", item)
+    if callable(item) and getattr(maker, "__module__", "") == "pipelab.actions":
+        name = getattr(maker, "__name__", "F")
+        return f"the function {name} itself ({name}(m) makes an action)"
+    return shorten(item) if isinstance(item, expected) else f"{shorten(item)}, a {type(item).__name__}"

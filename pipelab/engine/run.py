@@ -138,8 +138,8 @@ class Run:
         self.outputs = [None] * len(self.inputs)
 
     @property
-    def outputs_on(self) -> int | None:
-        """The rank whose process alone has the outputs: none, all ranks are in this one."""
+    def outputs_on(self) -> Sequence[int] | None:
+        """The ranks whose processes have outputs: no matter, all ranks are in this one."""
         return None
 
     @property

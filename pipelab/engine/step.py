@@ -26,8 +26,8 @@ class Ran(Protocol):
         """Per micro-batch, the model's output."""
 
     @property
-    def outputs_on(self) -> int | None:
-        """The rank whose process alone has the outputs; `None` if they are here."""
+    def outputs_on(self) -> Sequence[int] | None:
+        """The ranks whose processes have outputs; `None` if all are here."""
 
     @property
     def begun(self) -> list[list[Any]]:
@@ -105,8 +105,9 @@ class Step:
         With `engine="torch"` they are on the last stage's process only; `Pipeline.forward` gives them to all.
         """
         if self._outputs_on is not None and any(piece is None for piece in self._pieces):
+            ranks = f"rank{'s' if len(self._outputs_on) > 1 else ''} {', '.join(map(str, self._outputs_on))}"
             raise EngineError(
-                f"the outputs of a step are on rank {self._outputs_on}, which holds the last stage\n"
+                f"the outputs of a step stay on {ranks}, where the last stage is\n"
                 "  try: pipe.forward(x), which gives them to every process"
             )
         return join(self._pieces)

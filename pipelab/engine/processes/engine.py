@@ -9,16 +9,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipelab.engine.lanes import Lane
 from pipelab.engine.processes.agreement import agree, describe_batch, sample_of
 from pipelab.engine.processes.clocks import Clock, set_clocks
+from pipelab.engine.processes.connecting import Connections
 from pipelab.engine.processes.forms import Form
 from pipelab.engine.processes.gathering import ProcessRun, share
 from pipelab.engine.processes.learning import learn_forms
 from pipelab.engine.processes.lowering import lowered
+from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
+from pipelab.engine.processes.reducing import Reducer
 from pipelab.engine.processes.stages import ProcessStage
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.wording import awaited_rank, doing
@@ -38,12 +40,11 @@ class TorchEngine:
 
     Args:
         plan: the plan.
-        runners: all stages, in order.
+        part: the pipeline of the plan that this process belongs to: all of it, or a replica.
         rank: this process's rank.
-        lane: what it runs on.
-        group: all processes, for what is small and on the processor.
-        pipeline: the pipeline's processes, for what travels between stages.
-        carrier: the device on which values travel.
+        runners: all stages, in order.
+        lane: what this process runs on.
+        connections: to the other processes.
         watch: looks after this process.
         labels: what each rank runs on and in.
     """
@@ -51,37 +52,41 @@ class TorchEngine:
     def __init__(
         self,
         plan: Plan,
-        runners: Sequence[Stage],
+        part: Part,
         rank: int,
+        runners: Sequence[Stage],
         lane: Lane,
-        group: dist.ProcessGroup,
-        pipeline: dist.ProcessGroup,
-        carrier: torch.device,
+        connections: Connections,
         watch: Watch,
         labels: list[str],
     ) -> None:
-        """Lower the plan onto PyTorch's runtime."""
+        """Lower the pipeline onto PyTorch's runtime."""
         self.plan = plan
-        self.runners = runners
-        self.rank = rank
-        self.lane = lane
-        self.group = group
-        self.pipeline = pipeline
-        self.watch = watch
+        self.group = connections.everyone
         self.labels = labels
+        self._part = part
+        self._place = part.ranks.index(rank)
+        self._runners = runners
+        self._lane = lane
+        self._connections = connections
+        self._watch = watch
+        held = [stage for stage, (home,) in part.plan.replicas.items() if home == self._place]
+        self._reducers = {
+            stage: Reducer(runners[stage].module.parameters(), connections.replicas, connections.carrier)
+            for stage in held
+            if connections.replicas is not None
+        }
+        self._stages = [
+            ProcessStage(runners[stage], part, rank, connections, self._reducers.get(stage)) for stage in held
+        ]
         action = plan.program.numbering.action
         self._row = [action(code) for code in plan.program.rows[rank]]
-        self._stages = [
-            ProcessStage(runners[stage], plan.stages, rank, plan.ranks, pipeline, carrier)
-            for stage, ranks in plan.replicas.items()
-            if rank in ranks
-        ]
-        self._runtime = lowered(plan, rank, self._stages, self._receive)
-        self._forms: dict[tuple[str, tuple[int, ...]], dict[int, list[Form]]] = {}
+        self._runtime = lowered(part.plan, self._place, self._stages, self._receive)
+        self._forms: dict[str, dict[int, list[Form]]] = {}
         self._clock = Clock()
         self._passage: Passage | None = None
         self._call = "begin"
-        self._doing = Doing(self._told, self._progress, lambda: awaited_rank(self.plan, self._passage))
+        self._doing = Doing(self._told, self._progress, lambda: awaited_rank(plan, self._passage))
 
     def run(
         self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
@@ -95,68 +100,80 @@ class TorchEngine:
             StepTimeoutError: if nothing moved for `timeout` seconds.
             PipelineClosedError: if the pipeline was closed, or has failed before.
         """
-        self._call = "forward(x)" if loss is None else "step(x, y)"
-        self.lane.begin()
-        ran: ProcessRun = self.attend(partial(self._run, inputs, loss, watch_nan, around))
-        self.lane.finish([ran.outputs, [] if loss is None else loss.values])
+        self._lane.begin()
+        call = "forward(x)" if loss is None else "step(x, y)"
+        ran: ProcessRun = self.attend(partial(self._run, call, inputs, loss, watch_nan, around), call)
+        self._lane.finish([ran.outputs, [] if loss is None else loss.values])
         return ran
 
-    def attend(self, work: Callable[[], Any], call: str | None = None) -> Any:
+    def attend(self, work: Callable[[], Any], call: str) -> Any:
         """Do something that communicates, looked after."""
-        self._call = call or self._call
-        return self.watch.attend(work, self._doing)
+        self._call = call
+        return self._watch.attend(work, self._doing)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the pipeline; if the caller's own code failed, tell the others of what."""
-        self.watch.close(error)
+        self._watch.close(error)
 
-    def _run(self, inputs: list[Any], loss: Loss | None, watch_nan: bool, around: Surroundings) -> ProcessRun:
+    def _run(
+        self, call: str, inputs: list[Any], loss: Loss | None, watch_nan: bool, around: Surroundings
+    ) -> ProcessRun:
         """Do one step, in the worker thread."""
-        counts = [len(tensors_of(each)[0]) for each in inputs]
         # [1] does everybody mean the same step?
-        about = self._about(inputs, loss, around)
-        sample = sample_of(inputs) + (b"" if loss is None else sample_of(loss.targets))
+        shapes = self._shapes(inputs, around, learning=loss is not None)
+        about, sample = shapes, sample_of(inputs)
+        if loss is not None:
+            about += f"; y {describe_batch(loss.targets)}, weights {loss.weights}"
+            sample += sample_of(loss.targets)
         old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
-        if agree(self.group, self._call, about, sample, int(old))[0]:
+        if agree(self.group, call, about, sample, int(old))[0]:
             self._clock = set_clocks(self.group)
+        own = [inputs[microbatch] for microbatch in self._part.microbatches]
+        counts = [len(tensors_of(each)[0]) for each in own]
         with ExitStack() as stack:
-            self.lane.enter(stack)
+            self._lane.enter(stack)
             around.enter(stack)
             # [2] what will travel?
-            key = (about, tuple(sorted(set(counts))))
-            if key not in self._forms:
-                place = (self.plan, self.rank, self.runners, self.lane, self.pipeline)
-                self._forms[key] = learn_forms(*place, inputs, counts, learning=loss is not None)
-            row = self._row if loss is not None else [action for action in self._row if action.kind == "F"]
-            passage = Passage(row, self.lane, loss, counts, self._forms[key], watch_nan, around)
+            if shapes not in self._forms:
+                place = (self._part, self._place, self._runners, self._lane, self._connections.pipeline)
+                self._forms[shapes] = learn_forms(*place, own, counts, learning=loss is not None)
             # [3] PyTorch's runtime runs this rank's order
-            self._passage = passage
-            for stage in self._stages:
-                stage.begin(passage)
-            if loss is None:
-                stack.enter_context(torch.no_grad())
-            self._runtime([(each,) for each in inputs])
+            row = [action for action in self._row if loss is not None or action.kind == "F"]
+            ours = None if loss is None else loss.some(self._part.microbatches)
+            passage = Passage(row, self._lane, ours, counts, self._forms[shapes], watch_nan, around)
+            self._go(passage, own, stack)
         # [4] times and losses to everybody
-        ran = share(self.group, self.plan, passage, self._clock)
+        ran = share(self.group, self.plan, self._part, passage, loss, self._clock)
         self._passage = None
         return ran
 
-    def _receive(self, stage: int, microbatch: int, wait: Callable[[], None]) -> None:  # noqa: ARG002 - the order says which
+    def _go(self, passage: Passage, inputs: list[Any], stack: ExitStack) -> None:
+        """Run this rank's order."""
+        self._passage = passage
+        for stage in self._stages:
+            stage.begin(passage)
+        if passage.loss is None:
+            stack.enter_context(torch.no_grad())
+        else:
+            for reducer in self._reducers.values():
+                reducer.begin()
+                stack.callback(reducer.end)
+        self._runtime([(each,) for each in inputs])
+
+    def _receive(self, stage: int, microbatch: int, wait: Callable[[], None]) -> None:  # noqa: ARG002 - the row says it
         assert self._passage is not None
         self._passage.wait(wait)
 
-    def _about(self, inputs: list[Any], loss: Loss | None, around: Surroundings) -> str:
-        """Return what must be the same about a step on every process."""
-        modes = "".join("te"[not runner.module.training] for runner in self.runners)
-        words = [f"x {describe_batch(inputs)}", f"modes {modes}"]
-        if loss is not None:
-            words.append(f"y {describe_batch(loss.targets)}, weights {loss.weights}")
+    def _shapes(self, inputs: list[Any], around: Surroundings, *, learning: bool) -> str:
+        """Return what the forms of the values that travel depend on."""
+        modes = "".join("te"[not runner.module.training] for runner in self._runners)
+        words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
         words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
         return "; ".join(words)
 
     def _told(self) -> str:
         passage = self._passage
-        return doing(self.plan, self._call, passage) + (self.watch.line() if passage and passage.computing else "")
+        return doing(self.plan, self._call, passage) + (self._watch.line() if passage and passage.computing else "")
 
     def _progress(self) -> object:
         passage = self._passage

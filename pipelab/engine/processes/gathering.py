@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch.distributed as dist
 
 from pipelab.engine.processes.agreement import gathered
 from pipelab.engine.processes.clocks import Clock
+from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
+from pipelab.engine.stage import Loss
 from pipelab.engine.trees import map_tensors
 from pipelab.plan import Plan
 
@@ -31,7 +34,7 @@ class ProcessRun:
         begun: per rank, when each action started, in nanoseconds on rank 0's clock.
         ended: per rank, when each ended.
         waited: per rank, how long each waited for a value from another rank.
-        outputs_on: the rank whose process has the outputs; `None` where all have.
+        outputs_on: the ranks whose processes have outputs; `None` where all have all.
         clock_error_ns: how far the clocks of two processes may be apart.
     """
 
@@ -40,7 +43,7 @@ class ProcessRun:
     begun: list[list[int]]
     ended: list[list[int]]
     waited: list[list[int]]
-    outputs_on: int | None
+    outputs_on: Sequence[int] | None
     clock_error_ns: int
 
     @property
@@ -75,25 +78,32 @@ class ProcessRun:
         return found
 
 
-def share(group: dist.ProcessGroup, plan: Plan, passage: Passage, clock: Clock) -> ProcessRun:
+def share(
+    group: dist.ProcessGroup, plan: Plan, part: Part, passage: Passage, loss: Loss | None, clock: Clock
+) -> ProcessRun:
     """Exchange times and losses; of an evaluation, the outputs. All processes must call it.
 
     The exchange is one collective operation of `3 * longest row + micro-batches` whole numbers per process.
+
+    Args:
+        group: all processes.
+        plan: the plan.
+        part: the pipeline that this process belongs to.
+        passage: what happened on this process.
+        loss: the loss of the whole batch, which gets the values of all micro-batches; `None` for an evaluation.
+        clock: how this process's clock is to be read.
     """
-    last = plan.replicas[plan.stages - 1][0]
-    begun, ended = (_readings(passage, marks, clock) for marks in (passage.begun, passage.ended))
-    if passage.loss is None:
-        box: list[Any] = [[map_tensors(_plain, each) for each in passage.outputs]]
-        dist.broadcast_object_list(box, group=group, group_src=last)
-        return ProcessRun(plan, box[0], [], [], [], None, 0)
-    losses, kind = _losses(passage)
+    homes = plan.program.placed[plan.stages - 1 :: plan.stages]  # where each micro-batch's output is
+    if loss is None:
+        return ProcessRun(plan, _outputs(group, homes, passage), [], [], [], None, 0)
     longest = max(map(len, plan.program.rows))
-    mine = torch.zeros(3 * longest + len(losses) + 1, dtype=torch.int64)
+    begun, ended = (_readings(passage, marks, clock) for marks in (passage.begun, passage.ended))
+    mine = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((begun, ended, passage.waited)):
         mine[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
-    mine[3 * longest :] = torch.cat([torch.tensor([kind]), losses])
+    mine[3 * longest :] = _losses(plan, part, passage)
     every = gathered(mine, group)
-    _take_losses(passage, every[last, 3 * longest :])
+    _take_losses(loss, every[:, 3 * longest :], homes, passage.lane.runs_on.device)
     rows = every.tolist()
     begun_by, ended_by, waited_by = (
         [
@@ -102,7 +112,22 @@ def share(group: dist.ProcessGroup, plan: Plan, passage: Passage, clock: Clock) 
         ]
         for number in range(3)
     )
-    return ProcessRun(plan, passage.outputs, begun_by, ended_by, waited_by, last, clock.error_ns)
+    outputs: list[Any] = [None] * plan.microbatches
+    for microbatch, output in zip(part.microbatches, passage.outputs, strict=True):
+        outputs[microbatch] = output
+    return ProcessRun(plan, outputs, begun_by, ended_by, waited_by, sorted(set(homes)), clock.error_ns)
+
+
+def _outputs(group: dist.ProcessGroup, homes: Sequence[int], passage: Passage) -> list[Any]:
+    """Return the outputs of all micro-batches, from the processes that hold the last stage."""
+    outputs: list[Any] = [None] * len(homes)
+    for home in sorted(set(homes)):
+        box: list[Any] = [[map_tensors(_plain, each) for each in passage.outputs]]
+        dist.broadcast_object_list(box, group=group, group_src=home)
+        turns = [microbatch for microbatch, rank in enumerate(homes) if rank == home]
+        for microbatch, output in zip(turns, box[0], strict=True):
+            outputs[microbatch] = output
+    return outputs
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,19 +138,19 @@ def _readings(passage: Passage, marks: list[Any], clock: Clock) -> list[int]:
     return [reading - clock.ahead_ns for reading in passage.lane.nanoseconds(marks)]
 
 
-def _losses(passage: Passage) -> tuple[torch.Tensor, int]:
-    """Return the losses as the bits of 64-bit numbers, and which type they are of; zeros where they are not known."""
+def _losses(plan: Plan, part: Part, passage: Passage) -> torch.Tensor:
+    """Return this process's losses as the bits of 64-bit numbers, zeros where it knows none; their type comes first."""
     assert passage.loss is not None
-    values = passage.loss.values
-    if any(value is None for value in values):
-        return torch.zeros(len(values), dtype=torch.int64), 0
-    known = torch.stack([value.detach().reshape(()).cpu() for value in values if value is not None])
-    return known.double().view(torch.int64), _LOSS_TYPES.index(known.dtype)
+    found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
+    for microbatch, value in zip(part.microbatches, passage.loss.values, strict=True):
+        if value is not None:
+            found[0] = _LOSS_TYPES.index(value.dtype)
+            found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)
+    return found
 
 
-def _take_losses(passage: Passage, numbers: torch.Tensor) -> None:
-    """Take over the losses that the last stage's process found."""
-    assert passage.loss is not None
-    values = numbers[1:].view(torch.float64).to(_LOSS_TYPES[int(numbers[0])])
-    device = passage.lane.runs_on.device
-    passage.loss.values = list(values.to(device).unbind())
+def _take_losses(loss: Loss, numbers: torch.Tensor, homes: Sequence[int], device: torch.device) -> None:
+    """Take over the losses from the processes that found them."""
+    for microbatch, home in enumerate(homes):
+        kind = _LOSS_TYPES[int(numbers[home, 0])]
+        loss.values[microbatch] = numbers[home, microbatch + 1].view(torch.float64).to(device, kind)

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from pipelab.engine.explaining import stage_error
 from pipelab.engine.lanes import Lane
 from pipelab.engine.processes.forms import Form, form_of, unchanged
+from pipelab.engine.processes.parts import Part
 from pipelab.engine.stage import Stage
 from pipelab.engine.trees import map_tensors, tensors_of
 from pipelab.errors import EngineError
-from pipelab.plan import Plan
 
 __all__ = ["learn_forms"]
 
 
 def learn_forms(
-    plan: Plan,
-    rank: int,
+    part: Part,
+    place: int,
     runners: Sequence[Stage],
     lane: Lane,
     group: dist.ProcessGroup,
@@ -38,8 +38,8 @@ def learn_forms(
     afterwards; hooks on the modules see it.
 
     Args:
-        plan: the plan.
-        rank: this process's rank.
+        part: the pipeline.
+        place: this process's rank in it.
         runners: the stages.
         lane: what this process runs on.
         group: the pipeline's processes.
@@ -51,6 +51,7 @@ def learn_forms(
         StageError: if a stage raises.
         EngineError: if a stage gives anything but tensors.
     """
+    plan = part.plan
     ranks = [plan.replicas[stage][0] for stage in range(plan.stages)]
     found: dict[int, list[Form]] = {}
     for count in sorted(set(counts)):
@@ -58,13 +59,13 @@ def learn_forms(
         forms: list[Form] = [Form(None, ())] * (plan.stages - 1)
         value: Any = inputs[microbatch]
         for stage, (here, there) in enumerate(pairwise(ranks)):
-            if rank == here:
-                value = _try(runners[stage], microbatch, value, lane, rank, learning=learning)
+            if place == here:
+                value = _try(part, place, runners[stage], microbatch, value, lane, learning=learning)
                 forms[stage] = form_of(value, f"stage {stage}")
                 if there != here:
                     sent = (forms[stage].learns, map_tensors(_plain, value))
                     dist.send_object_list([sent], group=group, group_dst=there)
-            elif rank == there:
+            elif place == there:
                 box: list[Any] = [None]
                 dist.recv_object_list(box, group=group, group_src=here)
                 learns, value = box[0]
@@ -78,7 +79,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
 
 
-def _try(runner: Stage, microbatch: int, value: Any, lane: Lane, rank: int, *, learning: bool) -> Any:
+def _try(part: Part, place: int, runner: Stage, microbatch: int, value: Any, lane: Lane, *, learning: bool) -> Any:
     """Run a stage forward, leaving no trace in it."""
     given = value if lane.takes is None else lane.takes(value)
     try:
@@ -89,5 +90,6 @@ def _try(runner: Stage, microbatch: int, value: Any, lane: Lane, rank: int, *, l
     except EngineError:
         raise
     except Exception as error:
-        action = f"{runner.index}F{microbatch}"
-        raise stage_error(error, action, rank, runner.index, microbatch, lane.runs_on, partial=False) from error
+        number = part.microbatches[microbatch]
+        where = (part.ranks[place], runner.index, number, lane.runs_on)
+        raise stage_error(error, f"{runner.index}F{number}", *where, partial=False) from error

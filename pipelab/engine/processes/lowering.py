@@ -1,4 +1,4 @@
-"""Lower a plan onto PyTorch's pipelining runtime: what it cannot express is refused, and the rest is its order.
+"""Lower a pipeline onto PyTorch's pipelining runtime: its plan becomes the runtime's order.
 
 PyTorch's runtime takes every rank's actions, adds the sends and receives between them, and then works through one
 rank's list. It asks the rank's stages for everything else; `stages` answers.
@@ -11,30 +11,9 @@ from typing import Any
 
 from pipelab.actions import Action
 from pipelab.engine import native
-from pipelab.errors import EngineError
 from pipelab.plan import Plan
 
-__all__ = ["lowered", "require_lowerable"]
-
-
-def require_lowerable(plan: Plan) -> None:
-    """Refuse what PyTorch's runtime cannot express.
-
-    Raises:
-        EngineError: naming the stage or the rank, and what to do.
-    """
-    for stage, ranks in plan.replicas.items():
-        if len(ranks) > 1:
-            raise EngineError(
-                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: PyTorch's runtime has every stage of a "
-                "pipeline on one rank; use engine='threads', or a schedule that places it so"
-            )
-    for rank, row in enumerate(plan.program.rows):
-        if not row:
-            raise EngineError(
-                f"rank {rank} of {plan.ranks} has nothing to do: PyTorch's runtime needs an action on every rank; "
-                "use fewer ranks, or engine='threads'"
-            )
+__all__ = ["lowered"]
 
 
 def lowered(
@@ -46,7 +25,7 @@ def lowered(
     for what both of them need before it starts either, which may be for ever.
 
     Args:
-        plan: a legal plan that `require_lowerable` has passed.
+        plan: the plan of one pipeline: every stage is on one rank, and every rank has something to do.
         rank: which rank.
         stages: the rank's stages, as PyTorch's runtime asks for them.
         receiving: called with a stage, a micro-batch, and what waits for its value from another rank.

@@ -21,8 +21,11 @@ import torch.distributed as dist
 from pipelab.actions import Action, B, F, I, W
 from pipelab.engine.explaining import stage_error
 from pipelab.engine.finite import refuse_nan
+from pipelab.engine.processes.connecting import Connections
 from pipelab.engine.processes.forms import Form, form_of
+from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
+from pipelab.engine.processes.reducing import Reducer
 from pipelab.engine.run import Act
 from pipelab.engine.stage import Stage
 from pipelab.engine.trees import take_apart, tensors_of
@@ -36,30 +39,30 @@ class ProcessStage:
 
     Args:
         runner: the stage.
-        stages: how many stages there are.
-        rank: this process's rank in the pipeline.
-        ranks: how many ranks the pipeline has.
-        group: the process group of the pipeline's ranks.
-        carrier: the device on which values travel.
+        part: the pipeline that this process belongs to.
+        rank: this process's rank in the whole plan.
+        connections: to the other processes.
+        reducer: sums its gradients over its replicas; `None` where it has none.
     """
 
-    def __init__(
-        self, runner: Stage, stages: int, rank: int, ranks: int, group: dist.ProcessGroup | None, carrier: torch.device
-    ) -> None:
+    def __init__(self, runner: Stage, part: Part, rank: int, connections: Connections, reducer: Reducer | None) -> None:
         """Take the place of a `PipelineStage`."""
         self.runner = runner
         self.stage_index = runner.index
-        self.num_stages = stages
-        self.group_rank = rank
-        self.group_size = ranks
+        self.num_stages = part.plan.stages
+        self.group_rank = part.ranks.index(rank)
+        self.group_size = len(part.ranks)
         self.is_first = runner.is_first
         self.is_last = runner.is_last
         self.submod = runner.module
         self.has_backward = True
-        self.device = carrier
-        self.group = group
+        self.device = connections.carrier
+        self.group = connections.pipeline
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank: dict[int, int] = {}
+        self._rank = rank
+        self._microbatches = part.microbatches
+        self._reducer = reducer
 
     def begin(self, passage: Passage) -> None:
         """Get ready for a step."""
@@ -113,9 +116,14 @@ class ProcessStage:
             self._run(W(microbatch, self.stage_index), self.runner.backward_weight, None)
 
     def perform_reduce_grad(self, _: int) -> None:
-        """Reduce the stage's gradients over its replicas; here, there is one."""
-        if self.passage.loss is not None:
+        """Sum the stage's gradients over its replicas. The time it takes begins when the last of them has come."""
+        if self.passage.loss is None:
+            return
+        if self._reducer is None:
             self.passage.timed(lambda: None)
+        else:
+            self._reducer.meet()
+            self.passage.timed(self._reducer.reduce)
 
     # --- what it hands over on this rank
 
@@ -189,13 +197,18 @@ class ProcessStage:
             else:
                 made = passage.timed(lambda: act(microbatch, given, kept, loss))
             if passage.watch_nan:
-                refuse_nan(self.group_rank, action, self.runner, made, loss)
+                refuse_nan(self._rank, self._named(action), self.runner, made, loss)
         except StageError:
             raise
         except Exception as error:
-            place = (self.group_rank, self.stage_index, microbatch, passage.lane.runs_on)
-            raise stage_error(error, str(action), *place, partial=loss is not None) from error
+            named = self._named(action)
+            place = (self._rank, self.stage_index, named.microbatch or 0, passage.lane.runs_on)
+            raise stage_error(error, str(named), *place, partial=loss is not None) from error
         return made
+
+    def _named(self, action: Action) -> Action:
+        """Return an action as the whole plan numbers it."""
+        return Action(action.kind, self._microbatches[action.microbatch or 0], action.stage)
 
     def _require_form(self, made: Any, microbatch: int) -> None:
         """Refuse an output whose form is not the one that the next stage has made room for.
@@ -210,14 +223,14 @@ class ProcessStage:
             for part, expected in zip(parts, form.parts, strict=True)
         )
         if not same:
-            action = f"{self.stage_index}F{microbatch}"
+            action = self._named(F(microbatch, self.stage_index))
             raise StageError(
-                f"{action} on rank {self.group_rank} gives {form_of(made, f'stage {self.stage_index}')}, where "
+                f"{action} on rank {self._rank} gives {form_of(made, f'stage {self.stage_index}')}, where "
                 f"micro-batches of {self.passage.counts[microbatch]} rows gave {form} before: between processes a "
                 "stage's output has one shape and type\n  try: engine='threads', where it may change",
-                self.group_rank,
+                self._rank,
                 self.stage_index,
-                action,
+                str(action),
             )
 
 

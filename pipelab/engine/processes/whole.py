@@ -27,19 +27,18 @@ class ManyProcesses:
         plan: the plan.
         stages: the model, split.
         engine: this process's part of the pipeline.
-        held: the stages that learn here.
+        rank: this process's rank.
         device: what this process runs on.
     """
 
-    def __init__(
-        self, plan: Plan, stages: Stages, engine: TorchEngine, held: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, plan: Plan, stages: Stages, engine: TorchEngine, rank: int, device: torch.device) -> None:
         """Note who holds what."""
-        self.held = held
+        self.held: Sequence[int] = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
         self.devices: Sequence[torch.device] = [device] * plan.stages
         self._holders = [plan.replicas[stage][0] for stage in range(plan.stages)]
         self._stages = stages
         self._engine = engine
+        self._rank = rank
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -69,7 +68,11 @@ class ManyProcesses:
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        first = [
+            stage for stage in self.held if self._holders[stage] == self._rank
+        ]  # each replicated stage counts once
+        counted = [parameter for stage in first for parameter in self._stages.modules[stage].parameters()]
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         own = nn.utils.get_total_norm(gradients, norm_type)
         norms = self._engine.attend(lambda: self._norms(own, norm_type), "clip_grad_norm_()")
         total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type).to(own)

@@ -68,9 +68,8 @@ class ManyProcesses:
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
-        first = [
-            stage for stage in self.held if self._holders[stage] == self._rank
-        ]  # each replicated stage counts once
+        # A replicated stage has the same gradients on all its ranks: it counts once.
+        first = [stage for stage in self.held if self._holders[stage] == self._rank]
         counted = [parameter for stage in first for parameter in self._stages.modules[stage].parameters()]
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         own = nn.utils.get_total_norm(gradients, norm_type)

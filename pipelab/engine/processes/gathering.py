@@ -49,7 +49,8 @@ class ProcessRun:
     @property
     def note(self) -> str:
         """What a reader of the trace should know."""
-        return f"{self.plan.ranks} processes, clocks within {self.clock_error_ns / 1e6:.2g} ms of rank 0's"
+        many = "es" if self.plan.ranks > 1 else ""
+        return f"{self.plan.ranks} process{many}, clocks within {self.clock_error_ns / 1e6:.2g} ms of rank 0's"
 
     def travel(self) -> dict[int, float]:
         """Return, by number of the value, how many milliseconds each value travelled between ranks.

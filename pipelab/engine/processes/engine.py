@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipelab.engine.lanes import Lane
 from pipelab.engine.processes.agreement import agree, describe_batch, sample_of
@@ -123,7 +124,8 @@ class TorchEngine:
         shapes = self._shapes(inputs, around, learning=loss is not None)
         about, sample = shapes, sample_of(inputs)
         if loss is not None:
-            about += f"; y {describe_batch(loss.targets)}, weights {loss.weights}"
+            weights = " ".join(f"{weight:g}" for weight in loss.weights)
+            about += f"; y {describe_batch(loss.targets)}, weights {weights}"
             sample += sample_of(loss.targets)
         old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
         if agree(self.group, call, about, sample, int(old))[0]:
@@ -166,7 +168,7 @@ class TorchEngine:
 
     def _shapes(self, inputs: list[Any], around: Surroundings, *, learning: bool) -> str:
         """Return what the forms of the values that travel depend on."""
-        modes = "".join("te"[not runner.module.training] for runner in self._runners)
+        modes = " ".join(_mode(runner.module) for runner in self._runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
         words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
         return "; ".join(words)
@@ -178,3 +180,10 @@ class TorchEngine:
     def _progress(self) -> object:
         passage = self._passage
         return None if passage is None else (id(passage), passage.position, passage.computing)
+
+
+def _mode(module: nn.Module) -> str:
+    """Return the mode of a stage's layers: `"train"`, `"eval"`, or how many of them train."""
+    layers = [part.training for part in module.modules() if next(part.children(), None) is None]
+    train = sum(layers)
+    return "train" if train == len(layers) else f"{train} of {len(layers)} train" if train else "eval"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -69,9 +71,22 @@ def _live(jobs: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any], idle: thre
 def _leave() -> None:
     """Wait a while for threads that are still in PyTorch when the process ends.
 
-    One that comes back while Python is being taken down would end the process with an abort. It comes back soon: the
-    processes that it waits for end too, which closes their connections.
+    One that came back while Python is being taken down would abort the process. Most come back soon: the processes that
+    they wait for end too, which closes their connections. Where one does not, the process ends here, as failed as its
+    pipeline is, after all else that wants to be done at the end.
     """
+    if _leaving:
+        return
+    _leaving.append(True)
     deadline = time.monotonic() + _LEAVING_SECONDS
     for idle in list(_idle.values()):
         idle.wait(max(0.0, deadline - time.monotonic()))
+    if not all(idle.is_set() for idle in _idle.values()):
+        atexit._run_exitfuncs()  # noqa: SLF001 - what was registered before this would be left out
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+_leaving: list[bool] = []
+"""Whether `_leave` has begun."""

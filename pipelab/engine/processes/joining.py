@@ -60,11 +60,20 @@ def identify(ranks: int) -> tuple[int, int]:
 
 
 def open_store(timeout: float | None) -> Any:
-    """Return the store that all processes share: torchrun's, or that of the process group that is there already."""
-    if dist.is_initialized():
+    """Return the store that all processes share: torchrun's, or that of the process group that is there already.
+
+    Once opened it stays open: where torchrun has none, it lives in the process of rank 0.
+    """
+    if not _opened and dist.is_initialized():
         return native.default_store()
-    meet = dist.rendezvous  # type: ignore[attr-defined]  # its stubs leave it out
-    return next(iter(meet("env://", timeout=duration(timeout))))[0]
+    if not _opened:
+        meet = dist.rendezvous  # type: ignore[attr-defined]  # its stubs leave it out
+        _opened.append(next(iter(meet("env://", timeout=duration(timeout))))[0])
+    return _opened[0]
+
+
+_opened: list[Any] = []
+"""The store, once this process has opened it."""
 
 
 def corner(store: Any, name: str) -> Any:
@@ -135,7 +144,7 @@ def _await(store: Store, keys: list[str], timeout: float | None) -> None:
     """
     began = time.monotonic()
     pause = 0.005
-    while not store.check(keys):
+    while not _there(store, keys):
         waited = time.monotonic() - began
         if timeout is not None and waited > timeout:
             missing = _missing(store, keys)
@@ -146,6 +155,18 @@ def _await(store: Store, keys: list[str], timeout: float | None) -> None:
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
+
+
+def _there(store: Store, keys: list[str]) -> bool:
+    """Tell whether all keys are there.
+
+    Raises:
+        RankError: if the store is gone.
+    """
+    try:
+        return store.check(keys)
+    except RuntimeError as error:
+        raise RankError("rank 0, or torchrun, which holds the store of this job, is gone", 0) from error
 
 
 def _missing(store: Store, keys: list[str]) -> str:

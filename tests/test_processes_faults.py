@@ -1,0 +1,305 @@
+"""When a process of several goes wrong: all others end soon, and name it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import processes
+import pytest
+
+pytestmark = pytest.mark.dist
+
+FAULTS = '''
+import json, os, signal, threading, time
+import plain, torch
+from torch import nn
+import pipelab
+from pipelab import GPipe, OneFOneB, Pipeline
+
+mse = nn.functional.mse_loss
+rank = int(os.environ["RANK"])
+odd = rank == 1
+x, y = plain.batch(12)
+
+
+def attempt(case, act, **settings):
+    """Say how a case ends on this process, and after how long."""
+    began = time.monotonic()
+    try:
+        act(**settings)
+        told = kind = ""
+    except BaseException as error:
+        kind, told = type(error).__name__, str(error)
+    print(json.dumps({"case": case, "kind": kind, "told": told, "seconds": time.monotonic() - began}), flush=True)
+
+
+def pipeline(model=None, plan=None, **settings):
+    return Pipeline(model or plain.mlp(6), plan or OneFOneB(3, 4), mse, engine="torch", **{"timeout": 60} | settings)
+
+
+# --- before anything communicates
+version = torch.__version__
+torch.__version__ = "2.11.0" if odd else version
+attempt("version", pipeline)
+torch.__version__ = version
+attempt("plan", lambda: pipeline(plan=GPipe(3, 4) if odd else None))
+attempt("sizes", lambda: pipeline(plan=OneFOneB(3, 5) if odd else None))
+attempt("model", lambda: pipeline(model=plain.mlp(6, width=8) if odd else None))
+attempt("reduction", lambda: pipeline(reduction="sum" if odd else "mean"))
+
+
+# --- all the same, and then not
+def disagree():
+    with pipeline() as pipe:
+        pipe.step(x, y)
+        attempt("another call", lambda: pipe.state_dict() if odd else pipe.step(x, y))
+        attempt("another batch", lambda: pipe.step(*plain.batch(11 if odd else 12)))
+        attempt("other rows", lambda: pipe.step(*plain.batch(12, seed=7 if odd else 1)))
+        attempt("another mode", lambda: pipe.forward(x) if odd else pipe.eval().forward(x))
+        pipe.train()
+        pipe.step(x, y)  # as if nothing had been
+
+
+attempt("disagree", disagree)
+
+
+class Odd(nn.Module):
+    """Does something odd on rank 1, at the so-many-th micro-batch, of which the first is to learn shapes; or at all."""
+
+    def __init__(self, what, at):
+        super().__init__()
+        self.what, self.at, self.seen = what, at, 0
+
+    def forward(self, value):
+        self.seen += 1
+        if odd and self.at in (self.seen, None):
+            value = self.what(value)
+        return value
+
+
+def raises(value):
+    raise ValueError("a bug of mine")
+
+
+def run(what, at=6, **settings):
+    layers = list(plain.mlp(6))
+    stages = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:4], Odd(what, at)), nn.Sequential(*layers[4:])]
+    with pipeline(stages, **settings) as pipe:
+        for _ in range(4):
+            pipe.step(x, y)
+
+
+attempt("raises", lambda: run(raises))
+attempt("narrow", lambda: run(lambda value: value[:, :4], at=None))
+attempt("narrow later", lambda: run(lambda value: value[:, :4]))
+attempt("hangs", lambda: run(lambda value: time.sleep(2) or value, timeout=0.8))
+
+
+def interrupted(value):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    return value
+
+
+attempt("interrupted", lambda: run(interrupted))
+
+
+def leaves():
+    with pipeline() as pipe:
+        pipe.step(x, y)
+        if not odd:
+            pipe.step(x, y)
+
+
+attempt("leaves", leaves)
+
+
+def script_raises():
+    with pipeline() as pipe:
+        pipe.step(x, y)
+        if odd:
+            raise KeyError("a slip of mine")
+        pipe.step(x, y)
+
+
+attempt("script", script_raises)
+
+# --- and at last, one does not even begin
+attempt("absent", lambda: time.sleep(2) if odd else pipeline(timeout=0.5))
+'''
+
+
+@pytest.fixture(scope="module")
+def ends():
+    """How each case ended on each of three processes."""
+    ended = processes.run_in(3, FAULTS, seconds=200)
+    assert {each.code for each in ended} <= {0, 1}, processes.shown(ended)  # 1: a thread was still stuck at the end
+    assert [each.err for each in ended] == [""] * 3
+    facts = [{fact["case"]: fact for fact in map(json.loads, each.out.splitlines())} for each in ended]
+
+    def of(case):
+        return [each[case] for each in facts]
+
+    return of
+
+
+def all_told(facts, kind, told):
+    """Assert that every process raised this kind of error with these words."""
+    for fact in facts:
+        assert fact["kind"] == kind, fact
+        assert re.search(told, fact["told"]), fact
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("version", r"^rank 1 has torch 2\.11\.0, rank 0 has torch [\d.]+: every process must have the same$"),
+        ("plan", r"^rank 1 has another plan than rank 0: in the row of rank 0, position 3, 0F3 there, 0B0 on rank 0$"),
+        ("sizes", r"3 ranks, 3 stages, 5 micro-batches there, 3 ranks, 3 stages, 4 micro-batches on rank 0$"),
+        ("model", r"^rank 1 has another model than rank 0: 0\.weight of stage 0: \[8, 8\] float32 there, 0\.weight of"),
+        ("reduction", r"^rank 1 has reduction sum, rank 0 has reduction mean: "),
+    ],
+)
+def test_what_differs_between_processes_is_told_on_all_of_them_before_they_connect(ends, case, told):
+    all_told(ends(case), "RankError", told)
+
+
+def test_a_process_that_makes_no_pipeline_is_missed(ends):
+    first, absent, last = ends("absent")
+    all_told([first, last], "RankError", r"^rank 1 made no Pipeline within 0\.\d+ s, for which the others wait\n")
+    assert absent["kind"] == ""
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (
+            "another call",
+            r"^rank 1 calls state_dict\(\), rank 0 calls step\(x, y\): every process runs the same script",
+        ),
+        ("another batch", r"^rank 1 has .*3 x \[3, 6\] float32 and 1 x \[2, 6\] .*, rank 0 has x 4 x \[3, 6\]"),
+        ("other rows", r"^rank 1 was given other rows than rank 0, of the same shape: .*\n  try: the same seed"),
+        ("another mode", r"^rank 1 has .*modes train train train; .*, rank 0 has .*modes eval eval eval; "),
+    ],
+)
+def test_processes_that_do_not_mean_the_same_step_all_refuse_it_and_go_on(ends, case, told):
+    all_told(ends(case), "BatchError", told)
+    assert [fact["kind"] for fact in ends("disagree")] == [""] * 3
+
+
+def test_a_stage_that_raises_is_told_on_every_process_with_what_it_was_waiting_for(ends):
+    first, failed, last = ends("raises")
+    lead = r"^1F0 on rank 1 failed: ValueError: a bug of mine\n  stage 1, micro-batch 0, on cpu\n  at .*script\.py, "
+    all_told([failed], "StageError", lead)
+    all_told([first, last], "RankError", lead)
+    assert re.search(r"\n  rank 0 waits, before 0B0 \(position 3\), for what 1B0 on rank 1 gives$", first["told"])
+    assert re.search(r"\n  rank 2 waits, before 2F0 \(position 0\), for what 1F0 on rank 1 gives$", last["told"])
+
+
+def test_shapes_that_do_not_fit_are_found_before_they_are_sent(ends):
+    told = r"^2F0 on rank 2 failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied \(3x4 and 6x6\)"
+    first, second, third = ends("narrow")
+    all_told([third], "StageError", told)
+    all_told([first, second], "RankError", told)
+    told = r"^1F0 on rank 1 gives \[3, 4\] float32, where micro-batches of 3 rows gave \[3, 6\] float32 before: "
+    first, second, third = ends("narrow later")
+    all_told([second], "StageError", told)
+    all_told([first, third], "RankError", told)
+
+
+def test_a_stage_that_hangs_is_given_up_on_every_process(ends):
+    first, hung, last = ends("hangs")
+    for fact in (first, hung, last):
+        assert fact["kind"] in ("StepTimeoutError", "RankError")
+        assert re.search(r"nothing moved on rank \d for 0\.\d+ s: it ", fact["told"])
+    assert re.search(r"(it|rank 1) was running 1F0 \(position 0\), at .*script\.py, line .*time\.sleep", hung["told"])
+    assert "for what 1F0 on rank 1 gives" in last["told"]
+
+
+def test_an_interruption_is_told_to_the_others(ends):
+    first, interrupted, last = ends("interrupted")
+    assert interrupted["kind"] == "KeyboardInterrupt"
+    all_told([first, last], "RankError", r"^rank 1 was interrupted \(KeyboardInterrupt\)\n  rank \d waits, before ")
+
+
+def test_a_process_that_leaves_is_missed(ends):
+    first, left, last = ends("leaves")
+    assert left["kind"] == ""
+    told = r"^rank 1 is gone: it closed its pipeline\n  rank \d waits for all processes in step\(x, y\)$"
+    all_told([first, last], "RankError", told)
+
+
+def test_a_script_that_fails_between_steps_is_told_to_the_others(ends):
+    first, failed, last = ends("script")
+    assert failed["kind"] == "KeyError"
+    all_told([first, last], "RankError", r"^rank 1 is gone: its script raised KeyError\('a slip of mine'\)\n  rank ")
+
+
+def test_nobody_waits_long(ends):
+    """Generous, for a busy machine: what is waited for at most adds up to it."""
+    for case in ("raises", "narrow", "narrow later", "hangs", "interrupted", "leaves", "script"):
+        assert max(fact["seconds"] for fact in ends(case)) < 40, case
+
+
+KILLED = """
+import os, signal, sys
+import plain, torch
+from torch import nn
+import pipelab
+
+rank = int(os.environ["RANK"])
+
+
+class Dies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, value):
+        self.seen += 1
+        if rank == 1 and self.seen == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+
+layers = list(plain.mlp(8))
+layers.insert(3, Dies())
+stages = [nn.Sequential(*some) for some in (layers[:2], layers[2:5], layers[5:7], layers[7:])]
+with pipelab.Pipeline(stages, pipelab.OneFOneB(4, 4), nn.functional.mse_loss, engine="torch", timeout=60) as pipe:
+    for _ in range(4):
+        pipe.step(*plain.batch(8))
+"""
+
+
+GONE = r"rank 1 is gone: process \d+ on \S+ was killed, or ended"
+
+
+def without_prefix(text):
+    """Return tracebacks without the rank that PyTorch writes before each of their lines."""
+    return re.sub(r"^\[rank\d\]: ", "", text, flags=re.MULTILINE)
+
+
+def test_a_process_that_is_killed_is_named_by_all_others():
+    ended = processes.run_in(4, KILLED)
+    assert [each.code for each in ended] == [1, -9, 1, 1], processes.shown(ended)
+    for rank in (0, 2, 3):
+        told = rf"RankError: {GONE}\n  rank {rank} (waits|was)\b.*rank \d"
+        assert re.search(told, without_prefix(ended[rank].err)), processes.shown(ended)
+
+
+def test_under_torchrun_which_ends_the_others_they_speak_before_they_end(tmp_path):
+    """torchrun sends SIGTERM a tenth of a second after it has seen a process die."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(KILLED))
+    command = [sys.executable, "-m", "pipelab", "launch", str(tmp_path / "train.py"), "--ranks", "4"]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=processes.environment(), check=False
+    )
+    assert found.returncode == 1
+    assert found.stdout.splitlines()[0] == f"torchrun --standalone --nproc-per-node 4 {tmp_path / 'train.py'}"
+    for rank in (0, 2, 3):
+        assert re.search(rf"{GONE}\n  rank {rank} (waits|was)", without_prefix(found.stderr)), found.stderr
+    assert "Signal 9 (SIGKILL) received" in found.stderr  # torchrun's own account names the first one too

@@ -266,10 +266,9 @@ class Dies(nn.Module):
         return value
 
 
-layers = list(plain.mlp(8))
-layers.insert(3, Dies())
-stages = [nn.Sequential(*some) for some in (layers[:2], layers[2:5], layers[5:7], layers[7:])]
-with pipelab.Pipeline(stages, pipelab.OneFOneB(4, 4), nn.functional.mse_loss, engine="torch", timeout=60) as pipe:
+ranks = int(os.environ["WORLD_SIZE"])
+stages = [nn.Sequential(nn.Linear(6, 6), Dies()) for _ in range(ranks)]
+with pipelab.Pipeline(stages, pipelab.OneFOneB(ranks, 4), nn.functional.mse_loss, engine="torch", timeout=60) as pipe:
     for _ in range(4):
         pipe.step(*plain.batch(8))
 """
@@ -284,9 +283,9 @@ def without_prefix(text):
 
 
 def test_a_process_that_is_killed_is_named_by_all_others():
-    ended = processes.run_in(4, KILLED)
-    assert [each.code for each in ended] == [1, -9, 1, 1], processes.shown(ended)
-    for rank in (0, 2, 3):
+    ended = processes.run_in(3, KILLED)
+    assert [each.code for each in ended] == [1, -9, 1], processes.shown(ended)
+    for rank in (0, 2):
         told = rf"RankError: {GONE}\n  rank {rank} (waits|was)\b.*rank \d"
         assert re.search(told, without_prefix(ended[rank].err)), processes.shown(ended)
 

@@ -57,6 +57,8 @@ class Recorder:
 
     def get_local_bwd_output(self, *_): ...
 
+    def release_fwd_send_outputs(self, _): ...
+
     def get_fwd_send_ops(self, microbatch):
         return self._move("out", microbatch, self.stage_index, self.stage_index + 1)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipelab.engine.device_clock import StepClock
 from pipelab.engine.stage import Loss, Stage
 from pipelab.program import Program
 
@@ -87,6 +88,7 @@ class Run:
         phase: per rank, `2 * position` while it waits, `2 * position + 1` while it computes.
         stopped: whether everybody should stop.
         contexts: the caller's autocast, which the workers enter for forwards.
+        clocks: per rank, by what the readings of its clock are turned into times.
     """
 
     rows: list[list[Instruction]]
@@ -102,6 +104,7 @@ class Run:
     ended: list[list[Any]] = field(default_factory=list)
     phase: list[int] = field(default_factory=list)
     stopped: bool = False
+    clocks: Sequence[StepClock] = ()
 
     def __post_init__(self) -> None:
         """Close a door for every value that changes ranks."""

@@ -105,7 +105,7 @@ class Pipeline:
         self.stages = split(model, into=self.plan.stages)
         self.devices = rank_devices(devices, self.plan.ranks)
         self._guard = OptimizerGuard(list(self.parameters()))
-        self._place()
+        self.stages.place([self.devices[ranks[0]].device for _, ranks in sorted(self.plan.replicas.items())])
         self._guard.watch_if_moved()
         lanes = lanes_for(self.devices)
         self.intra_op_threads = intra_op_threads or max(1, torch.get_num_threads() // self.plan.ranks)
@@ -234,11 +234,6 @@ class Pipeline:
     def __repr__(self) -> str:
         """Return the plan and the devices."""
         return f"Pipeline({self.plan.name}, on {', '.join(map(str, self.devices))})"
-
-    def _place(self) -> None:
-        """Move every stage to its rank's device; parameters stay the same objects."""
-        for stage, ranks in self.plan.replicas.items():
-            self.stages.modules[stage].to(self.devices[ranks[0]].device)
 
     def contexts(self) -> Contexts:
         """Return what makes a worker's autocast the caller's."""

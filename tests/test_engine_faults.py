@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import plain
 import pytest
@@ -760,3 +761,26 @@ def test_the_default_number_of_processor_threads_stays_as_it_was_too():
     command = [sys.executable, "-c", textwrap.dedent(script)]
     found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (found.stdout.strip(), found.stderr) == ("True", "")
+
+
+def test_where_memory_ran_out_it_is_let_go_while_the_error_is_looked_at_and_the_next_step_works():
+    held = []
+
+    def out_of_memory(x):
+        activation = x * 2
+        held.append(weakref.ref(activation))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+        fuse.forward_does = out_of_memory
+        with pytest.raises(StageError) as caught:
+            pipe.step(*plain.batch(8))
+        fuse.forward_does = None
+        told = str(caught.value)
+        assert "1F0 on rank 1 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB" in told
+        assert "test_engine_faults.py" in told
+        assert "try: more micro-batches of fewer rows each" in told
+        assert [activation() for activation in held] == [None]
+        assert_steps(pipe, model)

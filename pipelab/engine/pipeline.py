@@ -15,7 +15,7 @@ from pipelab.checking import Draftable, as_plan, require_legal
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.habits import ModuleHabits
 from pipelab.engine.hardware import RankDevice, rank_devices
-from pipelab.engine.lanes import lane_for
+from pipelab.engine.lanes import lanes_for
 from pipelab.engine.optimizers import OptimizerGuard
 from pipelab.engine.run import Run
 from pipelab.engine.splitting import Stages, split
@@ -106,12 +106,12 @@ class Pipeline(ModuleHabits):
         self.stages = split(model, into=self.plan.stages)
         self.devices = rank_devices(devices, self.plan.ranks)
         self._guard = OptimizerGuard(list(self.parameters()))
-        self._place()
+        self.stages.place([self.devices[ranks[0]].device for _, ranks in sorted(self.plan.replicas.items())])
         self._guard.watch_if_moved()
-        self._lanes = [lane_for(each, self.devices) for each in self.devices]
+        lanes = lanes_for(self.devices)
         self.intra_op_threads = intra_op_threads or max(1, torch.get_num_threads() // self.plan.ranks)
         runners = [Stage(index, module, self.plan.stages) for index, module in enumerate(self.stages.modules)]
-        self._engine = ThreadsEngine(self.plan, runners, self._lanes, timeout, self.intra_op_threads)
+        self._engine = ThreadsEngine(self.plan, runners, lanes, timeout, self.intra_op_threads)
         self._runners = runners
         self._one_at_a_time = threading.Lock()
 
@@ -132,7 +132,7 @@ class Pipeline(ModuleHabits):
             PipelineClosedError: if the pipeline was closed.
         """
         run, loss = self.run(x, y)
-        return Step(loss.total(), run, self.plan, self._lanes, self._labels())
+        return Step(loss.total(), run, self.plan, self._labels())
 
     def run(self, x: Any, y: Any, only: int | None = None) -> tuple[Run, Loss]:
         """Run one step and return its raw state; `step` and `verify` stand on it.
@@ -237,11 +237,6 @@ class Pipeline(ModuleHabits):
     def __repr__(self) -> str:
         """Return the plan and the devices."""
         return f"Pipeline({self.plan.name}, on {', '.join(map(str, self.devices))})"
-
-    def _place(self) -> None:
-        """Move every stage to its rank's device; parameters stay the same objects."""
-        for stage, ranks in self.plan.replicas.items():
-            self.stages.modules[stage].to(self.devices[ranks[0]].device)
 
     def surroundings(self) -> Surroundings:
         """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""

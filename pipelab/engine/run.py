@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelab.actions import Action
+from pipelab.engine.device_clock import StepClock
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.program import Program
@@ -108,6 +109,7 @@ class Run:
         phase: per rank, `2 * position` while it waits, `2 * position + 1` while it computes.
         stopped: whether everybody should stop.
         around: what surrounds the caller, and so the workers.
+        clocks: per rank, by what the readings of its clock are turned into times.
     """
 
     rows: list[list[Instruction]]
@@ -123,6 +125,7 @@ class Run:
     ended: list[list[Any]] = field(default_factory=list)
     phase: list[int] = field(default_factory=list)
     stopped: bool = False
+    clocks: Sequence[StepClock] = ()
 
     def __post_init__(self) -> None:
         """Close a door for every value that changes ranks."""

@@ -10,7 +10,6 @@ import torch
 from torch._C import _disabled_torch_function_impl
 
 from pipelab.engine.batches import join
-from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Run
 from pipelab.errors import UsageError
 from pipelab.plan import Plan
@@ -58,7 +57,7 @@ class Step:
         loss: the loss of the whole batch, a tensor without dimensions or history.
     """
 
-    def __init__(self, loss: torch.Tensor, run: Run, plan: Plan, lanes: Sequence[Lane], labels: Sequence[str]) -> None:
+    def __init__(self, loss: torch.Tensor, run: Run, plan: Plan, labels: Sequence[str]) -> None:
         """Keep what was measured; the trace and the outputs are put together when they are asked for."""
         self.loss = loss.as_subclass(BatchLoss)
         self._pieces = run.outputs
@@ -67,7 +66,7 @@ class Step:
             for begun, ended in zip(run.begun, run.ended, strict=True)
         ]
         self._plan = plan
-        self._lanes = lanes
+        self._clocks = run.clocks
         self._labels = labels
 
     @cached_property
@@ -78,11 +77,20 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """When each action started and ended, in milliseconds since the step began; measured in the workers."""
-        readings = [lane.nanoseconds(marks) for lane, marks in zip(self._lanes, self._marks, strict=True)]
+        readings = [clock.nanoseconds(marks) for clock, marks in zip(self._clocks, self._marks, strict=True)]
         origin = min((marks[0] for marks in readings if marks), default=0)
         times = [[(mark - origin) / 1e6 for mark in marks] for marks in readings]
         starts, ends = ([each[half::2] for each in times] for half in (0, 1))
         return Trace(self._plan, starts, ends, "ms", "measured", lanes=self._labels)
+
+    @cached_property
+    def clock_error_ms(self) -> float:
+        """How far the trace's times on two devices may be apart, in milliseconds; 0 where all ranks share a clock.
+
+        Ranks on one GPU do: its events are compared with one another.
+        """
+        errors = sorted(clock.error_ns for clock in set(self._clocks))
+        return sum(errors[-2:]) / 1e6 if len(errors) > 1 else 0.0
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Refuse: the backward has already run.

@@ -18,13 +18,15 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from pipelab.engine.interpreter import quick_switches
-from pipelab.engine.lanes import Lane
+from pipelab.engine.lanes import Lane, begin, finish
 from pipelab.engine.run import Run, instructions
+from pipelab.engine.shortage import relieve
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.worker import Report, Worker
@@ -101,8 +103,7 @@ class ThreadsEngine:
             raise PipelineClosedError("this pipeline is closed: make a new one, or use it inside its with block")
         rows = self.forward_rows if loss is None else self.rows
         run = Run(rows, inputs, loss, watch_nan, around)
-        for lane in self.lanes:
-            lane.begin()
+        run.clocks = begin(self.lanes)
         outstanding = set(range(len(self._workers)))
         try:
             with quick_switches():
@@ -118,8 +119,7 @@ class ThreadsEngine:
         if failure is not None:
             self._halt(run, outstanding)
             raise self._explained(failure)
-        for lane in self.lanes:
-            lane.finish([run.outputs, [] if loss is None else loss.values])
+        finish(self.lanes, [run.outputs, [] if loss is None else loss.values])
         return run
 
     def close(self) -> None:
@@ -178,6 +178,8 @@ class ThreadsEngine:
         self._start(outstanding)
         run.values.clear()
         run.kept.clear()
+        with suppress(RuntimeError):  # a GPU that failed may say so here once more
+            finish(self.lanes)  # what the ranks have launched goes on: the caller's zero_grad() must come after it
 
     def _explained(self, report: Report) -> BaseException:
         """Return a worker's error with its place: rank, stage, action."""
@@ -195,6 +197,7 @@ class ThreadsEngine:
             where = f"\n  at {students_line(error)}"
             if "leaf Variable that requires grad" in told:
                 where += "\n  try: clone the stage's input before writing into it: a stage's input is its own leaf"
+            where += relieve(error)
         partial = "" if report.run.loss is None else "\n  gradients are partial now: zero_grad() before the next step"
         explained = StageError(
             f"{action} on rank {report.rank} failed: {told}\n"

@@ -374,6 +374,12 @@ def test_with_transfer_latency_1f1b_is_slower_than_gpipe():
     assert simulate(pipelab.OneFOneB(4, 8), cost).makespan > simulate(pipelab.GPipe(4, 8), cost).makespan
 
 
+def test_dualpipevs_pairs_can_be_one_slot_at_every_size():
+    for size in SIZES:
+        trace = simulate(pipelab.DualPipeV(*size), Cost(pair=2.5))
+        assert trace.makespan <= simulate(pipelab.OneFOneB(*size)).makespan
+
+
 @given(sizes())
 def test_interleaved_zero_bubble_with_one_stage_per_rank_is_zb_h1(size):
     assert pipelab.InterleavedZeroBubble(*size, stages_per_rank=1).plan().rows == pipelab.ZBH1(*size).plan().rows

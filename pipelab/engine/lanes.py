@@ -216,7 +216,7 @@ def finish(lanes: Sequence[Lane], values: Any = ()) -> None:
 
 
 def _detached(value: Any) -> Any:
-    """Return a value without its history, which is of the stage that made it, but still marked as wanting a gradient."""
+    """Return a value without its history, which is of the stage that made it; it still says whether it learns."""
     return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 

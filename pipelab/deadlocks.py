@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
 
 from pipelab.faults import Fault
 from pipelab.program import Program
-from pipelab.traversal import Traversal, traverse
+from pipelab.repairs import Knot, repair
+from pipelab.traversal import Traversal
 
 __all__ = ["deadlocks"]
-
-_TRIAL_ACTIONS = 200_000
-"""How many actions may be walked over in search of a hint that is known to work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def deadlocks(
             elif any(wait.value is None for wait in cycle):
                 hint = "list the all-reduces R in the same order on every rank, each after its stage's last gradient"
             else:
-                hint = _hint(program, cycle, lambda rows: len(_retried(program, rows, given, excused).stuck))
+                hint = repair(program, _knots(cycle), given, excused)
             faults.append(_fault(program, cycle, hint))
     return faults
 
@@ -75,6 +72,15 @@ def _wait(program: Program, walk: Traversal, rank: int) -> _Wait:
         return _Wait(rank, index, code, None, code, absent)
     giver = program.giver(value)
     return _Wait(rank, index, code, value, giver, program.rank_of[giver])
+
+
+def _knots(cycle: list[_Wait]) -> list[Knot]:
+    """Return where a rank is stuck at one action and the rank before it in the cycle waits for a later one."""
+    return [
+        Knot(wait.rank, wait.index, wait.code, before.giver)
+        for before, wait in zip([cycle[-1], *cycle[:-1]], cycle, strict=True)
+        if before.giver != wait.code
+    ]
 
 
 def _fault(program: Program, cycle: list[_Wait], hint: str) -> Fault:
@@ -127,54 +133,3 @@ def _shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]
     if len(lines) <= most:
         return list(lines)
     return [*lines[: most - 3], gap, *lines[-2:]]
-
-
-def _hint(program: Program, cycle: list[_Wait], still_stuck: Callable[[list[list[int]]], int]) -> str:
-    """Return the move that frees most ranks, if possible all: tried out, not guessed.
-
-    Where a rank is stuck at one action and another waits for a later one of its row, either may pass the other.
-    """
-    total = sum(map(len, program.rows))
-    best = (len(program.rows) + 1, "give one rank of the cycle another order")
-    tried = 0
-    for before, wait in zip([cycle[-1], *cycle[:-1]], cycle, strict=True):
-        if before.giver == wait.code:
-            continue
-        name = _as_yielded(program, wait.rank)
-        row = program.rows[wait.rank]
-        without_giver = [code for code in row if code != before.giver]
-        without_stuck = [code for code in row if code != wait.code]
-        after = without_stuck.index(before.giver) + 1
-        for verb, changed in (
-            ("before", [*without_giver[: wait.index], before.giver, *without_giver[wait.index :]]),
-            ("after", [*without_stuck[:after], wait.code, *without_stuck[after:]]),
-        ):
-            tried += total
-            if best[0] <= len(program.rows) and tried > _TRIAL_ACTIONS:
-                break
-            left = still_stuck([*program.rows[: wait.rank], changed, *program.rows[wait.rank + 1 :]])
-            one, other = (before.giver, wait.code) if verb == "before" else (wait.code, before.giver)
-            move = f"yield {name(one)} {verb} {name(other)} on rank {wait.rank}"
-            if left == 0:
-                return move
-            best = min(best, (left, move), key=itemgetter(0))
-    return f"{best[1]}, then check again"
-
-
-def _retried(program: Program, rows: list[list[int]], given: Collection[int], excused: Collection[int]) -> Traversal:
-    """Walk through the plan with other rows."""
-    trial = replace(program, rows=rows, pairs=set(), faults=[], walk=None)
-    return traverse(trial, given=given, excused=excused)
-
-
-def _as_yielded(program: Program, rank: int) -> Callable[[int], str]:
-    """Return how a schedule would write an action on this rank: the stage only where it is needed."""
-    numbering = program.numbering
-    stages = {code % numbering.slots % numbering.stages for code in program.rows[rank]}
-
-    def write(code: int) -> str:
-        action = numbering.action(code)
-        stage = f", stage={action.stage}" if len(stages) > 1 else ""
-        return f"{action.kind}({action.microbatch}{stage})"
-
-    return write

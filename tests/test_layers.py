@@ -32,6 +32,8 @@ LAYERS: list[list[str]] = [
     ["pipelab.checking"],
     ["pipelab.deadlocks", "pipelab.completeness"],
     ["pipelab.plan"],
+    ["pipelab.repairs"],
+    ["pipelab.moves"],
     ["pipelab.traversal", "pipelab.dependencies"],
     ["pipelab.program"],
     ["pipelab.binding"],

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pipelab.actions import Item, Pair
 from pipelab.faults import Fault
 from pipelab.program import Program
 from pipelab.repairs import Knot, repair
@@ -26,6 +27,29 @@ class _Wait:
     on: int
 
 
+class _Names:
+    """What actions are called in a message: both halves of a pair that is one slot have the pair's name."""
+
+    def __init__(self, program: Program, atomic_pairs: bool) -> None:
+        self.program = program
+        self.slots: dict[int, Pair] = {}
+        for row in program.rows if atomic_pairs else ():
+            for forward, backward in pairwise(row):
+                if forward in program.pairs:
+                    self.slots[forward] = self.slots[backward] = Pair(
+                        *map(program.numbering.action, (forward, backward))
+                    )
+
+    def of(self, code: int) -> Item:
+        """Return what runs: an action, or a pair."""
+        return self.slots.get(code) or self.program.numbering.action(code)
+
+    def placed(self, code: int, rank: int) -> str:
+        """Return the name, and where it stands."""
+        position = self.program.position(rank, self.program.rows[rank].index(code))
+        return f"{self.of(code)} (rank {rank}, position {position})"
+
+
 def deadlocks(
     program: Program,
     walk: Traversal,
@@ -35,6 +59,7 @@ def deadlocks(
 ) -> list[Fault]:
     """Return one fault for each cycle among the ranks that a walk left stuck; it was walked with these options."""
     waits = {rank: _wait(program, walk, rank) for rank in walk.stuck}
+    names = _Names(program, atomic_pairs)
     faults: list[Fault] = []
     seen: set[int] = set()
     for start in sorted(waits):
@@ -54,7 +79,7 @@ def deadlocks(
                 hint = "list the all-reduces R in the same order on every rank, each after its stage's last gradient"
             else:
                 hint = repair(program, _knots(cycle), given, excused)
-            faults.append(_fault(program, cycle, hint))
+            faults.append(_fault(program, cycle, hint, names))
     return faults
 
 
@@ -83,49 +108,36 @@ def _knots(cycle: list[_Wait]) -> list[Knot]:
     ]
 
 
-def _fault(program: Program, cycle: list[_Wait], hint: str) -> Fault:
+def _fault(program: Program, cycle: list[_Wait], hint: str, names: _Names) -> Fault:
     """Explain one cycle, step by step."""
-    numbering = program.numbering
-    first = cycle[0]
-    ranks = [wait.rank for wait in cycle]
-    summary = f"rank {ranks[0]} waits for rank {ranks[1 % len(ranks)]}"
-    if len(ranks) > 1:
-        others = [*ranks[2:], ranks[0]]
-        summary += "".join(f", which waits for rank {rank}" for rank in _shortened(others, "…"))
-    steps = [f"{_named(program, first)} {_needs(program, first)}"]
+    first, last = cycle[0], cycle[-1]
+    steps = [f"{names.placed(first.code, first.rank)} {_needs(names, first)}"]
     for before, wait in pairwise(cycle):
-        if before.giver == wait.code:
-            steps.append(f"{_named(program, wait)} {_needs(program, wait)}")
+        if names.of(before.giver) == names.of(wait.code):
+            steps.append(f"{names.placed(wait.code, wait.rank)} {_needs(names, wait)}")
         else:
-            action = numbering.action(before.giver)
-            position = program.position(wait.rank, program.rows[wait.rank].index(before.giver))
-            steps.append(
-                f"{action} (rank {wait.rank}, position {position}) comes after {numbering.action(wait.code)}, "
-                f"which {_needs(program, wait)}"
-            )
-    last = cycle[-1].giver
-    if last != first.code:
-        steps.append(f"{numbering.action(last)} comes after {numbering.action(first.code)} on rank {first.rank}")
-    lines = [summary, *(f"  {step}" for step in _shortened(steps, "…"))]
-    return Fault(
-        "deadlock",
-        first.rank,
-        program.position(first.rank, first.index),
-        numbering.action(first.code),
-        "\n".join(lines),
-        hint,
-    )
+            giver = names.placed(before.giver, wait.rank)
+            steps.append(f"{giver} comes after {names.of(wait.code)}, which {_needs(names, wait)}")
+    if names.of(last.giver) != names.of(first.code):
+        steps.append(f"{names.of(last.giver)} comes after {names.of(first.code)} on rank {first.rank}")
+    lines = [_summary([wait.rank for wait in cycle]), *(f"  {step}" for step in _shortened(steps, "…"))]
+    position = program.position(first.rank, first.index)
+    return Fault("deadlock", first.rank, position, names.of(first.code), "\n".join(lines), hint)
 
 
-def _named(program: Program, wait: _Wait) -> str:
-    position = program.position(wait.rank, wait.index)
-    return f"{program.numbering.action(wait.code)} (rank {wait.rank}, position {position})"
+def _summary(ranks: list[int]) -> str:
+    """Return who waits for whom, in one line."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} waits for itself"
+    others = _shortened([*ranks[2:], ranks[0]], "…")
+    return f"rank {ranks[0]} waits for rank {ranks[1]}" + "".join(f", which waits for rank {rank}" for rank in others)
 
 
-def _needs(program: Program, wait: _Wait) -> str:
+def _needs(names: _Names, wait: _Wait) -> str:
     if wait.value is None:
         return f"needs rank {wait.on} to come to it too"
-    return f"needs {program.numbering.value_name(wait.value)}, given by {program.numbering.action(wait.giver)}"
+    value, giver = names.program.numbering.value_name(wait.value), names.of(wait.giver)
+    return f"needs {value}, {'which it gives itself' if giver == names.of(wait.code) else f'given by {giver}'}"
 
 
 def _shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]:

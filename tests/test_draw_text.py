@@ -202,6 +202,17 @@ def test_a_comparison_on_one_axis_has_one_scale():
     assert "differ" not in drawn
 
 
+def test_the_table_of_a_comparison_fits_eighty_columns():
+    kinds = (pipelab.Naive, pipelab.GPipe, pipelab.DelayedBackward)
+    drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
+    table = drawn.split("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert [line.split() for line in table.splitlines()[:2]] == [
+        ["name", "makespan", "bubble", "peak", "peak", "share", "of", "busy", "share"],
+        ["activations", "batch", "per", "rank"],
+    ]
+
+
 def test_a_comparison_of_different_units_says_so():
     plan = pipelab.OneFOneB(2, 2)
     both = pipelab.compare(pipelab.simulate(plan), pipelab.simulate(plan, Cost(forward=40, backward=80, unit="ms")))

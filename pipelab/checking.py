@@ -19,7 +19,7 @@ from pipelab.plan import Plan
 from pipelab.program import Program
 from pipelab.traversal import Traversal, traverse
 
-__all__ = ["Draftable", "as_plan", "check", "require_legal"]
+__all__ = ["Draftable", "as_plan", "check", "require_legal", "with_excerpt"]
 
 _ORDER: tuple[Code, ...] = (
     "refused",
@@ -84,7 +84,7 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
     single = [with_swap(program, fault) for fault in program.faults]
     found = [*single, *misplaced(program), *incomplete, *disorder, *over]
     found.sort(key=lambda fault: _ORDER.index(fault.code))
-    return [_with_excerpt(plan, fault) for fault in found]
+    return [with_excerpt(plan, fault) for fault in found]
 
 
 def require_legal(plan: Plan) -> Traversal:
@@ -188,7 +188,7 @@ def _over_cap(program: Program, memory_cap: int | Sequence[int]) -> list[Fault]:
     return faults
 
 
-def _with_excerpt(plan: Plan, fault: Fault) -> Fault:
+def with_excerpt(plan: Plan, fault: Fault) -> Fault:
     """Return the fault with the columns around it, where it stands in a row."""
     if fault.rank is None or fault.position is None:
         return fault

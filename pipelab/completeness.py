@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from pipelab.actions import Action
-from pipelab.faults import Fault
+from pipelab.faults import Fault, ranges
 from pipelab.placement import NO_RANK, within
 from pipelab.program import Program
 
-__all__ = ["complete", "misplaced", "missing", "ranges", "with_swap"]
+__all__ = ["complete", "misplaced", "missing", "with_swap"]
 
 
 def complete(program: Program) -> bool:
@@ -190,17 +188,3 @@ def _missing_fault(program: Program, stage: int, what: str, microbatches: list[i
         f"{f'on rank {known[0]}, ' if known else ''}yield {letter}({microbatches[0]}{named})"
         f"{' and so on' if many else ''}",
     )
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as text, runs as first…last, cut after six runs.
-
-    Example:
-        >>> ranges([0, 1, 2, 5, 7, 8])
-        '0…2, 5, 7, 8'
-    """
-    runs: list[str] = []
-    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        runs.extend([f"{run[0]}…{run[-1]}"] if len(run) > 2 else map(str, run))
-    return ", ".join(runs) if len(runs) <= 6 else f"{', '.join(runs[:6])}, … ({len(numbers)} in all)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelab.checking import Draftable, as_plan, require_legal
+from pipelab.checking import Draftable, as_plan, require_legal, with_excerpt
 from pipelab.cost import Cost
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError
@@ -41,7 +41,7 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
     if paired is not None:
         walk = traverse(program, atomic_pairs=True)
         if walk.stuck:
-            faults = deadlocks(program, walk, atomic_pairs=True)
+            faults = [with_excerpt(plan, fault) for fault in deadlocks(program, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         order = walk.order
     begun, ended, delay = _clock(plan, program, order, cost, paired)

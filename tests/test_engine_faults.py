@@ -358,15 +358,23 @@ def test_a_slow_step_in_which_something_moves_does_not_time_out():
     fuse = Fuse()
     model = model_with(fuse)
     fuse.forward_does = lambda x: time.sleep(0.3) or x
-    with Pipeline(model, GPipe(3, 5), mse, timeout=1.0) as pipe:  # 5 x 0.3 s is more
-        pipe.step(*plain.batch(5))
+    x, y = plain.batch(5)
+    with Pipeline(model, GPipe(3, 5), mse, timeout=1.0) as pipe:
+        trace = pipe.step(x, y).trace
+    assert trace.makespan > 1000 * 1.0  # 5 x 0.3 s: with nothing moving for so long, it would have stopped
+    gradients = plain.taken(model)
+    fuse.forward_does = None
+    plain.one_after_another(model, mse, x, y, 5)
+    assert plain.equal(gradients, plain.taken(model))
 
 
 def test_no_timeout_waits_for_ever():
     fuse = Fuse()
     fuse.forward_does = at_call(0, lambda x: time.sleep(0.3) or x)
-    with Pipeline(model_with(fuse), GPipe(3, 2), mse, timeout=None) as pipe:
-        pipe.step(*plain.batch(8))
+    model = model_with(fuse)
+    with Pipeline(model, GPipe(3, 2), mse, timeout=None) as pipe:
+        assert pipe.step(*plain.batch(8)).trace.makespan > 1000 * 0.3
+        assert_steps(pipe, model)
 
 
 # --- interruptions

@@ -33,6 +33,8 @@ LAYERS: list[list[str]] = [
     ["pipelab.deadlocks", "pipelab.completeness"],
     ["pipelab.plan"],
     ["pipelab.reduction"],
+    ["pipelab.repairs"],
+    ["pipelab.moves"],
     ["pipelab.traversal", "pipelab.dependencies"],
     ["pipelab.program"],
     ["pipelab.binding"],

@@ -165,8 +165,8 @@ print(fault)
 # A **deadlock**. Every row is fine by itself: each forward and each backward is there, once, in a sensible order.
 # Together they cannot run. Read it as a circle: rank 0 does one forward and waits for the gradient from rank 1. Rank 1
 # wants a second forward first, and rank 0 would give it only after its backward. On real devices this program would
-# hang, without a message. Here it is found before anything runs, and `try:` names a move that undoes it: rank 0 must
-# do more forwards before its first backward, not fewer.
+# hang, without a message. Here it is found before anything runs, and `try:` names an order that does run, which
+# pipelab has tried out: the first ranks must do more forwards before their first backward, not fewer.
 
 # %%
 assert fault.code == "deadlock"

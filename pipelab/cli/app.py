@@ -16,9 +16,9 @@ from rich.text import Text
 import pipelab
 from pipelab.checking import as_plan
 from pipelab.cli.targets import find, settings
-from pipelab.completeness import ranges
 from pipelab.draw import text
 from pipelab.errors import LoadError, PipelabError
+from pipelab.faults import ranges
 from pipelab.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation import Cost, simulate

@@ -30,7 +30,8 @@ _FIRST_RANKS, _LAST_RANKS = 8, 4
 def timeline(trace: Trace, width: int | None = None, colour: bool | None = None) -> str:
     """Return a timeline: one line per rank, time from left to right, `·` where a rank is idle.
 
-    Every action is drawn to scale. What is too wide loses its middle, with a count of what is left out.
+    Every action is drawn to scale. What is too wide is drawn smaller while the numbers can be read, then loses its
+    middle, with a count of what is left out.
 
     Args:
         trace: what to draw.

@@ -17,7 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.actions import Action, B, F, I, Pair, R, W
 from pipelab.analysis import Comparison, compare, critical_path
-from pipelab.catalogue import DelayedBackward, GPipe, Naive, OneFOneB, schedules
+from pipelab.catalogue import (
+    ZBH1,
+    ZBH2,
+    ZBV,
+    DelayedBackward,
+    DualPipeV,
+    GPipe,
+    Interleaved1F1B,
+    InterleavedZeroBubble,
+    LoopedBFS,
+    Naive,
+    OneFOneB,
+    schedules,
+)
 from pipelab.checking import check
 from pipelab.errors import PipelabError, ScheduleError
 from pipelab.faults import Fault
@@ -36,16 +49,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ZBH1",
+    "ZBH2",
+    "ZBV",
     "Action",
     "B",
     "Comparison",
     "Cost",
     "DelayedBackward",
+    "DualPipeV",
     "Event",
     "F",
     "Fault",
     "GPipe",
     "I",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "LoopedBFS",
     "Naive",
     "OneFOneB",
     "Pair",

@@ -31,6 +31,7 @@ class Row:
         peak_share: for each rank, that peak as a share of the whole batch's activations of one rank's share of the
             model: 1.0 is all micro-batches of all its stages. A ZBV's 8 half-stages are not twice a 1F1B's 4.
         busy_share: for each rank, the share of the makespan that it worked.
+        spans: for each rank, from its own first start to its own last end, in `unit`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Row:
     peak_activations: tuple[int, ...]
     peak_share: tuple[float, ...]
     busy_share: tuple[float, ...]
+    spans: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ def _row(trace: Trace, name: str) -> Row:
             peak / count if count else 0.0 for peak, count in zip(trace.peak_activations, forwards, strict=True)
         ),
         busy_share=tuple(busy / makespan if makespan else 0.0 for busy in trace.busy),
+        spans=trace.spans,
     )
 
 

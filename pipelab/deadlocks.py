@@ -56,7 +56,7 @@ def deadlocks(
             elif any(wait.value is None for wait in cycle):
                 hint = "list the all-reduces R in the same order on every rank, each after its stage's last gradient"
             else:
-                hint = _hint(program, cycle, lambda rows: len(_retried(program, rows, given, excused).stuck))
+                hint = _hint(program, cycle, excused, lambda rows: _retried(program, rows, given, excused))
             faults.append(_fault(program, cycle, hint))
     return faults
 
@@ -129,13 +129,19 @@ def _shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]
     return [*lines[: most - 3], gap, *lines[-2:]]
 
 
-def _hint(program: Program, cycle: list[_Wait], still_stuck: Callable[[list[list[int]]], int]) -> str:
-    """Return the move that frees most ranks, if possible all: tried out, not guessed.
+def _hint(
+    program: Program,
+    cycle: list[_Wait],
+    excused: Collection[int],
+    retry: Callable[[list[list[int]]], Traversal],
+) -> str:
+    """Return the move after which most actions can run, if possible all: tried out, not guessed.
 
-    Where a rank is stuck at one action and another waits for a later one of its row, either may pass the other.
+    Where a rank is stuck at one action and another waits for a later one of its row, either may pass the other; but
+    neither what it needs of its own row.
     """
     total = sum(map(len, program.rows))
-    best = (len(program.rows) + 1, "give one rank of the cycle another order")
+    best = (-1, "give one rank of the cycle another order")
     tried = 0
     for before, wait in zip([cycle[-1], *cycle[:-1]], cycle, strict=True):
         if before.giver == wait.code:
@@ -150,15 +156,28 @@ def _hint(program: Program, cycle: list[_Wait], still_stuck: Callable[[list[list
             ("after", [*without_stuck[:after], wait.code, *without_stuck[after:]]),
         ):
             tried += total
-            if best[0] <= len(program.rows) and tried > _TRIAL_ACTIONS:
+            if best[0] >= 0 and tried > _TRIAL_ACTIONS:
                 break
-            left = still_stuck([*program.rows[: wait.rank], changed, *program.rows[wait.rank + 1 :]])
+            walk = retry([*program.rows[: wait.rank], changed, *program.rows[wait.rank + 1 :]])
             one, other = (before.giver, wait.code) if verb == "before" else (wait.code, before.giver)
             move = f"yield {name(one)} {verb} {name(other)} on rank {wait.rank}"
-            if left == 0:
+            if not walk.stuck:
                 return move
-            best = min(best, (left, move), key=itemgetter(0))
+            if not _waits_for_itself(program, changed, excused):
+                best = max(best, (len(walk.order), move), key=itemgetter(0))
     return f"{best[1]}, then check again"
+
+
+def _waits_for_itself(program: Program, row: list[int], excused: Collection[int]) -> bool:
+    """Tell whether something stands before what it needs of the same row, beside what is known to."""
+    numbering = program.numbering
+    later = set(row)
+    for code in row:
+        later.discard(code)
+        needs = () if code in excused else numbering.needs(code)
+        if any(giver in later for value in needs for giver in numbering.givers(value)):
+            return True
+    return False
 
 
 def _retried(program: Program, rows: list[list[int]], given: Collection[int], excused: Collection[int]) -> Traversal:

@@ -128,6 +128,12 @@ class Trace(Immutable):
         return self.end - self.start
 
     @cached_property
+    def spans(self) -> tuple[float, ...]:
+        """For each rank, from its own first start to its own last end, in `unit`."""
+        rows = zip(self.starts, self.ends, strict=True)
+        return tuple(max(ends, default=0.0) - min(starts, default=0.0) for starts, ends in rows)
+
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each rank, how long it was working, in `unit`; actions that share a slot count once."""
         return tuple(union(starts, ends) for starts, ends in zip(self.starts, self.ends, strict=True))
@@ -214,15 +220,8 @@ class Trace(Immutable):
             "ends": [list(ends) for ends in self.ends],
             "lanes": list(self.lanes),
             "transfers": [
-                [
-                    transfer.source,
-                    transfer.target,
-                    str(transfer.giver),
-                    str(transfer.needer),
-                    transfer.start,
-                    transfer.end,
-                ]
-                for transfer in self.transfers
+                [each.source, each.target, str(each.giver), str(each.needer), each.start, each.end]
+                for each in self.transfers
             ],
         }
 

@@ -108,10 +108,11 @@ def test_a_cycle_is_told_from_its_lowest_rank_whoever_runs_into_it():
 
 
 @pytest.mark.parametrize("name", sorted(schedules))
-@pytest.mark.parametrize("size", [(2, 3), (3, 4), (4, 4)])
-def test_hints_undo_every_deadlock_that_one_moved_action_makes(name, size):
+def test_hints_undo_every_deadlock_that_one_moved_action_makes(name):
     found = 0
-    if schedules[name].refusal(*size) is None:
+    for size in [(2, 3), (3, 4), (4, 3)]:
+        if schedules[name].refusal(*size) is not None:
+            continue
         for moved in moved_by_one(schedules[name](*size).plan()):
             broken = moved
             faults = check(broken)
@@ -123,10 +124,11 @@ def test_hints_undo_every_deadlock_that_one_moved_action_makes(name, size):
                 broken = follow(broken, faults[0].hint)
                 faults = check(broken)
                 assert not (claims and faults)
+                assert {fault.code for fault in faults} <= {"deadlock"}, "a hint makes no mistake of another kind"
                 if not faults:
                     break
             assert Case(broken.rows, broken.stages, broken.microbatches).legal
-        assert found
+    assert found
 
 
 def moved_by_one(plan):

@@ -1,0 +1,50 @@
+"""Interleaved 1F1B: 1F1B over several smaller stages per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipelab.actions import Action, B, F
+from pipelab.catalogue.looped import Looped
+
+__all__ = ["Interleaved1F1B"]
+
+
+class Interleaved1F1B(Looped):
+    """1F1B with several stages per rank, and so with a bubble that is as many times smaller.
+
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
+        rank 1 |     1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    A round of micro-batches, one for every rank, goes through the rank's first stage, then through its second, before
+    the next round starts; backwards likewise, from the last stage on.
+
+    Makespan `(M + (P - 1) / v) * (F + B)` for `P` ranks with `v` stages each and `M >= P` micro-batches, where `F` and
+    `B` are the times of a rank's whole share of the model; bubble `(P - 1) / (v * M + P - 1)`. With fewer micro-batches
+    a rank waits for them to come round again: `(P + (M - 1) / v) * (F + B)`. The price: rank `r` holds up to
+    `(v - 1) * L + 2 * (P - 1 - r) + 1` stage activations, `L` being the longest round, and `v` times as much travels.
+
+    The paper, and Megatron-LM, ask for a multiple of `P` micro-batches, PyTorch for a multiple of the number of rounds;
+    here rounds may differ by one micro-batch, which costs no time, so every number will do.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.Interleaved1F1B(ranks=4, microbatches=8))
+        >>> trace.makespan, trace.peak_activations
+        (28.5, (11, 9, 7, 5))
+    """
+
+    source = "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2 and figure 4"
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yield the warm-up's forwards, the steady state's pairs, and the drain's backwards."""
+        stages = self.stages_of(rank)
+        forwards = [F(m, s) for each in self.rounds for s in stages for m in each]
+        backwards = [B(m, s) for each in self.rounds for s in reversed(stages) for m in each]
+        ahead = (self.stages_per_rank - 1) * len(self.rounds[0]) + 2 * (self.ranks - 1 - rank)
+        warmup = min(ahead, len(forwards))
+        yield from forwards[:warmup]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            yield forward
+            yield backward
+        yield from backwards[len(forwards) - warmup :]

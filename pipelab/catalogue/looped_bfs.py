@@ -1,0 +1,42 @@
+"""Looped breadth-first: GPipe over several smaller stages per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipelab.actions import Action, B, F
+from pipelab.catalogue.looped import Looped
+
+__all__ = ["LoopedBFS"]
+
+
+class LoopedBFS(Looped):
+    """Every micro-batch through a rank's first stage, then every one through its second; backwards in reverse.
+
+        rank 0 | 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3         2B3 2B2 2B1 2B0 0B3 0B2 0B1 0B0
+        rank 1 |     1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0
+
+    Breadth first: a rank stays with one stage as long as it can, where interleaved 1F1B goes deep with a few
+    micro-batches. So its weights need to be at hand only once per direction, and the all-reduce of a stage can start
+    while the others still compute.
+
+    Makespan `(M + (P - 1) / v) * (F + B)` for `P` ranks with `v` stages each and `M >= P` micro-batches, as interleaved
+    1F1B's, and `(P + (M - 1) / v) * (F + B)` with fewer; bubble `(P - 1) / (v * M + P - 1)`. Every rank holds
+    all `v * M` stage activations.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.LoopedBFS(ranks=4, microbatches=8))
+        >>> trace.makespan, trace.peak_activations
+        (28.5, (16, 16, 16, 16))
+    """
+
+    source = "Lamy-Poirier 2022, Breadth-First Pipeline Parallelism (arXiv:2211.05953), section 4"
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yield every forward, stage by stage, then every backward in the reverse order."""
+        order = [(m, s) for s in self.stages_of(rank) for m in range(self.microbatches)]
+        for m, s in order:
+            yield F(m, s)
+        for m, s in reversed(order):
+            yield B(m, s)

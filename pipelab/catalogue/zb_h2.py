@@ -1,0 +1,55 @@
+"""ZB-H2: no rank ever waits, for twice the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipelab.actions import Action, F, I, W
+from pipelab.schedule import Schedule
+
+__all__ = ["ZBH2"]
+
+
+class ZBH2(Schedule):
+    """ZB-H1 with twice the lead: once it has begun, no rank waits until it is done.
+
+        rank 0 | F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
+        rank 1 |    F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
+        rank 2 |       F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+
+    Rank `r` warms up with `2 * (P - r) - 1` forwards, which fill the time until its first input gradient comes, and
+    puts its weight gradients off by `2 * r` micro-batches. The lanes are a parallelogram: with enough micro-batches,
+    `M >= 2 * P - 1`, and `F = I = W` every rank's own span is `M * (F + I + W)`, without a bubble.
+
+    From the first rank's start to the last one's end that need not be quicker: the makespan is
+    `M * (F + I + W) + (P - 1) * max(F, I - F, F + I - 2 * W)`, and for `I = W <= F` ZB-H1's is the same to the unit.
+    The gain is that rank 0 is then done `(P - 1) * I` before the last rank, and can begin its next step at once if the
+    optimizer lets it: the paper puts off the check that all ranks would have to wait for. So look at each rank's own
+    span, `Trace.spans`: on rank `r` it is `M * (F + I + W) + (P - 1 - r) * max(0, I - F, F + I - 2 * W)`, where ZB-H1's
+    rank 0 takes its whole makespan. With fewer than `2 * P - 1` micro-batches, ZB-H1 is the better one.
+
+    Every rank holds `min(M, 2 * P - 1)` activations.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.ZBH2(ranks=4, microbatches=8))
+        >>> trace.makespan, trace.spans, trace.peak_activations
+        (27.0, (24.0, 24.0, 24.0, 24.0), (7, 7, 7, 7))
+    """
+
+    source = "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2, figure 3 and table 2"
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yield the warm-up's forwards, then forward and input gradient in turn, weight gradients `2 * rank` behind."""
+        warmup = min(2 * (self.ranks - 1 - rank), self.microbatches)
+        behind = 2 * rank
+        for m in range(warmup):
+            yield F(m)
+        for m in range(self.microbatches):
+            if warmup + m < self.microbatches:
+                yield F(warmup + m)
+            yield I(m)
+            if m >= behind:
+                yield W(m - behind)
+        for m in range(max(0, self.microbatches - behind), self.microbatches):
+            yield W(m)

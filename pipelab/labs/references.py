@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from pipelab.actions import Action
 from pipelab.catalogue import schedules
+from pipelab.catalogue.looped import Looped
 from pipelab.engine.native_steps import Outcome, step_of_class, step_of_plan
 from pipelab.engine.recording import NATIVE, executed, executed_by_runtime
 from pipelab.errors import NativeRefusalError
@@ -16,9 +17,6 @@ from pipelab.plan import Plan
 from pipelab.schedule import Schedule
 
 __all__ = ["Grid", "Reference", "flat", "references"]
-
-_LOOPED = {"interleaved-1f1b", "looped-bfs", "interleaved-zb"}
-"""Schedules that PyTorch has for any number of stages per rank."""
 
 _RUNTIME = "_PipelineScheduleRuntime"
 
@@ -30,7 +28,7 @@ class Grid:
     Attributes:
         ranks: numbers of ranks.
         microbatches: numbers of micro-batches.
-        stages_per_rank: numbers of stages per rank, for schedules that take any.
+        stages_per_rank: numbers of stages per rank, for looping schedules, which take any.
         most_work: numbers are compared where ranks x micro-batches is at most this; orders everywhere.
     """
 
@@ -41,12 +39,13 @@ class Grid:
 
     def of(self, name: str) -> Iterator[Schedule]:
         """Yield a registered schedule at every size, whether it accepts the size or not."""
+        kind = schedules[name]
         for ranks in self.ranks:
             for microbatches in self.microbatches:
-                if name in _LOOPED:
-                    yield from (schedules[name](ranks, microbatches, each) for each in self.stages_per_rank)
+                if issubclass(kind, Looped):
+                    yield from (kind(ranks, microbatches, each) for each in self.stages_per_rank)
                 else:
-                    yield schedules[name](ranks, microbatches)
+                    yield kind(ranks, microbatches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +106,21 @@ class Reference:
 def references(name: str) -> tuple[Reference, ...]:
     """Return what of PyTorch a registered schedule is compared with.
 
-    Its class, where there is one; otherwise PyTorch's runtime, which runs any plan that has each stage on one rank. For
-    naive, GPipe given one micro-batch at a time does the same.
+    Its class, where there is one; otherwise PyTorch's runtime, which runs any plan that has each stage on one rank.
+    Naive is also GPipe given one micro-batch at a time, and ZB-H1 the interleaved zero bubble of one stage per rank.
     """
     if name in NATIVE:
-        return (Reference(NATIVE[name].removeprefix("Schedule"), NATIVE[name]),)
+        return (_class(NATIVE[name]),)
     runtime = Reference("runtime, our plan", _RUNTIME)
     if name == "naive":
         return (Reference("GPipe, 1 at a time", NATIVE["gpipe"], one_at_a_time=True), runtime)
+    if name == "zb-h1":
+        return (_class(NATIVE["interleaved-zb"]), runtime)
     return (runtime,)
+
+
+def _class(kind: str) -> Reference:
+    return Reference(kind.removeprefix("Schedule"), kind)
 
 
 def flat(plan: Plan) -> list[tuple[Action, ...]]:

@@ -26,22 +26,17 @@ class _Sleep(torch.autograd.Function):
     """Pass a tensor on after `forward` seconds, and its gradient after `backward` seconds."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
         began = since()
         ctx.seconds = backward
-        made = value * weight
-        ctx.save_for_backward(value, weight)
         _sleep_until(began + round(1e9 * forward))
-        return made
+        return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         began = since()
-        (gradient,) = gradients
-        value, weight = ctx.saved_tensors
-        made = gradient * weight, (gradient * value).sum().reshape(weight.shape)
         _sleep_until(began + round(1e9 * ctx.seconds))
-        return *made, None, None
+        return gradients[0], None, None
 
 
 def _sleep_until(moment: int) -> None:
@@ -59,32 +54,40 @@ def _sleep_until(moment: int) -> None:
 class EmulatedStage(nn.Module):
     """A stage that multiplies by one number and takes exactly so long, forward and backward.
 
-    Its gradients are real, so a pipeline of such stages can be verified like any other.
+    Its gradients are real, so a pipeline of such stages can be verified like any other. A full backward (`B`) takes
+    `backward_ms`; of a split one, `I` takes one part and `W` the other. On stage 0, where `I` does nothing, `W` takes
+    all of it.
 
     Args:
         forward_ms: milliseconds that a forward takes.
         backward_ms: milliseconds that a backward takes.
+        input_grad_ms: the part of `backward_ms` that the input's gradient takes; by default, half.
     """
 
-    def __init__(self, forward_ms: float, backward_ms: float) -> None:
+    def __init__(self, forward_ms: float, backward_ms: float, input_grad_ms: float | None = None) -> None:
         """Make the stage; its weight begins at one."""
         super().__init__()
         self.forward_ms = forward_ms
         self.backward_ms = backward_ms
+        self.input_grad_ms = backward_ms / 2 if input_grad_ms is None else input_grad_ms
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Return the value times the weight, `forward_ms` later. Any shape."""
-        apply: Callable[..., torch.Tensor] = _Sleep.apply
-        return apply(value, self.weight, self.forward_ms / 1e3, self.backward_ms / 1e3)
+        sleep: Callable[..., torch.Tensor] = _Sleep.apply
+        weight = sleep(self.weight, 0.0, (self.backward_ms - self.input_grad_ms) / 1e3)  # on the branch to the weight
+        return sleep(value * weight, self.forward_ms / 1e3, self.input_grad_ms / 1e3)  # on the way to the input
 
     def extra_repr(self) -> str:
-        """Return the two times."""
+        """Return the times."""
         return f"forward_ms={self.forward_ms:g}, backward_ms={self.backward_ms:g}"
 
 
 def emulated(
-    stages: int, forward_ms: float | Sequence[float] = 20, backward_ms: float | Sequence[float] = 40
+    stages: int,
+    forward_ms: float | Sequence[float] = 20,
+    backward_ms: float | Sequence[float] = 40,
+    input_grad_ms: float | Sequence[float] | None = None,
 ) -> nn.Sequential:
     """Return a model of `stages` layers, each of which sleeps for so long forward and backward.
 
@@ -92,6 +95,8 @@ def emulated(
         stages: how many.
         forward_ms: milliseconds of each forward: one number, or one per stage.
         backward_ms: milliseconds of each backward, likewise.
+        input_grad_ms: the part of `backward_ms` that `I` takes where the backward is split, likewise; `W` takes the
+            rest. By default, half each.
 
     Example:
         >>> emulated(2, forward_ms=20, backward_ms=[40, 50])
@@ -102,15 +107,27 @@ def emulated(
 
     Raises:
         SizeError: if `stages` is not a positive whole number.
-        CostError: if a time is negative, or there is not one per stage.
+        CostError: if a time is negative, there is not one per stage, or a part is longer than the whole.
     """
     require_size("stages", stages)
-    times: list[Sequence[float]] = []
-    for name, value in (("forward_ms", forward_ms), ("backward_ms", backward_ms)):
-        each = [value] * stages if isinstance(value, (int, float)) else list(value)
-        if len(each) != stages:
-            raise CostError(f"{name} has {len(each)} numbers for {stages} stages: give one number, or one per stage")
-        if min(each) < 0:
-            raise CostError(f"{name}={value!r}: a time is 0 or more")
-        times.append(each)
-    return nn.Sequential(*(EmulatedStage(forward, backward) for forward, backward in zip(*times, strict=True)))
+    forward, backward = _each("forward_ms", forward_ms, stages), _each("backward_ms", backward_ms, stages)
+    half = [time / 2 for time in backward]
+    inputs = half if input_grad_ms is None else _each("input_grad_ms", input_grad_ms, stages)
+    for part, whole in zip(inputs, backward, strict=True):
+        if part > whole:
+            raise CostError(f"input_grad_ms={part:g} is more than backward_ms={whole:g}, of which it is a part")
+    return nn.Sequential(*(EmulatedStage(*times) for times in zip(forward, backward, inputs, strict=True)))
+
+
+def _each(name: str, value: float | Sequence[float], stages: int) -> list[float]:
+    """Return one time per stage.
+
+    Raises:
+        CostError: if there are not as many, or one is negative.
+    """
+    each = [value] * stages if isinstance(value, (int, float)) else list(value)
+    if len(each) != stages:
+        raise CostError(f"{name} has {len(each)} numbers for {stages} stages: give one number, or one per stage")
+    if min(each) < 0:
+        raise CostError(f"{name}={value!r}: a time is 0 or more")
+    return each

@@ -274,16 +274,10 @@ def _require_runnable(plan: Plan) -> None:
     """Refuse what the threads engine does not run.
 
     Raises:
-        EngineError: naming the first action or stage.
+        EngineError: naming the first stage.
     """
-    numbering = plan.program.numbering
-    for rank, row in enumerate(plan.program.rows):
-        for code in row:
-            if code >= 2 * numbering.slots:
-                raise EngineError(
-                    f"{numbering.action(code)} on rank {rank}: the threads engine runs F and B; "
-                    "write B in place of I and W"
-                )
+    for code in plan.program.reduces:
+        raise EngineError(f"{plan.program.numbering.action(code)}: the threads engine does not run R yet")
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             raise EngineError(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipelab.actions import Action
 from pipelab.engine.stage import Loss, Stage
 from pipelab.program import Program
 
 __all__ = ["Instruction", "Run", "instructions"]
+
+
+Act = Callable[[int, Any, dict[int, Any], Any], Any]
+"""What a stage does for an action: takes micro-batch, value, what it keeps and the loss; returns what it made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +23,22 @@ class Instruction:
     """What a worker does for one action.
 
     Attributes:
-        code: the action.
+        action: the action.
         forward: whether it is a forward.
         microbatch: which micro-batch.
         stage: the stage that runs.
-        needs: the value it starts from; `None` for the batch's rows, or the loss.
+        act: what the stage does.
+        needs: the value it starts from, by number; `None` for the batch's rows, the loss, or what the stage kept.
         receives: whether another rank gives that value.
-        gives: the value it makes; `None` where nobody needs it.
+        gives: the value it makes, by number; `None` where nobody needs it.
         sends: whether another rank needs it.
     """
 
-    code: int
+    action: Action
     forward: bool
     microbatch: int
     stage: Stage
+    act: Act
     needs: int | None
     receives: bool
     gives: int | None
@@ -39,34 +46,47 @@ class Instruction:
 
 
 def instructions(program: Program, stages: Sequence[Stage], *, backward: bool) -> list[list[Instruction]]:
-    """Return every rank's instructions for a legal plan of `F` and `B`; only the forwards unless `backward`."""
-    numbering, rank_of = program.numbering, program.rank_of
-    slots, count = numbering.slots, numbering.stages
-    rows: list[list[Instruction]] = []
-    for rank, row in enumerate(program.rows):
-        listed: list[Instruction] = []
-        for code in row:
-            forward = code < slots
-            if not (forward or backward):
-                continue
-            microbatch, stage = divmod(code % slots, count)
-            source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-            step = target - stage
-            inner, outer = 0 <= source < count, 0 <= target < count
-            listed.append(
-                Instruction(
-                    code=code,
-                    forward=forward,
-                    microbatch=microbatch,
-                    stage=stages[stage],
-                    needs=code - step if inner else None,
-                    receives=inner and rank_of[code - step] != rank,
-                    gives=code if outer else None,
-                    sends=outer and rank_of[code + step] != rank,
-                )
-            )
-        rows.append(listed)
-    return rows
+    """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`."""
+    numbering = program.numbering
+    return [
+        [
+            _instruction(program, numbering.action(code), rank, stages, backward=backward)
+            for code in row
+            if backward or code < numbering.slots
+        ]
+        for rank, row in enumerate(program.rows)
+    ]
+
+
+def _instruction(
+    program: Program, action: Action, rank: int, stages: Sequence[Stage], *, backward: bool
+) -> Instruction:
+    """Return what a rank does for one action.
+
+    A forward takes `out` of the stage before and gives its own; `B` and `I` take `gin` of the stage after, likewise.
+    """
+    numbering, placed = program.numbering, program.placed
+    assert action.microbatch is not None
+    assert action.stage is not None
+    microbatch, number = action.microbatch, action.stage
+    stage = stages[number]
+    acts: dict[str, Act] = {
+        "F": stage.forward if backward else stage.evaluate,
+        "B": stage.backward,
+        "I": stage.backward_input,
+        "W": stage.backward_weight,
+    }
+    needs = gives = None
+    receives = sends = False
+    if action.kind != "W":  # W needs what its own I kept, and what it gives stays on the rank
+        step = 1 if action.kind == "F" else -1
+        slot = microbatch * numbering.stages + number
+        value = slot if action.kind == "F" else numbering.slots + slot
+        if 0 <= number - step < numbering.stages:
+            needs, receives = value - step, placed[slot - step] != rank
+        if 0 <= number + step < numbering.stages:
+            gives, sends = value, placed[slot + step] != rank
+    return Instruction(action, action.kind == "F", microbatch, stage, acts[action.kind], needs, receives, gives, sends)
 
 
 @dataclass(slots=True)

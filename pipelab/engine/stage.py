@@ -1,14 +1,15 @@
 """One stage of the model: its forward on a detached input, its backward from the gradient that comes back.
 
-    forward   input --detach--> leaf --module--> output --> to the next stage, which detaches it
-    backward  gradient of the output --autograd--> leaf.grad --> to the stage before
+    F   input --detach--> leaf --module--> output --> to the next stage, which detaches it
+    B   gradient of the output --autograd--> leaf.grad --> to the stage before
+    I   likewise, as far as leaf.grad needs it; W does what is left
 
 The autograd graph of a micro-batch lives from its forward to its backward, within one stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.autograd import run_backward
+from pipelab.engine.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
 from pipelab.errors import LossError
 
@@ -66,9 +68,14 @@ class Loss:
         self.values[microbatch] = loss
         return loss
 
-    def backward(self, microbatch: int, loss: torch.Tensor) -> None:
-        """Run autograd from a micro-batch's loss: its weight is the gradient that it starts from."""
-        run_backward((loss,), (torch.full_like(loss, self.weights[microbatch]),))
+    def gradient(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that a micro-batch's backward starts from: what its loss weighs."""
+        return torch.full_like(loss, self.weights[microbatch])
+
+    def let_go(self, microbatch: int) -> None:
+        """Forget the history of a micro-batch's loss."""
+        value = self.values[microbatch]
+        self.values[microbatch] = None if value is None else value.detach()
 
     def total(self) -> torch.Tensor:
         """Return the loss of the whole batch, without dimensions or history."""
@@ -98,7 +105,7 @@ class Stage:
         self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch forward; return the output. Whoever takes it must detach it."""
+        """Run one micro-batch forward; return the output. Whoever takes it must detach it; the last stage's is."""
         leaves: list[torch.Tensor | None] = []
         entry = given
         if not self.is_first:
@@ -106,11 +113,14 @@ class Stage:
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
         output = self.module(entry)
-        kept[microbatch] = (leaves, loss.of(microbatch, output) if self.is_last else output)
+        if self.is_last:
+            kept[microbatch] = (leaves, loss.of(microbatch, output))
+            return map_tensors(torch.Tensor.detach, output)
+        kept[microbatch] = (leaves, output)
         return output
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch backward; return the gradient of the stage's input.
+        """Run one micro-batch backward (`B`); return the gradient of the stage's input.
 
         Args:
             microbatch: which one.
@@ -119,17 +129,55 @@ class Stage:
             loss: the step's loss.
         """
         leaves, output = kept.pop(microbatch)
-        if self.is_last:
-            loss.backward(microbatch, output)
-        else:
-            _backward(output, gradients)
-        if len(leaves) == 1:
-            return None if leaves[0] is None else leaves[0].grad
-        return [None if leaf is None else leaf.grad for leaf in leaves]
+        outputs, starts = self._starts(microbatch, output, gradients, loss)
+        if outputs:
+            run_backward(outputs, starts)
+        return _handed_back([None if leaf is None else leaf.grad for leaf in leaves])
 
-    def evaluate(self, given: Any) -> Any:
+    def backward_input(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
+        """Run one micro-batch backward as far as the gradient of the stage's input (`I`), and return that."""
+        leaves, output = kept.pop(microbatch)
+        outputs, starts = self._starts(microbatch, output, gradients, loss)
+        inputs = [leaf for leaf in leaves if leaf is not None]
+        if not outputs or not inputs:
+            found: list[torch.Tensor | None] = [None] * len(inputs)
+            kept[microbatch] = [Branch(outputs, starts)]
+        else:
+            found, kept[microbatch] = input_gradients(outputs, starts, inputs)
+        if self.is_last:
+            loss.let_go(microbatch)  # only W needs the graph now, and it knows where to start
+        each = iter(found)
+        return _handed_back([None if leaf is None else next(each) for leaf in leaves])
+
+    def backward_weight(self, microbatch: int, _gradients: None, kept: dict[int, Any], _loss: Loss) -> None:
+        """Run what `backward_input` left of one micro-batch (`W`): the gradients of the stage's weights."""
+        weight_gradients(kept.pop(microbatch))
+
+    def evaluate(self, _microbatch: int, given: Any, _kept: dict[int, Any], _loss: Loss | None) -> Any:
         """Run one micro-batch forward, keeping nothing."""
         return self.module(map_tensors(torch.clone, given) if self.clones_input else given)
+
+    def _starts(
+        self, microbatch: int, output: Any, gradients: Any, loss: Loss
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return where a backward starts: the loss, or the outputs that have a history and got a gradient."""
+        if self.is_last:
+            return (output,), (loss.gradient(microbatch, output),)
+        if isinstance(output, torch.Tensor):
+            return ((output,), (gradients,)) if gradients is not None and output.requires_grad else ((), ())
+        outputs = tensors_of(output)
+        grads = gradients if isinstance(gradients, list) else [gradients]
+        pairs = [
+            (tensor, grad)
+            for tensor, grad in zip(outputs, grads, strict=True)
+            if grad is not None and tensor.requires_grad
+        ]
+        return [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
+
+
+def _handed_back(gradients: list[torch.Tensor | None]) -> Any:
+    """Return the gradients of a stage's inputs as the stage before takes them: one as it is, several as a list."""
+    return gradients[0] if len(gradients) == 1 else gradients
 
 
 def _leaves(given: Any) -> tuple[Any, list[torch.Tensor | None]]:
@@ -158,18 +206,3 @@ def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
 
 def _differentiable(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-def _backward(output: Any, gradients: Any) -> None:
-    """Run autograd from the outputs that have a history and got a gradient."""
-    if isinstance(output, torch.Tensor):
-        if gradients is not None and output.requires_grad:
-            run_backward((output,), (gradients,))
-        return
-    outputs = tensors_of(output)
-    grads = gradients if isinstance(gradients, list) else [gradients]
-    pairs = [
-        (tensor, grad) for tensor, grad in zip(outputs, grads, strict=True) if grad is not None and tensor.requires_grad
-    ]
-    if pairs:
-        run_backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])

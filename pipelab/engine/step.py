@@ -11,7 +11,6 @@ import torch
 from pipelab.engine.batches import join
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Run
-from pipelab.engine.trees import map_tensors
 from pipelab.plan import Plan
 from pipelab.trace import Trace
 
@@ -28,7 +27,7 @@ class Step:
     def __init__(self, loss: torch.Tensor, run: Run, plan: Plan, lanes: Sequence[Lane], labels: Sequence[str]) -> None:
         """Keep what was measured; the trace and the outputs are put together when they are asked for."""
         self.loss = loss
-        self._pieces = [map_tensors(torch.Tensor.detach, piece) for piece in run.outputs]
+        self._pieces = run.outputs
         self._marks = [
             [mark for both in zip(begun, ended, strict=True) for mark in both]
             for begun, ended in zip(run.begun, run.ended, strict=True)

@@ -41,7 +41,7 @@ _GRACE_SECONDS = 5.0
 
 
 class ThreadsEngine:
-    """Runs a legal plan of `F` and `B` on stages, one worker thread per rank.
+    """Runs a legal plan of `F`, `B`, `I` and `W` on stages, one worker thread per rank.
 
     Args:
         plan: the plan.
@@ -186,7 +186,7 @@ class ThreadsEngine:
             return error
         instruction = report.run.rows[report.rank][min(report.position, len(report.run.rows[report.rank]) - 1)]
         stage = instruction.stage.index
-        action = f"{stage}{'F' if instruction.forward else 'B'}{instruction.microbatch}"
+        action = str(instruction.action)
         told = str(error)
         where = ""
         if not isinstance(error, PipelabError):
@@ -214,9 +214,9 @@ class ThreadsEngine:
         position, computing = divmod(run.phase[rank], 2)
         if position >= len(run.rows[rank]):
             return "is done"
-        numbering, rank_of = self.plan.program.numbering, self.plan.program.rank_of
+        program = self.plan.program
         instruction = run.rows[rank][position]
-        action = numbering.action(instruction.code)
+        action = instruction.action
         place = f"{action} (stage {instruction.stage.index}, position {position})"
         if computing:
             frames = sys._current_frames()  # noqa: SLF001 - the one way to see where a thread is
@@ -224,10 +224,10 @@ class ThreadsEngine:
             return f"was running {place}" + (f", at {line_of(traceback.extract_stack(frame))}" if frame else "")
         if instruction.needs is None or not instruction.receives:
             return f"was about to run {place}"
-        giver = instruction.needs  # the value that an F or a B gives has the number of its code
+        giver = program.giver(instruction.needs)
         return (
-            f"waits, before {place}, for {numbering.value_name(giver)}, "
-            f"given by {numbering.action(giver)} on rank {rank_of[giver]}"
+            f"waits, before {place}, for {program.numbering.value_name(instruction.needs)}, "
+            f"given by {program.numbering.action(giver)} on rank {program.rank_of[giver]}"
         )
 
 

@@ -146,7 +146,7 @@ def _backward(pipe: Pipeline, loss: Loss, output: Any) -> None:
     """Run loss and backward, the latter outside of the caller's autocast, as the workers do."""
     value = loss.of(0, output)
     with switched_off(pipe.contexts()):
-        loss.backward(0, value)
+        value.backward(loss.gradient(0, value))
 
 
 def _explanation(pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: float, rewind: Any) -> str:

@@ -78,7 +78,7 @@ class Worker:
         """Run one row. This is the hot loop: at small sizes its own time is what a step costs."""
         rank, row, values, doors, phase = self.rank, run.rows[self.rank], run.values, run.doors, run.phase
         kept, loss, mark, gives, takes = run.kept[rank], run.loss, self.lane.mark, self.lane.gives, self.lane.takes
-        begin, end = run.begun[rank].append, run.ended[rank].append
+        contexts, begin, end = run.contexts, run.begun[rank].append, run.ended[rank].append
         for position, each in enumerate(row):
             # [1] wait for what the action needs
             phase[rank] = 2 * position
@@ -102,15 +102,11 @@ class Worker:
             phase[rank] = 2 * position + 1
             here.began = mark()
             begin(here.began)
-            if loss is None:
-                made = each.stage.evaluate(given)
-            elif each.forward:
-                made = each.stage.forward(each.microbatch, given, kept[each.stage.index], loss)
-            elif run.contexts:
-                with switched_off(run.contexts):
-                    made = each.stage.backward(each.microbatch, given, kept[each.stage.index], loss)
+            if contexts and not each.forward:
+                with switched_off(contexts):
+                    made = each.act(each.microbatch, given, kept[each.stage.index], loss)
             else:
-                made = each.stage.backward(each.microbatch, given, kept[each.stage.index], loss)
+                made = each.act(each.microbatch, given, kept[each.stage.index], loss)
             end(mark())
             if run.watch_nan:
                 _refuse_nan(rank, each, made, run)
@@ -143,11 +139,10 @@ def _refuse_nan(rank: int, instruction: Instruction, made: Any, run: Run) -> Non
         for tensor in tensors_of(value):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
-                action = f"{stage}{'F' if instruction.forward else 'B'}{microbatch}"
                 raise NotANumberError(
-                    f"{action} on rank {rank} made {kind}: the {what} of stage {stage}, micro-batch {microbatch}, "
-                    f"shape {tuple(tensor.shape)}, is not finite",
+                    f"{instruction.action} on rank {rank} made {kind}: the {what} of stage {stage}, "
+                    f"micro-batch {microbatch}, shape {tuple(tensor.shape)}, is not finite",
                     rank,
                     stage,
-                    action,
+                    str(instruction.action),
                 )

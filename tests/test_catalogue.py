@@ -48,7 +48,7 @@ def equal_times():
 
 
 def light_weights():
-    """F = I >= W, as measured in transformers (Qi et al. 2023, section 3): the others also wait for attention."""
+    """F = I >= W: attention has no weights, so the weight gradient is the least work."""
     return st.tuples(costs(), costs()).map(lambda pair: (max(pair), max(pair), min(pair)))
 
 

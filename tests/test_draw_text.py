@@ -21,6 +21,14 @@ DRAWINGS = {
     "gpipe-4x8": lambda: pipelab.simulate(pipelab.GPipe(4, 8)),
     "1f1b-4x8": lambda: pipelab.simulate(pipelab.OneFOneB(4, 8)),
     "delayed-4x8": lambda: pipelab.simulate(pipelab.DelayedBackward(4, 8)),
+    "interleaved-1f1b-4x8": lambda: pipelab.simulate(pipelab.Interleaved1F1B(4, 8)),
+    "looped-bfs-4x8": lambda: pipelab.simulate(pipelab.LoopedBFS(4, 8)),
+    "zb-h1-4x8": lambda: pipelab.simulate(pipelab.ZBH1(4, 8)),
+    "zb-h2-4x8": lambda: pipelab.simulate(pipelab.ZBH2(4, 8)),
+    "interleaved-zb-4x8": lambda: pipelab.simulate(pipelab.InterleavedZeroBubble(4, 8)),
+    "zbv-4x8": lambda: pipelab.simulate(pipelab.ZBV(4, 8)),
+    "dualpipev-4x8": lambda: pipelab.simulate(pipelab.DualPipeV(4, 8)),
+    "dualpipev-4x8-pairs-as-one-slot": lambda: pipelab.simulate(pipelab.DualPipeV(4, 8), Cost(pair=2.5)),
     "1f1b-2x4": lambda: pipelab.simulate(pipelab.OneFOneB(2, 4)),
     "1f1b-4x8-latency-ms": lambda: pipelab.simulate(
         pipelab.OneFOneB(4, 8), Cost(forward=1.3, backward=2.15, latency=0.4, unit="ms")
@@ -53,6 +61,12 @@ def test_a_comparison_is_the_golden_one(tmp_path):
     traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB)]
     drawn = pipelab.compare(*traces, names=["naive", "GPipe", "1F1B"]).save(tmp_path / "drawn.txt")
     assert drawn.read_text(encoding="utf-8") == (GOLDEN / "comparison-4x8.txt").read_text(encoding="utf-8")
+
+
+def test_a_comparison_shows_each_ranks_own_span_where_no_rank_takes_the_whole_makespan(tmp_path):
+    traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.OneFOneB, pipelab.ZBH1, pipelab.ZBH2, pipelab.ZBV)]
+    drawn = pipelab.compare(*traces, names=["1F1B", "ZB-H1", "ZB-H2", "ZB-V"]).save(tmp_path / "drawn.txt")
+    assert drawn.read_text(encoding="utf-8") == (GOLDEN / "comparison-zero-bubble-4x8.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("width", [76, 120, 300])

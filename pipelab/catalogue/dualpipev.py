@@ -13,14 +13,15 @@ __all__ = ["DualPipeV"]
 
 
 class DualPipeV(VShaped):
-    """A forward and a backward overlapped in nearly every slot, on two stages per rank in a V.
+    """Forwards overlapped with backwards, on two stages in a V.
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1────     3F2&0B0──── 3B2────     3F3&0B1──── 3B3──── 0I2 0W2 0I3 0W3
         rank 1 |     1F0 2F0 1F1 2F1 1F2 2B0──── 2F2&1B0──── 1F3&2B1──── 2F3&1B1──── 2B2──── 1B2────     2I3 1I3 2W3 1W3
 
-    Where a rank computes a forward of one stage and a backward of the other at the same time (`F(2, 0) & B(0, 3)`), the
-    transfers of the one hide behind the arithmetic of the other. It is one half of DualPipe's symmetric picture: the
-    other direction's micro-batches are this one's, on their way back up. So the parameters are held once, not twice.
+    In nearly every slot a rank computes a forward of one stage and a backward of the other (`F(2, 0) & B(0, 3)`): the
+    transfers of the one hide behind the arithmetic of the other. It is one half of DualPipe's symmetric picture, folded
+    at the middle: what comes from the other direction there is here on its way back up. So a rank holds two stages of
+    its own, and no parameters twice.
 
     Times per stage, as the source counts them, `FB` being an overlapped pair's: with `M >= 2 * P` micro-batches and
     `F = I >= W`, the last rank waits `(P - 1) * (FB + B - 3 * W)` and works `2 * M * (F + B)` less what its pairs save,
@@ -29,7 +30,8 @@ class DualPipeV(VShaped):
     the forward's output need not wait for the pair's end. Rank `r` holds `min(2 * M, M + 1 + r, 2 * P + 1)` stage
     activations, each half a rank's share.
 
-    PyTorch asks for `M >= 2 * P`; here every number of micro-batches will do.
+    The order is that of PyTorch's `ScheduleDualPipeV`, which asks for `M >= 2 * P`; here every number of micro-batches
+    will do.
 
     Example:
         >>> import pipelab
@@ -39,8 +41,8 @@ class DualPipeV(VShaped):
     """
 
     source = (
-        "DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1 and table 2, cut in half: Sea AI Lab 2025, "
-        "DualPipe could be better without the Dual; as PyTorch's `ScheduleDualPipeV` executes it"
+        "DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1 and table 2; cut in half: Sea AI Lab 2025, "
+        "DualPipe could be better without the Dual"
     )
 
     @property

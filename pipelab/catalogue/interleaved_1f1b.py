@@ -11,7 +11,7 @@ __all__ = ["Interleaved1F1B"]
 
 
 class Interleaved1F1B(Looped):
-    """1F1B with several stages per rank, and so with a bubble that is as many times smaller.
+    """1F1B with several stages per rank, and so a smaller bubble.
 
         rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
         rank 1 |     1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3

@@ -11,7 +11,7 @@ __all__ = ["InterleavedZeroBubble"]
 
 
 class InterleavedZeroBubble(Looped):
-    """Interleaved 1F1B with the backward split in two, as ZB-H1 splits it.
+    """Interleaved 1F1B with split backwards, as in ZB-H1.
 
         rank 0 | 0F0 0F1 2F0 2F1     2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
         rank 1 |     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
@@ -21,8 +21,10 @@ class InterleavedZeroBubble(Looped):
 
     Makespan `M * (F + I + W) + (P - 1) / v * (F + I - W)` for `P` ranks with `v` stages each and `M >= P` micro-batches
     if `W` is at most `F` and `I`; else the smallest of the three takes the place of `W`. Every rank holds at most
-    `(v - 1) * L + P` stage activations, `L` being the longest round. PyTorch asks for a multiple of the number of
-    rounds; here every number of micro-batches will do.
+    `(v - 1) * L + P` stage activations, `L` being the longest round.
+
+    The order is that of PyTorch's `ScheduleInterleavedZeroBubble`, which asks for a multiple of the number of rounds;
+    here every number of micro-batches will do.
 
     Example:
         >>> import pipelab
@@ -33,8 +35,7 @@ class InterleavedZeroBubble(Looped):
 
     source = (
         "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, over the stages of "
-        "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2; as PyTorch's "
-        "`ScheduleInterleavedZeroBubble` executes it"
+        "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2"
     )
 
     def actions(self, rank: int) -> Iterator[Action]:

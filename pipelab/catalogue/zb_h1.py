@@ -11,15 +11,15 @@ __all__ = ["ZBH1"]
 
 
 class ZBH1(Schedule):
-    """1F1B with the backward split in two: input gradients at once, weight gradients where a rank would wait.
+    """1F1B with split backwards: weight gradients fill the bubble.
 
         rank 0 | F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
         rank 1 |    F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         rank 2 |       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-    Only the input gradient `I` keeps another rank waiting (the paper calls it B). Rank `r` puts its weight gradients
-    off by `r` micro-batches: so the first input gradients reach rank 0 sooner, and the weight gradients that are left
-    fill the drain.
+    Only the input gradient `I` keeps another rank waiting (the paper calls it B), so it comes first, and the weight
+    gradient `W` where a rank would wait. Rank `r` puts its weight gradients off by `r` micro-batches: the first input
+    gradients reach rank 0 sooner, and the weight gradients that are left fill the drain.
 
     Makespan `M * (F + I + W) + (P - 1) * (F + I - W)` for `P` ranks and `M >= P` micro-batches if `W` is at most `F`
     and `I`: a third of 1F1B's bubble where all three are equal. In general it is `M * (F + I + W) + (P - 1) * (F + I) -

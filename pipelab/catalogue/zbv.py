@@ -12,22 +12,22 @@ __all__ = ["ZBV"]
 
 
 class ZBV(VShaped):
-    """Two stages per rank in a V, the backward split in two: no bubble, and no more memory than 1F1B's.
+    """Split backwards on two stages per rank in a V: no bubble.
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         rank 1 |     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 
     Down the ranks and back up: a micro-batch's backward starts on rank 0, where its forward did, so every rank holds
-    what 1F1B's rank 0 holds, and ZB-H2's gain costs no more memory.
+    what 1F1B's rank 0 holds: ZB-H2's gain, in 1F1B's memory.
 
     With `M >= 2 * P - 1` micro-batches and `F = I = W` every rank's own span is `M * (F + I + W)`, without a bubble,
     and the makespan is `(P - 1) * F / 2` more, because the ranks do not start at once. Every rank holds `2 * P` stage
     activations, each half a rank's share: `P` of 1F1B's. With fewer micro-batches, rank `r` holds `min(2 * M, M + 1 +
     r, 2 * P)`.
 
-    The order is fixed, and fitted to equal times. Where `F = I > W`, as in real models, rank `r` waits `(P - 1 - r) *
-    (F - W)` within its span, and the makespan is `M * (F + I + W) + (P - 1) * max(F / 2, F - W)`; other times do worse.
-    The paper lays the actions out anew for measured times; PyTorch's order and this one do not.
+    The order is PyTorch's: fixed, and fitted to equal times. Where `F = I > W`, rank `r` waits
+    `(P - 1 - r) * (F - W)` within its span, and the makespan is `M * (F + I + W) + (P - 1) * max(F / 2, F - W)`; where
+    `F` and `I` differ too, all ranks wait. The paper lays the actions out anew for measured times.
 
     Example:
         >>> import pipelab

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 import pipelab
 from pipelab.checking import Draftable, as_plan
@@ -68,9 +70,10 @@ def options(
 @app.command()
 def schedules() -> None:
     """List the schedules that come with pipelab."""
-    table = Table("name", "what it does", "source", box=None, pad_edge=False)
+    table = Table("name", "what it does, and its source", box=None, pad_edge=False)
     for name, kind in pipelab.schedules.items():
-        table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0], kind.source)
+        table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0])
+        table.add_row("", Padding(Text(kind.source, style="dim"), (0, 0, 0, 2)))
     Console().print(table)
 
 

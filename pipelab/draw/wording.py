@@ -90,19 +90,27 @@ def span(trace: Trace) -> str:
 
 
 def figures(trace: Trace) -> str:
-    """Return makespan, bubble and peak in one line.
+    """Return makespan, bubble and peak in one line, and the ranks' own spans where they tell more than the makespan.
 
     Example:
         >>> import pipelab
         >>> figures(pipelab.simulate(pipelab.OneFOneB(4, 8)))
         'makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1'
+        >>> figures(pipelab.simulate(pipelab.ZBH2(4, 8)))
+        'makespan 27 units, bubble 11.1 %, peak activations 7 7 7 7, own spans 24 24 24 24'
     """
     peaks = elided(trace.peak_activations)
-    return f"makespan {span(trace)}, bubble {percent(trace.bubble)}, peak activations {peaks}"
+    own = f", own spans {elided(map(number, trace.spans))}" if _slanted(trace) else ""
+    return f"makespan {span(trace)}, bubble {percent(trace.bubble)}, peak activations {peaks}{own}"
+
+
+def _slanted(trace: Trace) -> bool:
+    """Tell whether no rank is at it from the first start to the last end: ZB-H2's lanes are a parallelogram."""
+    return max(trace.spans, default=0.0) < 0.99 * trace.makespan
 
 
 def table(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return a comparison's figures as rows of cells, heads first.
+    """Return a comparison's figures as rows of cells, heads first; the ranks' own spans where they tell something.
 
     Example:
         >>> import pipelab
@@ -111,19 +119,23 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
         ('name', 'makespan', 'bubble', 'peak activations', 'peak share of batch', 'busy share per rank')
         ('1F1B', '33 units', '27.3 %', '4 3 2 1', '50 38 25 13 %', '73 73 73 73 %')
     """
-    heads = ("name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank")
+    heads = ["name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank"]
     rows = [
-        (
+        [
             clean(row.name),
             span(trace),
             percent(row.bubble),
             elided(row.peak_activations),
             percents(row.peak_share),
             percents(row.busy_share),
-        )
+        ]
         for row, trace in zip(comparison.rows, comparison.traces, strict=True)
     ]
-    return [heads, *rows]
+    lines = [heads, *rows]
+    if any(map(_slanted, comparison.traces)):
+        own = [elided(map(number, row.spans)) for row in comparison.rows]
+        lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["own spans", *own], strict=True)]
+    return list(map(tuple, lines))
 
 
 def headline(trace: Trace, name: str | None = None) -> str:

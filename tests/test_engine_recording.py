@@ -8,8 +8,9 @@ import pytest
 
 from pipelab import Plan, check, schedules, simulate
 from pipelab.engine import native
-from pipelab.engine.recording import NATIVE, RecordingStage, executed, executed_by_runtime, native_place
+from pipelab.engine.recording import NATIVE, executed, executed_by_runtime, native_place, order_table
 from pipelab.errors import EngineError, NativeRefusalError
+from pipelab.labs.conformance import first_difference
 
 # Derived by hand from the papers' figures and from reading the loops, not from a run.
 BY_HAND = {
@@ -49,12 +50,18 @@ def test_the_input_gradient_and_the_weight_gradient_are_told_from_the_full_backw
 
 
 def test_the_order_table_of_1f1b_is_wrong_on_the_last_rank_and_its_execution_right() -> None:
-    kind = native.schedule_class("Schedule1F1B")
-    table = native.order_table(kind(RecordingStage(0, 2, 0, 2, []), 4))
+    table = order_table("Schedule1F1B", 2, 4)
     done = tuple(tuple(map(str, row)) for row in executed("Schedule1F1B", 2, 4).rows)
     assert table[0] == done[0]
     assert table[1] == ("1F1", "1B0", "1F2", "1B1", "1F3", "1B2", "1F4", "1B3")
     assert done[1] == ("1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3")
+
+
+@pytest.mark.parametrize("kind", sorted(set(NATIVE.values()) - {"Schedule1F1B"}))
+def test_the_order_tables_of_the_others_are_what_they_execute(kind: str) -> None:
+    size = (3, 6, 1 if kind == "ScheduleGPipe" else 2)
+    table = Plan.parse(" ".join(row) for row in order_table(kind, *size))
+    assert first_difference(table, executed(kind, *size)) is None
 
 
 def test_a_size_that_pytorch_refuses_is_refused_in_its_words() -> None:

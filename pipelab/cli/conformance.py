@@ -17,8 +17,8 @@ __all__ = ["markdown", "show_conformance"]
 
 _HEADINGS = ("schedule", "PyTorch's Schedule…", "sizes", "orders", "runs", "gradients", "loss")
 _LEGEND = (
-    "orders: of every rank, action for action, as PyTorch executes them; overlapped pairs count as forward, backward. "
-    "runs: steps on the same model and batch, whose gradients and losses are compared."
+    "orders: action for action, as PyTorch executes them; an overlapped pair counts as its forward, then its backward. "
+    "runs: steps of both on the same model and batch, at the smaller sizes; their gradients and losses are compared."
 )
 _MOST_TOLD = 3
 
@@ -31,7 +31,14 @@ def show_conformance(
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("comparing with PyTorch", total=count(names, grid))
         report = conformance(names, grid, processes, lambda: progress.advance(task))
-    table = Table(title=_title(report), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=_title(report),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for heading in _HEADINGS:
         table.add_column(heading, justify="right" if heading in ("sizes", "runs") else "left")
     for line in report.lines:
@@ -55,7 +62,8 @@ def markdown(report: Report) -> str:
     """Return the table as Markdown."""
     rows = [_HEADINGS, ["---"] * len(_HEADINGS), *map(_cells, report.lines)]
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
-    return "\n".join([f"**{_title(report)}**", "", *lines, "", " ".join([_LEGEND, *_notes(report)]), ""])
+    notes = [f"- {note}" for note in [_LEGEND, *_notes(report)]]
+    return "\n".join([f"**{_title(report)}**", "", *lines, "", *notes, ""])
 
 
 def _title(report: Report) -> str:
@@ -83,9 +91,10 @@ def _notes(report: Report) -> list[str]:
     notes = []
     for line in report.lines:
         if line.refused:
-            notes.append(f"{line.schedule}: pipelab accepts {line.refused} sizes more. {line.refusal}")
+            words = line.refusal.partition(": ")[2]
+            notes.append(f"{line.schedule}: pipelab accepts {line.refused} sizes more; PyTorch says: {words}")
         if line.not_ours:
             notes.append(f"{line.schedule}: PyTorch accepts {line.not_ours} sizes more.")
     processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})
     where = f", and in {' and '.join(map(str, processes))} processes with gloo" if processes else ""
-    return [*notes, f"PyTorch ran in one process{where}."]
+    return [f"PyTorch ran in one process{where}.", *notes]

@@ -24,7 +24,7 @@ from pipelab.engine import native
 from pipelab.errors import EngineError, NativeRefusalError
 from pipelab.plan import Plan
 
-__all__ = ["NATIVE", "RecordingStage", "executed", "executed_by_runtime", "native_place", "watch"]
+__all__ = ["NATIVE", "RecordingStage", "executed", "executed_by_runtime", "native_place", "order_table", "watch"]
 
 NATIVE = {
     "gpipe": "ScheduleGPipe",
@@ -111,11 +111,24 @@ def executed(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1)
         NativeRefusalError: if PyTorch refuses the size.
         EngineError: if this torch has no such class, or asks a stage for what the recorder does not know.
     """
-    stages = ranks * stages_per_rank
-    held = [[stage for stage in range(stages) if native_place(kind, ranks, stage) == rank] for rank in range(ranks)]
+    held = _held(kind, ranks, stages_per_rank)
     rows = [_row(kind, held, rank, microbatches) for rank in range(ranks)]
-    name = f"{kind}(ranks={ranks}, microbatches={microbatches}) as torch {torch.__version__} executes it"
-    return Plan(rows, stages, microbatches, name=name)
+    more = f", stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""
+    name = f"{kind}(ranks={ranks}, microbatches={microbatches}{more}) as torch {torch.__version__} executes it"
+    return Plan(rows, ranks * stages_per_rank, microbatches, name=name)
+
+
+def order_table(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[tuple[str, ...], ...]:
+    """Return what a native schedule's own table says that each rank does, which need not be what it executes.
+
+    Example:
+        >>> order_table("Schedule1F1B", ranks=2, microbatches=3)[1]
+        ('1F1', '1B0', '1F2', '1B1', '1F3', '1B2')
+
+    Raises:
+        NativeRefusalError: if PyTorch refuses the size.
+    """
+    return native.order_table(_schedule(kind, _held(kind, ranks, stages_per_rank), 0, microbatches, []))
 
 
 def executed_by_runtime(plan: Plan) -> Plan:
@@ -165,6 +178,12 @@ def _both(note: Callable[..., None], run: Callable[..., Any]) -> Callable[..., A
     return noted
 
 
+def _held(kind: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
+    """Return the stages of each rank."""
+    stages = range(ranks * stages_per_rank)
+    return [[stage for stage in stages if native_place(kind, ranks, stage) == rank] for rank in range(ranks)]
+
+
 def _row(
     kind: str,
     held: Sequence[Sequence[int]],
@@ -172,32 +191,15 @@ def _row(
     microbatches: int,
     rows: Iterable[Iterable[Item]] | None = None,
 ) -> Record:
-    """Return what one rank executes.
-
-    Args:
-        kind: the name of PyTorch's class.
-        held: for each rank, its stages.
-        rank: which rank.
-        microbatches: how many micro-batches.
-        rows: the order of all ranks, for the runtime, which has none of its own.
+    """Return what one rank executes; the runtime, which has no order of its own, is given one.
 
     Raises:
         NativeRefusalError: with PyTorch's own words.
         EngineError: if this torch asks a stage for what the recorder does not know.
     """
-    cls = native.schedule_class(kind)
-    stages = sum(map(len, held))
     record: Record = []
-    recorders = [RecordingStage(index, stages, rank, len(held), record) for index in held[rank]]
-    single = issubclass(cls, native.load().schedules.PipelineScheduleSingle)
     try:
-        schedule = cls(recorders[0] if single else recorders, microbatches, loss_fn=lambda *_: None)
-        if rows is not None:
-            native.lower(schedule, rows)
-    except (ValueError, AssertionError) as error:
-        raise NativeRefusalError(f"{kind} of torch {torch.__version__}: {' '.join(str(error).split())}") from error
-    try:
-        native.run_on_recorders(schedule, microbatches)
+        native.run_on_recorders(_schedule(kind, held, rank, microbatches, record, rows), microbatches)
     except AttributeError as error:
         if not isinstance(error.obj, RecordingStage):
             raise
@@ -206,3 +208,37 @@ def _row(
             "executed orders does not have: use torch 2.10 to 2.13 to compare with PyTorch"
         ) from error
     return record
+
+
+def _schedule(
+    kind: str,
+    held: Sequence[Sequence[int]],
+    rank: int,
+    microbatches: int,
+    record: Record,
+    rows: Iterable[Iterable[Item]] | None = None,
+) -> Any:
+    """Return a rank's native schedule, its stages recording.
+
+    Args:
+        kind: the name of PyTorch's class.
+        held: for each rank, its stages.
+        rank: which rank.
+        microbatches: how many micro-batches.
+        record: where the stages write what they are asked to do.
+        rows: the order of all ranks, for the runtime.
+
+    Raises:
+        NativeRefusalError: with PyTorch's own words.
+    """
+    cls = native.schedule_class(kind)
+    single = issubclass(cls, native.load().schedules.PipelineScheduleSingle)
+    stages = sum(map(len, held))
+    recorders = [RecordingStage(index, stages, rank, len(held), record) for index in held[rank]]
+    try:
+        schedule = cls(recorders[0] if single else recorders, microbatches, loss_fn=lambda *_: None)
+        if rows is not None:
+            native.lower(schedule, rows)
+    except (ValueError, AssertionError) as error:
+        raise NativeRefusalError(f"{kind} of torch {torch.__version__}: {' '.join(str(error).split())}") from error
+    return schedule

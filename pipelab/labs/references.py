@@ -35,7 +35,7 @@ class Grid:
     ranks: Sequence[int] = (1, 2, 3, 4, 8)
     microbatches: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
     stages_per_rank: Sequence[int] = (2, 3)
-    most_work: int = 32
+    most_work: int = 16
 
     def of(self, name: str) -> Iterator[Schedule]:
         """Yield a registered schedule at every size, whether it accepts the size or not."""

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from multiprocessing.connection import Connection
 
@@ -77,21 +78,23 @@ def _serve(rank: int, port: int, width: int, batch: int, commands: Connection) -
     def step(engine: str, name: str, microbatches: int) -> Callable[[], object]:
         plan = pipelab.schedules[name](RANKS, microbatches).plan()
         if engine == "torch":
-            pipe = pipelab.Pipeline(model, plan, nn.functional.mse_loss, engine="torch", intra_op_threads=1)
+            made = pipelab.Pipeline(model, plan, nn.functional.mse_loss, engine="torch", intra_op_threads=1)
+            pipe = opened.enter_context(made)
             return lambda: pipe.step(x, y)
         return _native_step(NATIVE[name], plan, rank, model, x, y)
 
-    while (command := commands.recv()) is not None:
-        *what, count = command
-        run = step(*what)
-        times = []
-        for _ in range(count):
-            model.zero_grad()
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-        commands.send(times)
+    with ExitStack() as opened:
+        while (command := commands.recv()) is not None:
+            *what, count = command
+            run = step(*what)
+            times = []
+            for _ in range(count):
+                model.zero_grad()
+                dist.barrier()
+                began = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - began)
+            commands.send(times)
     dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import distributed
 
-from pipelab import Plan, schedules
+from pipelab import B, F, Plan, Schedule, schedules
 from pipelab.cli import conformance as showing
 from pipelab.engine import native
 from pipelab.engine.native_steps import Task, alone, step_of_class
@@ -22,10 +22,13 @@ from pipelab.labs.native_processes import Job, run_in_processes
 from pipelab.labs.references import Grid, references
 from pipelab.labs.same_work import same_model, same_task
 
+WHOLE = [name for name, kind in schedules.items() if all(len(on) == 1 for on in kind(2, 4).plan().replicas.values())]
+"""The schedules that keep each stage on one rank, which is what PyTorch can run."""
+
 SMALL = Grid(ranks=(1, 2, 3), microbatches=(2, 3, 4, 6), stages_per_rank=(2,), most_work=8)
 
 
-@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("name", WHOLE)
 def test_every_order_is_pytorchs_and_every_gradient_has_the_same_bits(name: str) -> None:
     report = conformance([name], Grid())
     assert report.torch == torch.__version__
@@ -58,6 +61,26 @@ def test_a_size_that_only_pipelab_accepts_is_counted_with_pytorchs_words() -> No
     (line,) = conformance(["1f1b"], SMALL).lines
     assert (line.sizes, line.refused) == (11, 1)
     assert "greater than or equal to the number of stages (3)" in line.refusal
+
+
+class BothWays(Schedule):
+    """The second half of the micro-batches goes through the ranks the other way round: every stage is on two ranks."""
+
+    def place(self, microbatch, stage):
+        return stage if microbatch < self.microbatches // 2 else self.ranks - 1 - stage
+
+    def actions(self, rank):
+        for make in (F, B):
+            for m in range(self.microbatches):
+                yield from (make(m, stage) for stage in range(self.stages) if self.place(m, stage) == rank)
+
+
+def test_a_schedule_that_pytorch_cannot_run_is_shown_with_the_reason_and_no_figures(monkeypatch) -> None:
+    monkeypatch.setitem(schedules, "both-ways", BothWays)
+    (line,) = conformance(["both-ways"], Grid(ranks=(2,), microbatches=(4,)), processes=(2,)).lines
+    assert (line.sizes, line.refused, line.numbers) == (0, 1, ())
+    assert line.refusal.endswith("Stage 1 is assigned to both rank 1 and rank 0")
+    assert showing._cells(line) == ["both-ways", "runtime, our plan", "0", "", "", "", ""]
 
 
 @pytest.fixture
@@ -161,16 +184,16 @@ def shown(names: list[str], **options: object) -> tuple[str, bool]:
 
 
 def test_the_table_fits_into_80_columns_and_says_which_torch_and_when(tmp_path) -> None:
-    text, same = shown(list(schedules), save=tmp_path / "table.md")
+    text, same = shown(WHOLE, save=tmp_path / "table.md")
     assert same
     assert max(len(line) for line in text.splitlines() if not line.startswith("wrote ")) <= 80
     assert f"torch {torch.__version__}, 20" in text
     assert "differ" not in text
-    for name in schedules:
+    for name in WHOLE:
         (line, *_) = [line for line in text.splitlines() if line.split()[:1] == [name]]
         assert line.split()[-2:] == ["bit-equal", "equal"]
     written = (tmp_path / "table.md").read_text()
-    assert written.count("\n| ") == 2 + sum(len(references(name)) for name in schedules)
+    assert written.count("\n| ") == 2 + sum(len(references(name)) for name in WHOLE)
 
 
 @pytest.mark.usefixtures("reversed_backwards")
@@ -189,7 +212,7 @@ def test_the_table_shows_both_orders_of_the_first_sizes_that_differ() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_pytorch_in_processes_executes_what_was_recorded_and_has_the_same_bits(ranks: int) -> None:
     """What real stages are asked to do, in processes that talk through gloo, is what the recorder says and we plan."""
-    report = conformance(list(schedules), Grid(ranks=(ranks,), microbatches=(2 * ranks,), most_work=0), (ranks,))
+    report = conformance(WHOLE, Grid(ranks=(ranks,), microbatches=(2 * ranks,), most_work=0), (ranks,))
     for line in report.lines:
         assert [str(difference) for difference in line.differences] == []
         assert [(each.processes, each.same_gradients, each.same_loss) for each in line.numbers] == [(ranks, True, True)]

@@ -92,9 +92,13 @@ def _notes(report: Report) -> list[str]:
     for line in report.lines:
         if line.refused:
             words = line.refusal.partition(": ")[2]
-            notes.append(f"{line.schedule}: pipelab accepts {line.refused} sizes more; PyTorch says: {words}")
+            notes.append(f"{line.schedule}: pipelab accepts {_sizes(line.refused)} more; PyTorch says: {words}")
         if line.not_ours:
-            notes.append(f"{line.schedule}: PyTorch accepts {line.not_ours} sizes more.")
+            notes.append(f"{line.schedule}: PyTorch accepts {_sizes(line.not_ours)} more.")
     processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})
     where = f", and in {' and '.join(map(str, processes))} processes with gloo" if processes else ""
     return [f"PyTorch ran in one process{where}.", *notes]
+
+
+def _sizes(number: int) -> str:
+    return f"{number} size{'s' if number != 1 else ''}"

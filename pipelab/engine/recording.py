@@ -240,5 +240,6 @@ def _schedule(
         if rows is not None:
             native.lower(schedule, rows)
     except (ValueError, AssertionError) as error:
-        raise NativeRefusalError(f"{kind} of torch {torch.__version__}: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).partition("\n\n")[0].split())  # without the whole schedule, which may follow
+        raise NativeRefusalError(f"{kind} of torch {torch.__version__}: {words}") from error
     return schedule

@@ -217,6 +217,8 @@ def _with_processes(lines: list[Line], pairs: Sequence[tuple[str, Reference]], r
         plan = _plan(next(iter(grid.of(name))))
         if plan is not None and lines[index].sizes:  # else: PyTorch cannot run it
             todo.append((index, plan))
+    if not todo:
+        return lines
     ran = run_in_processes([pairs[index][1].job(plan) for index, plan in todo], ranks)
     found = list(lines)
     with one_thread():

@@ -23,7 +23,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pipelab
-from pipelab.draw.page import page
+from pipelab.draw.page import comparison_page, page
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -32,9 +32,12 @@ mpl.use("agg")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each tutorial, a file for each of its figures, and the page that `reference/drawing.md` shows."""
-    example = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8))
-    files.append(File.generated(config, "reference/1f1b.html", content=page(example)))
+    """Add a page for each tutorial, a file for each of its figures, and the pages that the reference shows."""
+    traces = {name: pipelab.simulate(kind(ranks=4, microbatches=8)) for name, kind in pipelab.schedules.items()}
+    files.append(File.generated(config, "reference/1f1b.html", content=page(traces["1f1b"])))
+    shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
+    catalogue = pipelab.compare(*(traces[name] for name in shown), names=shown)
+    files.append(File.generated(config, "reference/catalogue.html", content=comparison_page(catalogue)))
     for source in sorted(Path(config.config_file_path).parent.glob("tutorials/*.py")):
         text, figures = render(source)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=text))

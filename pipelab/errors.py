@@ -62,7 +62,7 @@ class MissingProgramError(PipelabError):
 
 
 class SizeError(PipelabError):
-    """A number of ranks, micro-batches or stages is not a positive whole number."""
+    """A number of ranks, micro-batches or stages is not a positive whole number, or not one that can be."""
 
 
 class CostError(PipelabError):

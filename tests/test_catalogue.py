@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import oracle
@@ -373,6 +374,12 @@ def test_with_transfer_latency_1f1b_is_slower_than_gpipe():
     assert simulate(pipelab.OneFOneB(4, 8), cost).makespan > simulate(pipelab.GPipe(4, 8), cost).makespan
 
 
+def test_dualpipevs_pairs_can_be_one_slot_at_every_size():
+    for size in SIZES:
+        trace = simulate(pipelab.DualPipeV(*size), Cost(pair=2.5))
+        assert trace.makespan <= simulate(pipelab.OneFOneB(*size)).makespan
+
+
 @given(sizes())
 def test_interleaved_zero_bubble_with_one_stage_per_rank_is_zb_h1(size):
     assert pipelab.InterleavedZeroBubble(*size, stages_per_rank=1).plan().rows == pipelab.ZBH1(*size).plan().rows
@@ -429,6 +436,19 @@ def test_dualpipev_overlaps_all_but_the_first_and_last_few_actions(size):
 @every_schedule
 def test_every_schedule_names_its_source(name):
     assert len(schedules[name].source) > 20
+
+
+def test_the_tables_of_the_reference_have_every_schedule_and_what_simulate_gives():
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "schedules.md").read_text(encoding="utf-8")
+    formulas, figures = ({}, {})
+    for name, cells in re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page, re.MULTILINE):
+        (figures if name in formulas else formulas)[name] = cells.split(" | ")
+    assert list(formulas) == list(figures) == list(schedules)
+    for name, cells in figures.items():
+        (row,) = pipelab.compare(simulate(schedules[name](4, 8))).rows
+        share = f"{100 * max(row.peak_share) + 1e-9:.0f} %"
+        peaks = " ".join(map(str, row.peak_activations))
+        assert cells == [f"{row.makespan:g}", f"{100 * row.bubble:.1f} %", peaks, share]
 
 
 # The drawings in the docstrings

@@ -22,6 +22,7 @@ __all__ = [
     "LoadError",
     "LossError",
     "MissingProgramError",
+    "NativeRefusalError",
     "NotANumberError",
     "NotationError",
     "PipelabError",
@@ -149,6 +150,10 @@ class NotANumberError(StageError):
 
 class StepTimeoutError(EngineError):
     """Nothing moved for the time allowed; the message says what every rank was doing or waiting for."""
+
+
+class NativeRefusalError(EngineError):
+    """PyTorch's own schedule does not exist at the size that was asked for."""
 
 
 class PipelineClosedError(EngineError):

@@ -91,6 +91,29 @@ def test_a_students_file_is_checked_simulated_and_drawn(pipelab_command, folder)
     assert output.count("wrote ") == 3
 
 
+def test_conformance_compares_the_sizes_that_are_asked_for(pipelab_command, folder):
+    code, output, _ = pipelab_command("conformance", "-s", "1f1b", "-s", "delayed", "-r", "2", "-m", "4", "-o", "t.md")
+    assert code == 0
+    assert [line.split()[0] for line in output.splitlines() if "bit-equal" in line] == ["1f1b", "delayed"]
+    assert Path("t.md").read_text().count("| 1 | equal | 1 | bit-equal | equal |") == 2
+
+
+def test_conformance_with_another_order_ends_with_exit_code_1(pipelab_command, monkeypatch):
+    monkeypatch.setitem(pipelab.schedules, "1f1b", pipelab.GPipe)
+    code, output, _ = pipelab_command("conformance", "-s", "1f1b", "-r", "2", "-m", "4")
+    assert code == 1
+    assert "GPipe(ranks=2, microbatches=4): rank 0 differs at position 2" in output
+    assert "PyTorch | 0F0 0F1 0B0 0F2" in output
+    assert "pipelab | 0F0 0F1 0F2 0F3" in output
+
+
+def test_conformance_of_an_unknown_schedule_names_the_known_ones(pipelab_command):
+    code, _, error = pipelab_command("conformance", "-s", "1f1p")
+    assert code == 1
+    assert "'1f1p' is no schedule; did you mean 1f1b?" in error
+    assert "registered: naive" in error
+
+
 def test_parameters_of_a_schedule_are_set_by_name(pipelab_command, folder):
     Path("mine.py").write_text(RIGHT)
     assert "Chatty(many)" in pipelab_command("check", "mine.py:Chatty", "--set", "words=many")[1]

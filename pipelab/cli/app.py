@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.text import Text
 
 import pipelab
 from pipelab.checking import as_plan
-from pipelab.cli.targets import find, settings
+from pipelab.cli.targets import find, registered, settings
 from pipelab.draw import text
 from pipelab.errors import LoadError, PipelabError
 from pipelab.faults import ranges
@@ -214,6 +214,32 @@ def demo(
     from pipelab.cli.showing import show_demo
 
     show_demo(folder, steps)
+
+
+@app.command()
+def conformance(
+    schedule: Annotated[
+        list[str] | None, typer.Option("--schedule", "-s", help="a schedule's name; repeatable; by default, all")
+    ] = None,
+    ranks: Annotated[list[int] | None, typer.Option("--ranks", "-r", min=1, help="repeatable")] = None,
+    microbatches: Annotated[list[int] | None, typer.Option("--microbatches", "-m", min=1, help="repeatable")] = None,
+    stages_per_rank: Annotated[
+        list[int] | None, typer.Option(min=1, help="for schedules that take any number of them; repeatable")
+    ] = None,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="run PyTorch also in two and in four processes, as it is meant to")
+    ] = False,
+    save: Annotated[Path | None, typer.Option("--save", "-o", help="write the table to this file, as Markdown")] = None,
+) -> None:
+    """Compare orders, gradients and losses with the PyTorch that is installed. Exit code 1 if anything differs."""
+    from pipelab.cli.conformance import show_conformance
+    from pipelab.labs.references import Grid
+
+    sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    grid = Grid(**{name: value for name, value in sizes.items() if value})
+    names = [registered(name) for name in schedule or pipelab.schedules]
+    if not show_conformance(names, grid, (2, 4) if processes else (), save).same:
+        raise typer.Exit(1)
 
 
 def _find(target: str, ranks: int, microbatches: int, replicas: int, sets: list[str] | None) -> Plan | Schedule:

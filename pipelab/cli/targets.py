@@ -17,7 +17,7 @@ from pipelab.faults import students_line
 from pipelab.plan import Plan
 from pipelab.schedule import Schedule
 
-__all__ = ["find", "settings"]
+__all__ = ["find", "registered", "settings"]
 
 
 def find(target: str, ranks: int, microbatches: int, options: dict[str, Any]) -> Plan | Schedule:
@@ -40,14 +40,21 @@ def find(target: str, ranks: int, microbatches: int, options: dict[str, Any]) ->
             raise LoadError(f"{path} is not text: {error}") from error
     if path.endswith(".py"):
         return _make(_schedule_in(_load(_existing(path)), name, path), ranks, microbatches, options)
-    if target in schedules:
-        return _make(schedules[target], ranks, microbatches, options)
-    close = get_close_matches(target.lower(), schedules, n=1)
+    name = registered(target, "\n  or a file of your own: my_file.py:MySchedule, plan.csv")
+    return _make(schedules[name], ranks, microbatches, options)
+
+
+def registered(name: str, alternative: str = "") -> str:
+    """Return the name of a registered schedule.
+
+    Raises:
+        LoadError: if there is none of this name; the message lists them, and ends with the alternative.
+    """
+    if name in schedules:
+        return name
+    close = get_close_matches(name.lower(), schedules, n=1)
     guess = f"; did you mean {close[0]}?" if close else ""
-    raise LoadError(
-        f"{target!r} is no schedule{guess}\n  registered: {', '.join(schedules)}\n"
-        "  or a file of your own: my_file.py:MySchedule, plan.csv"
-    )
+    raise LoadError(f"{name!r} is no schedule{guess}\n  registered: {', '.join(schedules)}{alternative}")
 
 
 def settings(texts: list[str], option: str = "--set") -> dict[str, Any]:

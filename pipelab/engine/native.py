@@ -40,6 +40,12 @@ class Native:
     stage_backward_input: Any
     stage_backward_weight: Any
 
+    def local_stage(self, module: torch.nn.Module, index: int, count: int, device: torch.device) -> Any:
+        """Return one of a pipeline's stages that all are in this process, for PyTorch's native schedules."""
+        stage = self.stage(module, index, count, device)
+        stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - up to torch 2.11 it would greet itself, and wait
+        return stage
+
 
 _NAMES = {
     "action": ("schedules", "_Action"),

@@ -31,10 +31,21 @@ if TYPE_CHECKING:
 mpl.use("agg")
 
 
+TRACES = {
+    "replicas": lambda: pipelab.simulate(
+        pipelab.replicate(pipelab.OneFOneB(ranks=3, microbatches=4), 2),
+        pipelab.Cost(forward=1, backward=2, all_reduce=2),
+    ),
+}
+"""The timelines that `reference/schedules.md` shows, by file name."""
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each tutorial, a file for each of its figures, and the page that `reference/drawing.md` shows."""
+    """Add a page for each tutorial, a file for each of its figures, and what the reference shows."""
     example = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8))
     files.append(File.generated(config, "reference/1f1b.html", content=page(example)))
+    for name, trace in TRACES.items():
+        files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))
     for source in sorted(Path(config.config_file_path).parent.glob("tutorials/*.py")):
         text, figures = render(source)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=text))

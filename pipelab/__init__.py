@@ -22,6 +22,7 @@ from pipelab.checking import check
 from pipelab.errors import PipelabError, ScheduleError
 from pipelab.faults import Fault
 from pipelab.plan import Plan
+from pipelab.replication import replicate
 from pipelab.schedule import Schedule
 from pipelab.simulation import Cost, simulate
 from pipelab.trace import Event, Trace, Transfer
@@ -64,6 +65,7 @@ __all__ = [
     "critical_path",
     "devices",
     "emulated",
+    "replicate",
     "schedules",
     "simulate",
     "split",

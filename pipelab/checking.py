@@ -75,7 +75,7 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
     incomplete, missing_values = missing(program)
     walk = traverse(program, given=missing_values)
     disorder: list[Fault] = []
-    if walk.stuck or program.reduces:
+    if walk.stuck or program.written_reduces:
         disorder, excused = _unordered(program)
         if excused:
             walk = traverse(program, given=missing_values, excused=excused)
@@ -97,7 +97,7 @@ def require_legal(plan: Plan) -> Traversal:
         return program.walk
     if not program.faults and not misplaced(program) and complete(program):
         walk = traverse(program)
-        if not walk.stuck and not (program.reduces and _unordered(program)[0]):
+        if not walk.stuck and not (program.written_reduces and _unordered(program)[0]):
             program.walk = walk
             return walk
     raise ScheduleError(check(plan), plan.name)

@@ -16,7 +16,7 @@ def complete(program: Program) -> bool:
     """Tell whether there are as many forwards and backwards as there must be, which is quick to see."""
     slots, rank_of = program.numbering.slots, program.rank_of
     absent = [rank_of[start : start + slots].count(-1) for start in range(0, 4 * slots, slots)]
-    if absent == [0, 0, slots, slots] and not program.reduces:
+    if absent == [0, 0, slots, slots] and not program.written_reduces:
         return True
     return not missing(program)[0]
 

@@ -54,7 +54,10 @@ def deadlocks(
             if atomic_pairs:
                 hint = "leave out Cost(pair=...), or yield the halves of one of these pairs one after the other"
             elif any(wait.value is None for wait in cycle):
-                hint = "list the all-reduces R in the same order on every rank, each after its stage's last gradient"
+                hint = (
+                    "list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
+                    "or list none of them, and each is put in its place"
+                )
             else:
                 hint = _hint(program, cycle, lambda rows: len(_retried(program, rows, given, excused).stuck))
             faults.append(_fault(program, cycle, hint))

@@ -6,9 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from pipelab.actions import Action, Pair
-from pipelab.faults import Fault, shorten, students_line
+from pipelab.faults import Code, Fault, shorten, students_line
 
-__all__ = ["NO_RANK", "Held", "Place", "ask", "held_by_name", "held_by_placement", "within"]
+__all__ = [
+    "NO_RANK",
+    "Held",
+    "Place",
+    "ask",
+    "choices",
+    "held_by_name",
+    "held_by_placement",
+    "which_stage",
+    "within",
+]
 
 Place = Callable[[int, int], int]
 """Which rank runs a stage: `(microbatch, stage) -> rank`."""
@@ -67,3 +77,34 @@ def held_by_name(rows: Sequence[Sequence[object]], stages: int, microbatches: in
         choice = (rank,) if not named and rank < stages else tuple(sorted(named))
         held.append(dict.fromkeys(range(microbatches), choice[0] if len(choice) == 1 else choice))
     return held
+
+
+def choices(item: Action, held: Held) -> tuple[int, ...]:
+    """Return the stages that an action without a stage could mean."""
+    if item.kind != "R":
+        known = held.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
+        return known if isinstance(known, tuple) else (known,)
+    every: set[int] = set()
+    for known in held.values():
+        every.update(known if isinstance(known, tuple) else (known,))
+    return tuple(sorted(every))
+
+
+def which_stage(rank: int, item: Action, meant: tuple[int, ...]) -> tuple[Code, str, str]:
+    """Return the code, message and hint of an action without a stage on a rank that has none, or several."""
+    name = item.kind
+    number = "" if item.microbatch is None else str(item.microbatch)
+    if not meant:
+        return (
+            "wrong-rank",
+            f"{item} on rank {rank}: no stage of {f'micro-batch {number}' if number else 'the model'} is placed there",
+            "move it to a rank that the placement names, or override place(microbatch, stage)",
+        )
+    first, *others = meant
+    both = " or ".join(f"{name}({number + ', ' if number else ''}stage={stage})" for stage in (first, others[0]))
+    written = " or ".join(str(Action(item.kind, item.microbatch, stage)) for stage in (first, others[0]))
+    return (
+        "ambiguous-stage",
+        f"{item} on rank {rank} could mean stage {', '.join(map(str, meant[:-1]))} or {meant[-1]}",
+        f"name the stage: {both} in Python, {written} in text",
+    )

@@ -16,6 +16,7 @@ from pipelab.errors import require_size
 from pipelab.immutable import Immutable
 from pipelab.placement import Place, within
 from pipelab.program import Program, endless_limit
+from pipelab.reduction import with_reduces
 
 if TYPE_CHECKING:
     import networkx
@@ -150,12 +151,17 @@ class Plan(Immutable):
 
     @property
     def written(self) -> tuple[tuple[object, ...], ...]:
-        """The rows as they were written: stages left out, mistakes and all."""
+        """The rows as they were written: stages and all-reduces left out, mistakes and all."""
         return self._written
 
     @cached_property
     def rows(self) -> tuple[tuple[Item, ...], ...]:
-        """Every rank's actions, bound to stages. What cannot be bound stands as it was written."""
+        """Every rank's actions, bound to stages, with every all-reduce that a replicated stage needs.
+
+        Where no rank lists a replicated stage's `R`, it goes right after the stage's last gradient on each of its
+        ranks; where that would be a deadlock, to the ends of the rows, the last stage first. What cannot be bound
+        stands as it was written.
+        """
         program = self.program
         bound: list[tuple[Item, ...]] = []
         for rank, row in enumerate(self._written):
@@ -173,7 +179,7 @@ class Plan(Immutable):
     @cached_property
     def program(self) -> Program:
         """The plan as numbers, made when first asked for: what checking, simulation and the engines walk over."""
-        return Program.bind(self._written, self._stages, self._microbatches, self._place)
+        return with_reduces(Program.bind(self._written, self._stages, self._microbatches, self._place))
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:

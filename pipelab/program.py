@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 from pipelab.actions import KINDS, Action, Item, Pair
 from pipelab.faults import Code, Fault, shorten
 from pipelab.numbering import Numbering
-from pipelab.placement import NO_RANK, Held, Place, ask, held_by_name, held_by_placement, within
+from pipelab.placement import (
+    NO_RANK,
+    Held,
+    Place,
+    ask,
+    choices,
+    held_by_name,
+    held_by_placement,
+    which_stage,
+    within,
+)
 
 if TYPE_CHECKING:
     from pipelab.traversal import Traversal
@@ -48,6 +58,7 @@ class Program:
         faults: what was wrong with single items.
         names_ranks: whether `placed` comes from a placement rather than from the forwards that were found.
         reduces: for each `R` that is listed, by code, the ranks that list it.
+        automatic: the codes of those that nobody wrote; see `reduction`.
         misplaced: whether some action may be on another rank than `placed` says.
         walk: a walk through all of the plan, kept once the plan has been found right.
     """
@@ -61,6 +72,7 @@ class Program:
     faults: list[Fault]
     names_ranks: bool
     reduces: dict[int, list[int]] = field(default_factory=dict)
+    automatic: set[int] = field(default_factory=set)
     misplaced: bool = False
     walk: Traversal | None = None
 
@@ -98,6 +110,11 @@ class Program:
         """Return, for each stage, the ranks that hold it."""
         stages = self.numbering.stages
         return {stage: tuple(sorted(set(self.placed[stage::stages]) - {NO_RANK})) for stage in range(stages)}
+
+    @property
+    def written_reduces(self) -> set[int]:
+        """Return the codes of the all-reduces that stand in the plan as written, and so may stand wrong."""
+        return self.reduces.keys() - self.automatic
 
     def items(self, rank: int) -> tuple[Item, ...]:
         """Return a rank's actions, bound to stages, pairs as pairs."""
@@ -212,11 +229,11 @@ class Program:
             return None
         stage = item.stage
         if stage is None:
-            choices = _choices(item, held)
-            if len(choices) != 1:
-                fault(*_which_stage(rank, item, choices))
+            meant = choices(item, held)
+            if len(meant) != 1:
+                fault(*which_stage(rank, item, meant))
                 return None
-            stage = choices[0]
+            stage = meant[0]
         if not within(stage, numbering.stages):
             fault(
                 "out-of-range",
@@ -243,37 +260,6 @@ class Program:
         elif self.placed[code % numbering.slots] != rank:
             self.misplaced = True
         return code
-
-
-def _choices(item: Action, held: Held) -> tuple[int, ...]:
-    """Return the stages that an action without a stage could mean."""
-    if item.kind != "R":
-        known = held.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
-        return known if isinstance(known, tuple) else (known,)
-    every: set[int] = set()
-    for known in held.values():
-        every.update(known if isinstance(known, tuple) else (known,))
-    return tuple(sorted(every))
-
-
-def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> tuple[Code, str, str]:
-    """Return the code, message and hint of an action without a stage on a rank that has none, or several."""
-    name = item.kind
-    number = "" if item.microbatch is None else str(item.microbatch)
-    if not choices:
-        return (
-            "wrong-rank",
-            f"{item} on rank {rank}: no stage of {f'micro-batch {number}' if number else 'the model'} is placed there",
-            "move it to a rank that the placement names, or override place(microbatch, stage)",
-        )
-    first, *others = choices
-    both = " or ".join(f"{name}({number + ', ' if number else ''}stage={stage})" for stage in (first, others[0]))
-    written = " or ".join(str(Action(item.kind, item.microbatch, stage)) for stage in (first, others[0]))
-    return (
-        "ambiguous-stage",
-        f"{item} on rank {rank} could mean stage {', '.join(map(str, choices[:-1]))} or {choices[-1]}",
-        f"name the stage: {both} in Python, {written} in text",
-    )
 
 
 def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -> Fault:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelab.checking import Draftable, as_plan, require_legal
 from pipelab.cost import Cost
 from pipelab.deadlocks import deadlocks
-from pipelab.errors import CostError, ScheduleError
+from pipelab.errors import ScheduleError
 from pipelab.plan import Plan
 from pipelab.program import Program
 from pipelab.trace import Trace
@@ -31,14 +31,12 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
 
     Raises:
         ScheduleError: if the plan has faults.
-        CostError: if a list of the cost does not have one number per stage, or an all-reduce that has a cost is not
-            listed.
+        CostError: if a list of the cost does not have one number per stage.
     """
     plan = as_plan(plan_or_schedule)
     cost = cost or Cost()
     order = require_legal(plan).order
     program = plan.program
-    _require_reduces(plan, cost)
     paired = cost.pair_times(plan) if program.pairs else None
     if paired is not None:
         walk = traverse(program, atomic_pairs=True)
@@ -55,21 +53,6 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
         delay=delay.__getitem__,
         note="stage 0 as run" if cost.first_stage == "as-run" else "",
     )
-
-
-def _require_reduces(plan: Plan, cost: Cost) -> None:
-    """Refuse to leave out an all-reduce that has a cost.
-
-    Raises:
-        CostError: if a stage is on several ranks, its all-reduce takes time, and no rank lists it.
-    """
-    for stage, time in enumerate(cost.times(plan)["R"]):
-        ranks = plan.replicas[stage]
-        if time and len(ranks) > 1 and 4 * plan.program.numbering.slots + stage not in plan.program.reduces:
-            raise CostError(
-                f"an all-reduce of stage {stage} takes {time:g}, but ranks {', '.join(map(str, ranks))}, which hold "
-                f"the stage, do not list it: yield R(stage={stage}) on each of them after the stage's last gradient"
-            )
 
 
 def _clock(

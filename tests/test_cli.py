@@ -171,6 +171,19 @@ def test_compare_lays_schedules_side_by_side(pipelab_command, folder):
     assert Path("c.svg").exists()
 
 
+def test_a_pipeline_is_replicated(pipelab_command, folder):
+    code, output, _ = pipelab_command("check", "1f1b", "-r", "2", "-m", "4", "--replicas", "3")
+    assert code == 0
+    assert "replicate(OneFOneB(ranks=2, microbatches=4), 3) is right: 54 actions" in output
+    assert "the gradients of stages 0, 1, which are on several ranks, are all-reduced" in output
+    output = pipelab_command("simulate", "1f1b", "--replicas", "2", "--cost", "all_reduce=4")[1]
+    assert "makespan 37 units" in output
+    assert pipelab_command("draw", "1f1b", "--replicas", "2", "-o", "t.svg")[0] == 0
+    assert pipelab_command("compare", "1f1b", "gpipe", "--replicas", "2")[1].count("rank 7") == 2
+    pipelab.OneFOneB(2, 3).plan().to_csv("plan.csv")
+    assert "rank 3" in pipelab_command("simulate", "plan.csv", "--replicas", "2")[1]
+
+
 def test_costs_reach_the_simulation(pipelab_command):
     output = pipelab_command("simulate", "naive", "-r", "2", "-m", "1", "-f", "50", "-b", "80", "--unit", "ms")[1]
     assert "makespan 260 ms" in output

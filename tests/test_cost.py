@@ -8,7 +8,6 @@ from strategies import catalogue_plans, costs, legal_cases, reduced
 
 import pipelab
 from pipelab import Cost, Plan, simulate
-from pipelab.errors import CostError
 
 SPLIT = Plan.parse(["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1W0 1I1 1W1"])
 REPLICATED = Plan.parse(["0F0 0B0 0R", "0F1 0B1 0R"])
@@ -55,11 +54,10 @@ def test_one_slow_action_does_not_change_the_fit():
     assert Cost.fit(slow).forward == (1,)
 
 
-def test_an_all_reduce_that_costs_time_must_be_listed():
-    assert simulate(REPLICATED, Cost(all_reduce=5)).makespan == 8
+def test_an_all_reduce_costs_the_same_whether_it_is_listed_or_not():
     silent = Plan.parse(["0F0 0B0", "0F1 0B1"])
-    with pytest.raises(CostError, match=r"stage 0 takes 5, but ranks 0, 1, .* yield R\(stage=0\)"):
-        simulate(silent, Cost(all_reduce=5))
+    assert simulate(silent, Cost(all_reduce=5)) == simulate(REPLICATED, Cost(all_reduce=5))
+    assert simulate(silent, Cost(all_reduce=5)).makespan == 8
     assert simulate(silent).makespan == 3
 
 

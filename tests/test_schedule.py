@@ -243,7 +243,7 @@ def test_an_action_without_a_stage_gets_the_only_stage_of_its_micro_batch():
             return stage if microbatch == 0 else self.ranks - 1 - stage
 
     plan = Bidirectional(2, 2).plan()
-    assert [str(item) for item in plan.rows[0]] == ["0F0", "0B0", "1F1", "1B1"]
+    assert [str(item) for item in plan.rows[0]] == ["0F0", "0B0", "1F1", "1B1", "1R", "0R"]
     assert plan.replicas == {0: (0, 1), 1: (0, 1)}
 
 

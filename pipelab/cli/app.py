@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 import pipelab
-from pipelab.checking import Draftable, as_plan
+from pipelab.checking import as_plan
 from pipelab.cli.targets import find, settings
+from pipelab.completeness import ranges
 from pipelab.draw import text
 from pipelab.errors import LoadError, PipelabError
 from pipelab.plan import Plan
+from pipelab.schedule import Schedule
 from pipelab.simulation import Cost, simulate
 
 __all__ = ["app", "main"]
@@ -33,6 +35,7 @@ Target = Annotated[
 Targets = Annotated[list[str], typer.Argument(help="schedules, as for the other commands", show_default=False)]
 Ranks = Annotated[int, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="slices of the batch")]
+Replicas = Annotated[int, typer.Option(min=1, help="copies of the pipeline, each with its own ranks and micro-batches")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="name=value, a parameter of the schedule; repeatable")]
 Forward = Annotated[float, typer.Option("--forward", "-f", help="time of a forward")]
 Backward = Annotated[float, typer.Option("--backward", "-b", help="time of a backward")]
@@ -79,11 +82,12 @@ def check(
     target: Target,
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
+    replicas: Replicas = 1,
     memory_cap: Annotated[int | None, typer.Option(min=1, help="activations that a rank may hold")] = None,
     sets: Sets = None,
 ) -> None:
     """Find every fault of a schedule and explain it. Exit code 1 if there is one."""
-    subject = _find(target, ranks, microbatches, sets)
+    subject = _find(target, ranks, microbatches, replicas, sets)
     faults = pipelab.check(subject, memory_cap)
     name = subject.name if isinstance(subject, Plan) else repr(subject)
     if faults:
@@ -94,6 +98,9 @@ def check(
     typer.echo(
         f"every micro-batch passes all {trace.plan.stages} stages once forward and once backward; no rank gets stuck"
     )
+    replicated = [stage for stage, holders in trace.plan.replicas.items() if len(holders) > 1]
+    if replicated:
+        typer.echo(f"the gradients of stages {ranges(replicated)}, which are on several ranks, are all-reduced")
 
 
 @app.command(name="simulate")
@@ -101,6 +108,7 @@ def simulate_command(
     target: Target,
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
+    replicas: Replicas = 1,
     forward: Forward = 1,
     backward: Backward = 2,
     latency: Latency = 0,
@@ -111,7 +119,7 @@ def simulate_command(
 ) -> None:
     """Show when everything would happen, and the bubble and the memory that follow."""
     cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
-    trace = simulate(_find(target, ranks, microbatches, sets), cost)
+    trace = simulate(_find(target, ranks, microbatches, replicas, sets), cost)
     typer.echo(text.timeline(trace))
     for path in save or []:
         _wrote(trace.save(path))
@@ -123,6 +131,7 @@ def draw(
     save: Annotated[list[Path], typer.Option("--save", "-o", help="html svg png pdf json txt; dot with --graph")],
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
+    replicas: Replicas = 1,
     forward: Forward = 1,
     backward: Backward = 2,
     latency: Latency = 0,
@@ -133,7 +142,7 @@ def draw(
 ) -> None:
     """Draw a schedule's timeline, or its dependency graph, into files."""
     cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
-    plan = as_plan(_find(target, ranks, microbatches, sets))
+    plan = as_plan(_find(target, ranks, microbatches, replicas, sets))
     trace = simulate(plan, cost)
     for path in save:
         _wrote(plan.save_graph(path, cost) if graph else trace.save(path))
@@ -144,6 +153,7 @@ def compare(
     targets: Targets,
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
+    replicas: Replicas = 1,
     forward: Forward = 1,
     backward: Backward = 2,
     latency: Latency = 0,
@@ -154,7 +164,7 @@ def compare(
 ) -> None:
     """Lay schedules, simulated with the same costs, side by side."""
     cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
-    traces = [simulate(_find(target, ranks, microbatches, sets), cost) for target in targets]
+    traces = [simulate(_find(target, ranks, microbatches, replicas, sets), cost) for target in targets]
     comparison = pipelab.compare(*traces, names=targets)
     typer.echo(text.comparison(comparison))
     for path in save or []:
@@ -166,6 +176,7 @@ def run(
     target: Target,
     ranks: Ranks = 2,
     microbatches: Microbatches = 8,
+    replicas: Replicas = 1,
     width: Annotated[int, typer.Option(min=1, help="features of every layer")] = 1024,
     depth: Annotated[int, typer.Option(min=1, help="layers of the model, Linear and ReLU each")] = 8,
     batch: Annotated[int, typer.Option(min=1, help="rows of the batch")] = 256,
@@ -180,7 +191,7 @@ def run(
     """Run a schedule on real tensors on this machine, verify its gradients, and show the measured timeline."""
     from pipelab.labs import running
 
-    plan = as_plan(_find(target, ranks, microbatches, sets))
+    plan = as_plan(_find(target, ranks, microbatches, replicas, sets))
     model = running.emulated_model(plan, *emulate) if emulate else running.linear_stack(width, depth, plan.stages)
     result = running.run(plan, model, (batch, 1) if emulate else (batch, width), steps)
     names = ["predicted from its own action times", "measured"]
@@ -202,8 +213,9 @@ def demo(
     show_demo(folder, steps)
 
 
-def _find(target: str, ranks: int, microbatches: int, sets: list[str] | None) -> Plan | Draftable:
-    return find(target, ranks, microbatches, settings(sets or []))
+def _find(target: str, ranks: int, microbatches: int, replicas: int, sets: list[str] | None) -> Plan | Schedule:
+    subject = find(target, ranks, microbatches, settings(sets or []))
+    return subject if replicas == 1 else pipelab.replicate(subject, replicas)
 
 
 def _cost(more: list[str] | None, **given: float | str) -> Cost:

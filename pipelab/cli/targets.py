@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from pipelab.catalogue import schedules
-from pipelab.checking import Draftable
 from pipelab.errors import LoadError, PipelabError
 from pipelab.faults import students_line
 from pipelab.plan import Plan
@@ -21,7 +20,7 @@ from pipelab.schedule import Schedule
 __all__ = ["find", "settings"]
 
 
-def find(target: str, ranks: int, microbatches: int, options: dict[str, Any]) -> Plan | Draftable:
+def find(target: str, ranks: int, microbatches: int, options: dict[str, Any]) -> Plan | Schedule:
     """Return the schedule or plan that a command line names.
 
     Args:

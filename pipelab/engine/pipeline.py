@@ -276,10 +276,10 @@ def _require_runnable(plan: Plan) -> None:
     Raises:
         EngineError: naming the first stage.
     """
-    for code in plan.program.reduces:
-        raise EngineError(f"{plan.program.numbering.action(code)}: the threads engine does not run R yet")
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             raise EngineError(
                 f"stage {stage} is on ranks {', '.join(map(str, ranks))}: the threads engine runs a stage on one rank"
             )
+    for code in plan.program.reduces:
+        raise EngineError(f"{plan.program.numbering.action(code)}: the threads engine does not run R yet")

@@ -1,0 +1,155 @@
+"""All-reduces that nobody lists: each comes to its place, and keeps no plan from running."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+from hypothesis import given
+from strategies import catalogue_plans, costs, legal_cases, random_cases, shuffled_cases
+
+import pipelab
+from pipelab import B, Cost, F, Plan, R, check, simulate
+
+
+def rows(plan):
+    return [" ".join(map(str, row)) for row in plan.rows]
+
+
+def is_reduce(item):
+    return getattr(item, "kind", "") == "R"
+
+
+def without_reduces(case):
+    return case.with_rows([[item for item in row if not is_reduce(item)] for row in case.rows])
+
+
+def unlisted(case):
+    """Return the replicated stages whose all-reduce no rank lists, with their ranks."""
+    listed = {item.stage for row in case.rows for item in row if is_reduce(item)}
+    groups = {stage: set(case.table[stage :: case.stages]) for stage in range(case.stages)}
+    return {stage: ranks for stage, ranks in groups.items() if len(ranks) > 1 and stage not in listed}
+
+
+# Where they go
+
+
+def test_an_all_reduce_goes_right_after_its_stages_last_gradient_on_every_rank_that_holds_the_stage():
+    plan = Plan.parse(["0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1"])
+    assert rows(plan) == ["0F0 1F0 1B0 1R 0B0 0R", "0F1 1F1 1B1 1R 0B1 0R"]
+
+
+def test_the_last_gradient_of_a_split_backward_is_its_weight_gradient():
+    plan = Plan.parse(["0F0 1F0 1I0 1W0 0I0 0W0", "0F1 1F1 1I1 0I1 1W1 0W1"])
+    assert rows(plan) == ["0F0 1F0 1I0 1W0 1R 0I0 0W0 0R", "0F1 1F1 1I1 0I1 1W1 1R 0W1 0R"]
+
+
+def test_where_ranks_would_wait_for_each_other_all_go_to_the_rows_ends_the_last_stage_first():
+    plan = Plan.parse(["0F0 0B0 1F1 1B1", "1F0 1B0 0F1 0B1"])
+    assert rows(plan) == ["0F0 0B0 1F1 1B1 1R 0R", "1F0 1B0 0F1 0B1 1R 0R"]
+    assert check(plan) == []
+
+
+def test_an_all_reduce_that_is_listed_stays_where_it_is_and_the_others_come():
+    plan = Plan.parse(["0F0 1F0 1B0 0B0 1R", "0F1 1F1 1B1 0B1 1R"])
+    assert rows(plan) == ["0F0 1F0 1B0 0B0 0R 1R", "0F1 1F1 1B1 0B1 0R 1R"]
+    assert [len(row) for row in plan.written] == [5, 5]
+
+
+def test_a_stage_on_one_rank_gets_none():
+    for name in sorted(pipelab.schedules):
+        plan = pipelab.schedules[name](4, 8).plan()
+        if all(len(ranks) == 1 for ranks in plan.replicas.values()):
+            assert plan.program.reduces == {}
+
+
+def test_what_was_written_stays_as_it_was():
+    plan = Plan([[F(0), B(0)], [F(1), B(1)]], 1, 2, lambda m, _: m)
+    assert plan.written == ((F(0), B(0)), (F(1), B(1)))
+    assert rows(plan) == ["0F0 0B0 0R", "0F1 0B1 0R"]
+
+
+def test_a_plan_with_an_item_that_cannot_stand_shows_what_it_was_given():
+    plan = Plan([[F(0, 0), "B0"], [F(1, 0), B(1, 0)]], 1, 2)
+    assert rows(plan) == ["0F0 B0", "0F1 0B1"]
+
+
+def test_a_pair_stays_together_before_its_all_reduce():
+    last = [[F(0, 0), F(0, 1), F(1, 1) & B(0, 1), B(1, 1), B(0, 0)], [F(1, 0), B(1, 0)]]
+    assert rows(Plan(last, 2, 2)) == ["0F0 1F0 (1F1;1B0)OVERLAP_F_B 1B1 0B0 0R", "0F1 0B1 0R"]
+
+
+# What holds for every plan
+
+
+@given(legal_cases())
+def test_every_replicated_stage_has_one_on_each_of_its_ranks_and_no_other_stage_gets_one(case):
+    added = [(stage, rank) for stage, ranks in unlisted(case).items() for rank in ranks]
+    listed = [(item.stage, rank) for rank, row in enumerate(case.rows) for item in row if is_reduce(item)]
+    there = [(item.stage, rank) for rank, row in enumerate(case.plan.rows) for item in row if is_reduce(item)]
+    assert sorted(there) == sorted(added + listed)
+
+
+@given(legal_cases())
+def test_whatever_runs_without_them_runs_with_them(case):
+    plan = case.plan
+    assert oracle.legal(plan.rows, plan.stages, plan.microbatches, case.place)
+    assert check(plan) == []
+
+
+@given(legal_cases(pairs=False))
+def test_all_stand_right_after_the_last_gradient_or_else_all_stand_at_the_end(case):
+    groups = unlisted(case)
+    early, late = ([list(row) for row in case.rows] for _ in range(2))
+    for stage, ranks in sorted(groups.items(), reverse=True):
+        for rank in ranks:
+            late[rank].append(R(stage))
+            last = max(at for at, item in enumerate(early[rank]) if item.kind in "BW" and item.stage == stage)
+            early[rank].insert(last + 1, R(stage))
+    runs = oracle.legal(early, case.stages, case.microbatches, case.place)
+    assert case.plan.rows == tuple(map(tuple, early if runs else late))
+
+
+@given(legal_cases(reduces=False))
+def test_a_plan_is_the_same_whether_they_are_written_or_added(case):
+    written = case.with_rows(case.plan.rows).plan
+    assert written == case.plan
+    assert check(written) == []
+
+
+@given(legal_cases(reduces=False), costs())
+def test_they_keep_no_plan_of_pairs_in_one_slot_from_running(case, length):
+    bare = oracle.clock(case.rows, case.stages, case.microbatches, lasts=lambda _: 1, pair=lambda _: length)
+    if bare is not None:
+        assert simulate(case.plan, Cost(forward=1, backward=1, pair=length, per="stage")).makespan > 0
+
+
+@given(random_cases() | shuffled_cases())
+def test_no_fault_speaks_of_one_that_was_not_written(case):
+    for fault in check(without_reduces(case).plan):
+        assert getattr(fault.action, "kind", "") != "R" or fault.action.microbatch is not None
+        assert "all-reduce" not in str(fault)
+
+
+@given(catalogue_plans())
+def test_a_plan_whose_stages_are_all_on_one_rank_is_bound_as_it_was_written(plan):
+    if all(len(ranks) == 1 for ranks in plan.replicas.values()):
+        assert plan.program.positions == [None] * plan.ranks
+
+
+# What they cost
+
+
+def test_they_are_simulated_from_when_the_last_rank_arrives():
+    plan = Plan.parse(["0F0 0B0", "0F1 0B1 0F2 0B2"])
+    trace = simulate(plan, Cost(forward=1, backward=2, all_reduce=5))
+    assert {(event.rank, event.start, event.end) for event in trace.events if event.action == R(0)} == {
+        (0, 6, 11),
+        (1, 6, 11),
+    }
+    assert trace.bubble == pytest.approx(3 / 22)
+
+
+@given(legal_cases(reduces=False), costs())
+def test_one_that_costs_nothing_takes_no_time(case, forward):
+    trace = simulate(case.plan, Cost(forward=forward))
+    assert all(event.start == event.end for event in trace.events if event.action.kind == "R")

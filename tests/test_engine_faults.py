@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, R, ScheduleError, schedules
+from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, ScheduleError, schedules
 from pipelab.engine import threads
 from pipelab.errors import (
     BatchError,
@@ -639,23 +639,6 @@ def test_an_illegal_plan_is_refused_with_its_faults():
     assert {fault.code for fault in refused.value.faults} == {"unordered"}
     with pytest.raises(ScheduleError, match="missing"):
         Pipeline(plain.mlp(4), Plan([[F(0, 0)]], 1, 1), mse)
-
-
-@pytest.mark.parametrize(
-    ("rows", "told"),
-    [
-        ([[F(0, 0), B(0, 0), R(0)], [F(0, 1), B(0, 1)]], "0R"),
-    ],
-)
-def test_what_the_engine_does_not_run_is_refused_with_the_action(rows, told):
-    with pytest.raises(EngineError, match=told):
-        Pipeline(plain.mlp(4), Plan(rows, 2, 1), mse)
-
-
-def test_a_replicated_stage_is_refused_with_its_ranks():
-    rows = [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]]
-    with pytest.raises(EngineError, match="stage 0 is on ranks 0, 1"):
-        Pipeline(plain.mlp(4), Plan(rows, 1, 2), mse)
 
 
 def test_what_is_refused_starts_no_thread():

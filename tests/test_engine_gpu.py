@@ -9,6 +9,7 @@ import warnings
 import plain
 import pytest
 import torch
+from strategies import RUNNABLE
 from test_engine_traces import Held
 from torch import nn
 
@@ -29,9 +30,9 @@ def on_gpu(rows):
     return tuple(tensor.cuda() for tensor in plain.batch(rows, WIDTH))
 
 
-@pytest.mark.parametrize("name", pipelab.schedules)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_ranks_that_share_a_gpu_give_the_plain_gradients(name):
-    plan = pipelab.schedules[name](4, 6).plan()
+    plan = RUNNABLE[name](4, 6).plan()
     model = plain.mlp(2 * plan.stages, WIDTH).cuda()
     x, y = on_gpu(26)
     loss = plain.one_after_another(model, mse, x, y, 6)

@@ -10,7 +10,7 @@ import plain
 import pytest
 import torch
 from hypothesis import given, settings
-from strategies import legal_cases
+from strategies import RUNNABLE, legal_cases
 from test_engine_gradients import CASES, runnable
 from torch import nn
 
@@ -122,9 +122,9 @@ class Held(nn.Module):
         return product
 
 
-@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_a_rank_holds_as_many_activations_as_the_plan_says(name):
-    plan = schedules[name](4, 6).plan()
+    plan = RUNNABLE[name](4, 6).plan()
     model = nn.Sequential(*(Held() for _ in range(plan.stages)))
     with Pipeline(model, plan, mse) as pipe:
         step = pipe.step(*plain.batch(12))

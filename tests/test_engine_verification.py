@@ -5,18 +5,18 @@ from __future__ import annotations
 import plain
 import pytest
 import torch
+from strategies import RUNNABLE
 from torch import nn
 
-import pipelab
 from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan
 from pipelab.errors import BatchError, StageError, VerificationError
 
 mse = nn.functional.mse_loss
 
 
-@pytest.mark.parametrize("name", pipelab.schedules)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_a_right_pipeline_is_proved_right(name):
-    plan = pipelab.schedules[name](3, 4).plan()
+    plan = RUNNABLE[name](3, 4).plan()
     with Pipeline(plain.mlp(2 * plan.stages), plan, mse) as pipe:
         proof = pipe.verify(*plain.batch(10))
     assert proof.parameters == 2 * plan.stages

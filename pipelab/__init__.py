@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.actions import Action, B, F, I, Pair, R, W
 from pipelab.analysis import Comparison, compare, critical_path
-from pipelab.catalogue import DelayedBackward, GPipe, Naive, OneFOneB, schedules
+from pipelab.catalogue import DelayedBackward, DualPipe, GPipe, Naive, OneFOneB, schedules
 from pipelab.checking import check
 from pipelab.errors import PipelabError, ScheduleError
 from pipelab.faults import Fault
@@ -42,6 +42,7 @@ __all__ = [
     "Comparison",
     "Cost",
     "DelayedBackward",
+    "DualPipe",
     "Event",
     "F",
     "Fault",

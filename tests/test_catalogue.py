@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import oracle
@@ -22,6 +23,7 @@ ACCEPTS = {
     "gpipe": lambda *_: True,
     "1f1b": lambda *_: True,
     "delayed": lambda *_: True,
+    "dualpipe": lambda ranks, microbatches: ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
 }
 
 # (makespan, peak activations of rank r) for P ranks, M micro-batches, forward F, backward B.
@@ -94,7 +96,8 @@ def test_every_schedule_is_simulated_within_every_dependency(name, size, forward
     trace = simulate(plan, Cost(forward=forward, backward=backward, latency=latency))
     at = {event.action: event for event in trace.events}
     for giver, needer, edge in plan.graph().edges(data=True):
-        crosses = edge["kind"] == "data" and at[giver].rank != at[needer].rank
+        travels = edge["kind"] == "data" and needer.kind != "R"  # an all-reduce's own time is that of its transfers
+        crosses = travels and at[giver].rank != at[needer].rank
         assert at[needer].start >= at[giver].end + latency * crosses
     assert trace.makespan == max(event.end for event in trace.events)
     assert 0 <= trace.bubble < 1
@@ -150,16 +153,32 @@ LANE = re.compile(r"^rank (\d+) \| ?(.*?)\s*$", re.MULTILINE)
 
 
 def drawing(trace):
-    """Draw a trace in fixed width: three columns for each unit of time, a name at its start."""
+    """Draw a trace in fixed width: three columns for each unit of time, four where a name has a stage.
+
+    Every action starts with its name; a line leads on to its end. Two that share a slot are joined.
+    """
+    named = trace.plan.stages > trace.ranks
+    wide = 4 if named else 3
     lanes = []
     for rank in range(trace.ranks):
-        lane = [" "] * round(3 * trace.end + 6)
+        slots = {}
         for event in trace.events_of(rank):
-            stage = event.action.stage if trace.plan.stages > trace.ranks else ""
-            text = f"{stage}{event.action.kind}{event.action.microbatch}"
-            lane[round(3 * event.start) : round(3 * event.start) + len(text)] = text
-        lanes.append("".join(lane).rstrip())
+            if event.action.kind == "R":  # of no length, unless it is given a cost
+                continue
+            name = str(event.action if named else replace(event.action, stage=None))
+            slots.setdefault((event.start, event.end), []).append(name)
+        lane = ""
+        for (start, end), names in slots.items():
+            lane = f"{lane:{round(wide * start)}}{'&'.join(names):─<{round(wide * (end - start)) - 1}}"
+        lanes.append(lane)
     return lanes
+
+
+def drawn_trace(kind, ranks, microbatches):
+    """Return what the docstrings draw: F, B, I and W take one unit; a B beside them, and a pair, all their parts'."""
+    plan = kind(ranks, microbatches).plan()
+    split = any(half.kind == "I" for row in plan.rows for item in row for half in oracle.halves(item))
+    return simulate(plan, Cost(forward=1, backward=2 if split else 1, pair=3, per="stage"))
 
 
 @every_schedule
@@ -172,5 +191,4 @@ def test_the_drawing_in_every_docstring_is_what_simulate_gives(name):
         pytest.skip("no drawing")
     assert [rank for rank, _ in drawn] == list(range(len(drawn)))
     microbatches = 1 + max(int(number) for _, lane in drawn for number in re.findall(r"[FBIW](\d+)", lane))
-    trace = simulate(kind(len(drawn), microbatches), Cost(forward=1, backward=1, per="stage"))
-    assert [lane for _, lane in drawn] == drawing(trace)
+    assert [lane for _, lane in drawn] == drawing(drawn_trace(kind, len(drawn), microbatches))

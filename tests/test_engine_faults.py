@@ -14,9 +14,10 @@ import time
 import plain
 import pytest
 import torch
+from strategies import RUNNABLE, in_order, near
 from torch import nn
 
-from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, ScheduleError, schedules
+from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, ScheduleError
 from pipelab.engine import threads
 from pipelab.errors import (
     BatchError,
@@ -73,7 +74,8 @@ def assert_steps(pipe, model):
     plain.one_after_another(model, mse, x, y, pipe.plan.microbatches)
     expected = plain.taken(model)
     pipe.step(x, y)
-    assert plain.equal(plain.taken(model), expected)
+    gradients = plain.taken(model)
+    assert plain.equal(gradients, expected) if in_order(pipe.plan) else plain.difference(gradients, expected) <= 1e-6
 
 
 def ranks_threads():
@@ -95,12 +97,14 @@ def fails_backward(gradient):
     return gradient.reshape(5, 5, 5)  # the student's other line
 
 
-@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("name", RUNNABLE)
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
     fuse = Fuse()
-    model = model_with(fuse, at=at)
-    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+    plan = near(name, 3, 4)
+    first = {plan.program.placed[m * plan.stages + at]: m for m in reversed(range(plan.microbatches))}  # by rank
+    model = model_with(fuse, plan.stages, at)
+    with Pipeline(model, plan, mse) as pipe:
         assert_steps(pipe, model)
         workers = ranks_threads()
         fuse.forward_does = fails_forward
@@ -109,10 +113,11 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
         fuse.forward_does = None
         assert ranks_threads() <= workers  # everybody stopped by itself, nobody was given up
         error = failed.value
-        assert (error.rank, error.stage, str(error.action)) == (at, at, f"{at}F0")
+        m = first[error.rank]
+        assert (error.stage, str(error.action)) == (at, f"{at}F{m}")
         told = str(error)
-        assert told.startswith(f"{at}F0 on rank {at} failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
-        assert f"stage {at}, micro-batch 0, on cpu" in told
+        assert told.startswith(f"{at}F{m} on rank {error.rank} failed: RuntimeError: mat1 and mat2 shapes cannot be")
+        assert f"stage {at}, micro-batch {m}, on cpu" in told
         line = fails_forward.__code__.co_firstlineno + 1
         assert f"{__file__}, line {line}, in fails_forward: return x @ torch.zeros(7, 7)" in told
         assert "gradients are partial now" in told
@@ -120,12 +125,13 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
         assert_steps(pipe, model)
 
 
-@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("name", RUNNABLE)
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_exception_in_a_backward_names_its_place_and_line(name, at):
     fuse = Fuse()
-    model = model_with(fuse, at=at)
-    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+    plan = near(name, 3, 4)
+    model = model_with(fuse, plan.stages, at)
+    with Pipeline(model, plan, mse) as pipe:
         workers = ranks_threads()
         fuse.backward_does = fails_backward
         with pytest.raises(StageError) as failed:
@@ -133,8 +139,9 @@ def test_an_exception_in_a_backward_names_its_place_and_line(name, at):
         fuse.backward_does = None
         assert ranks_threads() <= workers
         error = failed.value
-        assert (error.rank, error.stage) == (at, at)
-        assert str(error.action).startswith(f"{at}B")
+        assert error.stage == at
+        assert error.rank in plan.replicas[at]
+        assert str(error.action).startswith((f"{at}B", f"{at}I", f"{at}W"))
         line = fails_backward.__code__.co_firstlineno + 1
         assert f"{__file__}, line {line}, in fails_backward" in str(error)
         assert_steps(pipe, model)

@@ -9,6 +9,7 @@ import warnings
 import plain
 import pytest
 import torch
+from strategies import RUNNABLE, near
 from test_engine_traces import Held
 from torch import nn
 
@@ -29,12 +30,12 @@ def on_gpu(rows):
     return tuple(tensor.cuda() for tensor in plain.batch(rows, WIDTH))
 
 
-@pytest.mark.parametrize("name", pipelab.schedules)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_ranks_that_share_a_gpu_give_the_plain_gradients(name):
-    plan = pipelab.schedules[name](4, 6).plan()
+    plan = near(name, 4, 6)
     model = plain.mlp(2 * plan.stages, WIDTH).cuda()
     x, y = on_gpu(26)
-    loss = plain.one_after_another(model, mse, x, y, 6)
+    loss = plain.one_after_another(model, mse, x, y, plan.microbatches)
     expected = plain.taken(model)
     with Pipeline(model, plan, mse, devices=["cuda:0"] * 4) as pipe:
         for _ in range(5):

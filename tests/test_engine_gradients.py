@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import legal_cases
+from strategies import RUNNABLE, in_order, legal_cases
 from torch import nn
 
-from pipelab import B, F, Pair, Pipeline, Plan, schedules
+from pipelab import B, F, Pipeline, Plan, schedules
 
 mse = nn.functional.mse_loss
 
@@ -20,25 +20,10 @@ SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4), (4, 3), (4, 7),
 
 CASES = [
     pytest.param(kind, ranks, microbatches, id=f"{name}-{ranks}x{microbatches}")
-    for name, kind in schedules.items()
+    for name, kind in RUNNABLE.items()
     for ranks, microbatches in SIZES
     if kind.refusal(ranks, microbatches) is None
 ]
-
-
-def backwards_in_order(plan):
-    """Tell whether every stage's gradients are made in the order of the micro-batches."""
-    for stage in range(plan.stages):
-        for rank in range(plan.ranks):
-            order = [
-                half.microbatch
-                for item in plan.rows[rank]
-                for half in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
-                if half.kind in "BW" and half.stage == stage
-            ]
-            if order != sorted(order):
-                return False
-    return True
 
 
 @pytest.mark.parametrize(("kind", "ranks", "microbatches"), CASES)
@@ -51,7 +36,7 @@ def test_gradients_are_those_of_the_plain_loop(kind, ranks, microbatches):
     with Pipeline(model, plan, mse) as pipe:
         step = pipe.step(x, y)
     gradients = plain.taken(model)
-    if backwards_in_order(plan):
+    if in_order(plan):
         assert plain.equal(gradients, expected)
     assert plain.difference(gradients, expected) <= 1e-6
     torch.testing.assert_close(step.loss, loss)
@@ -59,7 +44,7 @@ def test_gradients_are_those_of_the_plain_loop(kind, ranks, microbatches):
     assert plain.difference(gradients, plain.taken(model)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("name", RUNNABLE)
 @pytest.mark.parametrize(("rows", "microbatches"), [(10, 4), (7, 3), (4, 4), (12, 4)])
 def test_gradients_are_those_of_the_whole_batch_however_the_rows_divide(name, rows, microbatches):
     schedule = schedules[name]

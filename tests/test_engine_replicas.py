@@ -19,7 +19,7 @@ from test_engine_traces import assert_obeys
 from torch import nn
 
 import pipelab
-from pipelab import B, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
+from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
 from pipelab.engine import threads
 from pipelab.engine.all_reduce import AllReduce
 from pipelab.engine.replicas import copied
@@ -185,7 +185,7 @@ def test_a_rank_without_a_gradient_for_a_weight_adds_none():
 
 @pytest.mark.parametrize(
     "schedule",
-    [replicate(OneFOneB(2, 2), 2), replicate(GPipe(2, 2), 3), TwoWays(4, 8)],
+    [replicate(OneFOneB(2, 2), 2), replicate(GPipe(2, 2), 3), TwoWays(4, 8), DualPipe(2, 4), DualPipe(4, 8)],
     ids=lambda schedule: schedule._name(),
 )
 def test_five_steps_of_adam_train_what_one_device_trains(schedule):

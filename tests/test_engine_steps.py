@@ -9,9 +9,9 @@ import time
 import plain
 import pytest
 import torch
+from strategies import RUNNABLE
 from torch import nn
 
-import pipelab
 from pipelab import GPipe, OneFOneB, Pipeline, errors
 
 mse = nn.functional.mse_loss
@@ -47,9 +47,9 @@ def test_a_loss_of_shape_one_counts_as_a_number():
         assert pipe.step(x, y).loss.shape == ()
 
 
-@pytest.mark.parametrize("name", pipelab.schedules)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_outputs_have_the_batchs_order_and_no_history(name):
-    schedule = pipelab.schedules[name](2, 4)
+    schedule = RUNNABLE[name](2, 4)
     model = plain.mlp(2 * schedule.plan().stages)
     x, y = plain.batch(10)
     with Pipeline(model, schedule, mse) as pipe:

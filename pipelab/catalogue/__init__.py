@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pipelab.catalogue.delayed import DelayedBackward
+from pipelab.catalogue.dualpipe import DualPipe
 from pipelab.catalogue.gpipe import GPipe
 from pipelab.catalogue.naive import Naive
 from pipelab.catalogue.one_f_one_b import OneFOneB
 from pipelab.schedule import Schedule
 
-__all__ = ["DelayedBackward", "GPipe", "Naive", "OneFOneB", "schedules"]
+__all__ = ["DelayedBackward", "DualPipe", "GPipe", "Naive", "OneFOneB", "schedules"]
 
 schedules: dict[str, type[Schedule]] = {
     "naive": Naive,
     "gpipe": GPipe,
     "1f1b": OneFOneB,
     "delayed": DelayedBackward,
+    "dualpipe": DualPipe,
 }
 """Every schedule by the name that the command line uses."""

@@ -32,6 +32,9 @@ mpl.use("agg")
 
 
 TRACES = {
+    "dualpipe": lambda: pipelab.simulate(
+        pipelab.DualPipe(ranks=4, microbatches=10), pipelab.Cost(forward=1, backward=2, pair=2.5, all_reduce=1)
+    ),
     "replicas": lambda: pipelab.simulate(
         pipelab.replicate(pipelab.OneFOneB(ranks=3, microbatches=4), 2),
         pipelab.Cost(forward=1, backward=2, all_reduce=2),

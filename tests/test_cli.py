@@ -64,9 +64,9 @@ def pipelab_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("name", pipelab.schedules)
 def test_every_registered_schedule_checks_out(pipelab_command, name):
-    code, output, _ = pipelab_command("check", name, "--ranks", "3", "--microbatches", "5")
+    code, output, _ = pipelab_command("check", name, "--ranks", "4", "--microbatches", "8")
     assert code == 0
-    actions = sum(len(row) for row in pipelab.schedules[name](3, 5).plan().program.rows)
+    actions = sum(len(row) for row in pipelab.schedules[name](4, 8).plan().program.rows)
     assert f"is right: {actions} actions, no fault" in output
 
 

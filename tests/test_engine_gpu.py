@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import plain
 import pytest
 import torch
+from strategies import near
 from test_engine_traces import Held
 from torch import nn
 
@@ -95,10 +96,10 @@ def test_a_model_in_half_precision_gives_the_plain_gradients():
 
 @pytest.mark.parametrize("name", schedules)
 def test_ranks_that_share_a_gpu_give_the_plain_gradients(name):
-    plan = schedules[name](4, 6).plan()
+    plan = near(name, 4, 6)
     model = plain.mlp(2 * plan.stages, WIDTH).cuda()
     x, y = on_gpu(26)
-    loss = plain.one_after_another(model, mse, x, y, 6)
+    loss = plain.one_after_another(model, mse, x, y, plan.microbatches)
     expected = plain.taken(model)
     with Pipeline(model, plan, mse, devices=["cuda:0"] * 4) as pipe:
         for _ in range(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipelab.catalogue.delayed import DelayedBackward
+from pipelab.catalogue.dualpipe import DualPipe
 from pipelab.catalogue.dualpipev import DualPipeV
 from pipelab.catalogue.gpipe import GPipe
 from pipelab.catalogue.interleaved_1f1b import Interleaved1F1B
@@ -20,6 +21,7 @@ __all__ = [
     "ZBH2",
     "ZBV",
     "DelayedBackward",
+    "DualPipe",
     "DualPipeV",
     "GPipe",
     "Interleaved1F1B",
@@ -42,5 +44,6 @@ schedules: dict[str, type[Schedule]] = {
     "interleaved-zb": InterleavedZeroBubble,
     "zbv": ZBV,
     "dualpipev": DualPipeV,
+    "dualpipe": DualPipe,
 }
 """Every schedule by the name that the command line uses."""

@@ -17,9 +17,10 @@ from pipelab.engine.habits import ModuleHabits
 from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.lanes import lanes_for
 from pipelab.engine.optimizers import OptimizerGuard
+from pipelab.engine.replicas import Buffers, Runners
 from pipelab.engine.run import Run
 from pipelab.engine.splitting import Stages, split
-from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.stage import Loss
 from pipelab.engine.step import Step
 from pipelab.engine.surroundings import Surroundings
 from pipelab.engine.threads import ThreadsEngine
@@ -52,6 +53,8 @@ class Pipeline(ModuleHabits):
         watch_nan: whether to stop at the first NaN or infinity, naming who made it.
         intra_op_threads: how many processor threads each operation on a CPU rank may use; by default, the processor's
             threads shared evenly among the ranks.
+        replicated_buffers: what becomes of buffers that a stage on several ranks writes into, such as a BatchNorm's
+            running statistics. `"refuse"` them; or keep the `"lowest"` rank's, which sees a part of the micro-batches.
 
     Example:
         >>> import pipelab, torch
@@ -71,7 +74,7 @@ class Pipeline(ModuleHabits):
         SplitError: if the model cannot be cut into the plan's stages.
         DeviceError: if the devices do not fit.
         LossError: if `loss_fn` is no function, or reduces otherwise than `reduction` says.
-        EngineError: if this engine cannot run the plan.
+        EngineError: if a stage cannot be on several ranks.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Pipeline(ModuleHabits):
         timeout: float | None = 300.0,
         watch_nan: bool = False,
         intra_op_threads: int | None = None,
+        replicated_buffers: Buffers = "refuse",
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         if engine != "threads":
@@ -94,25 +98,27 @@ class Pipeline(ModuleHabits):
             raise EngineError(f"reduction={reduction!r}: expected 'mean', 'sum', or a function from target to weight")
         if timeout is not None and not timeout > 0:
             raise EngineError(f"timeout={timeout!r}: expected seconds, more than 0, or None to wait for ever")
+        if replicated_buffers not in ("refuse", "lowest"):
+            raise EngineError(f"replicated_buffers={replicated_buffers!r}: expected 'refuse' or 'lowest'")
         if intra_op_threads is not None:
             require_size("intra_op_threads", intra_op_threads)
         self.plan = as_plan(schedule)
         require_legal(self.plan)
-        _require_runnable(self.plan)
         _require_loss(loss_fn, reduction)
         self.loss_fn = loss_fn
         self.reduction = reduction
         self.watch_nan = watch_nan
         self.stages = split(model, into=self.plan.stages)
         self.devices = rank_devices(devices, self.plan.ranks)
+        self._runners = Runners(
+            self.stages.modules, self.plan.replicas, [each.device for each in self.devices], replicated_buffers
+        )
         self._guard = OptimizerGuard(list(self.parameters()))
         self.stages.place([self.devices[ranks[0]].device for _, ranks in sorted(self.plan.replicas.items())])
         self._guard.watch_if_moved()
         lanes = lanes_for(self.devices)
         self.intra_op_threads = intra_op_threads or max(1, torch.get_num_threads() // self.plan.ranks)
-        runners = [Stage(index, module, self.plan.stages) for index, module in enumerate(self.stages.modules)]
-        self._engine = ThreadsEngine(self.plan, runners, lanes, timeout, self.intra_op_threads)
-        self._runners = runners
+        self._engine = ThreadsEngine(self.plan, self._runners.of, lanes, timeout, self.intra_op_threads)
         self._one_at_a_time = threading.Lock()
 
     def step(self, x: Any, y: Any) -> Step:
@@ -153,7 +159,7 @@ class Pipeline(ModuleHabits):
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         loss = Loss(self.loss_fn, targets, weights)
-        with self._one_at_a_time:
+        with self._one_at_a_time, self._runners.running(self.stages.modules):
             run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, around=self.surroundings())
         return run, loss
 
@@ -173,14 +179,8 @@ class Pipeline(ModuleHabits):
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
         modules = self.stages.for_evaluation(inputs, counts)
-        with self._one_at_a_time:
-            try:
-                for runner, module in zip(self._runners, modules, strict=True):
-                    runner.module = module
-                run = self._engine.run(inputs, None, around=self.surroundings())
-            finally:
-                for runner, module in zip(self._runners, self.stages.modules, strict=True):
-                    runner.module = module
+        with self._one_at_a_time, self._runners.running(modules):
+            run = self._engine.run(inputs, None, around=self.surroundings())
         return join(run.outputs)
 
     def verify(self, x: Any, y: Any) -> Verification:
@@ -198,7 +198,7 @@ class Pipeline(ModuleHabits):
     @property
     def writes_into_input(self) -> bool:
         """Whether the first stage may write into what it is given, and so gets a copy of the batch."""
-        return self._runners[0].clones_input
+        return any(runner.clones_input for (stage, _), runner in self._runners.of.items() if stage == 0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the model's parameters, stage by stage, each once."""
@@ -266,18 +266,3 @@ def _require_loss(loss_fn: object, reduction: Reduction) -> None:
             if own != "none"
             else f"{type(loss_fn).__name__} has reduction='none', which gives no single number: use 'mean' or 'sum'"
         )
-
-
-def _require_runnable(plan: Plan) -> None:
-    """Refuse what the threads engine does not run.
-
-    Raises:
-        EngineError: naming the first stage.
-    """
-    for stage, ranks in plan.replicas.items():
-        if len(ranks) > 1:
-            raise EngineError(
-                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: the threads engine runs a stage on one rank"
-            )
-    for code in plan.program.reduces:
-        raise EngineError(f"{plan.program.numbering.action(code)}: the threads engine does not run R yet")

@@ -146,7 +146,8 @@ def executed_by_runtime(plan: Plan) -> Plan:
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             raise NativeRefusalError(
-                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: PyTorch's runtime holds each stage on one rank"
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: "
+                "PyTorch's runtime holds each stage on one rank"
             )
     held = [[stage for stage, ranks in plan.replicas.items() if rank in ranks] for rank in range(plan.ranks)]
     rows = [_row("_PipelineScheduleRuntime", held, rank, plan.microbatches, plan.rows) for rank in range(plan.ranks)]

@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipelab.engine.autograd import End, captured_gradients, run_backward
 
-__all__ = ["Branch", "input_gradients", "weight_gradients"]
+__all__ = ["Branch", "input_gradients", "leaves_of", "weight_gradients"]
 
 
 @dataclass(slots=True)
@@ -97,6 +97,11 @@ def weight_gradients(branches: list[Branch]) -> None:
         if pairs:
             ends, gradients = zip(*pairs, strict=True)
             run_backward(ends, gradients, branch.leaves)
+
+
+def leaves_of(outputs: Sequence[torch.Tensor]) -> set[int]:
+    """Return the identities of all leaves that the history of these tensors ends at."""
+    return set(_Graph(outputs).leaves)
 
 
 class _Graph:

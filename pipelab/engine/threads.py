@@ -17,15 +17,16 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from pipelab.engine.instructions import instructions
 from pipelab.engine.interpreter import quick_switches
 from pipelab.engine.lanes import Lane, begin, finish
-from pipelab.engine.run import Run, instructions
+from pipelab.engine.run import Run
 from pipelab.engine.shortage import relieve
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
@@ -44,11 +45,11 @@ _GRACE_SECONDS = 5.0
 
 
 class ThreadsEngine:
-    """Runs a legal plan of `F`, `B`, `I` and `W` on stages, one worker thread per rank.
+    """Runs a legal plan on stages, one worker thread per rank.
 
     Args:
         plan: the plan.
-        stages: the stages, in order.
+        runners: by stage and rank, what runs the stage there.
         lanes: what each rank runs on.
         timeout: seconds without any progress after which a run is stopped; `None` waits for ever.
         intra_op_threads: how many processor threads each operation on a CPU rank may use.
@@ -57,7 +58,7 @@ class ThreadsEngine:
     def __init__(
         self,
         plan: Plan,
-        stages: Sequence[Stage],
+        runners: Mapping[tuple[int, int], Stage],
         lanes: Sequence[Lane],
         timeout: float | None,
         intra_op_threads: int,
@@ -66,8 +67,8 @@ class ThreadsEngine:
         self.plan = plan
         self.lanes = list(lanes)
         self.timeout = timeout
-        self.rows = instructions(plan.program, stages, backward=True)
-        self.forward_rows = instructions(plan.program, stages, backward=False)
+        self.rows = instructions(plan.program, runners, lanes, backward=True)
+        self.forward_rows = instructions(plan.program, runners, lanes, backward=False)
         self._threads = intra_op_threads
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._workers: list[Worker] = []
@@ -190,6 +191,7 @@ class ThreadsEngine:
         instruction = report.run.rows[report.rank][min(report.position, len(report.run.rows[report.rank]) - 1)]
         stage = instruction.stage.index
         action = str(instruction.action)
+        of_microbatch = "" if instruction.microbatch < 0 else f", micro-batch {instruction.microbatch}"
         told = str(error)
         where = ""
         if not isinstance(error, PipelabError):
@@ -201,8 +203,7 @@ class ThreadsEngine:
         partial = "" if report.run.loss is None else "\n  gradients are partial now: zero_grad() before the next step"
         explained = StageError(
             f"{action} on rank {report.rank} failed: {told}\n"
-            f"  stage {stage}, micro-batch {instruction.microbatch}, "
-            f"on {self.lanes[report.rank].runs_on}{where}{partial}",
+            f"  stage {stage}{of_microbatch}, on {self.lanes[report.rank].runs_on}{where}{partial}",
             report.rank,
             stage,
             action,
@@ -228,6 +229,9 @@ class ThreadsEngine:
             return f"was running {place}" + (f", at {line_of(traceback.extract_stack(frame))}" if frame else "")
         if instruction.needs is None or not instruction.receives:
             return f"was about to run {place}"
+        if instruction.meets is not None:
+            absent = ", ".join(map(str, sorted(run.meetings[action].absent)))
+            return f"waits, before {place}, for rank {absent} to come to it too"
         giver = program.giver(instruction.needs)
         return (
             f"waits, before {place}, for {program.numbering.value_name(instruction.needs)}, "

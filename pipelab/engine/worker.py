@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from pipelab.engine.clock import here
+from pipelab.engine.instructions import Instruction
 from pipelab.engine.lanes import Lane
-from pipelab.engine.run import Instruction, Run
+from pipelab.engine.run import Run
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import NotANumberError
 
@@ -138,8 +139,9 @@ def _refuse_nan(rank: int, instruction: Instruction, made: Any, run: Run) -> Non
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
                 raise NotANumberError(
-                    f"{instruction.action} on rank {rank} made {kind}: the {what} of stage {stage}, "
-                    f"micro-batch {microbatch}, shape {tuple(tensor.shape)}, is not finite",
+                    f"{instruction.action} on rank {rank} made {kind}: the {what} of stage {stage}"
+                    f"{'' if microbatch < 0 else f', micro-batch {microbatch}'}, shape {tuple(tensor.shape)}, "
+                    "is not finite",
                     rank,
                     stage,
                     str(instruction.action),

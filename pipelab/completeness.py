@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from pipelab.actions import Action
+from pipelab.actions import Action, Kind
 from pipelab.faults import Fault, ranges
 from pipelab.placement import NO_RANK, within
 from pipelab.program import Program
@@ -68,6 +68,9 @@ def swap_hint(program: Program, rank: int, action: Action) -> str:
     meant = Action(action.kind, microbatch, stage)
     code = numbering.code(meant)
     if program.rank_of[code] == rank or program.placed[code % numbering.slots] not in (rank, NO_RANK):
+        return ""
+    instead: tuple[Kind, ...] = ("I", "W") if action.kind == "B" else ("B",) if action.kind in ("I", "W") else ()
+    if any(program.rank_of[numbering.code(replace(meant, kind=kind))] != NO_RANK for kind in instead):
         return ""
     name = action.kind
     return (

@@ -108,10 +108,23 @@ def _one_move(trials: _Trials, knots: Sequence[Knot]) -> tuple[int, str]:
             if best[0] <= len(program.rows) and trials.spent(_TRIAL_ACTIONS):
                 return best
             left = trials.stuck([*program.rows[: knot.rank], changed, *program.rows[knot.rank + 1 :]])
-            best = min(best, (left, move), key=itemgetter(0))
             if left == 0:
-                return best
+                return left, move
+            if not _waits_for_itself(program, changed, trials.excused):
+                best = min(best, (left, move), key=itemgetter(0))
     return best
+
+
+def _waits_for_itself(program: Program, row: Sequence[int], excused: Collection[int]) -> bool:
+    """Tell whether something stands before what it needs of the same row, beside what is known to."""
+    numbering = program.numbering
+    later = set(row)
+    for code in row:
+        later.discard(code)
+        needs = () if code in excused else numbering.needs(code)
+        if any(giver in later for value in needs for giver in numbering.givers(value)):
+            return True
+    return False
 
 
 def _new_order(trials: _Trials, cycle: Sequence[int]) -> str:

@@ -9,9 +9,16 @@ from pipelab import Plan
 ACTION = r"(?:(to|before|after) )?(\w)\((\d+)(?:, stage=(\d+))?\)"
 
 
+def written(plan):
+    """Return a plan's rows, bound to stages, without the all-reduces that were put in their places."""
+    numbering, automatic = plan.program.numbering, plan.program.automatic
+    put = {numbering.action(code) for code in automatic}
+    return [[item for item in row if item not in put] for row in plan.rows]
+
+
 def follow(plan, hint):
     """Return the plan after a hint: `yield F(1) to F(3) before B(0) on rank 0`, and all other forms."""
-    rows = [list(row) for row in plan.rows]
+    rows = written(plan)
     for part in hint.removesuffix(", then check again").split("; "):
         if match := re.fullmatch(r"on ranks? (.*), yield all forwards before the first backward", part):
             for rank in _numbers(match[1]):

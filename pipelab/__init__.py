@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.actions import Action, B, F, I, Pair, R, W
 from pipelab.analysis import Comparison, compare, critical_path
-from pipelab.catalogue import DelayedBackward, DualPipe, GPipe, Naive, OneFOneB, schedules
+from pipelab.catalogue import DelayedBackward, DualPipe, GPipe, Greedy, Naive, OneFOneB, schedules
 from pipelab.checking import check
 from pipelab.errors import PipelabError, ScheduleError
 from pipelab.faults import Fault
@@ -47,6 +47,7 @@ __all__ = [
     "F",
     "Fault",
     "GPipe",
+    "Greedy",
     "I",
     "Naive",
     "OneFOneB",

@@ -23,6 +23,7 @@ ACCEPTS = {
     "gpipe": lambda *_: True,
     "1f1b": lambda *_: True,
     "delayed": lambda *_: True,
+    "greedy": lambda *_: True,
     "dualpipe": lambda ranks, microbatches: ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
 }
 

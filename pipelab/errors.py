@@ -27,6 +27,7 @@ __all__ = [
     "NotationError",
     "PipelabError",
     "PipelineClosedError",
+    "PolicyError",
     "ScheduleError",
     "SizeError",
     "SplitError",
@@ -64,6 +65,10 @@ class MissingProgramError(PipelabError):
 
 class SizeError(PipelabError):
     """A number of ranks, micro-batches or stages is not a positive whole number, or not one that can be."""
+
+
+class PolicyError(PipelabError):
+    """A policy is neither one that has a name nor a function."""
 
 
 class CostError(PipelabError):

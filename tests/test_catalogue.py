@@ -35,6 +35,7 @@ ACCEPTS = {
     "interleaved-zb": lambda *_: True,
     "zbv": lambda *_: True,
     "dualpipev": lambda *_: True,
+    "greedy": lambda *_: True,
     "dualpipe": lambda ranks, microbatches: ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
 }
 

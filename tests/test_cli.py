@@ -208,6 +208,14 @@ def test_a_pipeline_is_replicated(pipelab_command, folder):
     assert "rank 3" in pipelab_command("simulate", "plan.csv", "--replicas", "2")[1]
 
 
+def test_a_policy_is_set_by_name(pipelab_command):
+    settings = ("--set", "priority=forward-first", "--set", "memory_cap=[3, 2]", "--set", "split=True")
+    code, output, _ = pipelab_command("simulate", "greedy", "-r", "2", "-m", "4", *settings)
+    assert code == 0
+    assert output.startswith("Greedy(ranks=2, microbatches=4, priority='forward-first', memory_cap=(3, 2), split=True)")
+    assert "expected 'backward-first'" in pipelab_command("check", "greedy", "--set", "priority=fast")[2]
+
+
 def test_costs_reach_the_simulation(pipelab_command):
     output = pipelab_command("simulate", "naive", "-r", "2", "-m", "1", "-f", "50", "-b", "80", "--unit", "ms")[1]
     assert "makespan 260 ms" in output

@@ -6,6 +6,7 @@ from pipelab.catalogue.delayed import DelayedBackward
 from pipelab.catalogue.dualpipe import DualPipe
 from pipelab.catalogue.dualpipev import DualPipeV
 from pipelab.catalogue.gpipe import GPipe
+from pipelab.catalogue.greedy import Greedy
 from pipelab.catalogue.interleaved_1f1b import Interleaved1F1B
 from pipelab.catalogue.interleaved_zb import InterleavedZeroBubble
 from pipelab.catalogue.looped_bfs import LoopedBFS
@@ -24,6 +25,7 @@ __all__ = [
     "DualPipe",
     "DualPipeV",
     "GPipe",
+    "Greedy",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
     "LoopedBFS",
@@ -45,5 +47,6 @@ schedules: dict[str, type[Schedule]] = {
     "zbv": ZBV,
     "dualpipev": DualPipeV,
     "dualpipe": DualPipe,
+    "greedy": Greedy,
 }
 """Every schedule by the name that the command line uses."""

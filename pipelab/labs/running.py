@@ -9,6 +9,7 @@ from torch import nn
 
 from pipelab.engine.emulation import emulated
 from pipelab.engine.pipeline import Pipeline
+from pipelab.engine.verification import Verification
 from pipelab.errors import SplitError
 from pipelab.plan import Plan
 from pipelab.simulation import Cost, simulate
@@ -19,11 +20,12 @@ __all__ = ["Result", "emulated_model", "linear_stack", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A measured step, what its own action times predict for the schedule, and the proof that it is right."""
+    """A measured step, what its own action times predict for the schedule, the batch's loss, and the proof."""
 
     measured: Trace
     predicted: Trace
-    proof: str
+    loss: float
+    proof: Verification
 
 
 def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
@@ -40,11 +42,12 @@ def emulated_model(plan: Plan, forward_ms: float, backward_ms: float) -> nn.Sequ
 
 
 def run(plan: Plan, model: nn.Module, shape: tuple[int, int], steps: int) -> Result:
-    """Run a plan for some steps; return the one of median length."""
-    x, y = torch.randn(*shape), torch.randn(*shape)
+    """Run a plan for some steps, always on the same batch; return the one of median length."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(*shape, generator=generator) for _ in range(2))
     with Pipeline(model, plan, nn.functional.mse_loss) as pipe:
-        pipe.step(x, y)  # the first step warms up
+        loss = pipe.step(x, y).loss.item()  # the first step warms up
         traces = sorted((pipe.step(x, y).trace for _ in range(steps)), key=lambda trace: trace.makespan)
         measured = traces[len(traces) // 2]
-        proof = str(pipe.verify(x, y))
-    return Result(measured, simulate(plan, Cost.fit(measured)), proof)
+        proof = pipe.verify(x, y)
+    return Result(measured, simulate(plan, Cost.fit(measured)), loss, proof)

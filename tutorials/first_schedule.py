@@ -376,9 +376,9 @@ print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 # function reduces. `mse_loss` averages over rows, which is the default, `reduction="mean"`: each micro-batch counts
 # by its share of the rows, so the micro-batches may be of different sizes. For a loss that sums, say `reduction="sum"`.
 #
-# Some losses average over something else. `cross_entropy` leaves out the targets that are `ignore_index`; a
-# micro-batch with few others should count little. Then `reduction` is a function that tells from a micro-batch's targets
-# what it weighs:
+# Some losses average over something else. `cross_entropy` leaves out the targets that are `ignore_index`; a micro-batch
+# with few others should count little. Then `reduction` is a function that tells from a micro-batch's targets what it
+# weighs:
 
 # %%
 labels = torch.randint(0, 10, (256,))

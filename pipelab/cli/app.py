@@ -126,12 +126,12 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
         _show(pipelab.compare(*traces, names=targets), save)
         return
     cost = times.cost()
-    table = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
+    made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
     _say(
         f"One batch, the same in every column: for all of it a {cost.per} takes {_number(cost.forward)} forward and "
         f"{_number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''}, for a micro-batch its share."
     )
-    _show(table, save)
+    _show(Table(made.cells, targets, counts, made.refusals), save)
 
 
 @app.command()

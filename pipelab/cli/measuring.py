@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from pipelab.cli.sweeping import Cell, Table, sweep
 from pipelab.plan import Plan
 
 if TYPE_CHECKING:
-    from pipelab.labs.running import Result
+    from pipelab.labs.running import Job, Result
 
 __all__ = ["Work", "measure", "measure_sweep", "proof_of"]
 
@@ -44,24 +43,26 @@ class Work:
         """How many ranks there are if nobody says: on real tensors two, so that a laptop has a core for each."""
         return _SEVERAL_RANKS if self.emulate else _TWO_RANKS
 
-    def run(self, plan: Plan, share: int = 1) -> Result:
-        """Run a plan; where emulated times are a whole batch's, each micro-batch takes its share."""
-        from pipelab.labs import running
+    def jobs(self, plans: Sequence[Plan], shares: Sequence[int]) -> list[Job]:
+        """Return what runs; where emulated times are a whole batch's, a micro-batch takes its share of them."""
+        from pipelab.engine.emulation import emulated
+        from pipelab.labs.running import Job, linear_stack
 
         if self.emulate is None:
-            model = running.linear_stack(self.width, self.depth, plan.stages)
-            return running.run(plan, model, (self.batch, self.width), self.steps)
-        forward, backward = (time / share for time in self.emulate)
-        return running.run(plan, running.emulated_model(plan, forward, backward), (self.batch, 1), self.steps)
+            models = {
+                stages: linear_stack(self.width, self.depth, stages) for stages in {plan.stages for plan in plans}
+            }
+            return [Job(plan, models[plan.stages], (self.batch, self.width)) for plan in plans]
+        forward, backward = self.emulate
+        return [
+            Job(plan, emulated(plan.stages, forward / share, backward / share), (self.batch, 1))
+            for plan, share in zip(plans, shares, strict=True)
+        ]
 
 
 def measure(names: Sequence[str], plans: Sequence[Plan], work: Work) -> tuple[Comparison, list[Result]]:
     """Run plans; return their steps side by side, the step of a single one beside what it should have taken."""
-    with _progress(len(plans)) as tell:
-        results: list[Result] = []
-        for name, plan in zip(names, plans, strict=True):
-            tell(name)
-            results.append(work.run(plan))
+    results = _run(work.jobs(plans, [1] * len(plans)), work.steps)
     if len(results) == 1:
         (only,) = results
         names = ["predicted from its own action times", "measured"]
@@ -73,16 +74,11 @@ def measure_sweep(
     names: Sequence[str], counts: Sequence[int], plan_of: Callable[[str, int], Plan], work: Work
 ) -> tuple[Table, list[Result]]:
     """Run every schedule with every number of micro-batches; the batch is always the same."""
-    results: list[Result] = []
-    with _progress(len(names) * len(counts)) as tell:
-
-        def make(name: str, count: int) -> Cell:
-            tell(f"{name}, {count} micro-batches")
-            results.append(work.run(plan_of(name, count), count))
-            return Cell(results[-1].measured, results[-1].loss)
-
-        table = sweep(names, counts, make)
-    return table, results
+    plans = sweep(names, counts, plan_of)
+    jobs = work.jobs(list(plans.cells.values()), [count for _, count in plans.cells])
+    results = _run(jobs, work.steps)
+    cells = dict(zip(plans.cells, (Cell(result.measured, result.loss) for result in results), strict=True))
+    return Table(cells, names, counts, plans.refusals), results
 
 
 def proof_of(results: Sequence[Result]) -> str:
@@ -97,16 +93,15 @@ def proof_of(results: Sequence[Result]) -> str:
     )
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is running; yield what tells the next."""
+def _run(jobs: Sequence[Job], steps: int) -> list[Result]:
+    """Run jobs, and show on a terminal how far it is."""
+    from pipelab.labs.running import run_all
+
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        begun: list[str] = []
+        task = progress.add_task("running", total=len(jobs) * (1 if len(jobs) == 1 else steps))
 
-        def tell(what: str) -> None:
-            progress.update(task, description=what, completed=len(begun))
-            begun.append(what)
+        def tell(job: Job) -> None:
+            progress.update(task, description=job.plan.name, advance=1)
 
-        yield tell
+        return run_all(jobs, steps, tell)

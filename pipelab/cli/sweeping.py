@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from pipelab.analysis import compare
 from pipelab.draw import wording
@@ -14,7 +15,9 @@ from pipelab.draw.tables import columns
 from pipelab.errors import FormatError, ScheduleError
 from pipelab.trace import Trace
 
-__all__ = ["Cell", "Table", "sweep"]
+__all__ = ["Cell", "Sweep", "Table", "sweep"]
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +109,32 @@ class Table:
         return buffer.getvalue()
 
 
-def sweep(names: Sequence[str], counts: Sequence[int], make: Callable[[str, int], Cell]) -> Table:
-    """Make every cell of a table; what a schedule refuses is told below it.
+@dataclass(frozen=True, slots=True)
+class Sweep(Generic[Made]):
+    """What was made for every schedule and number, and what those that refused a number said."""
+
+    cells: dict[tuple[str, int], Made]
+    refusals: list[str]
+
+
+def sweep(names: Sequence[str], counts: Sequence[int], make: Callable[[str, int], Made]) -> Sweep[Made]:
+    """Make something for every schedule and number of micro-batches, but where the schedule refuses the number.
 
     Args:
-        names: what the rows are called.
+        names: the schedules.
         counts: the numbers of micro-batches.
-        make: makes the cell of a name and a number.
+        make: makes it.
 
     Raises:
         ScheduleError: if a schedule has faults.
     """
-    cells: dict[tuple[str, int], Cell] = {}
-    refusals: list[str] = []
+    made: Sweep[Made] = Sweep({}, [])
     for name in names:
         for count in counts:
             try:
-                cells[name, count] = make(name, count)
+                made.cells[name, count] = make(name, count)
             except ScheduleError as error:
                 if any(fault.code != "refused" for fault in error.faults):
                     raise
-                refusals.extend(f"{name} with {count}: {fault.message}" for fault in error.faults)
-    return Table(cells, names, counts, refusals)
+                made.refusals.extend(f"{name} with {count}: {fault.message}" for fault in error.faults)
+    return made

@@ -30,7 +30,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.catalogue"],
     ["pipelab.schedule"],
     ["pipelab.checking"],
-    ["pipelab.deadlocks", "pipelab.completeness"],
+    ["pipelab.deadlocks", "pipelab.completeness", "pipelab.swaps"],
     ["pipelab.plan"],
     ["pipelab.repairs"],
     ["pipelab.moves"],

@@ -105,14 +105,18 @@ def _words(program: Program, block: Block, name: Callable[[int], str]) -> str:
     return f"{' and '.join([', '.join(most)] * bool(most) + [last])} before {name(block.before)}"
 
 
-def as_yielded(program: Program, rank: int) -> Callable[[int], str]:
+def as_yielded(program: Program, rank: int | None) -> Callable[[int], str]:
     """Return how a schedule would write an action on this rank: the stage only where it is needed."""
     numbering = program.numbering
-    stages = {code % numbering.slots % numbering.stages for code in program.rows[rank]}
+    stages = {slot % numbering.stages for slot, placed in enumerate(program.placed) if placed == rank}
+    if rank is not None:
+        stages |= {code % numbering.slots % numbering.stages for code in program.rows[rank]}
 
     def write(code: int) -> str:
         action = numbering.action(code)
-        stage = f", stage={action.stage}" if len(stages) > 1 else ""
+        stage = f", stage={action.stage}" if len(stages) != 1 else ""
+        if action.microbatch is None:
+            return f"R({stage.removeprefix(', ')})"
         return f"{action.kind}({action.microbatch}{stage})"
 
     return write

@@ -46,6 +46,9 @@ class BatchLoss(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
 
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
+
     def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
         return str(self._plain().__repr__(**settings))
 

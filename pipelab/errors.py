@@ -28,6 +28,7 @@ __all__ = [
     "PipelabError",
     "PipelineClosedError",
     "PolicyError",
+    "RankError",
     "ScheduleError",
     "SizeError",
     "SplitError",
@@ -163,6 +164,19 @@ class NativeRefusalError(EngineError):
 
 class PipelineClosedError(EngineError):
     """A pipeline was used after it was closed."""
+
+
+class RankError(EngineError):
+    """Another process of the pipeline failed or is gone; `rank` says which one (-1 where nobody can tell)."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        """Keep the rank beside the message."""
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by the arguments, so that the error crosses process borders."""
+        return type(self), (self.args[0], self.rank)
 
 
 class UsageError(EngineError):

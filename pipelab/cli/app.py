@@ -168,6 +168,18 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     _say(proof_of(results))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    script: Annotated[str, typer.Argument(help='your file, with Pipeline(..., engine="torch")', show_default=False)],
+    ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="processes, one for each rank of the plan")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="what your script takes", show_default=False)] = None,
+) -> None:
+    """Run a script in several processes on this machine, one per rank: torchrun, whose line it prints."""
+    from pipelab.cli.launching import become
+
+    become(script, ranks, arguments or [])
+
+
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Option("--folder", "-o", help="where the pictures go")] = Path("pipelab-demo"),

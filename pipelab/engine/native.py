@@ -6,7 +6,7 @@ these names; where a torch has moved one, `load` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,7 +17,17 @@ import torch
 from pipelab.actions import Item
 from pipelab.errors import EngineError
 
-__all__ = ["Native", "load", "lower", "order_table", "run_on_recorders", "schedule_class", "stage_alone"]
+__all__ = [
+    "Native",
+    "default_store",
+    "load",
+    "lower",
+    "order_runner",
+    "order_table",
+    "run_on_recorders",
+    "schedule_class",
+    "stage_alone",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +158,77 @@ def stage_alone(module: torch.nn.Module, index: int, stages: int) -> Any:
     # torch 2.10 and 2.11 would greet the neighbours, who are this very process.
     stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - there is no public way
     return stage
+
+
+def default_store() -> Any:
+    """Return the store of the process group that is there already."""
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
+
+
+def order_runner(
+    stages: Sequence[Any],
+    microbatches: int,
+    rows: Mapping[int, Sequence[str]],
+    reduces: Mapping[int, Sequence[int]],
+    receiving: Callable[[int, int, Callable[[], None]], None],
+) -> Callable[[list[tuple[Any, ...]] | None], None]:
+    """Lower an order onto PyTorch's runtime; return what runs this process's part of it, given the batch.
+
+    Args:
+        stages: this process's stages, ready to run: the runtime sets nothing up.
+        microbatches: how many there are.
+        rows: every rank's computing actions, as PyTorch writes them.
+        reduces: for this rank, the stages whose gradients are reduced before its so-many-th action.
+        receiving: called with a stage, a micro-batch, and what waits for its value from another rank.
+    """
+    found = load()
+    runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
+    runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
+    runtime._has_backward = True  # noqa: SLF001 - the stages know the loss, the runtime does not
+    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
+        {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}
+    )
+    orders, kinds = runtime.pipeline_order_with_comms, found.schedules._ComputationType  # noqa: SLF001 - see above
+    order: list[Any] = []
+    done = 0
+    for action in orders[runtime.rank]:
+        if action.is_compute_op:
+            order += [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
+            done += 1
+        if action.computation_type.name not in _NOT_ASKED_FOR:
+            order.append(action)
+    orders[runtime.rank] = order + [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
+    runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
+
+    def run(inputs: list[tuple[Any, ...]] | None) -> None:
+        talkative = found.schedules.logger
+        before, talkative.disabled = talkative.disabled, True  # of an error it would print every rank's whole order
+        try:
+            runtime._step_microbatches(inputs)  # noqa: SLF001 - `step` cuts the batch evenly, or not at all
+        finally:
+            talkative.disabled = before
+
+    return run
+
+
+_NOT_ASKED_FOR = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
+"""What PyTorch's runtime adds by itself for models that are sharded, which these are not."""
+
+
+class _Receives(dict[tuple[int, int], list[Any]]):
+    """Receives under way. The runtime takes them out to wait for them; here they are waited for before."""
+
+    def __init__(self, receiving: Callable[[int, int, Callable[[], None]], None]) -> None:
+        super().__init__()
+        self._receiving = receiving
+
+    def pop(self, key: tuple[int, int], *_: Any) -> list[Any]:
+        works = super().pop(key)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        if works:
+            self._receiving(*key, wait)
+        return []

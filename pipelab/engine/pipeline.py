@@ -13,17 +13,15 @@ from torch import nn
 
 from pipelab.checking import Draftable, as_plan, require_legal
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.engines import ENGINES, Job
 from pipelab.engine.habits import ModuleHabits
-from pipelab.engine.hardware import RankDevice, rank_devices
-from pipelab.engine.lanes import lanes_for
+from pipelab.engine.hardware import RankDevice
 from pipelab.engine.optimizers import OptimizerGuard
-from pipelab.engine.replicas import Buffers, Runners
-from pipelab.engine.run import Run
+from pipelab.engine.replicas import Buffers
 from pipelab.engine.splitting import Stages, split
 from pipelab.engine.stage import Loss
-from pipelab.engine.step import Step
+from pipelab.engine.step import Ran, Step
 from pipelab.engine.surroundings import Surroundings
-from pipelab.engine.threads import ThreadsEngine
 from pipelab.errors import BatchError, EngineError, LossError, require_size
 from pipelab.plan import Plan
 
@@ -92,8 +90,8 @@ class Pipeline(ModuleHabits):
         replicated_buffers: Buffers = "refuse",
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
-        if engine != "threads":
-            raise EngineError(f"engine={engine!r}: expected 'threads'")
+        if engine not in ENGINES:
+            raise EngineError(f"engine={engine!r}: expected {' or '.join(map(repr, ENGINES))}")
         if not callable(reduction) and reduction not in ("mean", "sum"):
             raise EngineError(f"reduction={reduction!r}: expected 'mean', 'sum', or a function from target to weight")
         if timeout is not None and not timeout > 0:
@@ -109,16 +107,14 @@ class Pipeline(ModuleHabits):
         self.reduction = reduction
         self.watch_nan = watch_nan
         self.stages = split(model, into=self.plan.stages)
-        self.devices = rank_devices(devices, self.plan.ranks)
-        self._runners = Runners(
-            self.stages.modules, self.plan.replicas, [each.device for each in self.devices], replicated_buffers
-        )
-        self._guard = OptimizerGuard(list(self.parameters()))
-        self.stages.place([self.devices[ranks[0]].device for _, ranks in sorted(self.plan.replicas.items())])
+        self._guard = OptimizerGuard(list(self.stages.model.parameters()))
+        named = reduction if isinstance(reduction, str) else "a function"
+        job = Job(self.plan, self.stages, devices, named, timeout, intra_op_threads, replicated_buffers)
+        started = ENGINES[engine](job)
         self._guard.watch_if_moved()
-        lanes = lanes_for(self.devices)
-        self.intra_op_threads = intra_op_threads or max(1, torch.get_num_threads() // self.plan.ranks)
-        self._engine = ThreadsEngine(self.plan, self._runners.of, lanes, timeout, self.intra_op_threads)
+        self._engine, self.home = started.engine, started.home
+        self.devices, self._runners = started.devices, started.runners
+        self.intra_op_threads = started.intra_op_threads
         self._one_at_a_time = threading.Lock()
 
     def step(self, x: Any, y: Any) -> Step:
@@ -138,9 +134,9 @@ class Pipeline(ModuleHabits):
             PipelineClosedError: if the pipeline was closed.
         """
         run, loss = self.run(x, y)
-        return Step(loss.total(), run, self.plan, self._labels())
+        return Step(loss.total(), run, self.plan, self._engine.labels)
 
-    def run(self, x: Any, y: Any, only: int | None = None) -> tuple[Run, Loss]:
+    def run(self, x: Any, y: Any, only: int | None = None) -> tuple[Ran, Loss]:
         """Run one step and return its raw state; `step` and `verify` stand on it.
 
         Args:
@@ -201,8 +197,11 @@ class Pipeline(ModuleHabits):
         return any(runner.clones_input for (stage, _), runner in self._runners.of.items() if stage == 0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the model's parameters, stage by stage, each once."""
-        return chain.from_iterable(module.parameters() for module in self.stages.modules)
+        """Yield the parameters of the stages that this process holds, stage by stage, each once.
+
+        With `engine="threads"` it holds all of them, with `engine="torch"` those of its rank.
+        """
+        return chain.from_iterable(self.stages.modules[stage].parameters() for stage in self.home.held)
 
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring an optimizer's state to where its parameters are now.
@@ -213,10 +212,14 @@ class Pipeline(ModuleHabits):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm before."""
-        return nn.utils.clip_grad_norm_(list(self.parameters()), max_norm, norm_type)
+        return self.home.clip_grad_norm_(list(self.parameters()), max_norm, norm_type)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state of the whole model, under the model's own names."""
+        """Return the state of the whole model, under the model's own names.
+
+        With `engine="torch"` every process must call it: it brings the other processes' stages here.
+        """
+        self.home.gather_state()
         return self.stages.state_dict()
 
     def close(self) -> None:
@@ -232,7 +235,8 @@ class Pipeline(ModuleHabits):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the pipeline."""
-        self.close()
+        self._engine.close(error)
+        self._guard.close()
 
     def __repr__(self) -> str:
         """Return the plan and the devices."""
@@ -241,11 +245,6 @@ class Pipeline(ModuleHabits):
     def surroundings(self) -> Surroundings:
         """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""
         return Surroundings.of_caller(each.device.type for each in self.devices)
-
-    def _labels(self) -> list[str]:
-        return [
-            f"{device}, thread {thread}" for device, thread in zip(self.devices, self._engine.thread_ids, strict=True)
-        ]
 
 
 def _require_loss(loss_fn: object, reduction: Reduction) -> None:

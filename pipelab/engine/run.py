@@ -74,6 +74,20 @@ class Run:
             self.phase.append(0)
         self.outputs = [None] * len(self.inputs)
 
+    @property
+    def outputs_on(self) -> Sequence[int] | None:
+        """The ranks whose processes have outputs: no matter, all ranks are in this one."""
+        return None
+
+    @property
+    def note(self) -> str:
+        """What a reader of the trace should know: nothing."""
+        return ""
+
+    def travel(self) -> dict[int, float]:
+        """Return how long values travelled: in no time."""
+        return {}
+
     def stop(self) -> None:
         """Make every worker stop at its next action, and open all doors so that none waits."""
         self.stopped = True

@@ -72,6 +72,11 @@ class Loss:
         """Return the gradient that a micro-batch's backward starts from: what its loss weighs."""
         return torch.full_like(loss, self.weights[microbatch])
 
+    def some(self, microbatches: Sequence[int]) -> Loss:
+        """Return the loss of some micro-batches, numbered from 0, without values."""
+        targets = [self.targets[microbatch] for microbatch in microbatches]
+        return Loss(self.function, targets, [self.weights[microbatch] for microbatch in microbatches])
+
     def total(self) -> torch.Tensor:
         """Return the loss of the whole batch, without dimensions or history."""
         parts = [

@@ -4,18 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch._C import _disabled_torch_function_impl
 
 from pipelab.engine.batches import join
-from pipelab.engine.run import Run
-from pipelab.errors import UsageError
+from pipelab.engine.device_clock import StepClock
+from pipelab.errors import EngineError, UsageError
 from pipelab.plan import Plan
 from pipelab.trace import Trace
 
-__all__ = ["BatchLoss", "Step"]
+__all__ = ["BatchLoss", "Ran", "Step"]
+
+
+class Ran(Protocol):
+    """What an engine gives back."""
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Per micro-batch, the model's output."""
+
+    @property
+    def outputs_on(self) -> Sequence[int] | None:
+        """The ranks whose processes have outputs; `None` if all are here."""
+
+    @property
+    def begun(self) -> list[list[Any]]:
+        """Per rank, the clock at the start of each action."""
+
+    @property
+    def ended(self) -> list[list[Any]]:
+        """Per rank, the clock at the end of each action."""
+
+    @property
+    def clocks(self) -> Sequence[StepClock]:
+        """Per rank, by what the readings of its clock are turned into times."""
+
+    @property
+    def note(self) -> str:
+        """What a reader of the trace should know."""
+
+    def travel(self) -> dict[int, float]:
+        """Return, by number of the value, how many milliseconds a value travelled between ranks."""
 
 
 class BatchLoss(torch.Tensor):
@@ -60,9 +91,11 @@ class Step:
         loss: the loss of the whole batch, a tensor without dimensions or history.
     """
 
-    def __init__(self, loss: torch.Tensor, run: Run, plan: Plan, labels: Sequence[str]) -> None:
+    def __init__(self, loss: torch.Tensor, run: Ran, plan: Plan, labels: Sequence[str]) -> None:
         """Keep what was measured; the trace and the outputs are put together when they are asked for."""
         self.loss = loss.as_subclass(BatchLoss)
+        self._outputs_on = run.outputs_on
+        self._note, self._travel = run.note, run.travel
         self._pieces = run.outputs
         self._marks = [
             [mark for both in zip(begun, ended, strict=True) for mark in both]
@@ -74,7 +107,16 @@ class Step:
 
     @cached_property
     def outputs(self) -> Any:
-        """The model's outputs for the whole batch, rows in the batch's order, without history."""
+        """The model's outputs for the whole batch, rows in the batch's order, without history.
+
+        With `engine="torch"` they are on the last stage's process only; `Pipeline.forward` gives them to all.
+        """
+        if self._outputs_on is not None and any(piece is None for piece in self._pieces):
+            ranks = f"rank{'s' if len(self._outputs_on) > 1 else ''} {', '.join(map(str, self._outputs_on))}"
+            raise EngineError(
+                f"the outputs of a step stay on {ranks}, where the last stage is\n"
+                "  try: pipe.forward(x), which gives them to every process"
+            )
         return join(self._pieces)
 
     @cached_property
@@ -84,7 +126,17 @@ class Step:
         origin = min((marks[0] for marks in readings if marks), default=0)
         times = [[(mark - origin) / 1e6 for mark in marks] for marks in readings]
         starts, ends = ([each[half::2] for each in times] for half in (0, 1))
-        return Trace(self._plan, starts, ends, "ms", "measured", lanes=self._labels)
+        travel = self._travel()
+        return Trace(
+            self._plan,
+            starts,
+            ends,
+            "ms",
+            "measured",
+            delay=(lambda value: travel.get(value, 0.0)) if travel else None,
+            lanes=self._labels,
+            note=self._note,
+        )
 
     @cached_property
     def clock_error_ms(self) -> float:

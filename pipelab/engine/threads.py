@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 
+from pipelab.engine.explaining import stage_error
 from pipelab.engine.instructions import instructions
 from pipelab.engine.interpreter import quick_switches
 from pipelab.engine.lanes import Lane, begin, finish
 from pipelab.engine.run import Run
-from pipelab.engine.shortage import relieve
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.worker import Report, Worker
-from pipelab.errors import PipelabError, PipelineClosedError, StageError, StepTimeoutError
-from pipelab.faults import line_of, students_line
+from pipelab.errors import PipelineClosedError, StageError, StepTimeoutError
+from pipelab.faults import line_of
 from pipelab.plan import Plan
 
 __all__ = ["ThreadsEngine"]
@@ -89,6 +89,11 @@ class ThreadsEngine:
         """The operating system's number of each rank's thread."""
         return [worker.thread.native_id or 0 for worker in self._workers]
 
+    @property
+    def labels(self) -> list[str]:
+        """What each rank runs on, and in which thread."""
+        return [f"{lane.runs_on}, thread {thread}" for lane, thread in zip(self.lanes, self.thread_ids, strict=True)]
+
     def run(
         self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
     ) -> Run:
@@ -123,7 +128,7 @@ class ThreadsEngine:
         finish(self.lanes, [run.outputs, [] if loss is None else loss.values])
         return run
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - nobody else need know of it
         """End the worker threads."""
         self._closer()
 
@@ -189,27 +194,9 @@ class ThreadsEngine:
         if isinstance(error, StageError):
             return error
         instruction = report.run.rows[report.rank][min(report.position, len(report.run.rows[report.rank]) - 1)]
-        stage = instruction.stage.index
-        action = str(instruction.action)
-        of_microbatch = "" if instruction.microbatch < 0 else f", micro-batch {instruction.microbatch}"
-        told = str(error)
-        where = ""
-        if not isinstance(error, PipelabError):
-            told = f"{type(error).__name__}: {error}"
-            where = f"\n  at {students_line(error)}"
-            if "leaf Variable that requires grad" in told:
-                where += "\n  try: clone the stage's input before writing into it: a stage's input is its own leaf"
-            where += relieve(error)
-        partial = "" if report.run.loss is None else "\n  gradients are partial now: zero_grad() before the next step"
-        explained = StageError(
-            f"{action} on rank {report.rank} failed: {told}\n"
-            f"  stage {stage}{of_microbatch}, on {self.lanes[report.rank].runs_on}{where}{partial}",
-            report.rank,
-            stage,
-            action,
-        )
-        explained.__cause__ = error
-        return explained
+        action = instruction.action
+        where = (report.rank, instruction.stage.index, action.microbatch, self.lanes[report.rank].runs_on)
+        return stage_error(error, str(action), *where, partial=report.run.loss is not None)
 
     def _where(self, run: Run, lead: str) -> str:
         """Return what every rank was doing, or waiting for."""

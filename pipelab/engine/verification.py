@@ -77,8 +77,9 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         VerificationError: naming the parameter and the micro-batch that differ first.
     """
     unproven = _unproven(pipe.stages.model)
-    with _restored(pipe) as rewind, _as_in_the_workers(pipe):
+    with pipe.home.whole(), _restored(pipe) as rewind, _as_in_the_workers(pipe):
         pipe.run(x, y)
+        pipe.home.gather_gradients()
         ours = {name: _gradient(parameter) for name, parameter in _named(pipe)}
         rewind()
         reference = _plain(pipe, x, y)
@@ -102,7 +103,7 @@ def _whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str,
         VerificationError: if they are far: the loss does not average as `reduction` says.
     """
     model = pipe.stages.model
-    devices = {each.device for each in pipe.devices}
+    devices = set(pipe.home.devices)
     if len(devices) > 1 or isinstance(model, nn.ModuleList):
         return None
     (device,) = devices
@@ -130,7 +131,7 @@ def _plain(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str,
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
-    devices = [pipe.devices[ranks[0]].device for _, ranks in sorted(pipe.plan.replicas.items())]
+    devices = pipe.home.devices
     for microbatch, value in enumerate(split_batch(_batch(pipe, x), counts)):
         if only not in (None, microbatch):
             continue
@@ -156,6 +157,7 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: f
     ]
     for microbatch in range(pipe.plan.microbatches):
         pipe.run(x, y, only=microbatch)
+        pipe.home.gather_gradients()
         ours = {each: _gradient(parameter) for each, parameter in _named(pipe)}
         rewind()
         plain = _plain(pipe, x, y, microbatch)

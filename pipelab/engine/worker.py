@@ -7,16 +7,13 @@ import queue
 import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pipelab.engine.clock import here
-from pipelab.engine.instructions import Instruction
+from pipelab.engine.finite import refuse_nan
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Run
-from pipelab.engine.trees import tensors_of
-from pipelab.errors import NotANumberError
 
 __all__ = ["Report", "Worker"]
 
@@ -108,7 +105,7 @@ class Worker:
                 made = each.act(each.microbatch, given, kept[each.stage.index], loss)
             end(mark())
             if run.watch_nan:
-                _refuse_nan(rank, each, made, run)
+                refuse_nan(rank, each.action, each.stage, made, run.loss)
             # [3] hand over what it made
             if each.gives is not None:
                 values[each.gives] = gives(made) if each.sends and gives is not None else made
@@ -119,30 +116,3 @@ class Worker:
             elif each.forward:
                 run.outputs[each.microbatch] = made
         phase[rank] = 2 * len(row)
-
-
-def _refuse_nan(rank: int, instruction: Instruction, made: Any, run: Run) -> None:
-    """Look at everything that an action made.
-
-    Raises:
-        NotANumberError: naming the first NaN or infinity.
-    """
-    stage, microbatch = instruction.stage.index, instruction.microbatch
-    if instruction.forward:
-        loss = None if run.loss is None else run.loss.values[microbatch]
-        looked_at = [("output", made), ("loss", loss if instruction.stage.is_last else None)]
-    else:
-        parameters = instruction.stage.module.named_parameters()
-        looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in parameters)]
-    for what, value in looked_at:
-        for tensor in tensors_of(value):
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
-                raise NotANumberError(
-                    f"{instruction.action} on rank {rank} made {kind}: the {what} of stage {stage}"
-                    f"{'' if microbatch < 0 else f', micro-batch {microbatch}'}, shape {tuple(tensor.shape)}, "
-                    "is not finite",
-                    rank,
-                    stage,
-                    str(instruction.action),
-                )

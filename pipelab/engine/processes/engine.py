@@ -1,0 +1,187 @@
+"""The torch engine: this process's part of a plan, on PyTorch's pipelining runtime."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipelab.engine.device_clock import StepClock
+from pipelab.engine.lanes import Lane, begin, finish
+from pipelab.engine.processes.agreement import agree, describe_batch, sample_of
+from pipelab.engine.processes.clocks import Clock, set_clocks
+from pipelab.engine.processes.connecting import Connections
+from pipelab.engine.processes.forms import Form
+from pipelab.engine.processes.gathering import ProcessRun, share
+from pipelab.engine.processes.learning import learn_forms
+from pipelab.engine.processes.lowering import lowered
+from pipelab.engine.processes.parts import Part
+from pipelab.engine.processes.passage import Passage
+from pipelab.engine.processes.reducing import Reducer
+from pipelab.engine.processes.stages import ProcessStage
+from pipelab.engine.processes.watch import Doing, Watch
+from pipelab.engine.processes.wording import awaited_rank, doing
+from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.surroundings import PLAIN, Surroundings
+from pipelab.engine.trees import tensors_of
+from pipelab.plan import Plan
+
+__all__ = ["TorchEngine"]
+
+_CLOCKS_SECONDS = 10.0
+"""How long a comparison of clocks holds: those of two machines may drift by microseconds per second."""
+
+
+class TorchEngine:
+    """Runs one rank of a plan in this process; the other ranks run in others.
+
+    Args:
+        plan: the plan.
+        part: the pipeline of the plan that this process belongs to: all of it, or a replica.
+        rank: this process's rank.
+        runners: all stages, in order.
+        lane: what this process runs on.
+        connections: to the other processes.
+        watch: looks after this process.
+        labels: what each rank runs on and in.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        part: Part,
+        rank: int,
+        runners: Sequence[Stage],
+        lane: Lane,
+        connections: Connections,
+        watch: Watch,
+        labels: list[str],
+    ) -> None:
+        """Lower the pipeline onto PyTorch's runtime."""
+        self.plan = plan
+        self.group = connections.everyone
+        self.labels = labels
+        self._part = part
+        self._place = part.ranks.index(rank)
+        self._runners = runners
+        self._lane = lane
+        self._connections = connections
+        self._watch = watch
+        held = [stage for stage, (home,) in part.plan.replicas.items() if home == self._place]
+        self._reducers = {
+            stage: Reducer(runners[stage].module.parameters(), connections.replicas, connections.carrier)
+            for stage in held
+            if connections.replicas is not None
+        }
+        self._stages = [
+            ProcessStage(runners[stage], part, rank, connections, self._reducers.get(stage)) for stage in held
+        ]
+        action = plan.program.numbering.action
+        self._row = [action(code) for code in plan.program.rows[rank]]
+        self._runtime = lowered(part.plan, self._place, self._stages, self._receive)
+        self._forms: dict[str, dict[int, list[Form]]] = {}
+        self._clock = Clock()
+        self._passage: Passage | None = None
+        self._call = "begin"
+        self._doing = Doing(self._told, self._progress, lambda: awaited_rank(plan, self._passage))
+
+    def run(
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
+    ) -> ProcessRun:
+        """Run this process's part of all micro-batches; return what all processes made of it.
+
+        Raises:
+            BatchError: if the processes were given different batches, or do not make the same call.
+            StageError: if a stage or the loss raised.
+            RankError: if another process failed, or is gone.
+            StepTimeoutError: if nothing moved for `timeout` seconds.
+            PipelineClosedError: if the pipeline was closed, or has failed before.
+        """
+        (clock,) = begin([self._lane])
+        call = "forward(x)" if loss is None else "step(x, y)"
+        ran: ProcessRun = self.attend(partial(self._run, call, inputs, loss, watch_nan, around, clock), call)
+        finish([self._lane], [ran.outputs, [] if loss is None else loss.values])
+        return ran
+
+    def attend(self, work: Callable[[], Any], call: str) -> Any:
+        """Do something that communicates, looked after."""
+        self._call = call
+        return self._watch.attend(work, self._doing)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the pipeline; if the caller's own code failed, tell the others of what."""
+        self._watch.close(error)
+
+    def _run(
+        self,
+        call: str,
+        inputs: list[Any],
+        loss: Loss | None,
+        watch_nan: bool,
+        around: Surroundings,
+        clock: StepClock,
+    ) -> ProcessRun:
+        """Do one step, in the worker thread."""
+        # [1] does everybody mean the same step?
+        shapes = self._shapes(inputs, around, learning=loss is not None)
+        about, sample = shapes, sample_of(inputs)
+        if loss is not None:
+            about += f"; y {describe_batch(loss.targets)}, weights {loss.weights}"
+            sample += sample_of(loss.targets)
+        old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
+        if agree(self.group, call, about, sample, int(old))[0]:
+            self._clock = set_clocks(self.group)
+        own = [inputs[microbatch] for microbatch in self._part.microbatches]
+        counts = [len(tensors_of(each)[0]) for each in own]
+        with ExitStack() as stack:
+            self._lane.enter(stack)
+            around.enter(stack)
+            # [2] what will travel?
+            if shapes not in self._forms:
+                place = (self._part, self._place, self._runners, self._lane, self._connections.pipeline)
+                self._forms[shapes] = learn_forms(*place, own, counts, learning=loss is not None)
+            # [3] PyTorch's runtime runs this rank's order
+            row = [action for action in self._row if loss is not None or action.kind == "F"]
+            ours = None if loss is None else loss.some(self._part.microbatches)
+            passage = Passage(row, self._lane, clock, ours, counts, self._forms[shapes], watch_nan, around)
+            self._go(passage, own, stack)
+        # [4] times and losses to everybody
+        ran = share(self.group, self.plan, self._part, passage, loss, self._clock)
+        self._passage = None
+        return ran
+
+    def _go(self, passage: Passage, inputs: list[Any], stack: ExitStack) -> None:
+        """Run this rank's order."""
+        self._passage = passage
+        for stage in self._stages:
+            stage.begin(passage)
+        if passage.loss is None:
+            stack.enter_context(torch.no_grad())
+        else:
+            for reducer in self._reducers.values():
+                reducer.begin()
+                stack.callback(reducer.end)
+        self._runtime([(each,) for each in inputs])
+
+    def _receive(self, stage: int, microbatch: int, wait: Callable[[], None]) -> None:  # noqa: ARG002 - the row says it
+        assert self._passage is not None
+        self._passage.wait(wait)
+
+    def _shapes(self, inputs: list[Any], around: Surroundings, *, learning: bool) -> str:
+        """Return what the forms of the values that travel depend on."""
+        modes = "".join("te"[not runner.module.training] for runner in self._runners)
+        words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
+        words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
+        return "; ".join(words)
+
+    def _told(self) -> str:
+        passage = self._passage
+        return doing(self.plan, self._call, passage) + (self._watch.line() if passage and passage.computing else "")
+
+    def _progress(self) -> object:
+        passage = self._passage
+        return None if passage is None else (id(passage), passage.position, passage.computing)

@@ -1,0 +1,132 @@
+"""The form of what travels between two stages: how it is put together, and each tensor's shape and type.
+
+A process makes room for a value before it arrives, so it must know the value's form. Forms are learnt on real rows:
+before the first step with micro-batches of a new size, one micro-batch is run forward through all stages, process by
+process, and buffers and random state are put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelab.engine.trees import Spec, rebuild, take_apart
+from pipelab.errors import EngineError
+
+__all__ = ["Form", "form_of", "unchanged"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """A tensor's shape and type, and whether its gradient is wanted."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool
+
+    def __str__(self) -> str:
+        """Return shape and type, such as `[4, 6] float32`."""
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of a value: its parts, and how they are put together.
+
+    Attributes:
+        spec: what `trees.rebuild` needs.
+        parts: each tensor's form; `None` where the value holds `None`.
+    """
+
+    spec: Spec
+    parts: tuple[TensorForm | None, ...]
+
+    @property
+    def learns(self) -> list[bool]:
+        """For each tensor, whether its gradient is wanted."""
+        return [part.learns for part in self.parts if part is not None]
+
+    def room(self, device: torch.device) -> list[torch.Tensor]:
+        """Return empty tensors for a value of this form."""
+        return [torch.empty(part.shape, dtype=part.dtype, device=device) for part in self.parts if part is not None]
+
+    def room_for_gradients(self, device: torch.device) -> list[torch.Tensor]:
+        """Return empty tensors for the gradients that come back for a value of this form."""
+        return [
+            torch.empty(part.shape, dtype=part.dtype, device=device)
+            for part in self.parts
+            if part is not None and part.learns
+        ]
+
+    def value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value whose tensors these are, those that learn as the next stage must see them."""
+        wanted = iter(self.learns)
+        rest = (tensor.detach().requires_grad_(next(wanted)) for tensor in tensors)
+        return rebuild([None if part is None else next(rest) for part in self.parts], self.spec)
+
+    def gradients(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return gradients as a stage takes them: one for each tensor of the value, `None` where none is wanted."""
+        rest = iter(tensors)
+        found = [next(rest) if part.learns else None for part in self.parts if part is not None]
+        return found[0] if len(found) == 1 else found
+
+    def wanted(self, gradients: Any) -> list[torch.Tensor]:
+        """Return those of a stage's input gradients that the stage before wants, zero where there is none."""
+        every = gradients if isinstance(gradients, list) else [gradients]
+        wanted: list[torch.Tensor] = []
+        parts = [part for part in self.parts if part is not None]
+        for part, gradient in zip(parts, every, strict=True):
+            if part.learns:
+                wanted.append(torch.zeros(part.shape, dtype=part.dtype) if gradient is None else gradient)
+        return wanted
+
+    def __str__(self) -> str:
+        """Return the parts, such as `[4, 6] float32`."""
+        return ", ".join(map(str, self.parts))
+
+
+def form_of(value: Any, giver: str, learns: Sequence[bool] | None = None) -> Form:
+    """Return the form of a value.
+
+    Args:
+        value: what a stage gave.
+        giver: which stage, for the message.
+        learns: for each tensor, whether its gradient is wanted; by default, if it has a history.
+
+    Raises:
+        EngineError: if it holds anything but tensors.
+    """
+    parts, spec = take_apart(value)
+    stranger = next((part for part in parts if not (part is None or isinstance(part, torch.Tensor))), None)
+    if stranger is not None:
+        raise EngineError(
+            f"{giver} gives {type(stranger).__name__} among its outputs: between processes only tensors travel, in "
+            "tuples, lists and dicts; make it a tensor, or use engine='threads'"
+        )
+    wanted = iter([part.requires_grad for part in parts if part is not None] if learns is None else learns)
+    forms = [None if part is None else TensorForm(tuple(part.shape), part.dtype, next(wanted)) for part in parts]
+    return Form(spec, tuple(forms))
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put a module's buffers and all random state back afterwards."""
+    buffers = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=gpus):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for part, name, buffer, before in buffers:
+                    buffer.copy_(before)
+                    setattr(part, name, buffer)  # a module may have put another tensor in its place

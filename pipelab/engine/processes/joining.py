@@ -1,0 +1,213 @@
+"""Before anything communicates: which process is this, and do all of them run the same plan on the same model?
+
+Every process writes what it has into the store that torchrun gives, and reads what the others have; a difference is
+told by name, on every process, before any of them opens a connection to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipelab.engine import native
+from pipelab.engine.processes.notices import Notices, Store
+from pipelab.engine.processes.signals import told_before_the_end
+from pipelab.errors import EngineError, RankError
+from pipelab.plan import Plan
+
+__all__ = ["corner", "describe_model", "describe_plan", "identify", "introduce", "open_store"]
+
+_NO_TIMEOUT = timedelta(days=30)
+"""What PyTorch is told where nothing should time out: it wants a number."""
+
+
+def identify(ranks: int) -> tuple[int, int]:
+    """Return this process's rank and the number of processes, if there is one for each of the plan's ranks.
+
+    Raises:
+        EngineError: if there is not, with the line that starts as many.
+    """
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        raise EngineError(
+            "engine='torch' runs one process per rank, and this process was started alone\n"
+            f"  try: pipelab launch {_script()} --ranks {ranks}\n"
+            f"  which runs: torchrun --standalone --nproc-per-node {ranks} {_script()}"
+        )
+    if size != ranks:
+        raise EngineError(
+            f"the plan has {ranks} rank{'s' if ranks != 1 else ''} and torchrun started {size} "
+            f"process{'es' if size != 1 else ''}: there must be one process per rank\n"
+            f"  try: torchrun --standalone --nproc-per-node {ranks} {_script()}\n"
+            f"  or on several machines: --nnodes times --nproc-per-node must be {ranks}"
+        )
+    return rank, size
+
+
+def open_store(timeout: float | None) -> Any:
+    """Return the store that all processes share: torchrun's, or that of the process group that is there already."""
+    if dist.is_initialized():
+        return native.default_store()
+    meet = dist.rendezvous  # type: ignore[attr-defined]  # its stubs leave it out
+    return next(iter(meet("env://", timeout=duration(timeout))))[0]
+
+
+def corner(store: Any, name: str) -> Any:
+    """Return a part of a store, in which names are its own."""
+    return dist.PrefixStore(f"pipelab/{name}", store)  # type: ignore[attr-defined]  # its stubs leave it out
+
+
+def duration(timeout: float | None) -> timedelta:
+    """Return a number of seconds as PyTorch takes it; `None` is for ever."""
+    return _NO_TIMEOUT if timeout is None else timedelta(seconds=timeout)
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """Return what must be the same about the plan on every process."""
+    rows = [" ".join(map(str, row)) for row in plan.rows]
+    return {"sizes": [plan.ranks, plan.stages, plan.microbatches], "rows": rows}
+
+
+def describe_model(modules: Sequence[nn.Module]) -> list[str]:
+    """Return what must be the same about the model on every process: its parameters and buffers, stage by stage."""
+    return [
+        f"{name} of stage {stage}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for stage, module in enumerate(modules)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    ]
+
+
+def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout: float | None) -> list[dict[str, Any]]:
+    """Tell all processes what this one has, and return what each of them has.
+
+    Args:
+        store: where to tell it.
+        rank: this process.
+        size: how many there are.
+        facts: what this process has. `"plan"` and `"model"` are compared by a digest first; all but `"runs_on"`,
+            `"host"`, `"processes"` and `"pid"` must be the same everywhere.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        RankError: if a process does not come, or if one has something else; every process raises it.
+    """
+    brief = {key: _digest(value) if key in _LONG else value for key, value in facts.items()}
+    for key in _LONG:
+        store.set(f"{key}/{rank}", json.dumps(facts[key]))
+    store.set(f"hello/{rank}", json.dumps(brief))
+    keys = [f"hello/{each}" for each in range(size)]
+    with told_before_the_end(lambda: f"rank {rank} waits for rank {_missing(store, keys)} to make a Pipeline"):
+        _await(store, keys, timeout)
+    everyone = [json.loads(store.get(f"hello/{each}")) for each in range(size)]
+    for key in _SAME:
+        others = [each for each in range(size) if everyone[each][key] != everyone[0][key]]
+        if others:
+            told = _difference(store, key, others, everyone)
+            Notices(store, rank, everyone).tell(others[0], told, alive=True)
+            raise RankError(told, others[0])
+    return everyone
+
+
+_LONG = ("plan", "model")
+_SAME = ("pipelab", "torch", "plan", "model", "reduction")
+
+
+def _await(store: Store, keys: list[str], timeout: float | None) -> None:
+    """Wait until all keys are there.
+
+    Raises:
+        RankError: naming the processes that did not come.
+    """
+    began = time.monotonic()
+    pause = 0.005
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if timeout is not None and waited > timeout:
+            missing = _missing(store, keys)
+            raise RankError(
+                f"rank {missing} made no Pipeline within {waited:.3g} s, for which the others wait\n"
+                "  it failed before, or it makes none: look at its own output",
+                int(missing.partition(",")[0]),
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def _missing(store: Store, keys: list[str]) -> str:
+    return ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
+
+
+def _difference(store: Store, key: str, others: list[int], everyone: list[dict[str, Any]]) -> str:
+    """Say what the processes do not agree on."""
+    ranks = f"rank {', '.join(map(str, others))}"
+    verb = "has" if len(others) == 1 else "have"
+    if key not in _LONG:
+        return (
+            f"{ranks} {verb} {key} {everyone[others[0]][key]}, rank 0 has {key} {everyone[0][key]}: "
+            "every process must have the same"
+        )
+    ours, theirs = (json.loads(store.get(f"{key}/{each}")) for each in (0, others[0]))
+    if key == "model":
+        pairs = [(mine, yours) for mine, yours in zip(ours, theirs, strict=False) if mine != yours]
+        mine, yours = pairs[0] if pairs else (f"{len(ours)} parameters and buffers", str(len(theirs)))
+        return f"{ranks} {verb} another model than rank 0: {yours} there, {mine} on rank 0"
+    if ours["sizes"] != theirs["sizes"]:
+        what = "{} ranks, {} stages, {} micro-batches"
+        return (
+            f"{ranks} {verb} another plan than rank 0: {what.format(*theirs['sizes'])} there, "
+            f"{what.format(*ours['sizes'])} on rank 0"
+        )
+    for row, (mine, yours) in enumerate(zip(ours["rows"], theirs["rows"], strict=True)):
+        if mine != yours:
+            both = list(zip(mine.split(), yours.split(), strict=False))
+            at = next((index for index, (one, other) in enumerate(both) if one != other), len(both))
+            first, other = ([*text.split(), "the end"][at] for text in (mine, yours))
+            return (
+                f"{ranks} {verb} another plan than rank 0: in the row of rank {row}, position {at}, "
+                f"{other} there, {first} on rank 0"
+            )
+    return f"{ranks} {verb} another plan than rank 0"
+
+
+def facts_of_this_process(runs_on: str) -> dict[str, Any]:
+    """Return what the others should know of this process."""
+    return {
+        "pipelab": vars(sys.modules["pipelab"])["__version__"],  # an import would point up
+        "torch": torch.__version__.partition("+")[0],
+        "runs_on": runs_on,
+        "host": socket.gethostname(),
+        "processes": _processes(),
+        "pid": os.getpid(),
+    }
+
+
+def _processes() -> str:
+    """Return which numbering of processes this one's number belongs to: a container has its own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _script() -> str:
+    name = Path(sys.argv[0]).name
+    return name if name.endswith(".py") else "train.py"

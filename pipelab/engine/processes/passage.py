@@ -1,0 +1,83 @@
+"""One step on this process: what its actions need, how far it is, and when each action ran."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelab.actions import Action
+from pipelab.engine.clock import here
+from pipelab.engine.device_clock import StepClock
+from pipelab.engine.lanes import Lane
+from pipelab.engine.processes.forms import Form
+from pipelab.engine.stage import Loss
+from pipelab.engine.surroundings import PLAIN, Surroundings
+
+__all__ = ["Passage"]
+
+
+@dataclass(slots=True)
+class Passage:
+    """One step, or one evaluation, on this process.
+
+    Attributes:
+        row: this rank's actions, in order; only the forwards of an evaluation.
+        lane: what this rank runs on.
+        clock: by what this rank's readings of its clock are turned into times.
+        loss: the loss; `None` for an evaluation.
+        counts: per micro-batch, how many rows it has.
+        forms: by number of rows, the form of what each stage gives.
+        watch_nan: whether to look for NaN and infinity after every action.
+        around: what surrounds the caller: autocast, which holds in forwards.
+        kept: per stage, what forwards keep for their backwards.
+        outputs: per micro-batch, the model's output, on the last stage's process.
+        begun: the clock at the start of each action.
+        ended: the clock at the end of each action.
+        waited: per action, nanoseconds spent waiting for a value from another rank.
+        position: how many actions are done.
+        computing: whether one is running, rather than waited for.
+    """
+
+    row: Sequence[Action]
+    lane: Lane
+    clock: StepClock
+    loss: Loss | None
+    counts: Sequence[int]
+    forms: dict[int, list[Form]]
+    watch_nan: bool = False
+    around: Surroundings = PLAIN
+    kept: dict[int, dict[int, Any]] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
+    begun: list[Any] = field(default_factory=list)
+    ended: list[Any] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
+    position: int = 0
+    computing: bool = False
+
+    def __post_init__(self) -> None:
+        """Make room for the outputs and the waits."""
+        self.outputs = [None] * len(self.counts)
+        self.waited = [0] * len(self.row)
+
+    def form(self, stage: int, microbatch: int) -> Form:
+        """Return the form of what a stage gives for a micro-batch."""
+        return self.forms[self.counts[microbatch]][stage]
+
+    def wait(self, wait: Callable[[], None]) -> None:
+        """Wait for what the next action needs from another rank; note how long that took."""
+        asked = time.perf_counter_ns()
+        wait()
+        self.waited[self.position] = time.perf_counter_ns() - asked
+
+    def timed(self, work: Callable[[], Any]) -> Any:
+        """Run the next action between two readings of the clock."""
+        self.computing = True
+        here.began = self.lane.mark()
+        self.begun.append(here.began)
+        made = work()
+        self.ended.append(self.lane.mark())
+        self.computing = False
+        self.position += 1
+        return made

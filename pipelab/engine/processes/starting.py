@@ -1,0 +1,97 @@
+"""Start the torch engine in this process: meet the others, compare, connect, and place this process's stages."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pipelab.engine.engines import Job, Started
+from pipelab.engine.hardware import RankDevice
+from pipelab.engine.lanes import lanes_for
+from pipelab.engine.processes.connecting import Connections, connect, device_of
+from pipelab.engine.processes.engine import TorchEngine
+from pipelab.engine.processes.joining import (
+    corner,
+    describe_model,
+    describe_plan,
+    duration,
+    facts_of_this_process,
+    identify,
+    introduce,
+    open_store,
+)
+from pipelab.engine.processes.notices import Notices
+from pipelab.engine.processes.parts import parts_of
+from pipelab.engine.processes.watch import Doing, Watch
+from pipelab.engine.processes.whole import ManyProcesses
+from pipelab.engine.replicas import Runners
+
+__all__ = ["start"]
+
+_MARGIN_SECONDS = 30.0
+"""How much longer PyTorch's own timeouts are: pipelab's come first, and say more."""
+
+_made = 0
+"""How many pipelines this process has made: each has its own corner of the store."""
+
+
+def start(job: Job) -> Started:
+    """Start this process's part.
+
+    Raises:
+        EngineError: if the plan cannot be lowered, or there is not one process per rank; before anything communicates.
+        RankError: if a process does not come, or has something else than rank 0.
+    """
+    global _made  # noqa: PLW0603 - it counts for the process
+    plan = job.plan
+    parts = parts_of(plan)
+    rank, size = identify(plan.ranks)
+    runs_on = device_of(job.devices, rank, size)
+    facts = facts_of_this_process(str(runs_on.device)) | {
+        "plan": describe_plan(plan),
+        "model": describe_model(job.stages.modules),
+        "reduction": job.reduction,
+    }
+    base = open_store(job.timeout)
+    _made += 1
+    store = corner(base, str(_made))
+    everyone = introduce(store, rank, size, facts, job.timeout)
+    threads = job.intra_op_threads or torch.get_num_threads()
+    # A process that waits for one thing of a store waits with it for all others: so the watch has its own connection.
+    own = corner(base.clone(), str(_made)) if hasattr(base, "clone") else store
+    watch = Watch(rank, Notices(own, rank, everyone), job.timeout, threads)
+    limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
+    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
+    for stage in held:
+        job.stages.modules[stage].to(runs_on.device)  # parameters stay the same objects
+
+    def meet() -> Connections:
+        connections = connect(base, rank, size, runs_on, parts, limit)
+        if connections.replicas is not None:
+            for stage in held:
+                _begin_alike(job.stages.modules[stage], connections)
+        return connections
+
+    connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
+    on = [torch.device(each["runs_on"]) for each in everyone]
+    firsts = {
+        stage: ranks[:1] for stage, ranks in plan.replicas.items()
+    }  # others are other processes'
+    runners = Runners(job.stages.modules, firsts, on, job.replicated_buffers)
+    stages = [runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
+    labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
+    device = RankDevice(runs_on.device)
+    part = next(part for part in parts if rank in part.ranks)
+    (lane,) = lanes_for([device])
+    engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels)
+    home = ManyProcesses(plan, job.stages, engine, rank, runs_on.device)
+    return Started(engine, home, [RankDevice(each) for each in on], runners, threads)
+
+
+def _begin_alike(module: torch.nn.Module, connections: Connections) -> None:
+    """Give a stage the parameters and buffers that it has in the first replica."""
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            parcel = tensor.detach().to(connections.carrier).contiguous()
+            dist.broadcast(parcel, group=connections.replicas, group_src=0)
+            tensor.copy_(parcel)

@@ -1,0 +1,217 @@
+"""Look after this process's part of a pipeline, so that it always ends, and always says why.
+
+    caller's thread   attend ── waits, looks at the notices, at the clock and at signals ── result, or an error by name
+                        │                                                                  ▲
+    worker thread       └─ sends, receives and computes; may be stuck in PyTorch ──────────┘
+
+What is stuck in a receive cannot be interrupted; the caller can. So everything that communicates runs in a thread of
+its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from pipelab.engine.processes.hand import Worker
+from pipelab.engine.processes.notices import Notice, Notices
+from pipelab.engine.processes.signals import told_before_the_end
+from pipelab.errors import (
+    BatchError,
+    EngineError,
+    PipelabError,
+    PipelineClosedError,
+    RankError,
+    StageError,
+    StepTimeoutError,
+)
+from pipelab.faults import line_of
+
+__all__ = ["Doing", "Watch"]
+
+Result = TypeVar("Result")
+
+_PAUSE_SECONDS = 0.2
+"""How often a process that waits looks whether another one has failed."""
+
+_PATIENCE_SECONDS = 5.0
+"""How long a process waits before it looks whether another one has left, or ended without closing its connections."""
+
+_RUMOUR_SECONDS = 1.0
+"""How long a process that lost a connection looks for who has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a piece of work is, for those who look after it.
+
+    Attributes:
+        told: says what this process is doing, as in "rank 0 waits …".
+        progress: gives something that changes when the work gets on.
+        waits_for: gives the rank that the work waits for, if it can be known.
+    """
+
+    told: Callable[[], str]
+    progress: Callable[[], object] = lambda: None
+    waits_for: Callable[[], int | None] = lambda: None
+
+
+class Watch:
+    """Runs this process's work in a thread of its own, and looks after it.
+
+    Args:
+        rank: this process.
+        notices: what the processes tell each other.
+        timeout: seconds without any progress on this process after which it gives up; `None` waits for ever.
+        threads: how many processor threads each operation may use.
+    """
+
+    def __init__(self, rank: int, notices: Notices, timeout: float | None, threads: int) -> None:
+        """Start the worker thread."""
+        self.rank = rank
+        self.timeout = timeout
+        self.over = ""
+        self._failed = False
+        self._notices = notices
+        self._worker = Worker(f"pipelab-rank-{rank}", threads)
+        self._closer = weakref.finalize(self, self._worker.end)
+
+    def attend(self, work: Callable[[], Result], doing: Doing) -> Result:
+        """Run some work in the worker thread and wait for it; return what it returns.
+
+        The work may raise a `BatchError` if all processes do. Any other error ends the pipeline, on every process.
+
+        Raises:
+            RankError: if another process failed or is gone.
+            StepTimeoutError: if nothing moved for `timeout` seconds.
+            PipelineClosedError: if the pipeline is closed, or has failed before.
+        """
+        if self.over:
+            raise PipelineClosedError(self.over)
+        self._worker.do(work)
+        try:
+            with told_before_the_end(lambda: self._last_words(doing), for_good=lambda: self._failed):
+                outcome: tuple[Result, BaseException | None] = self._await(doing)
+                result, error = outcome
+                if error is not None and not isinstance(error, BatchError):
+                    self._fail(error, doing)
+        except EngineError:
+            raise
+        except BaseException as interrupt:  # the worker's own error, Ctrl-C, or what a signal handler raises
+            if not self._failed:
+                interrupt.add_note(f"interrupted while rank {self.rank} {doing.told()}")
+                self._end(f"rank {self.rank} was interrupted ({type(interrupt).__name__})")
+            raise
+        if error is not None:
+            raise error
+        return result
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the worker, and tell the others, who may still want something of this process."""
+        if not self._closer.alive:
+            return
+        self._closer()
+        if self.over:
+            return
+        if error is None:
+            self.over = "this pipeline is closed: make a new one, or use it inside its with block"
+            self._notices.leave()
+        else:
+            self._end(f"rank {self.rank} is gone: its script raised {error!r}")
+
+    def line(self) -> str:
+        """Return where the worker is, in the student's own code if it is there."""
+        frames = sys._current_frames()  # noqa: SLF001 - the one way to see where a thread is
+        frame = frames.get(self._worker.thread.ident or 0)
+        return f", at {line_of(traceback.extract_stack(frame))}" if frame else ""
+
+    def _await(self, doing: Doing) -> tuple[Any, BaseException | None]:
+        """Wait for the worker, looking at the notices and at the clock now and then.
+
+        Raises:
+            RankError: if another process has failed.
+            StepTimeoutError: if nothing moved for too long.
+        """
+        pause = _PAUSE_SECONDS if self.timeout is None else min(_PAUSE_SECONDS, self.timeout / 8)
+        seen, quiet_since = doing.progress(), time.monotonic()
+        while True:
+            try:
+                return self._worker.done.get(timeout=pause)
+            except queue.Empty:
+                pass
+            if notice := self._notices.news():
+                self._hear(notice, doing)
+            quiet = time.monotonic() - quiet_since
+            if seen != doing.progress():
+                seen, quiet_since = doing.progress(), time.monotonic()
+            elif quiet >= _PATIENCE_SECONDS and (gone := self._notices.gone()):
+                self._hear(self._notices.tell(*gone), doing)
+            elif self.timeout is not None and quiet >= self.timeout:
+                told = f"nothing moved on rank {self.rank} for {quiet:.3g} s: it {doing.told()}"
+                self._end(told)
+                raise StepTimeoutError(told)
+
+    def _fail(self, error: BaseException, doing: Doing) -> NoReturn:
+        """Tell everybody of an error in the worker, and raise it; or who is gone, if it is a lost connection.
+
+        Raises:
+            RankError: if another process is the cause.
+            BaseException: the error, if it is this process's own.
+        """
+        if not _is_lost_connection(error):
+            told = str(error) if isinstance(error, PipelabError) else f"{type(error).__name__}: {error}"
+            self._end(told if isinstance(error, StageError) else f"rank {self.rank} failed: {told}")
+            raise error
+        deadline = time.monotonic() + _RUMOUR_SECONDS
+        notice = self._notices.news()
+        while notice is None and time.monotonic() < deadline:
+            if gone := self._notices.gone():
+                notice = self._notices.tell(*gone)
+            else:
+                time.sleep(_PAUSE_SECONDS / 8)
+                notice = self._notices.news()
+        if notice is None:
+            suspect = doing.waits_for()
+            name = "another process" if suspect is None else f"rank {suspect}"
+            lost = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
+            notice = self._notices.tell(-1 if suspect is None else suspect, lost)
+        self._hear(notice, doing, error)
+
+    def _hear(self, notice: Notice, doing: Doing, cause: BaseException | None = None) -> NoReturn:
+        """Raise what another process failed of.
+
+        Raises:
+            RankError: always.
+        """
+        told = f"{notice.told}\n  rank {self.rank} {doing.told()}"
+        self._failed, self.over = True, f"this pipeline has failed: start all processes anew\n  {told}"
+        self._notices.hear(notice)
+        raise RankError(told, notice.rank) from cause
+
+    def _end(self, told: str) -> None:
+        """End this pipeline for good: because of this process."""
+        self._failed, self.over = True, f"this pipeline has failed: start all processes anew\n  {told}"
+        self._notices.tell(self.rank, told, alive=True)
+
+    def _last_words(self, doing: Doing) -> str:
+        """Return what this process knows when it is told to stop."""
+        if self.over:
+            return self.over
+        notice, gone = self._notices.news(), self._notices.gone()
+        known = notice.told if notice else gone[1] if gone else "no other process has said why"
+        return f"{known}\n  rank {self.rank} {doing.told()}"
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Tell whether an error says that the other end of a connection is gone, in the words of gloo or NCCL."""
+    if isinstance(error, PipelabError):
+        return False
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/transport", "NCCL error"))

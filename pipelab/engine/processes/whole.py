@@ -1,0 +1,121 @@
+"""The whole model, where each process has trained its own stages only: gather what the others have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipelab.engine.processes.agreement import agree, gathered
+from pipelab.engine.splitting import Stages
+from pipelab.plan import Plan
+
+if TYPE_CHECKING:
+    from pipelab.engine.processes.engine import TorchEngine
+
+__all__ = ["ManyProcesses"]
+
+
+class ManyProcesses:
+    """The home of a model whose stages learn in several processes, each of which has built all of it.
+
+    Args:
+        plan: the plan.
+        stages: the model, split.
+        engine: this process's part of the pipeline.
+        rank: this process's rank.
+        device: what this process runs on.
+    """
+
+    def __init__(self, plan: Plan, stages: Stages, engine: TorchEngine, rank: int, device: torch.device) -> None:
+        """Note who holds what."""
+        self.held: Sequence[int] = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
+        self.devices: Sequence[torch.device] = [device] * plan.stages
+        self._holders = [plan.replicas[stage][0] for stage in range(plan.stages)]
+        self._stages = stages
+        self._engine = engine
+        self._rank = rank
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have all stages here for a while, as they are now, on this process's device."""
+        self.gather_state()
+        homes = {
+            stage: next((tensor.device for tensor in _state(module)), None)
+            for stage, module in enumerate(self._stages.modules)
+            if stage not in self.held
+        }
+        try:
+            for stage in homes:
+                self._stages.modules[stage].to(self.devices[stage])
+            yield
+        finally:
+            for stage, home in homes.items():
+                if home is not None:
+                    self._stages.modules[stage].to(home)
+
+    def gather_state(self) -> None:
+        """Bring every stage's parameters and buffers here from the process that holds it."""
+        self._engine.attend(lambda: self._each("state_dict()", self._bring_state), "state_dict()")
+
+    def gather_gradients(self) -> None:
+        """Bring every stage's gradients here from the process that holds it."""
+        self._engine.attend(lambda: self._each("verify(x, y)", self._bring_gradients), "verify(x, y)")
+
+    def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
+        # A replicated stage has the same gradients on all its ranks: it counts once.
+        first = [stage for stage in self.held if self._holders[stage] == self._rank]
+        counted = [parameter for stage in first for parameter in self._stages.modules[stage].parameters()]
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        own = nn.utils.get_total_norm(gradients, norm_type)
+        norms = self._engine.attend(lambda: self._norms(own, norm_type), "clip_grad_norm_()")
+        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type).to(own)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return total
+
+    def _norms(self, own: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Return every process's norm."""
+        group = self._engine.group
+        agree(group, "clip_grad_norm_()", f"norm_type {norm_type}")
+        return gathered(own.detach().double().cpu(), group)
+
+    def _each(self, call: str, bring: Callable[[int, nn.Module], None]) -> None:
+        """Do something about every stage, together with all processes."""
+        sizes = [sum(tensor.numel() for tensor in _state(module)) for module in self._stages.modules]
+        agree(self._engine.group, call, f"{sizes} numbers in the stages")
+        with torch.no_grad():
+            for stage, module in enumerate(self._stages.modules):
+                bring(stage, module)
+
+    def _bring_state(self, stage: int, module: nn.Module) -> None:
+        for tensor in _state(module):
+            self._bring(stage, tensor)
+
+    def _bring_gradients(self, stage: int, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int64)
+        if len(there):
+            self._bring(stage, there)
+        for parameter, known in zip(parameters, there.tolist(), strict=True):
+            if not known:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._bring(stage, parameter.grad)
+
+    def _bring(self, stage: int, tensor: torch.Tensor) -> None:
+        """Copy a tensor from the process that holds the stage into this process's."""
+        parcel = tensor.detach().cpu().contiguous()
+        dist.broadcast(parcel, group=self._engine.group, group_src=self._holders[stage])
+        if stage not in self.held:
+            tensor.copy_(parcel)
+
+
+def _state(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]

@@ -1,0 +1,268 @@
+"""The torch engine in several processes: the same numbers as in the threads engine, on every process."""
+
+from __future__ import annotations
+
+import json
+
+import processes
+import pytest
+
+pytestmark = pytest.mark.dist
+
+TOGETHER = """
+import copy, io, json, os
+import plain, torch
+from torch import nn
+import pipelab
+from pipelab import Pipeline
+
+mse = nn.functional.mse_loss
+rank = int(os.environ["RANK"])
+ROWS = 13  # which the micro-batches do not divide
+
+
+def say(**facts):
+    print(json.dumps(facts))
+
+
+def train(pipe, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        x, y = plain.batch(ROWS, seed=number)
+        optimizer.zero_grad()
+        losses.append(float(pipe.step(x, y).loss))
+        pipe.clip_grad_norm_(0.5)
+        optimizer.step()
+    return losses
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def close(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.allclose(ours[key], theirs[key], atol=1e-6) for key in ours)
+
+
+# [1] five steps of Adam, with a break: saved after three, and taken up again by another pipeline
+for schedule in (pipelab.OneFOneB(4, 5), pipelab.ZBV(4, 8)):
+    plan = schedule.plan()
+    model = plain.mlp(2 * plan.stages)
+    twin = copy.deepcopy(model)
+    with Pipeline(twin, plan, mse) as pipe:
+        expected = train(pipe, torch.optim.Adam(pipe.parameters(), lr=0.01), range(5))
+    with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        losses = train(pipe, optimizer, range(3))
+        file = io.BytesIO()
+        torch.save({"model": pipe.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    again = plain.mlp(2 * plan.stages, seed=7)
+    again.load_state_dict(saved["model"])
+    with Pipeline(again, plan, mse, engine="torch", timeout=60) as pipe:
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        optimizer.load_state_dict(saved["optimizer"])
+        losses += train(pipe, optimizer, [3, 4])
+        state = pipe.state_dict()
+    say(case="adam", plan=plan.name, losses=losses, expected=expected, parameters=close(state, twin.state_dict()))
+
+# [2] without clipping, whose norm is summed in another order, everything is the same bit for bit
+plan = pipelab.Interleaved1F1B(4, 8).plan()
+model = plain.mlp(2 * plan.stages)
+twin = copy.deepcopy(model)
+x, y = plain.batch(ROWS)
+with Pipeline(twin, plan, mse) as pipe:
+    theirs = pipe.step(x, y)
+gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
+with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
+    ours = pipe.step(x, y)
+    here = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    try:
+        outputs = "same" if torch.equal(ours.outputs, theirs.outputs) else "others"
+    except pipelab.EngineError as error:
+        outputs = str(error)
+    forward = pipe.forward(x)
+    proof = pipe.verify(x, y)
+    say(
+        case="bits",
+        held=list(pipe.home.held),
+        parameters=sum(1 for _ in pipe.parameters()),
+        loss=torch.equal(ours.loss, theirs.loss),
+        gradients=all(torch.equal(gradient, gradients[name]) for name, gradient in here.items()),
+        names=sorted(here),
+        outputs=outputs,
+        forward=torch.equal(forward, theirs.outputs),
+        exact=proof.exact,
+        compared=proof.parameters,
+        whole=proof.whole_batch_difference < 1e-6,
+    )
+    trace = ours.trace
+    transfers = {(str(each.giver), str(each.needer)): each for each in trace.transfers}
+    say(
+        case="trace",
+        rows=[" ".join(str(event.action) for event in trace.events_of(rank)) for rank in range(4)],
+        after=all(event.start < event.end for event in trace.events),
+        note=trace.note,
+        lanes=trace.lanes,
+        transfers=len(transfers),
+        takes_time=min(each.end - each.start for each in trace.transfers),
+        before_its_needer=all(
+            each.end <= next(event.start for event in trace.events if event.action == each.needer) + 1e-9
+            for each in trace.transfers
+        ),
+        makespan=trace.makespan,
+    )
+
+# [3] stages that give several tensors, of several types, over the wire
+class Two(nn.Module):
+    def __init__(self, first):
+        super().__init__()
+        self.linear, self.first = nn.Linear(6, 6), first
+
+    def forward(self, given):
+        x, seen = (given, torch.zeros(len(given), dtype=torch.int64)) if self.first else (given["x"], given["seen"])
+        return {"x": self.linear(x), "seen": seen + 1, "skip": x}
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, given):
+        assert bool((given["seen"] == 3).all())
+        return self.linear(given["x"]) + given["skip"]
+
+
+torch.manual_seed(0)
+stages = [Two(True), Two(False), Two(False), Last()]
+twins = copy.deepcopy(stages)
+plan = pipelab.ZBH1(4, 4).plan()
+with Pipeline(twins, plan, mse) as pipe:
+    theirs = pipe.step(x, y)
+with Pipeline(stages, plan, mse, engine="torch", timeout=60) as pipe:
+    ours = pipe.step(x, y)
+    state = pipe.state_dict()
+here = dict(stages[rank].named_parameters())
+there = dict(twins[rank].named_parameters())
+say(
+    case="trees",
+    loss=torch.equal(ours.loss, theirs.loss),
+    gradients=all(torch.equal(here[name].grad, there[name].grad) for name in here),
+    keys=list(state)[:2],
+)
+
+# [4] two replicas of two ranks: a mesh
+plan = pipelab.replicate(pipelab.OneFOneB(2, 4), 2).plan()
+model = plain.mlp(4, seed=10 + rank)  # replicas begin alike all the same
+with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
+    began = pipe.state_dict()
+    twin = plain.mlp(4)
+    twin.load_state_dict(began)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+    losses = train(pipe, optimizer, range(3))
+    pipe.step(x, y)
+    pipe.step(x, y)
+    twice = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    proof = pipe.verify(x, y)
+    trace = pipe.step(x, y).trace
+    state = pipe.state_dict()
+    forward = pipe.forward(x)
+theirs = torch.optim.Adam(twin.parameters(), lr=0.01)
+expected = []
+for number in range(3):
+    theirs.zero_grad()
+    expected.append(float(plain.one_after_another(twin, mse, *plain.batch(ROWS, seed=number), 8)))
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+    theirs.step()
+for _ in range(2):
+    plain.one_after_another(twin, mse, x, y, 8)
+say(
+    case="replicas",
+    losses=losses,
+    expected=expected,
+    parameters=close(state, twin.state_dict()),
+    gradients=max(
+        float((gradient - twin.get_parameter(name).grad).norm() / twin.get_parameter(name).grad.norm())
+        for name, gradient in twice.items()
+    ),
+    largest_difference=proof.largest_difference,
+    forward=torch.allclose(forward, twin(x), atol=1e-6),
+    reduces=[str(event.action) for event in trace.events if event.action.kind == "R"],
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What each of four processes said, by case."""
+    ended = processes.run_in(4, TOGETHER)
+    assert [each.code for each in ended] == [0] * 4, processes.shown(ended)
+    assert [each.err for each in ended] == [""] * 4  # no warning either
+    facts = [[json.loads(line) for line in each.out.splitlines()] for each in ended]
+    return lambda case: [[fact for fact in each if fact["case"] == case] for each in facts]
+
+
+def test_five_steps_of_adam_saved_and_reloaded_on_the_way_are_those_of_the_threads_engine(said):
+    for facts in said("adam"):
+        assert [fact["plan"].partition("(")[0] for fact in facts] == ["OneFOneB", "ZBV"]
+        for fact in facts:
+            assert fact["losses"] == pytest.approx(fact["expected"], rel=1e-6)
+            assert fact["parameters"]
+
+
+def test_loss_and_gradients_are_the_threads_engines_bit_for_bit(said):
+    for rank, (fact,) in enumerate(said("bits")):
+        assert fact["held"] == [rank, rank + 4]
+        assert fact["parameters"] == 4
+        assert fact["names"] == sorted(f"{2 * stage}.{kind}" for stage in fact["held"] for kind in ("weight", "bias"))
+        assert fact["loss"]
+        assert fact["gradients"]
+
+
+def test_outputs_of_a_step_stay_on_the_last_stages_process_and_those_of_a_forward_go_to_all(said):
+    for rank, (fact,) in enumerate(said("bits")):
+        refusal = "the outputs of a step stay on rank 3, where the last stage is\n  try: pipe.forward(x)"
+        assert fact["outputs"].startswith("same" if rank == 3 else refusal)
+        assert fact["forward"]
+
+
+def test_every_process_verifies_all_parameters(said):
+    for (fact,) in said("bits"):
+        assert (fact["exact"], fact["compared"], fact["whole"]) == (True, 16, True)
+
+
+def test_every_process_has_the_trace_of_all_with_the_error_of_its_clock(said):
+    (first,), *others = said("trace")
+    assert all(fact["rows"] == first["rows"] and fact["makespan"] == first["makespan"] for (fact,) in others)
+    assert [row.split()[0] for row in first["rows"]] == ["0F0", "1F0", "2F0", "3F0"]
+    assert first["after"]
+    assert first["note"].startswith("4 processes, clocks within 0.")
+    assert first["note"].endswith(" ms of rank 0's")
+    assert [lane.partition(",")[0] for lane in first["lanes"]] == ["cpu"] * 4
+    assert len({*first["lanes"]}) == 4
+
+
+def test_transfers_are_measured_and_end_before_they_are_needed(said):
+    (fact,) = said("trace")[0]
+    assert fact["transfers"] == 8 * 7 * 2  # every stage's border, forward and backward
+    assert fact["takes_time"] >= 0
+    assert fact["before_its_needer"]
+
+
+def test_dictionaries_of_tensors_travel_with_what_learns_and_what_does_not(said):
+    for (fact,) in said("trees"):
+        assert fact["loss"]
+        assert fact["gradients"]
+        assert fact["keys"] == ["0.linear.weight", "0.linear.bias"]
+
+
+def test_replicas_train_as_one_model_on_the_whole_batch(said):
+    for (fact,) in said("replicas"):
+        assert fact["losses"] == pytest.approx(fact["expected"], rel=1e-5)
+        assert fact["parameters"]
+        assert fact["gradients"] < 1e-5  # of two steps, added up
+        assert fact["largest_difference"] < 1e-6
+        assert fact["forward"]
+        assert fact["reduces"] == ["0R", "1R", "0R", "1R"]

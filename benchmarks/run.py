@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python benchmarks/run.py [simulation engine emulation drawing]`; all of them by default."""
+"""Run the benchmarks: `python benchmarks/run.py [simulation engine split emulation drawing]`; by default, all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import drawing
 import emulation
 import engine
 import simulation
+import split
 from timing import machine
 
-PARTS = {"simulation": simulation, "engine": engine, "emulation": emulation, "drawing": drawing}
+PARTS = {"simulation": simulation, "engine": engine, "split": split, "emulation": emulation, "drawing": drawing}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 

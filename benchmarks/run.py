@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python benchmarks/run.py [simulation engine schedules emulation drawing]`; all by default.
+"""Run the benchmarks: `python benchmarks/run.py [simulation engine schedules split emulation drawing]`; all by default.
 
 `--quick` runs the parts that have a quick form, to see that they run; their figures mean nothing and are not kept.
 """
@@ -14,9 +14,17 @@ import emulation
 import engine
 import schedules
 import simulation
+import split
 from timing import machine
 
-PARTS = {"simulation": simulation, "engine": engine, "schedules": schedules, "emulation": emulation, "drawing": drawing}
+PARTS = {
+    "simulation": simulation,
+    "engine": engine,
+    "schedules": schedules,
+    "split": split,
+    "emulation": emulation,
+    "drawing": drawing,
+}
 QUICK = {"schedules": schedules}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 

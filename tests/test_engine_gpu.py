@@ -14,11 +14,12 @@ import plain
 import pytest
 import torch
 from strategies import near
+from test_engine_split_backward import split_plan
 from test_engine_traces import Held
 from torch import nn
 
 import pipelab
-from pipelab import GPipe, OneFOneB, Pipeline, schedules
+from pipelab import GPipe, OneFOneB, Pipeline, replicate, schedules
 
 mse = nn.functional.mse_loss
 
@@ -108,6 +109,34 @@ def test_ranks_that_share_a_gpu_give_the_plain_gradients(name):
             torch.testing.assert_close(step.loss, loss)
         torch.testing.assert_close(pipe.forward(x), model(x).detach())
         pipe.verify(x, y)
+
+
+def test_a_split_backward_gives_the_plain_gradients_on_a_gpu():
+    model = plain.mlp(6, WIDTH).cuda()
+    x, y = on_gpu(26)
+    plain.one_after_another(model, mse, x, y, 6)
+    expected = plain.taken(model)
+    with Pipeline(model, split_plan(3, 6), mse, devices=["cuda:0"] * 3) as pipe:
+        for _ in range(5):
+            pipe.step(x, y)
+            assert plain.difference(plain.taken(model), expected) <= 1e-6
+        pipe.verify(x, y)
+
+
+@pytest.mark.parametrize("devices", [["cuda"] * 4, ["cpu", "cpu", "cuda", "cuda"], ["cuda", "cuda", "cpu", "cpu"]])
+def test_replicas_give_the_plain_gradients_on_a_gpu_and_beside_a_cpu(devices):
+    model = plain.mlp(4, WIDTH)
+    twin = copy.deepcopy(model)
+    x, y = plain.batch(16, WIDTH)
+    plain.one_after_another(twin, mse, x, y, 8)
+    expected = plain.taken(twin)
+    with Pipeline(model, replicate(OneFOneB(2, 4), 2), mse, devices=devices) as pipe:
+        for _ in range(3):
+            trace = pipe.step(x, y).trace
+            gradients = {name: gradient.cpu() for name, gradient in plain.taken(model).items()}
+            assert plain.difference(gradients, expected) <= 1e-4  # another device's arithmetic
+    assert all(parameter.device.type == devices[0] for parameter in model.parameters())
+    assert [str(event.action) for event in trace.events_of(2)][-1] == "0R"
 
 
 def test_a_batch_on_the_cpu_goes_to_the_gpu_by_itself():

@@ -74,9 +74,7 @@ def start(job: Job) -> Started:
 
     connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
     on = [torch.device(each["runs_on"]) for each in everyone]
-    firsts = {
-        stage: ranks[:1] for stage, ranks in plan.replicas.items()
-    }  # others are other processes'
+    firsts = {stage: ranks[:1] for stage, ranks in plan.replicas.items()}  # others are other processes'
     runners = Runners(job.stages.modules, firsts, on, job.replicated_buffers)
     stages = [runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
     labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]

@@ -33,9 +33,12 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
         ScheduleError: if the plan has faults.
         CostError: if a list of the cost does not have one number per stage, or an all-reduce that has a cost is not
             listed.
+        TypeError: if `cost` is something else.
     """
     plan = as_plan(plan_or_schedule)
-    cost = cost or Cost()
+    cost = Cost() if cost is None else cost
+    if not isinstance(cost, Cost):
+        raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
     order = require_legal(plan).order
     program = plan.program
     _require_reduces(plan, cost)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.checking import Draftable
 from pipelab.errors import CostError, SizeError
+from pipelab.faults import shorten
 from pipelab.plan import Plan
 from pipelab.simulation import Cost, simulate
 from pipelab.trace import Event, Trace
@@ -133,9 +134,9 @@ def _trace_of(subject: Trace | Plan | Draftable, cost: Cost | None) -> Trace:
     """Return a trace as it is, and what a plan or schedule would take."""
     if isinstance(subject, Trace):
         return subject
-    if isinstance(subject, (Plan, Draftable, type)):
+    if isinstance(subject, (Plan, Draftable, type, str)):
         return simulate(subject, cost)
-    raise TypeError(f"compare takes traces, plans and schedules, got {subject!r}")
+    raise TypeError(f"compare takes traces, plans and schedules, one by one, got {shorten(subject)}")
 
 
 def _default_name(trace: Trace) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from pipelab.completeness import complete, misplaced, missing
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError, SizeError, require_size
-from pipelab.faults import Code, Fault, excerpt
+from pipelab.faults import Code, Fault, excerpt, shorten
 from pipelab.moves import as_yielded
 from pipelab.plan import Plan
 from pipelab.program import Program
@@ -121,7 +121,13 @@ def as_plan(plan_or_schedule: Plan | Draftable) -> Plan:
         raise TypeError(f"expected a plan or a schedule, got the class {name}: make one, {example}")
     if isinstance(plan_or_schedule, Draftable):
         return plan_or_schedule.draft()
-    raise TypeError(f"expected a Plan or a Schedule, got {plan_or_schedule!r}")
+    raise TypeError(f"expected a plan or a schedule, got {_how_to_make(plan_or_schedule)}")
+
+
+def _how_to_make(other: object) -> str:
+    """Return what stands where a schedule should, and for a name how to make one of it."""
+    made = f": make one, pipelab.schedules[{other!r}](ranks=4, microbatches=8)" if isinstance(other, str) else ""
+    return f"{shorten(other)}{made}"
 
 
 def _unordered(program: Program) -> tuple[list[Fault], set[int]]:

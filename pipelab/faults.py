@@ -76,7 +76,7 @@ def shorten(thing: object, width: int = 60) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def excerpt(rank: int, row: Sequence[object], position: int, width: int = 110) -> str:
+def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) -> str:
     """Return the few columns around a place in a rank's row, the place marked.
 
     Example:

@@ -32,9 +32,12 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
     Raises:
         ScheduleError: if the plan has faults.
         CostError: if a list of the cost does not have one number per stage.
+        TypeError: if `cost` is something else.
     """
     plan = as_plan(plan_or_schedule)
-    cost = cost or Cost()
+    cost = Cost() if cost is None else cost
+    if not isinstance(cost, Cost):
+        raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
     order = require_legal(plan).order
     program = plan.program
     paired = cost.pair_times(plan) if program.pairs else None

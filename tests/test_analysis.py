@@ -143,7 +143,11 @@ def test_what_cannot_be_compared_is_refused():
         compare()
     with pytest.raises(SizeError, match="1 names for 2 traces"):
         compare(trace, trace, names=["one"])
-    with pytest.raises(TypeError, match="compare takes traces, plans and schedules, got 'gpipe'"):
+    with pytest.raises(TypeError, match="compare takes traces, plans and schedules, one by one, got 3"):
+        compare(trace, 3)
+    with pytest.raises(TypeError, match=r"one by one, got \[<simulated"):
+        compare([trace, trace])
+    with pytest.raises(TypeError, match=r"got 'gpipe': make one, pipelab.schedules\['gpipe'\]\(ranks=4"):
         compare(trace, "gpipe")
     with pytest.raises(TypeError, match=r"got the class GPipe: make one, GPipe\(ranks=4, microbatches=8\)"):
         compare(trace, pipelab.GPipe)

@@ -451,7 +451,7 @@ def test_a_schedule_is_checked_as_its_plan_is():
 
 @pytest.mark.parametrize("thing", [None, "1f1b", [[F(0), B(0)]], 3])
 def test_anything_but_a_plan_or_a_schedule_is_a_type_error(thing):
-    with pytest.raises(TypeError, match="expected a Plan or a Schedule"):
+    with pytest.raises(TypeError, match="expected a plan or a schedule"):
         check(thing)
 
 

@@ -227,6 +227,18 @@ def test_the_table_of_a_comparison_fits_eighty_columns():
     ]
 
 
+def test_in_a_comparison_that_is_too_long_whatever_is_short_is_whole_on_the_same_scale():
+    kinds = (pipelab.Naive, pipelab.GPipe)
+    drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
+    naive, gpipe = lanes(drawn)[:4], lanes(drawn)[4:]
+    assert all("more ┄" in row for row in naive)
+    assert not any("┄" in row for row in gpipe)
+    assert "B7" in gpipe[0]
+    assert naive[3].index("B0") - naive[3].index("F0") == gpipe[3].index("F1") - gpipe[3].index("F0")
+    assert sum(line.strip().startswith("0 units") for line in drawn.splitlines()) == 2
+    assert max(map(len, drawn.splitlines())) <= 80
+
+
 def test_a_comparison_of_different_units_says_so():
     plan = pipelab.OneFOneB(2, 2)
     both = pipelab.compare(pipelab.simulate(plan), pipelab.simulate(plan, Cost(forward=40, backward=80, unit="ms")))

@@ -242,6 +242,19 @@ def _number(value: float | Sequence[float]) -> str:
     return ", ".join(map(wording.number, value)) if isinstance(value, Sequence) else wording.number(value)
 
 
+def _folded(message: str) -> str:
+    """Return a message for a terminal: long lines broken between words and indented, rows of actions as they are."""
+    if not sys.stderr.isatty():
+        return message
+    width = shutil.get_terminal_size().columns
+    lines: list[str] = []
+    for line in message.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        rows = " | " in line or not line.strip(" ^")
+        lines.append(line if rows else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+    return "\n".join(lines)
+
+
 def _wrote(path: Path) -> None:
     typer.echo(f"wrote {path}")
 
@@ -252,7 +265,7 @@ def main() -> None:
         app()
     except PipelabError as error:
         lead = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
-        typer.echo(f"{lead}{error}", err=True)
+        typer.echo(_folded(f"{lead}{error}"), err=True)
         sys.exit(1)
     except OSError as error:
         typer.echo(f"{error.filename or 'a file'}: {error.strerror or error}", err=True)

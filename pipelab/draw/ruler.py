@@ -73,14 +73,18 @@ class Ruler:
                 if not names_stages and all(cell.is_legible(scale, forward) for cell in cells):
                     scales.append(scale)
             scales += [even] if squeeze else []
-        for scale in scales:
-            columns = _round(span * scale)
-            if scale and columns <= room:
-                return cls(scale, columns, columns, 0, 0)
+        return cls.at(next((scale for scale in scales if scale and _round(span * scale) <= room), elided), lanes, room)
+
+    @classmethod
+    def at(cls, scale: float, lanes: Sequence[Lanes], room: int) -> Ruler:
+        """Return the ruler of a scale; the middle is left out where there is no room for all."""
+        columns = _round(max(each.span for each in lanes) * scale)
+        if columns <= room:
+            return cls(scale, columns, columns, 0, 0)
         most = max(each.count(rank) for each in lanes for rank in range(each.trace.ranks))
         gap = len(gap_mark(most)) + 2
         tail = max(0, (room - gap) * 2 // 5)
-        return cls(elided, _round(span * elided), max(0, room - gap - tail), gap, tail)
+        return cls(scale, columns, max(0, room - gap - tail), gap, tail)
 
     def column(self, time: float) -> int:
         """Return the column of a time, as if nothing were left out."""

@@ -49,11 +49,11 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _wrapped(heads: Sequence[str], widths: Sequence[int]) -> list[tuple[str, ...]]:
-    """Return heads over several lines, each as narrow as its cells and words allow."""
-    parts = [
-        wrap(head, max(size, *map(len, head.split())), break_long_words=False)
-        for head, size in zip(heads, widths, strict=True)
-    ]
+    """Return heads over two lines, each as narrow as its cells and words allow."""
+    parts: list[list[str]] = []
+    for head, size in zip(heads, widths, strict=True):
+        narrow = range(max(size, *map(len, head.split())), len(head) + 1)
+        parts.append(next((lines for width in narrow if len(lines := wrap(head, width)) <= 2), [head]))
     return list(zip_longest(*parts, fillvalue=""))
 
 

@@ -21,12 +21,16 @@ demo: .venv/run.stamp ## run a pipeline on this machine: checked, simulated, dra
 PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	$(BIN)/python -m pytest -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 
+# The first two groups do not see a GPU: what they compare runs on the CPU. Tests marked gpu skip there, and run last.
 test: .venv/dev.stamp ## run all tests
 	@echo "pipelab: tests that start several processes, one after the other"; alone=0; \
-	$(PYTEST) -m dist $(ARGS) || alone=$$?; \
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -m dist $(ARGS) || alone=$$?; \
 	echo "pipelab: all other tests, on all cores"; shared=0; \
-	OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not dist" $(ARGS) || shared=$$?; \
-	case $$shared,$$alone in 0,0 | 0,5 | 5,0) ;; *) exit 1 ;; esac
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not dist" $(ARGS) || shared=$$?; \
+	ongpu=5; if command -v nvidia-smi >/dev/null; then \
+		echo "pipelab: tests on the GPU"; ongpu=0; $(PYTEST) -m gpu $(ARGS) || ongpu=$$?; \
+	fi; \
+	case $$alone$$shared$$ongpu in *[!05]* | 555) exit 1 ;; esac
 
 lint: .venv/dev.stamp ## check style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

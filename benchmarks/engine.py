@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
 from native import Native, linear_stack
-from timing import milliseconds
+from timing import in_turns, milliseconds, timed
 from torch import nn
 
 import pipelab
@@ -42,21 +41,14 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
             for name in ("gpipe", "1f1b")
         }
         sets: dict[str, Callable[[], list[float]]] = {
-            "one thread": lambda m=microbatches: _timed(model, lambda: _sequence(model, x, y, m), steps),
-            "two threads, apart": lambda m=microbatches: _timed(model, lambda: _apart(model, x, m), steps),
-            "one thread, apart": lambda m=microbatches: _timed(
-                model, lambda: _apart(model, x, m, at_once=False), steps
-            ),
+            "one thread": lambda m=microbatches: timed(model, lambda: _sequence(model, x, y, m), steps),
+            "two threads, apart": lambda m=microbatches: timed(model, lambda: _apart(model, x, m), steps),
+            "one thread, apart": lambda m=microbatches: timed(model, lambda: _apart(model, x, m, at_once=False), steps),
         }
         for name, pipe in pipes.items():
-            sets[f"pipelab {name}"] = lambda pipe=pipe: _timed(model, lambda: pipe.step(x, y), steps)
+            sets[f"pipelab {name}"] = lambda pipe=pipe: timed(model, lambda: pipe.step(x, y), steps)
             sets[f"native {name}"] = lambda name=name, m=microbatches: native.steps(name, m, steps)
-        times: dict[str, list[float]] = {name: [] for name in sets}
-        for number in range(rounds + 1):
-            for name, run in sets.items():
-                found = run()
-                if number:  # the first round warms up
-                    times[name].extend(found)
+        times = in_turns(sets, rounds)
         for pipe in pipes.values():
             pipe.close()
         rows.append(_row(width, microbatches, times))
@@ -84,16 +76,6 @@ def _row(width: int, microbatches: int, times: dict[str, list[float]]) -> dict[s
             }.items()
         },
     }
-
-
-def _timed(model: nn.Module, task: Callable[[], object], steps: int) -> list[float]:
-    times = []
-    for _ in range(steps):
-        model.zero_grad()
-        began = time.perf_counter()
-        task()
-        times.append(time.perf_counter() - began)
-    return times
 
 
 def _sequence(model: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: int) -> None:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
 from multiprocessing.connection import Connection
 
 import torch
 from torch import multiprocessing, nn
+
+import pipelab
+from pipelab.engine import native
+from pipelab.engine.recording import NATIVE, native_place
+
+RANKS = 2
 
 
 def linear_stack(width: int, layers: int = 8) -> nn.Sequential:
@@ -18,7 +27,7 @@ def linear_stack(width: int, layers: int = 8) -> nn.Sequential:
 
 
 class Native:
-    """Two processes that run PyTorch's GPipe and 1F1B on halves of a linear stack."""
+    """Two processes that run PyTorch's schedules on a linear stack, cut as pipelab cuts it."""
 
     def __init__(self, width: int, batch: int) -> None:
         """Start the processes."""
@@ -28,19 +37,25 @@ class Native:
             port = probe.getsockname()[1]
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(2):
+        for rank in range(RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, port, width, batch, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def steps(self, schedule: str, microbatches: int, count: int) -> list[float]:
-        """Run some steps; return the seconds of each, as rank 0 saw them."""
+    def steps(self, schedule: str, microbatches: int, count: int, *, engine: str = "native") -> list[float]:
+        """Run some steps; return the seconds of each, until the last process was done.
+
+        Args:
+            schedule: its registered name.
+            microbatches: how many.
+            count: how many steps.
+            engine: `"native"` for PyTorch's class, `"torch"` for pipelab's torch engine.
+        """
         for pipe in self._pipes:
-            pipe.send((schedule, microbatches, count))
-        first, _ = [pipe.recv() for pipe in self._pipes]
-        return first
+            pipe.send((engine, schedule, microbatches, count))
+        return [max(times) for times in zip(*(pipe.recv() for pipe in self._pipes), strict=True)]
 
     def close(self) -> None:
         """End the processes."""
@@ -52,28 +67,53 @@ class Native:
 
 def _serve(rank: int, port: int, width: int, batch: int, commands: Connection) -> None:
     import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     model = linear_stack(width)
-    half = model[:8] if rank == 0 else model[8:]
     x, y = torch.randn(batch, width), torch.randn(batch, width)
-    kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-    made = {}
-    while (command := commands.recv()) is not None:
-        name, microbatches, count = command
-        if (name, microbatches) not in made:
-            stage = PipelineStage(half, rank, 2, torch.device("cpu"))
-            made[name, microbatches] = kinds[name](stage, microbatches, loss_fn=nn.functional.mse_loss)
-        schedule = made[name, microbatches]
-        times = []
-        for _ in range(count):
-            half.zero_grad()
-            dist.barrier()
-            began = time.perf_counter()
-            schedule.step(x) if rank == 0 else schedule.step(target=y, losses=[])
-            times.append(time.perf_counter() - began)
-        commands.send(times)
+
+    @cache
+    def step(engine: str, name: str, microbatches: int) -> Callable[[], object]:
+        plan = pipelab.schedules[name](RANKS, microbatches).plan()
+        if engine == "torch":
+            made = pipelab.Pipeline(model, plan, nn.functional.mse_loss, engine="torch", intra_op_threads=1)
+            pipe = opened.enter_context(made)
+            return lambda: pipe.step(x, y)
+        return _native_step(NATIVE[name], plan, rank, model, x, y)
+
+    with ExitStack() as opened:
+        while (command := commands.recv()) is not None:
+            *what, count = command
+            run = step(*what)
+            times = []
+            for _ in range(count):
+                model.zero_grad()
+                dist.barrier()
+                began = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - began)
+            commands.send(times)
     dist.destroy_process_group()
+
+
+def _native_step(
+    kind: str, plan: pipelab.Plan, rank: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> Callable[[], object]:
+    """Return what runs a step of this process's part of a native schedule."""
+    modules = pipelab.split(model, into=plan.stages).modules
+    held = [stage for stage in range(plan.stages) if native_place(kind, RANKS, stage) == rank]
+    stages = [native.load().stage(modules[stage], stage, plan.stages, torch.device("cpu")) for stage in held]
+    cls = native.schedule_class(kind)
+    single = issubclass(cls, native.load().schedules.PipelineScheduleSingle)
+    schedule = cls(stages[0] if single else stages, plan.microbatches, loss_fn=nn.functional.mse_loss)
+    arguments = (x,) if 0 in held else ()
+
+    def step() -> None:
+        if plan.stages - 1 in held:
+            schedule.step(*arguments, target=y, losses=[])
+        else:
+            schedule.step(*arguments)
+
+    return step

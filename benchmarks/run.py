@@ -1,4 +1,7 @@
-"""Run the benchmarks: `python benchmarks/run.py [simulation engine emulation drawing]`; all of them by default."""
+"""Run the benchmarks: `python benchmarks/run.py [simulation engine schedules split emulation drawing]`; all by default.
+
+`--quick` runs the parts that have a quick form, to see that they run; their figures mean nothing and are not kept.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,29 @@ from pathlib import Path
 import drawing
 import emulation
 import engine
+import schedules
 import simulation
+import split
 from timing import machine
 
-PARTS = {"simulation": simulation, "engine": engine, "emulation": emulation, "drawing": drawing}
+PARTS = {
+    "simulation": simulation,
+    "engine": engine,
+    "schedules": schedules,
+    "split": split,
+    "emulation": emulation,
+    "drawing": drawing,
+}
+QUICK = {"schedules": schedules}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
 def main(names: list[str]) -> None:
     """Measure the named parts, print them, and keep them beside what was measured before."""
+    if "--quick" in names:
+        for name in set(QUICK).intersection(names) or QUICK:
+            print(QUICK[name].report(QUICK[name].measure(quick=True)))
+        return
     kept = RESULTS / "cpu.json"
     found = json.loads(kept.read_text()) if kept.exists() else {}
     for name in names or PARTS:

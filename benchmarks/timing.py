@@ -10,17 +10,28 @@ from datetime import date
 from statistics import median, quantiles
 
 import torch
+from torch import nn
 
 
-def in_turns(tasks: dict[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Return the seconds that each task took in every round, warm-up rounds left out."""
-    times: dict[str, list[float]] = {name: [] for name in tasks}
-    for number in range(warmup + rounds):
-        for name, task in tasks.items():
-            began = time.perf_counter()
-            task()
-            if number >= warmup:
-                times[name].append(time.perf_counter() - began)
+def in_turns(sets: dict[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every step of every set of steps, the first round, which warms up, left out."""
+    times: dict[str, list[float]] = {name: [] for name in sets}
+    for number in range(rounds + 1):
+        for name, run in sets.items():
+            found = run()
+            if number:
+                times[name].extend(found)
+    return times
+
+
+def timed(model: nn.Module, step: Callable[[], object], count: int) -> list[float]:
+    """Return the seconds of each of some steps of a model, its gradients cleared before each."""
+    times = []
+    for _ in range(count):
+        model.zero_grad()
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
     return times
 
 

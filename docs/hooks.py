@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 mpl.use("agg")
 
 
+UNEVEN = pipelab.Cost(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2])
 TRACES = {
+    "dualpipe": lambda: pipelab.simulate(
+        pipelab.DualPipe(ranks=4, microbatches=10), pipelab.Cost(forward=1, backward=2, pair=2.5, all_reduce=1)
+    ),
+    "greedy": lambda: pipelab.simulate(pipelab.Greedy(4, 6, memory_cap=4, cost=UNEVEN, split=True), UNEVEN),
     "replicas": lambda: pipelab.simulate(
         pipelab.replicate(pipelab.OneFOneB(ranks=3, microbatches=4), 2),
         pipelab.Cost(forward=1, backward=2, all_reduce=2),

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.errors import SizeError
+from pipelab.checking import Draftable
+from pipelab.errors import CostError, SizeError
+from pipelab.faults import shorten
+from pipelab.plan import Plan
+from pipelab.simulation import Cost, simulate
 from pipelab.trace import Event, Trace
 
 if TYPE_CHECKING:
@@ -91,33 +95,48 @@ class Comparison:
         return figure.comparison_svg(self)
 
 
-def compare(*traces: Trace, names: Sequence[str] | None = None) -> Comparison:
-    """Lay traces side by side: simulated or measured, of any schedules.
+def compare(
+    *subjects: Trace | Plan | Draftable, names: Sequence[str] | None = None, cost: Cost | None = None
+) -> Comparison:
+    """Lay traces side by side, simulated or measured; plans and schedules are simulated first.
 
     Args:
-        traces: two or more.
+        subjects: traces, plans or schedules, in any mixture.
         names: what to call them; by default, by their plans.
+        cost: what plans and schedules are simulated with; by default forward 1, backward 2, transfers nothing.
+            `Cost.fit(trace)` predicts with the times of a measured trace.
 
     Example:
         >>> import pipelab
-        >>> both = compare(*(pipelab.simulate(kind(4, 8)) for kind in (pipelab.GPipe, pipelab.OneFOneB)))
-        >>> [(row.makespan, row.peak_activations) for row in both.rows]
-        [(33.0, (8, 8, 8, 8)), (33.0, (4, 3, 2, 1))]
+        >>> both = compare(pipelab.GPipe(4, 8), pipelab.OneFOneB(4, 8), names=["GPipe", "1F1B"])
+        >>> [(row.name, row.makespan, row.peak_activations) for row in both.rows]
+        [('GPipe', 33.0, (8, 8, 8, 8)), ('1F1B', 33.0, (4, 3, 2, 1))]
 
     Raises:
-        SizeError: if there is no trace, or not one name for each.
-        TypeError: if something is not a trace.
+        SizeError: if there is nothing to compare, or not one name for each.
+        TypeError: if something is no trace, plan or schedule.
+        CostError: if there is a cost, but only traces, which have their times.
+        ScheduleError: if a plan has faults.
     """
-    for trace in traces:
-        if not isinstance(trace, Trace):
-            raise TypeError(f"compare takes traces, got {trace!r}: pipelab.simulate(...) and step.trace are traces")
-    if not traces:
-        raise SizeError("compare needs at least one trace")
+    if not subjects:
+        raise SizeError("compare needs at least one trace, plan or schedule")
+    if cost is not None and all(isinstance(subject, Trace) for subject in subjects):
+        raise CostError("compare got a cost, but only traces, which have their times: simulate the plans with the cost")
+    traces = tuple(_trace_of(subject, cost) for subject in subjects)
     if names is None:
         names = [_default_name(trace) for trace in traces]
     if len(names) != len(traces):
         raise SizeError(f"compare got {len(names)} names for {len(traces)} traces")
     return Comparison(traces, tuple(names))
+
+
+def _trace_of(subject: Trace | Plan | Draftable, cost: Cost | None) -> Trace:
+    """Return a trace as it is, and what a plan or schedule would take."""
+    if isinstance(subject, Trace):
+        return subject
+    if isinstance(subject, (Plan, Draftable, type, str)):
+        return simulate(subject, cost)
+    raise TypeError(f"compare takes traces, plans and schedules, one by one, got {shorten(subject)}")
 
 
 def _default_name(trace: Trace) -> str:

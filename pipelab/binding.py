@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 from pipelab.actions import KINDS, Action
+from pipelab.errors import NotationError
 from pipelab.faults import Code, shorten
 from pipelab.numbering import Numbering
 from pipelab.placement import Held, within
 
 __all__ = ["Refusal", "bound"]
+
+_PER_MICROBATCH = KINDS[:4]
 
 Refusal = tuple[Code, str, str]
 """Why an item cannot be bound: the fault's code, message and hint."""
@@ -27,7 +33,7 @@ def bound(rank: int, position: int, item: object, numbering: Numbering, held: He
         return (
             "not-an-action",
             f"rank {rank}, position {position} holds {_described(item)}, not an action",
-            "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps",
+            _meant(item),
         )
     if refusal := _refused_microbatch(rank, item, numbering.microbatches):
         return refusal
@@ -38,7 +44,10 @@ def bound(rank: int, position: int, item: object, numbering: Numbering, held: He
             return _which_stage(rank, item, choices)
         stage = choices[0]
     if not within(stage, numbering.stages):
-        return _out_of_range(rank, item, f"stage {shorten(stage)}", numbering.stages)
+        code, message, hint = _out_of_range(rank, item, f"stage {shorten(stage)}", numbering.stages)
+        choices = _choices(item, held)
+        only = f"leave the stage out, as rank {rank} has only stage {choices[0]}; or " if len(choices) == 1 else ""
+        return code, message, only + hint
     return Action(item.kind, item.microbatch, stage)
 
 
@@ -64,6 +73,28 @@ def _out_of_range(rank: int, item: Action, number: str, limit: int) -> Refusal:
         f"{shorten(item)} on rank {rank} names {number}; there are {limit}, numbered 0 to {limit - 1}",
         f"use a whole number from 0 to {limit - 1}",
     )
+
+
+def _meant(item: object) -> str:
+    """Return the hint for what is no action: the action that was meant, where that can be seen."""
+    if isinstance(item, str):
+        with suppress(NotationError, ValueError):  # the latter: too many digits
+            return f"yield {_written(Action.parse(item))}, an action, not its text"
+    if isinstance(item, (tuple, list)) and 2 <= len(item) <= 3 and all(type(number) is int for number in item[1:]):
+        kind = getattr(getattr(item[0], "__wrapped__", item[0]), "__name__", item[0])
+        if isinstance(kind, str) and kind in _PER_MICROBATCH:
+            return f"yield {_written(Action(kind, *item[1:]))}, not a {type(item).__name__} of its parts"
+    if isinstance(item, Iterator) or (
+        isinstance(item, (tuple, list)) and item and all(isinstance(each, Action) for each in item)
+    ):
+        return "yield from it: an action at a time"
+    return "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps"
+
+
+def _written(action: Action) -> str:
+    """Return an action as a schedule writes it."""
+    stage = "" if action.stage is None else f"{', ' * (action.microbatch is not None)}stage={action.stage}"
+    return f"{action.kind}({'' if action.microbatch is None else action.microbatch}{stage})"
 
 
 def _choices(item: Action, held: Held) -> tuple[int, ...]:

@@ -7,19 +7,21 @@ a deadlock: it is named here, before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from pipelab.completeness import complete, misplaced, missing, with_swap
+from pipelab.completeness import complete, misplaced, missing
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError, SizeError, require_size
-from pipelab.faults import Code, Fault, excerpt
+from pipelab.faults import Code, Fault, excerpt, shorten
+from pipelab.moves import as_yielded
 from pipelab.plan import Plan
 from pipelab.program import Program
+from pipelab.swaps import with_swap_hints
 from pipelab.traversal import Traversal, traverse
 
-__all__ = ["Draftable", "as_plan", "check", "require_legal"]
+__all__ = ["Draftable", "as_plan", "check", "require_legal", "with_excerpt"]
 
 _ORDER: tuple[Code, ...] = (
     "refused",
@@ -81,10 +83,10 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
             walk = traverse(program, given=missing_values, excused=excused)
         disorder += deadlocks(program, walk, missing_values, excused)
     over = [] if memory_cap is None else _over_cap(program, memory_cap)
-    single = [with_swap(program, fault) for fault in program.faults]
-    found = [*single, *misplaced(program), *incomplete, *disorder, *over]
+    found = with_swap_hints(program, [*program.faults, *misplaced(program)])
+    found += [*incomplete, *disorder, *over]
     found.sort(key=lambda fault: _ORDER.index(fault.code))
-    return [_with_excerpt(plan, fault) for fault in found]
+    return [with_excerpt(plan, fault) for fault in found]
 
 
 def require_legal(plan: Plan) -> Traversal:
@@ -119,7 +121,13 @@ def as_plan(plan_or_schedule: Plan | Draftable) -> Plan:
         raise TypeError(f"expected a plan or a schedule, got the class {name}: make one, {example}")
     if isinstance(plan_or_schedule, Draftable):
         return plan_or_schedule.draft()
-    raise TypeError(f"expected a Plan or a Schedule, got {plan_or_schedule!r}")
+    raise TypeError(f"expected a plan or a schedule, got {_how_to_make(plan_or_schedule)}")
+
+
+def _how_to_make(other: object) -> str:
+    """Return what stands where a schedule should, and for a name how to make one of it."""
+    made = f": make one, pipelab.schedules[{other!r}](ranks=4, microbatches=8)" if isinstance(other, str) else ""
+    return f"{shorten(other)}{made}"
 
 
 def _unordered(program: Program) -> tuple[list[Fault], set[int]]:
@@ -129,17 +137,23 @@ def _unordered(program: Program) -> tuple[list[Fault], set[int]]:
     excused: set[int] = set()
     for rank, row in enumerate(program.rows):
         index_of = {code: index for index, code in enumerate(row)}
+        found: list[tuple[int, int, int, int]] = []
         for index, code in enumerate(row):
             for value in numbering.all_needs(code):
                 giver = next((other for other in numbering.givers(value) if index_of.get(other, -1) > index), None)
                 if giver is not None:
-                    faults.append(_unordered_fault(program, rank, index, giver, value, index_of[giver]))
+                    found.append((index, giver, value, index_of[giver]))
                     excused.add(code)
                     break
+        if found:
+            write = as_yielded(program, rank)
+            faults += [_unordered_fault(program, rank, *each, write) for each in found]
     return faults, excused
 
 
-def _unordered_fault(program: Program, rank: int, index: int, giver: int, value: int, later: int) -> Fault:
+def _unordered_fault(
+    program: Program, rank: int, index: int, giver: int, value: int, later: int, write: Callable[[int], str]
+) -> Fault:
     numbering = program.numbering
     needer, needed = numbering.action(program.rows[rank][index]), numbering.action(giver)
     own = "its own " if needer.microbatch == needed.microbatch and needer.stage == needed.stage else ""
@@ -150,7 +164,7 @@ def _unordered_fault(program: Program, rank: int, index: int, giver: int, value:
         needer,
         f"{needer} on rank {rank}, position {program.position(rank, index)} comes before {own}{needed.word} {needed} "
         f"at position {program.position(rank, later)}, which gives it {numbering.value_name(value)}",
-        f"yield {needed} before {needer} on rank {rank}",
+        f"yield {write(giver)} before {write(program.rows[rank][index])} on rank {rank}",
     )
 
 
@@ -188,7 +202,7 @@ def _over_cap(program: Program, memory_cap: int | Sequence[int]) -> list[Fault]:
     return faults
 
 
-def _with_excerpt(plan: Plan, fault: Fault) -> Fault:
+def with_excerpt(plan: Plan, fault: Fault) -> Fault:
     """Return the fault with the columns around it, where it stands in a row."""
     if fault.rank is None or fault.position is None:
         return fault

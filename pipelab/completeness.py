@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import groupby
 
-from pipelab.actions import Action
-from pipelab.faults import Fault
-from pipelab.placement import NO_RANK, within
+from pipelab.faults import Fault, ranges
+from pipelab.moves import as_yielded
 from pipelab.program import Program
 
-__all__ = ["complete", "misplaced", "missing", "ranges", "with_swap"]
+__all__ = ["complete", "misplaced", "missing"]
 
 
 def complete(program: Program) -> bool:
@@ -44,38 +40,10 @@ def misplaced(program: Program) -> list[Fault]:
                         action,
                         f"{action} is on rank {rank}, but micro-batch {action.microbatch} of stage {action.stage} "
                         f"{'is placed on' if program.names_ranks else 'went forward on'} rank {right}",
-                        swap_hint(program, rank, action)
-                        or f"move {action} to rank {right}, or override place(microbatch, stage)",
+                        f"move {action} to rank {right}, or override place(microbatch, stage)",
                     )
                 )
     return faults
-
-
-def with_swap(program: Program, fault: Fault) -> Fault:
-    """Return a fault, its hint to swap an action's arguments where that would put right what is out of range."""
-    if fault.code != "out-of-range" or fault.rank is None or not isinstance(fault.action, Action):
-        return fault
-    return replace(fault, hint=swap_hint(program, fault.rank, fault.action) or fault.hint)
-
-
-def swap_hint(program: Program, rank: int, action: Action) -> str:
-    """Return the hint to swap an action's micro-batch and stage, where the action so meant is right and not there yet.
-
-    The slip is `F(rank, m)` for `F(m, rank)`.
-    """
-    numbering = program.numbering
-    microbatch, stage = action.stage, action.microbatch
-    if not (within(microbatch, numbering.microbatches) and within(stage, numbering.stages)):
-        return ""
-    meant = Action(action.kind, microbatch, stage)
-    code = numbering.code(meant)
-    if program.rank_of[code] == rank or program.placed[code % numbering.slots] not in (rank, NO_RANK):
-        return ""
-    name = action.kind
-    return (
-        f"it is {name}(microbatch, stage): did you swap them? "
-        f"{name}({microbatch}, {stage}), in text {meant}, is right on rank {rank}"
-    )
 
 
 def _strangers(program: Program) -> list[Fault]:
@@ -178,8 +146,9 @@ def _missing_fault(program: Program, stage: int, what: str, microbatches: list[i
     known = [rank for rank in ranks if rank >= 0]
     where = f" (rank{'s' if len(known) > 1 else ''} {ranges(known)})" if known else ""
     many = len(microbatches) > 1
-    letter = {"forward": "F", "backward": "B"}.get(what, what[-2])
-    named = f", stage={stage}" if program.numbering.stages > 1 else ""
+    kind = ("forward", "backward", "input gradient (I)", "weight gradient (W)").index(what)
+    code = kind * program.numbering.slots + microbatches[0] * program.numbering.stages + stage
+    action = as_yielded(program, known[0] if known else None)(code)
     return Fault(
         "missing",
         known[0] if known else None,
@@ -187,20 +156,5 @@ def _missing_fault(program: Program, stage: int, what: str, microbatches: list[i
         None,
         f"micro-batch{'es' if many else ''} {ranges(microbatches)} {'have' if many else 'has'} no {what} "
         f"on stage {stage}{where}",
-        f"{f'on rank {known[0]}, ' if known else ''}yield {letter}({microbatches[0]}{named})"
-        f"{' and so on' if many else ''}",
+        f"{f'on rank {known[0]}, ' if known else ''}yield {action}{' and so on' if many else ''}",
     )
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as text, runs as first…last, cut after six runs.
-
-    Example:
-        >>> ranges([0, 1, 2, 5, 7, 8])
-        '0…2, 5, 7, 8'
-    """
-    runs: list[str] = []
-    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        runs.extend([f"{run[0]}…{run[-1]}"] if len(run) > 2 else map(str, run))
-    return ", ".join(runs) if len(runs) <= 6 else f"{', '.join(runs[:6])}, … ({len(numbers)} in all)"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
-from pipelab.errors import CostError
+from pipelab.errors import CostError, require_size
 from pipelab.plan import Plan
 from pipelab.trace import Trace
 
@@ -17,7 +17,16 @@ __all__ = ["Cost"]
 Number = float | Sequence[float]
 """One number for all stages, or one per stage."""
 
-_PER_STAGE = ("forward", "backward", "input_grad", "weight_grad", "pair", "all_reduce")
+_PER_ROW = (
+    "forward",
+    "backward",
+    "input_grad",
+    "weight_grad",
+    "pair",
+    "activation_bytes",
+    "boundary_gradient_bytes",
+)
+"""What grows with the rows of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +131,29 @@ class Cost:
             per="stage",
             unit=trace.unit,
         )
+
+    def shared(self, microbatches: int) -> Cost:
+        """Return what one micro-batch costs where these are the costs of a whole batch, cut into so many.
+
+        Times of work and sizes of activations are shared; what does not depend on the rows (latency, bandwidth,
+        parameters and their all-reduce) stays.
+
+        Example:
+            >>> Cost(forward=80, backward=160, latency=5).shared(8).forward
+            10.0
+
+        Raises:
+            SizeError: if `microbatches` is not a positive whole number.
+        """
+        require_size("microbatches", microbatches)
+
+        def share(value: Number | None) -> Number | None:
+            if isinstance(value, Sequence):
+                return tuple(number / microbatches for number in value)
+            return None if value is None else value / microbatches
+
+        shares: dict[str, Any] = {name: share(getattr(self, name)) for name in _PER_ROW}
+        return replace(self, **shares)
 
     def times(self, plan: Plan) -> dict[str, list[float]]:
         """Return, for each kind of action, the time on every stage of a plan.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
 
+from pipelab.actions import Item, Pair
 from pipelab.faults import Fault
 from pipelab.program import Program
-from pipelab.traversal import Traversal, traverse
+from pipelab.repairs import Knot, repair
+from pipelab.traversal import Traversal
 
 __all__ = ["deadlocks"]
-
-_TRIAL_ACTIONS = 200_000
-"""How many actions may be walked over in search of a hint that is known to work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +27,29 @@ class _Wait:
     on: int
 
 
+class _Names:
+    """What actions are called in a message: both halves of a pair that is one slot have the pair's name."""
+
+    def __init__(self, program: Program, atomic_pairs: bool) -> None:
+        self.program = program
+        self.slots: dict[int, Pair] = {}
+        for row in program.rows if atomic_pairs else ():
+            for forward, backward in pairwise(row):
+                if forward in program.pairs:
+                    self.slots[forward] = self.slots[backward] = Pair(
+                        *map(program.numbering.action, (forward, backward))
+                    )
+
+    def of(self, code: int) -> Item:
+        """Return what runs: an action, or a pair."""
+        return self.slots.get(code) or self.program.numbering.action(code)
+
+    def placed(self, code: int, rank: int) -> str:
+        """Return the name, and where it stands."""
+        position = self.program.position(rank, self.program.rows[rank].index(code))
+        return f"{self.of(code)} (rank {rank}, position {position})"
+
+
 def deadlocks(
     program: Program,
     walk: Traversal,
@@ -38,6 +59,7 @@ def deadlocks(
 ) -> list[Fault]:
     """Return one fault for each cycle among the ranks that a walk left stuck; it was walked with these options."""
     waits = {rank: _wait(program, walk, rank) for rank in walk.stuck}
+    names = _Names(program, atomic_pairs)
     faults: list[Fault] = []
     seen: set[int] = set()
     for start in sorted(waits):
@@ -59,8 +81,8 @@ def deadlocks(
                     "or list none of them, and each is put in its place"
                 )
             else:
-                hint = _hint(program, cycle, excused, lambda rows: _retried(program, rows, given, excused))
-            faults.append(_fault(program, cycle, hint))
+                hint = repair(program, _knots(cycle), given, excused)
+            faults.append(_fault(program, cycle, hint, names))
     return faults
 
 
@@ -80,49 +102,45 @@ def _wait(program: Program, walk: Traversal, rank: int) -> _Wait:
     return _Wait(rank, index, code, value, giver, program.rank_of[giver])
 
 
-def _fault(program: Program, cycle: list[_Wait], hint: str) -> Fault:
+def _knots(cycle: list[_Wait]) -> list[Knot]:
+    """Return where a rank is stuck at one action and the rank before it in the cycle waits for a later one."""
+    return [
+        Knot(wait.rank, wait.index, wait.code, before.giver)
+        for before, wait in zip([cycle[-1], *cycle[:-1]], cycle, strict=True)
+        if before.giver != wait.code
+    ]
+
+
+def _fault(program: Program, cycle: list[_Wait], hint: str, names: _Names) -> Fault:
     """Explain one cycle, step by step."""
-    numbering = program.numbering
-    first = cycle[0]
-    ranks = [wait.rank for wait in cycle]
-    summary = f"rank {ranks[0]} waits for rank {ranks[1 % len(ranks)]}"
-    if len(ranks) > 1:
-        others = [*ranks[2:], ranks[0]]
-        summary += "".join(f", which waits for rank {rank}" for rank in _shortened(others, "…"))
-    steps = [f"{_named(program, first)} {_needs(program, first)}"]
+    first, last = cycle[0], cycle[-1]
+    steps = [f"{names.placed(first.code, first.rank)} {_needs(names, first)}"]
     for before, wait in pairwise(cycle):
-        if before.giver == wait.code:
-            steps.append(f"{_named(program, wait)} {_needs(program, wait)}")
+        if names.of(before.giver) == names.of(wait.code):
+            steps.append(f"{names.placed(wait.code, wait.rank)} {_needs(names, wait)}")
         else:
-            action = numbering.action(before.giver)
-            position = program.position(wait.rank, program.rows[wait.rank].index(before.giver))
-            steps.append(
-                f"{action} (rank {wait.rank}, position {position}) comes after {numbering.action(wait.code)}, "
-                f"which {_needs(program, wait)}"
-            )
-    last = cycle[-1].giver
-    if last != first.code:
-        steps.append(f"{numbering.action(last)} comes after {numbering.action(first.code)} on rank {first.rank}")
-    lines = [summary, *(f"  {step}" for step in _shortened(steps, "…"))]
-    return Fault(
-        "deadlock",
-        first.rank,
-        program.position(first.rank, first.index),
-        numbering.action(first.code),
-        "\n".join(lines),
-        hint,
-    )
+            giver = names.placed(before.giver, wait.rank)
+            steps.append(f"{giver} comes after {names.of(wait.code)}, which {_needs(names, wait)}")
+    if names.of(last.giver) != names.of(first.code):
+        steps.append(f"{names.of(last.giver)} comes after {names.of(first.code)} on rank {first.rank}")
+    lines = [_summary([wait.rank for wait in cycle]), *(f"  {step}" for step in _shortened(steps, "…"))]
+    position = program.position(first.rank, first.index)
+    return Fault("deadlock", first.rank, position, names.of(first.code), "\n".join(lines), hint)
 
 
-def _named(program: Program, wait: _Wait) -> str:
-    position = program.position(wait.rank, wait.index)
-    return f"{program.numbering.action(wait.code)} (rank {wait.rank}, position {position})"
+def _summary(ranks: list[int]) -> str:
+    """Return who waits for whom, in one line."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} waits for itself"
+    others = _shortened([*ranks[2:], ranks[0]], "…")
+    return f"rank {ranks[0]} waits for rank {ranks[1]}" + "".join(f", which waits for rank {rank}" for rank in others)
 
 
-def _needs(program: Program, wait: _Wait) -> str:
+def _needs(names: _Names, wait: _Wait) -> str:
     if wait.value is None:
         return f"needs rank {wait.on} to come to it too"
-    return f"needs {program.numbering.value_name(wait.value)}, given by {program.numbering.action(wait.giver)}"
+    value, giver = names.program.numbering.value_name(wait.value), names.of(wait.giver)
+    return f"needs {value}, {'which it gives itself' if giver == names.of(wait.code) else f'given by {giver}'}"
 
 
 def _shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]:
@@ -130,73 +148,3 @@ def _shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]
     if len(lines) <= most:
         return list(lines)
     return [*lines[: most - 3], gap, *lines[-2:]]
-
-
-def _hint(
-    program: Program,
-    cycle: list[_Wait],
-    excused: Collection[int],
-    retry: Callable[[list[list[int]]], Traversal],
-) -> str:
-    """Return the move after which most actions can run, if possible all: tried out, not guessed.
-
-    Where a rank is stuck at one action and another waits for a later one of its row, either may pass the other; but
-    neither what it needs of its own row.
-    """
-    total = sum(map(len, program.rows))
-    best = (-1, "give one rank of the cycle another order")
-    tried = 0
-    for before, wait in zip([cycle[-1], *cycle[:-1]], cycle, strict=True):
-        if before.giver == wait.code:
-            continue
-        name = _as_yielded(program, wait.rank)
-        row = program.rows[wait.rank]
-        without_giver = [code for code in row if code != before.giver]
-        without_stuck = [code for code in row if code != wait.code]
-        after = without_stuck.index(before.giver) + 1
-        for verb, changed in (
-            ("before", [*without_giver[: wait.index], before.giver, *without_giver[wait.index :]]),
-            ("after", [*without_stuck[:after], wait.code, *without_stuck[after:]]),
-        ):
-            tried += total
-            if best[0] >= 0 and tried > _TRIAL_ACTIONS:
-                break
-            walk = retry([*program.rows[: wait.rank], changed, *program.rows[wait.rank + 1 :]])
-            one, other = (before.giver, wait.code) if verb == "before" else (wait.code, before.giver)
-            move = f"yield {name(one)} {verb} {name(other)} on rank {wait.rank}"
-            if not walk.stuck:
-                return move
-            if not _waits_for_itself(program, changed, excused):
-                best = max(best, (len(walk.order), move), key=itemgetter(0))
-    return f"{best[1]}, then check again"
-
-
-def _waits_for_itself(program: Program, row: list[int], excused: Collection[int]) -> bool:
-    """Tell whether something stands before what it needs of the same row, beside what is known to."""
-    numbering = program.numbering
-    later = set(row)
-    for code in row:
-        later.discard(code)
-        needs = () if code in excused else numbering.needs(code)
-        if any(giver in later for value in needs for giver in numbering.givers(value)):
-            return True
-    return False
-
-
-def _retried(program: Program, rows: list[list[int]], given: Collection[int], excused: Collection[int]) -> Traversal:
-    """Walk through the plan with other rows."""
-    trial = replace(program, rows=rows, pairs=set(), faults=[], walk=None)
-    return traverse(trial, given=given, excused=excused)
-
-
-def _as_yielded(program: Program, rank: int) -> Callable[[int], str]:
-    """Return how a schedule would write an action on this rank: the stage only where it is needed."""
-    numbering = program.numbering
-    stages = {code % numbering.slots % numbering.stages for code in program.rows[rank]}
-
-    def write(code: int) -> str:
-        action = numbering.action(code)
-        stage = f", stage={action.stage}" if len(stages) > 1 else ""
-        return f"{action.kind}({action.microbatch}{stage})"
-
-    return write

@@ -22,10 +22,12 @@ __all__ = [
     "LoadError",
     "LossError",
     "MissingProgramError",
+    "NativeRefusalError",
     "NotANumberError",
     "NotationError",
     "PipelabError",
     "PipelineClosedError",
+    "PolicyError",
     "RankError",
     "ScheduleError",
     "SizeError",
@@ -63,7 +65,11 @@ class MissingProgramError(PipelabError):
 
 
 class SizeError(PipelabError):
-    """A number of ranks, micro-batches or stages is not a positive whole number."""
+    """A number of ranks, micro-batches or stages is not a positive whole number, or not one that can be."""
+
+
+class PolicyError(PipelabError):
+    """A policy is neither one that has a name nor a function."""
 
 
 class CostError(PipelabError):
@@ -150,6 +156,10 @@ class NotANumberError(StageError):
 
 class StepTimeoutError(EngineError):
     """Nothing moved for the time allowed; the message says what every rank was doing or waiting for."""
+
+
+class NativeRefusalError(EngineError):
+    """PyTorch's own schedule does not exist at the size that was asked for."""
 
 
 class PipelineClosedError(EngineError):

@@ -6,10 +6,11 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Code", "Fault", "excerpt", "line_of", "shorten", "students_line"]
+__all__ = ["Code", "Fault", "excerpt", "line_of", "ranges", "shorten", "students_line"]
 
 Code = Literal[
     "missing",
@@ -75,7 +76,7 @@ def shorten(thing: object, width: int = 60) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def excerpt(rank: int, row: Sequence[object], position: int, width: int = 110) -> str:
+def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) -> str:
     """Return the few columns around a place in a rank's row, the place marked.
 
     Example:
@@ -94,6 +95,20 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 110) -
         if len(line) <= width:
             break
     return f"{line}\n{mark}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as text, runs as first…last, cut after six runs.
+
+    Example:
+        >>> ranges([0, 1, 2, 5, 7, 8])
+        '0…2, 5, 7, 8'
+    """
+    runs: list[str] = []
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        runs.extend([f"{run[0]}…{run[-1]}"] if len(run) > 2 else map(str, run))
+    return ", ".join(runs) if len(runs) <= 6 else f"{', '.join(runs[:6])}, … ({len(numbers)} in all)"
 
 
 def students_line(error: BaseException, otherwise: Callable[..., object] | None = None) -> str:

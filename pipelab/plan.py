@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from pipelab.actions import Action, Item, Pair, parse_item
 from pipelab.dependencies import dependency_graph
-from pipelab.errors import require_size
+from pipelab.errors import NotationError, require_size
+from pipelab.faults import shorten
 from pipelab.immutable import Immutable
 from pipelab.placement import Place, within
 from pipelab.program import Program, endless_limit
@@ -55,6 +56,7 @@ class Plan(Immutable):
 
     Raises:
         SizeError: if `stages` or `microbatches` is given and is not a positive whole number.
+        NotationError: if the rows are texts, which `Plan.parse` reads.
     """
 
     _written: tuple[tuple[object, ...], ...]
@@ -79,6 +81,8 @@ class Plan(Immutable):
         limit = _LONGEST_ROW
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1
+        if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
+            raise NotationError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
         taken = [_take(row, limit) for row in rows]
         if stages is None or microbatches is None:
             named = _sizes([row for row, whole in taken if whole], len(taken))
@@ -96,8 +100,10 @@ class Plan(Immutable):
             2
 
         Raises:
-            NotationError: if a word is not an action; the message names its rank and position.
+            NotationError: if a word is not an action, with its rank and position; or if there is one text, no list.
         """
+        if isinstance(rows, str):
+            raise NotationError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
         parsed: list[list[Item]] = []
         for rank, text in enumerate(rows):
             words = text.replace(",", " ").split()
@@ -245,6 +251,11 @@ class Plan(Immutable):
     def __str__(self) -> str:
         """Return the rows, one line per rank, long ones cut."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
+
+
+def _texts(rows: str | Sequence[object]) -> str:
+    """Return texts as the list that `Plan.parse` takes: the lines of one text are its rows."""
+    return shorten(rows.strip().splitlines() if isinstance(rows, str) else list(rows))
 
 
 def _take(row: Iterable[object], limit: int) -> tuple[tuple[object, ...], bool]:

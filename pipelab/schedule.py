@@ -137,9 +137,10 @@ def _iterable(returned: Any) -> Iterable[object]:
     Raises:
         TypeError: otherwise, saying what to do.
     """
-    if isinstance(returned, Iterable):
+    if isinstance(returned, Iterable) and not isinstance(returned, str):
         return returned
-    hint = ": did you mean to yield the actions, or to return a list of them?" if returned is None else ""
+    guess = returned is None or isinstance(returned, str)
+    hint = ": did you mean to yield the actions, or to return a list of them?" if guess else ""
     raise TypeError(f"actions(rank) returned {shorten(returned)}, which is not a sequence of actions{hint}")
 
 

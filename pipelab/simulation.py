@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelab.checking import Draftable, as_plan, require_legal
+from pipelab.checking import Draftable, as_plan, require_legal, with_excerpt
 from pipelab.cost import Cost
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError
@@ -32,16 +32,19 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
     Raises:
         ScheduleError: if the plan has faults.
         CostError: if a list of the cost does not have one number per stage.
+        TypeError: if `cost` is something else.
     """
     plan = as_plan(plan_or_schedule)
-    cost = cost or Cost()
+    cost = Cost() if cost is None else cost
+    if not isinstance(cost, Cost):
+        raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
     order = require_legal(plan).order
     program = plan.program
     paired = cost.pair_times(plan) if program.pairs else None
     if paired is not None:
         walk = traverse(program, atomic_pairs=True)
         if walk.stuck:
-            faults = deadlocks(program, walk, atomic_pairs=True)
+            faults = [with_excerpt(plan, fault) for fault in deadlocks(program, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         order = walk.order
     begun, ended, delay = _clock(plan, program, order, cost, paired)

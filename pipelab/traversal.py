@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pipelab.program import Program
 
-__all__ = ["Traversal", "traverse"]
+__all__ = ["Traversal", "absent", "at_start", "traverse"]
 
 
 _NOBODY = -1
@@ -55,7 +55,7 @@ def traverse(
     first_need, second_need, gives = numbering.first_need, numbering.second_need, numbering.gives
     reduces = 4 * numbering.slots
     pairs = program.pairs if atomic_pairs else frozenset()
-    there = _at_start(program, given)
+    there = at_start(program, given)
     at = [0] * len(rows)
     order: list[int] = []
     waiting = [_NOBODY] * len(there)  # by value: the rank that waits for it,
@@ -83,7 +83,7 @@ def traverse(
             if there[need]:
                 need = second_need[code]
             if pairs and code in pairs and there[need]:  # then its backward comes right after it, without a wait
-                need = _absent(program, row[index + 1], there)
+                need = absent(program, row[index + 1], there)
             if not there[need] and code not in excused:
                 waits_for[rank] = need
                 if waiting[need] == _NOBODY:
@@ -102,7 +102,7 @@ def traverse(
     return Traversal(order, stuck, {rank: waits_for[rank] for rank in stuck})
 
 
-def _at_start(program: Program, given: Collection[int]) -> bytearray:
+def at_start(program: Program, given: Collection[int]) -> bytearray:
     """Return which values are there before anybody has moved."""
     there = bytearray(program.numbering.always + 1)
     there[program.numbering.always] = 1
@@ -111,7 +111,7 @@ def _at_start(program: Program, given: Collection[int]) -> bytearray:
     return there
 
 
-def _absent(program: Program, code: int, there: bytearray) -> int:
+def absent(program: Program, code: int, there: bytearray) -> int:
     """Return a need of an action that is not there yet; its last one where all are."""
     need = program.numbering.first_need[code]
     return program.numbering.second_need[code] if there[need] else need

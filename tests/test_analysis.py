@@ -11,7 +11,7 @@ from strategies import catalogue_plans, costs, legal_cases, reduced
 
 import pipelab
 from pipelab import Cost, F, Pair, Plan, ScheduleError, Trace, compare, critical_path, simulate
-from pipelab.errors import SizeError
+from pipelab.errors import CostError, SizeError
 
 # The critical path
 
@@ -128,11 +128,30 @@ def test_names_may_be_given():
     assert compare(trace, trace, names=["theory", "again"]).names == ("theory", "again")
 
 
+def test_plans_and_schedules_are_simulated_before_they_are_compared():
+    cost = Cost(forward=50, backward=80, unit="ms")
+    schedule = pipelab.OneFOneB(2, 4)
+    assert compare(schedule, schedule.plan()).traces == (simulate(schedule), simulate(schedule))
+    measured = simulate(pipelab.GPipe(2, 4), Cost(forward=1, backward=1, unit="s"))
+    assert compare(measured, schedule, cost=cost).traces == (measured, simulate(schedule, cost))
+    assert compare(schedule).names == ("OneFOneB(ranks=2, microbatches=4), simulated",)
+
+
 def test_what_cannot_be_compared_is_refused():
-    trace = simulate(pipelab.GPipe(2, 2))
-    with pytest.raises(SizeError, match="at least one trace"):
+    trace = simulate(pipelab.OneFOneB(2, 2))
+    with pytest.raises(SizeError, match="at least one"):
         compare()
-    with pytest.raises(SizeError, match="got 1 names for 2 traces"):
+    with pytest.raises(SizeError, match="1 names for 2 traces"):
         compare(trace, trace, names=["one"])
-    with pytest.raises(TypeError, match="compare takes traces, got GPipe"):
-        compare(trace, pipelab.GPipe(2, 2))
+    with pytest.raises(TypeError, match="compare takes traces, plans and schedules, one by one, got 3"):
+        compare(trace, 3)
+    with pytest.raises(TypeError, match=r"one by one, got \[<simulated"):
+        compare([trace, trace])
+    with pytest.raises(TypeError, match=r"got 'gpipe': make one, pipelab.schedules\['gpipe'\]\(ranks=4"):
+        compare(trace, "gpipe")
+    with pytest.raises(TypeError, match=r"got the class GPipe: make one, GPipe\(ranks=4, microbatches=8\)"):
+        compare(trace, pipelab.GPipe)
+    with pytest.raises(CostError, match="only traces, which have their times"):
+        compare(trace, cost=Cost())
+    with pytest.raises(ScheduleError, match="missing"):
+        compare(Plan.parse(["0F0"]))

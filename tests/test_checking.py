@@ -107,8 +107,9 @@ def test_every_fault_can_be_printed(case):
 
 
 def places(plan):
-    """A (rank, position) of a plan."""
-    return st.sampled_from([(rank, at) for rank, row in enumerate(plan.rows) for at in range(len(row))])
+    """A (rank, position) of a plan; all-reduces, which several ranks share, have tests of their own."""
+    items = [(rank, at, item) for rank, row in enumerate(plan.rows) for at, item in enumerate(row)]
+    return st.sampled_from([(rank, at) for rank, at, item in items if getattr(item, "kind", "") != "R"])
 
 
 @given(catalogue_plans().map(unpaired), st.data())
@@ -225,6 +226,34 @@ def test_a_pair_with_an_impossible_half_is_told(half):
     assert plan.rows == ((F(0, 0), Pair(half, B(0))),)
 
 
+OTHERWISE = "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps"
+
+
+@pytest.mark.parametrize(
+    ("item", "hint"),
+    [
+        ("F3", "yield F(3), an action, not its text"),
+        (" 2B1 ", "yield B(1, stage=2), an action, not its text"),
+        ("forward 3", OTHERWISE),
+        (("F", 3), "yield F(3), not a tuple of its parts"),
+        ((F, 3), "yield F(3), not a tuple of its parts"),
+        ((B, 3, 0), "yield B(3, stage=0), not a tuple of its parts"),
+        (["I", 3], "yield I(3), not a list of its parts"),
+        ([F(0), F(1)], "yield from it: an action at a time"),
+        ((F(0), B(0)), "yield from it: an action at a time"),
+        ((each for each in ()), "yield from it: an action at a time"),
+        ((), OTHERWISE),
+        (("F", "three"), OTHERWISE),
+        ((F, 1, 2, 3), OTHERWISE),
+        (None, OTHERWISE),
+        (b"F0", OTHERWISE),
+    ],
+)
+def test_what_was_meant_for_an_action_is_told_as_one(item, hint):
+    fault = check(Plan([[item, F(0), B(0)]], 1, 1))[0]
+    assert (fault.code, fault.hint) == ("not-an-action", hint)
+
+
 def test_an_item_whose_text_raises_is_told():
     class Rude:
         def __repr__(self):
@@ -278,6 +307,34 @@ def test_a_hint_to_swap_is_given_only_where_swapped_is_right():
     out_of_range_too = Plan([[*rows[0], F(7, 9)], rows[1]], 2, 2, by_stage)
     for plan in (there_already, elsewhere, out_of_range_too):
         assert not any("swap" in fault.hint for fault in check(plan))
+
+
+def test_a_slip_in_one_number_is_no_swap():
+    class OneFurther(pipelab.Schedule):
+        def actions(self, rank):
+            for make in (F, B):
+                for m in range(self.microbatches):
+                    yield make(m, stage=rank + 1)
+
+    assert not any("swap" in fault.hint for fault in check(OneFurther(ranks=2, microbatches=3)))
+
+
+def test_a_stage_out_of_range_is_best_left_out_where_the_rank_has_one():
+    one = check(Plan([[F(0, 5), B(0)], [F(0), B(0)]], 2, 1, by_stage))[0]
+    assert one.hint == "leave the stage out, as rank 0 has only stage 0; or use a whole number from 0 to 1"
+    several = check(Plan([[F(0, 5)]], 2, 1, lambda microbatch, stage: 0))[0]
+    assert several.hint == "use a whole number from 0 to 1"
+
+
+def test_a_missing_action_is_named_as_the_rank_would_write_it():
+    class Forgets(pipelab.Schedule):
+        def actions(self, rank):
+            yield F(0, stage=rank)
+
+    one, *_ = check(Forgets(ranks=2, microbatches=1))
+    assert one.hint == "on rank 0, yield B(0)"
+    several, *_ = check(Forgets(ranks=2, microbatches=1, stages_per_rank=2))
+    assert several.hint == "on rank 0, yield B(0, stage=0)"
 
 
 def test_without_a_placement_a_swap_is_right_where_nobody_else_runs_it():
@@ -394,7 +451,7 @@ def test_a_schedule_is_checked_as_its_plan_is():
 
 @pytest.mark.parametrize("thing", [None, "1f1b", [[F(0), B(0)]], 3])
 def test_anything_but_a_plan_or_a_schedule_is_a_type_error(thing):
-    with pytest.raises(TypeError, match="expected a Plan or a Schedule"):
+    with pytest.raises(TypeError, match="expected a plan or a schedule"):
         check(thing)
 
 

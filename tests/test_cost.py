@@ -8,6 +8,7 @@ from strategies import catalogue_plans, costs, legal_cases, reduced
 
 import pipelab
 from pipelab import Cost, Plan, simulate
+from pipelab.errors import SizeError
 
 SPLIT = Plan.parse(["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1W0 1I1 1W1"])
 REPLICATED = Plan.parse(["0F0 0B0 0R", "0F1 0B1 0R"])
@@ -54,7 +55,22 @@ def test_one_slow_action_does_not_change_the_fit():
     assert Cost.fit(slow).forward == (1,)
 
 
+def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():
+    whole = Cost(
+        forward=[8, 4], backward=16, input_grad=6, pair=24, all_reduce=5, latency=3, bandwidth=2,
+        activation_bytes=64, boundary_gradient_bytes=[8, 16], parameter_bytes=7, per="stage", unit="ms",
+    )  # fmt: skip
+    assert whole.shared(4) == Cost(
+        forward=[2, 1], backward=4, input_grad=1.5, pair=6, all_reduce=5, latency=3, bandwidth=2,
+        activation_bytes=16, boundary_gradient_bytes=[2, 4], parameter_bytes=7, per="stage", unit="ms",
+    )  # fmt: skip
+    assert whole.shared(1) == whole
+    with pytest.raises(SizeError, match="microbatches=0"):
+        whole.shared(0)
+
+
 def test_an_all_reduce_costs_the_same_whether_it_is_listed_or_not():
+    assert simulate(REPLICATED, Cost(all_reduce=5)).makespan == 8
     silent = Plan.parse(["0F0 0B0", "0F1 0B1"])
     assert simulate(silent, Cost(all_reduce=5)) == simulate(REPLICATED, Cost(all_reduce=5))
     assert simulate(silent, Cost(all_reduce=5)).makespan == 8

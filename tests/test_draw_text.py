@@ -96,6 +96,35 @@ def test_a_timeline_that_is_too_wide_keeps_its_begin_and_its_end_and_counts_the_
     assert max(map(len, drawn.splitlines()[1:])) <= 100
 
 
+@pytest.mark.parametrize(
+    ("schedule", "width"),
+    [(pipelab.OneFOneB(4, 8), 48), (pipelab.Naive(4, 8), 110), (pipelab.OneFOneB(4, 16), 120)],
+)
+def test_before_anything_is_left_out_forwards_are_cut_and_backwards_keep_their_numbers(schedule, width):
+    trace = pipelab.simulate(schedule)
+    drawn = text.timeline(trace, width, colour=False)
+    assert "┄" not in drawn
+    assert max(map(len, drawn.splitlines()[1:])) <= width
+    for row in lanes(drawn):
+        assert re.findall(r"B\d+", row) == [f"B{m}" for m in range(schedule.microbatches)]
+        assert row.count("F") == schedule.microbatches
+
+
+@pytest.mark.parametrize(
+    ("plan", "width"),
+    [
+        (pipelab.OneFOneB(4, 8), 40),  # 33 units in 32 columns
+        (pipelab.GPipe(4, 12), 80),  # B10 has 3.2 columns, but F1 only 1.6
+        (Plan.parse(["0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 1B0 1B1"]), 60),  # which stage, nobody can guess
+    ],
+)
+def test_where_numbers_would_be_lost_the_middle_is_left_out_and_all_labels_are_whole(plan, width):
+    drawn = text.timeline(pipelab.simulate(plan), width, colour=False)
+    assert "more ┄" in drawn
+    whole = [row.split(" ┄")[0] for row in lanes(drawn)]
+    assert not re.findall(r"F(?!\d)", "".join(row[:-1] for row in whole))
+
+
 def test_sixty_four_ranks_take_a_dozen_lines_and_make_no_cell_of_the_elided_part(monkeypatch):
     trace = pipelab.simulate(pipelab.OneFOneB(64, 512))
     made = []
@@ -185,6 +214,29 @@ def test_a_comparison_on_one_axis_has_one_scale():
     assert first_of_short.index("B0") == first_of_long.index("B0")
     assert sum(line.strip().startswith("0 units") for line in drawn.splitlines()) == 1
     assert "differ" not in drawn
+
+
+def test_the_table_of_a_comparison_fits_eighty_columns():
+    kinds = (pipelab.Naive, pipelab.GPipe, pipelab.DelayedBackward)
+    drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
+    table = drawn.split("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert [line.split() for line in table.splitlines()[:2]] == [
+        ["name", "makespan", "bubble", "peak", "peak", "share", "of", "busy", "share"],
+        ["activations", "batch", "per", "rank"],
+    ]
+
+
+def test_in_a_comparison_that_is_too_long_whatever_is_short_is_whole_on_the_same_scale():
+    kinds = (pipelab.Naive, pipelab.GPipe)
+    drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
+    naive, gpipe = lanes(drawn)[:4], lanes(drawn)[4:]
+    assert all("more ┄" in row for row in naive)
+    assert not any("┄" in row for row in gpipe)
+    assert "B7" in gpipe[0]
+    assert naive[3].index("B0") - naive[3].index("F0") == gpipe[3].index("F1") - gpipe[3].index("F0")
+    assert sum(line.strip().startswith("0 units") for line in drawn.splitlines()) == 2
+    assert max(map(len, drawn.splitlines())) <= 80
 
 
 def test_a_comparison_of_different_units_says_so():

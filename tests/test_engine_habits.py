@@ -88,6 +88,8 @@ def test_the_loss_is_a_tensor_like_any_other(pipe, tmp_path):
     loss = pipe.step(*plain.batch(4)).loss
     assert isinstance(loss, torch.Tensor)
     assert repr(loss) == repr(torch.tensor(loss.item()))
+    assert f"{loss} {loss:.3f}" == f"{loss.item()} {loss.item():.3f}"
+    assert loss.tolist() == float(loss) == loss.numpy() == loss.item()
     assert type(loss + 1) is type(loss.detach()) is type(torch.stack([loss])) is torch.Tensor
     for twin in (copy.deepcopy(loss), copy.copy(loss), pickle.loads(pickle.dumps(loss))):  # noqa: S301 - our own
         assert torch.equal(twin, loss)

@@ -154,6 +154,16 @@ def guard_after_a_move(parameter):
     return guard
 
 
+def assert_steps_as_plain(optimizer, parameter, make):
+    """One more step does what it does where no pipeline is."""
+    twin, plainly = trained(make)
+    assert torch.equal(parameter, twin)
+    twin.grad = torch.ones(3)
+    for each in (plainly, optimizer):
+        each.step()
+    assert torch.equal(parameter, twin)
+
+
 @pytest.mark.parametrize(("make", "key"), [(adam, "exp_avg"), (momentum, "momentum_buffer")])
 def test_state_that_was_left_behind_is_told_before_the_optimizer_steps(make, key):
     parameter, optimizer = trained(make)
@@ -175,8 +185,10 @@ def test_an_optimizer_whose_state_came_along_steps(make):
     parameter, optimizer = trained(make)
     guard = guard_after_a_move(parameter)
     try:
-        optimizer.step()
+        assert_steps_as_plain(optimizer, parameter, make)
+        before = parameter.detach().clone()
         make([parameter]).step()  # and one without state
+        assert not torch.equal(parameter, before)
     finally:
         guard.close()
 
@@ -184,10 +196,12 @@ def test_an_optimizer_whose_state_came_along_steps(make):
 def test_a_closed_guard_watches_no_more():
     parameter, optimizer = trained(adam)
     guard = guard_after_a_move(parameter)
-    guard.close()
-    guard.close()
     optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
-    optimizer.step()
+    with pytest.raises(DeviceError, match="'unknown'"):
+        optimizer.step()
+    guard.close()
+    guard.close()
+    assert_steps_as_plain(optimizer, parameter, adam)
 
 
 def test_where_nothing_moved_nothing_is_watched():
@@ -195,7 +209,7 @@ def test_where_nothing_moved_nothing_is_watched():
     guard = OptimizerGuard([parameter])
     guard.watch_if_moved()
     optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
-    optimizer.step()
+    assert_steps_as_plain(optimizer, parameter, adam)
     guard.close()
 
 
@@ -205,7 +219,7 @@ def test_other_peoples_optimizers_are_left_alone():
     optimizer.state[strange]["unknown"] = torch.zeros(3, device="meta")
     guard = guard_after_a_move(parameter)
     try:
-        optimizer.step()
+        assert_steps_as_plain(optimizer, strange, adam)
     finally:
         guard.close()
 
@@ -224,20 +238,27 @@ def test_moving_brings_all_state_to_its_parameter_but_the_step_count():
 
 
 def test_a_pipeline_moves_the_state_of_its_own_parameters():
-    model = plain.mlp(4)
-    optimizer = adam(model.parameters())
-    plain.at_once(model, mse, *plain.batch(4))
-    optimizer.step()
+    model, twin = plain.mlp(4), plain.mlp(4)
+    optimizer, plainly = adam(model.parameters()), adam(twin.parameters())
+    for each, its in ((model, optimizer), (twin, plainly)):
+        plain.one_after_another(each, mse, *plain.batch(4), 2)
+        its.step()
+        its.zero_grad()
     with Pipeline(model, GPipe(2, 2), mse) as pipe:
         pipe.move_optimizer_state(optimizer)
         pipe.step(*plain.batch(4))
         optimizer.step()
+    plain.one_after_another(twin, mse, *plain.batch(4), 2)
+    plainly.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
 def test_a_guard_that_nobody_holds_watches_no_more():
     parameter, optimizer = trained(adam)
     guard = guard_after_a_move(parameter)
+    optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
+    with pytest.raises(DeviceError, match="'unknown'"):
+        optimizer.step()
     del guard
     gc.collect()
-    optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
-    optimizer.step()
+    assert_steps_as_plain(optimizer, parameter, adam)

@@ -50,9 +50,9 @@ def test_tuples_dicts_integers_and_unused_outputs_pass_between_stages(name):
     torch.manual_seed(0)
     model = nn.Sequential(Fork(), Merge(), Head(), nn.Tanh())
     x, y = plain.batch(10)
-    plain.one_after_another(model, mse, x, y, 4)
-    expected = plain.taken(model)
     plan = with_stages(name, 4, 4)
+    plain.one_after_another(model, mse, x, y, plan.microbatches)
+    expected = plain.taken(model)
     with Pipeline(model, plan, mse) as pipe:
         step = pipe.step(x, y)
         gradients = plain.taken(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import plain
 import pytest
 import torch
+from strategies import near
 from torch import nn
 
 from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules
@@ -15,15 +16,15 @@ mse = nn.functional.mse_loss
 
 @pytest.mark.parametrize("name", schedules)
 def test_a_right_pipeline_is_proved_right(name):
-    plan = schedules[name](3, 4).plan()
+    plan = near(name, 3, 4)
     with Pipeline(plain.mlp(2 * plan.stages), plan, mse) as pipe:
         proof = pipe.verify(*plain.batch(10))
     assert proof.parameters == 2 * plan.stages
-    assert proof.microbatches == 4
+    assert proof.microbatches == plan.microbatches
     assert proof.largest_difference <= 1e-6
     assert proof.whole_batch_difference <= 1e-5
     assert proof.unproven == ()
-    assert str(proof).startswith(f"gradients of {2 * plan.stages} parameters equal to the same 4 micro-batches")
+    assert str(proof).startswith(f"gradients of {2 * plan.stages} parameters equal to the same")
 
 
 def test_a_proof_bit_for_bit_says_so():

@@ -29,10 +29,7 @@ def test_a_schedule_error_counts_its_faults_and_numbers_them():
     lines = str(error).splitlines()
     assert lines[0] == "4 faults in Plan(ranks=2, stages=2, microbatches=1)"
     assert lines[1] == " 1. not-an-action: rank 0, position 1 holds 'B0', a str, not an action"
-    assert (
-        lines[2]
-        == "      try: yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps"
-    )
+    assert lines[2] == "      try: yield B(0), an action, not its text"
     assert [line[:3] for line in lines if line[2:3] == "."] == [" 1.", " 2.", " 3.", " 4."]
 
 

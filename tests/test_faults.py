@@ -45,8 +45,7 @@ class Raises(pipelab.Schedule):
 MESSAGES = {
     "missing": (
         Plan.parse(["0F0 0B0 0F1 0B1 0F2 0F3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]),
-        "missing: micro-batches 2, 3 have no backward on stage 0 (rank 0)\n"
-        "  try: on rank 0, yield B(2, stage=0) and so on",
+        "missing: micro-batches 2, 3 have no backward on stage 0 (rank 0)\n  try: on rank 0, yield B(2) and so on",
     ),
     "duplicate": (
         Plan.parse(["0F0 0F1 0B0 0B1 0F0", "1F0 1B0 1F1 1B1"]),
@@ -79,7 +78,7 @@ MESSAGES = {
     "not-an-action": (
         Plan([[F(0), "B0", B(0)]]),
         "not-an-action: rank 0, position 1 holds 'B0', a str, not an action\n"
-        "  try: yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps\n"
+        "  try: yield B(0), an action, not its text\n"
         "    rank 0 | F0 'B0' B0\n"
         "                ^^^^",
     ),
@@ -87,7 +86,7 @@ MESSAGES = {
         Plan.parse(["0B0 0F0"]),
         "unordered: 0B0 on rank 0, position 0 comes before its own forward 0F0 at position 1, "
         "which gives it out(0, 0)\n"
-        "  try: yield 0F0 before 0B0 on rank 0\n"
+        "  try: yield F(0) before B(0) on rank 0\n"
         "    rank 0 | 0B0 0F0\n"
         "             ^^^",
     ),

@@ -6,12 +6,13 @@ from itertools import product
 
 import oracle
 import pytest
-from native_orders import NATIVE, V_SHAPED, NativeRefusalError, executed
 
 import pipelab
 from pipelab import Pair, schedules
+from pipelab.catalogue.looped import Looped
+from pipelab.engine.recording import NATIVE, executed
+from pipelab.errors import NativeRefusalError
 
-LOOPED = {"interleaved-1f1b", "looped-bfs", "interleaved-zb"}
 SIZES = list(product(range(1, 7), range(1, 17)))
 
 
@@ -32,8 +33,9 @@ REFUSED_BY_PYTORCH = {
 
 CASES = [
     (name, stages_per_rank)
-    for name in NATIVE
-    for stages_per_rank in ((1, 2, 3) if name in LOOPED else (2,) if name in V_SHAPED else (1,))
+    for name, kind in schedules.items()
+    for stages_per_rank in ((1, 2, 3) if issubclass(kind, Looped) else [kind(1, 1).stages_per_rank])
+    if name in NATIVE
 ]
 
 every_case = pytest.mark.parametrize(("name", "stages_per_rank"), CASES)
@@ -47,12 +49,13 @@ def flattened(rows):
 @every_case
 def test_our_order_is_the_one_that_pytorch_executes_wherever_pytorch_has_one(name, stages_per_rank):
     for size in SIZES:
-        ours = schedules[name](*size, stages_per_rank=stages_per_rank).plan().rows
+        ours = schedules[name](*size, stages_per_rank=stages_per_rank).plan()
         if REFUSED_BY_PYTORCH[name](*size):
             with pytest.raises(NativeRefusalError):
-                executed(name, *size, stages_per_rank)
+                executed(NATIVE[name], *size, stages_per_rank)
         else:
-            assert flattened(ours) == executed(name, *size, stages_per_rank), f"{name} at {size}, {stages_per_rank}"
+            theirs = executed(NATIVE[name], *size, stages_per_rank)
+            assert flattened(ours.rows) == theirs.rows, f"{ours.name} and {theirs.name}"
 
 
 def test_only_dualpipev_has_pairs_for_the_record_to_flatten():
@@ -67,18 +70,12 @@ def test_only_dualpipev_has_pairs_for_the_record_to_flatten():
 def test_zb_h1_which_pytorch_has_no_class_for_is_its_interleaved_zero_bubble_with_one_stage_per_rank():
     for size in SIZES:
         if not uneven_rounds(*size):
-            assert pipelab.ZBH1(*size).plan().rows == executed("interleaved-zb", *size, 1)
-
-
-def test_the_record_is_of_what_runs_not_of_the_order_table():
-    """PyTorch's own table for 1F1B begins its last rank's row at F1; a rank that ran it would never end."""
-    last_rank = executed("1f1b", 4, 6, 1)[-1]
-    assert list(map(str, last_rank[:4])) == ["3F0", "3B0", "3F1", "3B1"]
+            assert pipelab.ZBH1(*size).plan().rows == executed("ScheduleInterleavedZeroBubble", *size).rows
 
 
 def test_pytorch_runs_backwards_ascending_in_gpipe_and_descending_in_looped_bfs():
     def backwards(name):
-        return [action.microbatch for action in executed(name, 2, 4, 1)[0] if action.kind == "B"]
+        return [action.microbatch for action in executed(name, 2, 4).rows[0] if action.kind == "B"]
 
-    assert backwards("gpipe") == [0, 1, 2, 3]
-    assert backwards("looped-bfs") == [3, 2, 1, 0]
+    assert backwards("ScheduleGPipe") == [0, 1, 2, 3]
+    assert backwards("ScheduleLoopedBFS") == [3, 2, 1, 0]

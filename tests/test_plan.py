@@ -250,3 +250,12 @@ def test_the_graphs_nodes_know_their_ranks_and_an_all_reduce_is_one_node():
     assert graph.nodes[R(0)] == {"ranks": (0, 1)}
     assert set(graph.predecessors(R(0))) == {B(0, 0), B(1, 0)}
     assert graph.edges[B(1, 0), R(0)] == {"kind": "data", "value": "gw(1, 0)", "order": True}
+
+
+def test_texts_where_actions_belong_are_told_to_parse():
+    with pytest.raises(NotationError, match=r"Plan\.parse\(\['0F0 0B0', '1F0 1B0'\]\) reads it"):
+        Plan(["0F0 0B0", "1F0 1B0"])
+    with pytest.raises(NotationError, match=r"Plan\.parse\(\['0F0 0B0'\]\) reads it"):
+        Plan("0F0 0B0")
+    with pytest.raises(NotationError, match=r"one text per rank: Plan\.parse\(\['0F0 0B0', '1F0 1B0'\]\)"):
+        Plan.parse("0F0 0B0\n1F0 1B0\n")

@@ -76,6 +76,10 @@ def test_a_forgotten_yield_and_a_forgotten_rank_are_told_at_the_students_functio
     for number, (text, words) in enumerate(
         (
             ("def actions(self, rank):\n                F(0)", "did you mean to yield the actions"),
+            (
+                "def actions(self, rank):\n                return 'F0 B0'",
+                "'F0 B0', which is not a sequence of actions",
+            ),
             ("def actions(self):\n                yield F(0)", "takes 1 positional argument"),
         )
     ):

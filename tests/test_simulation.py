@@ -321,3 +321,10 @@ def test_weights_may_wait():
     assert [event.start for event in simulate(plan, Cost(forward=1, backward=2)).events] == [0, 1, 2, 3, 4, 5]
     assert simulate(plan).peak_activations == (2,)
     assert W(0) != I(0)
+
+
+def test_a_cost_that_is_none_is_told():
+    with pytest.raises(
+        TypeError, match=r"cost=\(1, 2\): expected a Cost, such as pipelab.Cost\(forward=1, backward=2\)"
+    ):
+        simulate(pipelab.GPipe(2, 2), (1, 2))

@@ -51,6 +51,19 @@ def test_the_bubble_is_the_idle_share_of_all_ranks_time(case, forward, backward)
     assert 0 <= trace.bubble < 1
 
 
+def test_each_ranks_own_span_is_from_its_first_start_to_its_last_end():
+    assert measured().spans == (6, 2.5)
+    assert Trace(Plan([[F(0, 0), B(0, 0)], []]), [[3, 4], []], [[4, 6], []]).spans == (3, 0)
+
+
+@given(catalogue_plans(), costs(), costs())
+def test_a_ranks_own_span_holds_its_work_and_is_no_longer_than_the_makespan(plan, forward, backward):
+    trace = simulate(plan, Cost(forward=forward, backward=backward))
+    for span, busy in zip(trace.spans, trace.busy, strict=True):
+        assert span <= trace.makespan
+        assert busy <= span or busy == pytest.approx(span)
+
+
 def test_spans_that_overlap_count_once():
     trace = Trace(Plan.parse(["0F0 0F1 0B0 0B1"]), [[0, 1, 1.5, 6]], [[4, 3, 5, 7]])
     assert trace.busy == (6,)

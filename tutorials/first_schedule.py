@@ -165,8 +165,12 @@ print(fault)
 # A **deadlock**. Every row is fine by itself: each forward and each backward is there, once, in a sensible order.
 # Together they cannot run. Read it as a circle: rank 0 does one forward and waits for the gradient from rank 1. Rank 1
 # wants a second forward first, and rank 0 would give it only after its backward. On real devices this program would
-# hang, without a message. Here it is found before anything runs, and `try:` names a move that undoes it: rank 0 must
-# do more forwards before its first backward, not fewer.
+# hang, without a message. Here it is found before anything runs, and `try:` names an order that does run, which
+# pipelab has tried out: the first ranks must do more forwards before their first backward, not fewer.
+#
+# The lines between name what is waited for. `gin(0, 1)` is the gradient of stage 1's input for micro-batch 0, which
+# stage 0's backward needs; `out(1, 0)` is the output of micro-batch 1 from stage 0, which stage 1's forward needs:
+# always (micro-batch, stage). Positions in a row count from 0, as everything does.
 
 # %%
 assert fault.code == "deadlock"
@@ -339,6 +343,93 @@ pipelab.compare(predicted, step.trace, names=["predicted", "measured"])
 # %%
 assert step.trace.peak_activations == predicted.peak_activations == (2, 1)
 assert step.trace.plan == MyOneFOneB(ranks=2, microbatches=8).plan()
+
+# %% [markdown]
+# ## Training
+#
+# A pipeline is used where `loss.backward()` would stand. The backward has already run when `step` returns, the
+# gradients are in `.grad`, and what comes before and after is yours: `zero_grad`, an optimizer, a scheduler. They need
+# not know that there is a pipeline, since the parameters are the model's own.
+
+# %%
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+with pipelab.Pipeline(model, MyOneFOneB(ranks=2, microbatches=8), loss_fn) as pipe:
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        step = pipe.step(x, y)  # forward and backward of all micro-batches
+        optimizer.step()
+        losses.append(step.loss.item())
+    pipe.eval()  # sets the model's mode, as model.eval() does
+    predictions = pipe.forward(x)  # forwards only, without gradients
+    pipe.train()
+
+assert losses[-1] < losses[0]
+assert predictions.shape == y.shape
+print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+
+# %% [markdown]
+# ### What the loss averages over
+#
+# The loss of the batch is put together from those of the micro-batches, and for that a pipeline must know how the loss
+# function reduces. `mse_loss` averages over rows, which is the default, `reduction="mean"`: each micro-batch counts
+# by its share of the rows, so the micro-batches may be of different sizes. For a loss that sums, say `reduction="sum"`.
+#
+# Some losses average over something else. `cross_entropy` leaves out the targets that are `ignore_index`; a micro-batch
+# with few others should count little. Then `reduction` is a function that tells from a micro-batch's targets what it
+# weighs:
+
+# %%
+labels = torch.randint(0, 10, (256,))
+labels[:100] = -100  # nothing to learn from the first rows: the first micro-batches have no loss at all
+classifier = torch.nn.Sequential(torch.nn.Linear(1024, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10))
+cross_entropy = torch.nn.functional.cross_entropy  # its ignore_index is -100 unless you say otherwise
+
+cross_entropy(classifier(x), labels).backward()
+plainly = classifier[0].weight.grad.clone()
+classifier.zero_grad()
+
+
+def learned_from(targets):
+    return (targets != -100).sum()
+
+
+with pipelab.Pipeline(classifier, MyOneFOneB(2, 8), cross_entropy, reduction=learned_from) as pipe:
+    pipe.step(x, labels)
+difference = (classifier[0].weight.grad.cpu() - plainly).norm() / plainly.norm()
+print(f"the gradient differs from plain training's by {difference:.0e} of its length")
+
+assert difference < 1e-5
+
+# %% [markdown]
+# ## More ranks than cores
+#
+# Two cores cannot show four ranks side by side. `emulated` makes a model whose stages take exactly as long as you say,
+# asleep: the processor is free meanwhile, so a laptop can run any number of them. Everything else is real: the
+# workers, the tensors, the gradients, the clock. Here four ranks, 20 ms forward and 40 ms backward.
+
+# %%
+rows = torch.ones(8, 1)
+traces = []
+for schedule in (pipelab.GPipe(4, 8), MyOneFOneB(4, 8), pipelab.DelayedBackward(4, 8)):
+    sleepers = pipelab.emulated(4, forward_ms=20, backward_ms=40)
+    with pipelab.Pipeline(sleepers, schedule, loss_fn, devices=["cpu"] * 4) as pipe:
+        pipe.step(rows, rows)  # warm up
+        traces.append(pipe.step(rows, rows).trace)
+
+measured = pipelab.compare(*traces, names=["GPipe", "1F1B", "single loop"])
+print(measured)
+
+# %%
+measured
+
+# %% [markdown]
+# These are the pictures from above, measured: never less than (8 + 3) × 60 ms = 660 ms for the first two and 29 × 60 ms
+# = 1740 ms for the single loop, and a little more where a rank woke up late.
+
+# %%
+assert all(row.makespan >= ideal for row, ideal in zip(measured.rows, (660, 660, 1740), strict=True))
 
 # %% [markdown]
 # ## Try it

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pipelab.catalogue.delayed import DelayedBackward
+from pipelab.catalogue.dualpipe import DualPipe
 from pipelab.catalogue.dualpipev import DualPipeV
 from pipelab.catalogue.gpipe import GPipe
+from pipelab.catalogue.greedy import Greedy
 from pipelab.catalogue.interleaved_1f1b import Interleaved1F1B
 from pipelab.catalogue.interleaved_zb import InterleavedZeroBubble
 from pipelab.catalogue.looped_bfs import LoopedBFS
@@ -20,8 +22,10 @@ __all__ = [
     "ZBH2",
     "ZBV",
     "DelayedBackward",
+    "DualPipe",
     "DualPipeV",
     "GPipe",
+    "Greedy",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
     "LoopedBFS",
@@ -42,5 +46,7 @@ schedules: dict[str, type[Schedule]] = {
     "interleaved-zb": InterleavedZeroBubble,
     "zbv": ZBV,
     "dualpipev": DualPipeV,
+    "dualpipe": DualPipe,
+    "greedy": Greedy,
 }
 """Every schedule by the name that the command line uses."""

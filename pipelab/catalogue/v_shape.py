@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pipelab.actions import Item, Pair
 from pipelab.errors import SizeError
@@ -46,9 +46,13 @@ class VShaped(Schedule):
         return min(stage, self.stages - 1 - stage)
 
     def actions(self, rank: int) -> Iterator[Item]:
-        """Yield the full pipeline's actions, without those of micro-batches that do not exist."""
-        down, up = rank, self.stages - 1 - rank
-        for item in self.filled(rank, down, up, max(self.microbatches, self.enough)):
+        """Yield a full pipeline's actions, without those of micro-batches that do not exist."""
+        row = self.filled(rank, rank, self.stages - 1 - rank, max(self.microbatches, self.enough))
+        return row if self.microbatches >= self.enough else self._existing(row)
+
+    def _existing(self, row: Iterable[Item]) -> Iterator[Item]:
+        """Yield what concerns micro-batches that exist; of a pair, perhaps one half."""
+        for item in row:
             halves = (item.forward, item.backward) if isinstance(item, Pair) else (item,)
             there = [half for half in halves if half.microbatch is not None and half.microbatch < self.microbatches]
             if len(there) == len(halves):

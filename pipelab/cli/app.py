@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from dataclasses import fields
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Table as Columns
 from rich.text import Text
 
 import pipelab
+from pipelab.analysis import Comparison
 from pipelab.checking import as_plan
-from pipelab.cli.targets import find, settings
-from pipelab.completeness import ranges
-from pipelab.draw import text
+from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of
+from pipelab.cli.options import (
+    RunSizes,
+    Save,
+    SaveComparison,
+    SaveRun,
+    Sizes,
+    SweepSizes,
+    Target,
+    Targets,
+    Times,
+    grouped,
+    untimed,
+)
+from pipelab.cli.sweeping import Cell, Table, sweep
+from pipelab.cli.targets import registered
+from pipelab.draw import text, wording
 from pipelab.errors import LoadError, PipelabError
+from pipelab.faults import ranges
 from pipelab.plan import Plan
-from pipelab.schedule import Schedule
-from pipelab.simulation import Cost, simulate
+from pipelab.simulation import simulate
 
 __all__ = ["app", "main"]
 
@@ -30,31 +47,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-
-Target = Annotated[
-    str, typer.Argument(help="a schedule's name, my_file.py:MySchedule, or plan.csv", show_default=False)
-]
-Targets = Annotated[list[str], typer.Argument(help="schedules, as for the other commands", show_default=False)]
-Ranks = Annotated[int, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline")]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="slices of the batch")]
-Replicas = Annotated[int, typer.Option(min=1, help="copies of the pipeline, each with its own ranks and micro-batches")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="name=value, a parameter of the schedule; repeatable")]
-Forward = Annotated[float, typer.Option("--forward", "-f", help="time of a forward")]
-Backward = Annotated[float, typer.Option("--backward", "-b", help="time of a backward")]
-Latency = Annotated[float, typer.Option(help="time of a transfer between ranks")]
-Costs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cost", help="name=value, any other cost, such as --cost 'forward=[1, 2]' or --cost per=stage; repeatable"
-    ),
-]
-Unit = Annotated[str, typer.Option(help="the unit of these times, for labels")]
-Save = Annotated[
-    list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; repeatable")
-]
-SaveComparison = Annotated[
-    list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf txt; repeatable")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -73,7 +65,7 @@ def options(
 @app.command()
 def schedules() -> None:
     """List the schedules that come with pipelab."""
-    table = Table("name", "what it does, and its source", box=None, pad_edge=False)
+    table = Columns("name", "what it does, and its source", box=None, pad_edge=False)
     for name, kind in pipelab.schedules.items():
         table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0])
         table.add_row("", Padding(Text(kind.source, style="dim"), (0, 0, 0, 2)))
@@ -81,128 +73,99 @@ def schedules() -> None:
 
 
 @app.command()
+@grouped
 def check(
     target: Target,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    replicas: Replicas = 1,
+    sizes: Sizes,
     memory_cap: Annotated[int | None, typer.Option(min=1, help="activations that a rank may hold")] = None,
-    sets: Sets = None,
 ) -> None:
     """Find every fault of a schedule and explain it. Exit code 1 if there is one."""
-    subject = _find(target, ranks, microbatches, replicas, sets)
+    subject = untimed(sizes.find(target))
     faults = pipelab.check(subject, memory_cap)
     name = subject.name if isinstance(subject, Plan) else repr(subject)
     if faults:
         raise pipelab.ScheduleError(faults, name)
-    trace = simulate(subject)
-    actions = sum(len(row) for row in trace.plan.program.rows)
-    typer.echo(f"{name} is right: {actions} actions, no fault")
-    typer.echo(
-        f"every micro-batch passes all {trace.plan.stages} stages once forward and once backward; no rank gets stuck"
-    )
-    replicated = [stage for stage, holders in trace.plan.replicas.items() if len(holders) > 1]
+    plan = simulate(subject).plan
+    actions = sum(len(row) for row in plan.program.rows)
+    _say(f"{name} is right: {actions} actions, no fault")
+    _say(f"every micro-batch passes all {plan.stages} stages once forward and once backward; no rank gets stuck")
+    replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:
-        typer.echo(f"the gradients of stages {ranges(replicated)}, which are on several ranks, are all-reduced")
+        _say(f"the gradients of stages {ranges(replicated)}, which are on several ranks, are all-reduced")
 
 
 @app.command(name="simulate")
-def simulate_command(
-    target: Target,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    replicas: Replicas = 1,
-    forward: Forward = 1,
-    backward: Backward = 2,
-    latency: Latency = 0,
-    unit: Unit = "",
-    costs: Costs = None,
-    sets: Sets = None,
-    save: Save = None,
-) -> None:
+@grouped
+def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = None) -> None:
     """Show when everything would happen, and the bubble and the memory that follow."""
-    cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
-    trace = simulate(_find(target, ranks, microbatches, replicas, sets), cost)
+    trace = simulate(untimed(sizes.find(target)), times.cost())
     typer.echo(text.timeline(trace))
     for path in save or []:
         _wrote(trace.save(path))
 
 
 @app.command()
+@grouped
 def draw(
     target: Target,
     save: Annotated[list[Path], typer.Option("--save", "-o", help="html svg png pdf json txt; dot with --graph")],
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    replicas: Replicas = 1,
-    forward: Forward = 1,
-    backward: Backward = 2,
-    latency: Latency = 0,
-    unit: Unit = "",
-    costs: Costs = None,
+    sizes: Sizes,
+    times: Times,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
-    sets: Sets = None,
 ) -> None:
-    """Draw a schedule's timeline, or its dependency graph, into files."""
-    cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
-    plan = as_plan(_find(target, ranks, microbatches, replicas, sets))
-    trace = simulate(plan, cost)
+    """Draw a schedule's timeline, a saved trace, or a dependency graph, into files."""
+    subject = sizes.find(target)
+    (trace,) = times.traces([subject], [target])
     for path in save:
-        _wrote(plan.save_graph(path, cost) if graph else trace.save(path))
+        _wrote(trace.plan.save_graph(path, times.cost()) if graph else trace.save(path))
 
 
 @app.command()
-def compare(
-    targets: Targets,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    replicas: Replicas = 1,
-    forward: Forward = 1,
-    backward: Backward = 2,
-    latency: Latency = 0,
-    unit: Unit = "",
-    costs: Costs = None,
-    sets: Sets = None,
-    save: SaveComparison = None,
-) -> None:
-    """Lay schedules, simulated with the same costs, side by side."""
-    cost = _cost(costs, forward=forward, backward=backward, latency=latency, unit=unit)
-    traces = [simulate(_find(target, ranks, microbatches, replicas, sets), cost) for target in targets]
-    comparison = pipelab.compare(*traces, names=targets)
-    typer.echo(text.comparison(comparison))
-    for path in save or []:
-        _wrote(comparison.save(path))
+@grouped
+def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveComparison = None) -> None:
+    """Lay schedules, simulated with the same costs, side by side.
+
+    With several numbers of micro-batches (`-m 2,4,8`), a table: the times are those of the whole batch, which is the
+    same in every column.
+    """
+    counts = sizes.counts
+    if len(counts) <= 1:
+        traces = times.traces(sizes.find(targets), targets)
+        _show(pipelab.compare(*traces, names=targets), save)
+        return
+    cost = times.cost()
+    made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
+    _say(
+        f"One batch, the same in every column: for all of it a {cost.per} takes {_number(cost.forward)} forward and "
+        f"{_number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''}, for a micro-batch its share."
+    )
+    _show(Table(made.cells, targets, counts, made.refusals), save)
 
 
 @app.command()
-def run(
-    target: Target,
-    ranks: Ranks = 2,
-    microbatches: Microbatches = 8,
-    replicas: Replicas = 1,
-    width: Annotated[int, typer.Option(min=1, help="features of every layer")] = 1024,
-    depth: Annotated[int, typer.Option(min=1, help="layers of the model, Linear and ReLU each")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="rows of the batch")] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="steps to take; the median one is shown")] = 5,
-    emulate: Annotated[
-        tuple[float, float] | None,
-        typer.Option(help="emulated devices instead: milliseconds forward and backward, such as --emulate 20 40"),
-    ] = None,
-    sets: Sets = None,
-    save: Save = None,
-) -> None:
-    """Run a schedule on real tensors on this machine, verify its gradients, and show the measured timeline."""
-    from pipelab.labs import running
+@grouped
+def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> None:
+    """Run schedules on real tensors on this machine, verify their gradients, and show what was measured.
 
-    plan = as_plan(_find(target, ranks, microbatches, replicas, sets))
-    model = running.emulated_model(plan, *emulate) if emulate else running.linear_stack(width, depth, plan.stages)
-    result = running.run(plan, model, (batch, 1) if emulate else (batch, width), steps)
-    names = ["predicted from its own action times", "measured"]
-    typer.echo(f"{plan.name} on this machine")
-    typer.echo(text.comparison(pipelab.compare(result.predicted, result.measured, names=names)))
-    typer.echo(result.proof)
-    for path in save or []:
-        _wrote(result.measured.save(path))
+    Two ranks by default, so that a laptop has a core for each; with `--emulate`, which needs no cores, four. With
+    several numbers of micro-batches (`-m 2,4,8`), a table over one batch.
+    """
+    counts = sizes.counts
+    if len(counts) <= 1:
+        plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
+        comparison, results = measure(targets, plans, work)
+        _say(f"{', '.join(plan.name for plan in plans)} on this machine")
+        _show(comparison, [] if len(plans) == 1 else save)
+        _say(proof_of(results))
+        for path in save or [] if len(plans) == 1 else []:
+            _wrote(results[0].measured.save(path))
+        return
+    table, results = measure_sweep(
+        targets, counts, lambda name, count: sizes.schedule(name, count, work.usual_ranks).plan(), work
+    )
+    _say(f"One batch on this machine, {sizes.ranks or work.usual_ranks} ranks; median of {work.steps} steps")
+    _show(table, save)
+    _say(proof_of(results))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -228,17 +191,68 @@ def demo(
     show_demo(folder, steps)
 
 
-def _find(target: str, ranks: int, microbatches: int, replicas: int, sets: list[str] | None) -> Plan | Schedule:
-    subject = find(target, ranks, microbatches, settings(sets or []))
-    return subject if replicas == 1 else pipelab.replicate(subject, replicas)
+@app.command()
+def conformance(
+    schedule: Annotated[
+        list[str] | None, typer.Option("--schedule", "-s", help="a schedule's name; repeatable; by default, all")
+    ] = None,
+    ranks: Annotated[list[int] | None, typer.Option("--ranks", "-r", min=1, help="repeatable")] = None,
+    microbatches: Annotated[list[int] | None, typer.Option("--microbatches", "-m", min=1, help="repeatable")] = None,
+    stages_per_rank: Annotated[
+        list[int] | None, typer.Option(min=1, help="for schedules that take any number of them; repeatable")
+    ] = None,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="run PyTorch also in two and in four processes, as it is meant to")
+    ] = False,
+    save: Annotated[Path | None, typer.Option("--save", "-o", help="write the table to this file, as Markdown")] = None,
+) -> None:
+    """Compare orders, gradients and losses with the PyTorch that is installed. Exit code 1 if anything differs."""
+    from pipelab.cli.conformance import show_conformance
+    from pipelab.labs.references import Grid
+
+    sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    grid = Grid(**{name: value for name, value in sizes.items() if value})
+    names = [registered(name) for name in schedule or pipelab.schedules]
+    if not show_conformance(names, grid, (2, 4) if processes else (), save).same:
+        raise typer.Exit(1)
 
 
-def _cost(more: list[str] | None, **given: float | str) -> Cost:
-    """Return the cost that the options describe; `--cost` wins."""
-    try:
-        return Cost(**{**given, **settings(more or [], "--cost")})
-    except TypeError as error:
-        raise LoadError(f"{error}\n  --cost takes: {', '.join(field.name for field in fields(Cost))}") from error
+def _show(shown: Comparison | Table, save: list[Path] | None) -> None:
+    """Print what lies side by side, and write it."""
+    if isinstance(shown, Table):
+        typer.echo(f"\n{shown.text(_width())}\n")
+    else:
+        typer.echo(text.comparison(shown))
+    for path in save or []:
+        _wrote(shown.save(path))
+
+
+def _say(sentence: str) -> None:
+    """Print prose, lines broken between words."""
+    typer.echo("\n".join(textwrap.fill(line, _width()) for line in sentence.splitlines()))
+
+
+def _width() -> int:
+    """Return how many characters a line of the terminal has."""
+    return shutil.get_terminal_size((text.PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else text.PLAIN_WIDTH
+
+
+def _number(value: float | Sequence[float]) -> str:
+    """Return a cost in words."""
+    return ", ".join(map(wording.number, value)) if isinstance(value, Sequence) else wording.number(value)
+
+
+def _folded(message: str) -> str:
+    """Return a message for a terminal: long lines broken between words and indented, rows of actions as they are."""
+    if not sys.stderr.isatty():
+        return message
+    width = shutil.get_terminal_size().columns
+    lines: list[str] = []
+    for line in message.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        rows = " | " in line or not line.strip(" ^")
+        lines.append(line if rows else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+    return "\n".join(lines)
 
 
 def _wrote(path: Path) -> None:
@@ -251,7 +265,7 @@ def main() -> None:
         app()
     except PipelabError as error:
         lead = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
-        typer.echo(f"{lead}{error}", err=True)
+        typer.echo(_folded(f"{lead}{error}"), err=True)
         sys.exit(1)
     except OSError as error:
         typer.echo(f"{error.filename or 'a file'}: {error.strerror or error}", err=True)

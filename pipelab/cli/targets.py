@@ -1,10 +1,11 @@
-"""Find what a command is about: a schedule by name, a student's file, a plan in a CSV file."""
+"""Find what a command is about: a schedule by name, a student's file, a plan or a trace in a file."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import inspect
+import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,38 +17,110 @@ from pipelab.errors import LoadError, PipelabError
 from pipelab.faults import students_line
 from pipelab.plan import Plan
 from pipelab.schedule import Schedule
+from pipelab.trace import Trace
 
-__all__ = ["find", "settings"]
+__all__ = ["find", "has_sizes", "registered", "settings"]
+
+_MICROBATCHES = 8
+
+_CLASSES = {kind.__name__: kind for kind in schedules.values()}
 
 
-def find(target: str, ranks: int, microbatches: int, options: dict[str, Any]) -> Plan | Schedule:
-    """Return the schedule or plan that a command line names.
+def find(
+    target: str, ranks: int | None, microbatches: int | None, options: dict[str, Any], usual_ranks: int = 4
+) -> Schedule | Plan | Trace:
+    """Return the schedule, plan or trace that a command line names.
 
     Args:
-        target: a registered name, `file.py:Name`, `file.py` (if it holds one schedule), or `plan.csv`.
-        ranks: how many ranks; a plan from a file has its own.
+        target: a registered name, `file.py:Name`, `file.py` (if it holds one schedule), `plan.csv` or `trace.json`;
+            a schedule's class (`GPipe`) and a module (`file:Name`, `file.Name`) are understood too.
+        ranks: how many ranks; `None` for the usual number. A file's plan has its own.
         microbatches: how many micro-batches, likewise.
         options: keyword arguments for the schedule.
+        usual_ranks: the usual number of ranks.
 
     Raises:
         LoadError: if there is no such thing; the message says what there is.
     """
-    path, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
-    if path.endswith(".csv"):
-        try:
-            return Plan.from_csv(_existing(path))
-        except UnicodeDecodeError as error:
-            raise LoadError(f"{path} is not text: {error}") from error
-    if path.endswith(".py"):
-        return _make(_schedule_in(_load(_existing(path)), name, path), ranks, microbatches, options)
-    if target in schedules:
-        return _make(schedules[target], ranks, microbatches, options)
-    close = get_close_matches(target.lower(), schedules, n=1)
-    guess = f"; did you mean {close[0]}?" if close else ""
-    raise LoadError(
-        f"{target!r} is no schedule{guess}\n  registered: {', '.join(schedules)}\n"
-        "  or a file of your own: my_file.py:MySchedule, plan.csv"
-    )
+    if has_sizes(target):
+        return _read(target, {"--ranks": ranks, "--microbatches": microbatches, "--set": options})
+    sizes = (ranks or usual_ranks, microbatches or _MICROBATCHES, options)
+    kind = schedules.get(target) or _CLASSES.get(target.removeprefix("pipelab."))
+    if kind is not None:
+        return _make(kind, *sizes)
+    file = _student_file(target)
+    if file is not None:
+        path, name = file
+        return _make(_schedule_in(_load(_existing(path)), name, path), *sizes)
+    raise _unknown(target, "\n  or a file of your own: my_file.py:MySchedule, plan.csv")
+
+
+def registered(name: str) -> str:
+    """Return the name of a registered schedule.
+
+    Raises:
+        LoadError: if there is none of this name; the message lists them.
+    """
+    if name in schedules:
+        return name
+    raise _unknown(name)
+
+
+def _unknown(target: str, alternative: str = "") -> LoadError:
+    return LoadError(f"{target!r} is no schedule{_guess(target)}\n  registered: {', '.join(schedules)}{alternative}")
+
+
+def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
+    """Return the plan or the trace of a file, which has its own sizes.
+
+    Raises:
+        LoadError: if others were given.
+    """
+    file = _existing(path)
+    try:
+        found = Plan.from_csv(file) if path.endswith(".csv") else Trace.load(file)
+    except UnicodeDecodeError as error:
+        raise LoadError(f"{path} is not text: {error}") from error
+    superfluous = [option for option, value in given.items() if value]
+    if superfluous:
+        plan = found if isinstance(found, Plan) else found.plan
+        raise LoadError(
+            f"{path} has its own sizes, {plan.ranks} ranks and {plan.microbatches} micro-batches: "
+            f"leave out {' and '.join(superfluous)}"
+        )
+    return found
+
+
+def _student_file(target: str) -> tuple[str, str] | None:
+    """Return file and name: of `mine.py`, `mine.py:X`, `mine:X` and `mine.X`; `None` where no file is meant."""
+    if match := re.fullmatch(r"(.*\.py)(?:[:.]+(\w*))?", target):
+        return match[1], match[2] or ""
+    module, separator, name = target.rpartition(":") if ":" in target else target.rpartition(".")
+    for stem, rest in ((target, ""), (module.rstrip(":"), name if separator else "")):
+        for path in (f"{stem}.py", f"{stem.replace('.', '/')}.py"):
+            if stem and Path(path).is_file():
+                return path, rest
+    return None
+
+
+def _guess(target: str) -> str:
+    """Return what else may have been meant: a registered schedule, a file that is here, or a class in one."""
+    word = target.replace("::", ":").split(":")[0].removesuffix(".py")
+    files = {path.stem.lower(): path for path in sorted(Path().glob("*.py"))}
+    close = get_close_matches(target.lower(), [*schedules, *map(str.lower, _CLASSES)], n=1)
+    if close:
+        names = {each.lower(): name for name, kind in schedules.items() for each in (name, kind.__name__)}
+        return f"; did you mean {names[close[0]]}?"
+    for path in files.values():
+        if f"\nclass {target}(" in path.read_text(encoding="utf-8", errors="replace"):
+            return f"; did you mean {path}:{target}?"
+    stems = get_close_matches(re.split(r"[.]", word.lower())[0], files, n=1)
+    return f"; did you mean {files[stems[0]]}?" if stems else ""
+
+
+def has_sizes(target: str) -> bool:
+    """Tell whether a target is a file that has its own numbers of ranks and micro-batches."""
+    return target.endswith((".csv", ".json"))
 
 
 def settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
@@ -73,10 +146,17 @@ def settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
 
 
 def _existing(path: str) -> Path:
-    if not Path(path).is_file():
-        here = ", ".join(sorted(found.name for found in Path(path).parent.glob(f"*{Path(path).suffix}"))[:8])
-        raise LoadError(f"there is no file {path}" + (f"; beside it: {here}" if here else ""))
-    return Path(path)
+    file = Path(path)
+    if not file.is_file():
+        here = {found.name.lower(): found.name for found in sorted(file.parent.glob(f"*{file.suffix}"))}
+        close = [here[name] for name in get_close_matches(file.name.lower(), here, n=1)]
+        beside = (
+            f"; did you mean {file.with_name(close[0])}?"
+            if close
+            else f"; beside it: {', '.join([*here.values()][:8])}"
+        )
+        raise LoadError(f"there is no file {path}{beside if here else ''}")
+    return file
 
 
 def _load(path: Path) -> ModuleType:

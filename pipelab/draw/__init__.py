@@ -15,12 +15,18 @@ from pipelab.draw import figure, page, text
 from pipelab.errors import FormatError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from pipelab.analysis import Comparison
     from pipelab.trace import Trace
 
 __all__ = ["save", "save_comparison", "show"]
 
 _FIGURES = (".svg", ".png", ".pdf")
+_SUFFIXES = ".html .svg .png .pdf .txt"
 
 
 def save(trace: Trace, path: str | Path) -> Path:
@@ -39,17 +45,14 @@ def save(trace: Trace, path: str | Path) -> Path:
     Raises:
         FormatError: if the suffix is none of these.
     """
-    path = Path(path)
-    match path.suffix.lower():
-        case ".html":
-            path.write_text(page.page(trace), encoding="utf-8")
-        case ".txt":
-            path.write_text(text.timeline(trace, text.PLAIN_WIDTH, colour=False) + "\n", encoding="utf-8")
-        case suffix if suffix in _FIGURES:
-            figure.write(figure.plot(trace), path)
-        case suffix:
-            raise _unknown(path, suffix, "a trace", ".html .svg .png .pdf .txt .json")
-    return path
+    return _write(
+        path,
+        "a trace",
+        f"{_SUFFIXES} .json",
+        html=lambda: page.page(trace),
+        txt=lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False),
+        picture=lambda: figure.plot(trace),
+    )
 
 
 def save_comparison(comparison: Comparison, path: str | Path) -> Path:
@@ -61,17 +64,14 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
     Raises:
         FormatError: if the suffix is none of these.
     """
-    path = Path(path)
-    match path.suffix.lower():
-        case ".html":
-            path.write_text(page.comparison_page(comparison), encoding="utf-8")
-        case ".txt":
-            path.write_text(text.comparison(comparison, text.PLAIN_WIDTH, colour=False) + "\n", encoding="utf-8")
-        case suffix if suffix in _FIGURES:
-            figure.write(figure.plot_comparison(comparison), path)
-        case suffix:
-            raise _unknown(path, suffix, "a comparison", ".html .svg .png .pdf .txt")
-    return path
+    return _write(
+        path,
+        "a comparison",
+        _SUFFIXES,
+        html=lambda: page.comparison_page(comparison),
+        txt=lambda: text.comparison(comparison, text.PLAIN_WIDTH, colour=False),
+        picture=lambda: figure.plot_comparison(comparison),
+    )
 
 
 def show(trace: Trace) -> Path | None:
@@ -101,5 +101,28 @@ def _in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def _unknown(path: Path, suffix: str, what: str, known: str) -> FormatError:
-    return FormatError(f"{path.name}: {what} is not written as {suffix or 'no suffix'}; use one of {known}")
+def _write(
+    path: str | Path,
+    what: str,
+    known: str,
+    *,
+    html: Callable[[], str],
+    txt: Callable[[], str],
+    picture: Callable[[], Axes | Figure],
+) -> Path:
+    """Write what the suffix asks for; only that is drawn.
+
+    Raises:
+        FormatError: if it is none of the known ones.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix == ".html":
+        path.write_text(html(), encoding="utf-8")
+    elif suffix == ".txt":
+        path.write_text(txt() + "\n", encoding="utf-8")
+    elif suffix in _FIGURES:
+        figure.write(picture(), path)
+    else:
+        raise FormatError(f"{path.name}: {what} is not written as {suffix or 'no suffix'}; use one of {known}")
+    return path

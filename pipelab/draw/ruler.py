@@ -11,6 +11,7 @@ from pipelab.draw.wording import number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pipelab.actions import Kind
     from pipelab.draw.lanes import Lanes
 
 __all__ = ["Ruler", "nice_step"]
@@ -43,34 +44,47 @@ class Ruler:
 
     @classmethod
     def fit(cls, lanes: Sequence[Lanes], ranks: Iterable[int], room: int, squeeze: bool = False) -> Ruler:
-        """Choose the scale: labels with a blank after them, else labels side by side, else the middle is left out.
+        """Choose the scale at which all is drawn, as wide as there is room; else leave the middle out.
+
+        First each label has a blank after it, then labels stand side by side, then the forwards' are cut; the others
+        stay whole, so that their numbers can be read.
 
         Args:
             lanes: what will share the ruler.
             ranks: the ranks that are drawn.
             room: how many columns there are.
-            squeeze: whether to cut labels before anything is left out: what shares an axis is best seen whole.
+            squeeze: whether to cut all labels before anything is left out: what shares an axis is best seen whole.
         """
         span = max(each.span for each in lanes)
-        cells = _shortest(lanes, list(ranks))
-        cap = _LONGEST_CELL / max((time for _, time in cells), default=_LONGEST_CELL)
+        cells = _usual_cells(lanes, list(ranks))
+        cap = _LONGEST_CELL / max((cell.time for cell in cells), default=_LONGEST_CELL)
         # What the shortest of the usual actions gets: its label and a blank, or just its label.
         roomy, tight = (
-            min(cap, max(((label + blank) / time for label, time in cells), default=1.0)) for blank in (1, 0)
+            min(cap, max(((cell.label + blank) / cell.time for cell in cells), default=1.0)) for blank in (1, 0)
         )
-        # Side by side, labels with stages run into each other: 0F00F1.
-        scales = [roomy] if any(each.names_stages for each in lanes) else [roomy, tight]
-        if squeeze and cells and span:
-            shortest = min(time for _, time in cells)
-            scales.append(math.floor(room / span * shortest) / shortest)
-        for scale in scales:
-            columns = _round(span * scale)
-            if scale and columns <= room:
-                return cls(scale, columns, columns, 0, 0)
+        # Side by side, labels with stages run into each other, 0F00F1, and which stage it is cannot be guessed.
+        names_stages = any(each.names_stages for each in lanes)
+        scales = [roomy] if names_stages else [roomy, tight]
+        elided = scales[-1]
+        if cells and span:
+            shortest = min(cell.time for cell in cells)
+            even = math.floor(room / span * shortest) / shortest  # as many columns for every action of a kind
+            for scale, forward in ((even, 1), (room / span, 1.75)):
+                if not names_stages and all(cell.is_legible(scale, forward) for cell in cells):
+                    scales.append(scale)
+            scales += [even] if squeeze else []
+        return cls.at(next((scale for scale in scales if scale and _round(span * scale) <= room), elided), lanes, room)
+
+    @classmethod
+    def at(cls, scale: float, lanes: Sequence[Lanes], room: int) -> Ruler:
+        """Return the ruler of a scale; the middle is left out where there is no room for all."""
+        columns = _round(max(each.span for each in lanes) * scale)
+        if columns <= room:
+            return cls(scale, columns, columns, 0, 0)
         most = max(each.count(rank) for each in lanes for rank in range(each.trace.ranks))
         gap = len(gap_mark(most)) + 2
         tail = max(0, (room - gap) * 2 // 5)
-        return cls(roomy, _round(span * roomy), max(0, room - gap - tail), gap, tail)
+        return cls(scale, columns, max(0, room - gap - tail), gap, tail)
 
     def column(self, time: float) -> int:
         """Return the column of a time, as if nothing were left out."""
@@ -130,10 +144,23 @@ def nice_step(least: float) -> float:
     return next((digit * power for digit in (1, 2, 5) if digit * power >= least * (1 - 1e-9)), 10 * power)
 
 
-def _shortest(lanes: Sequence[Lanes], ranks: Sequence[int]) -> list[tuple[int, float]]:
-    """Return, for every kind of action but `R`, the characters of its label and how long it usually takes."""
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """What a kind of action usually takes: the columns of its label, and time."""
+
+    kind: Kind
+    label: int
+    time: float
+
+    def is_legible(self, scale: float, forward: float) -> bool:
+        """Tell whether the label fits; of a forward, whose order is plain, so many columns are enough."""
+        return scale * self.time >= (forward if self.kind == "F" else self.label)
+
+
+def _usual_cells(lanes: Sequence[Lanes], ranks: Sequence[int]) -> list[_Cell]:
+    """Return the usual cell of every kind of action but `R`."""
     return [
-        (each.longest_label(kind), time)
+        _Cell(kind, each.longest_label(kind), time)
         for each in lanes
         for kind, time in each.typical(rank for rank in ranks if rank < each.trace.ranks).items()
         if kind != "R"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pipelab.draw import colours, wording
@@ -30,7 +31,8 @@ _FIRST_RANKS, _LAST_RANKS = 8, 4
 def timeline(trace: Trace, width: int | None = None, colour: bool | None = None) -> str:
     """Return a timeline: one line per rank, time from left to right, `·` where a rank is idle.
 
-    Every action is drawn to scale. What is too wide loses its middle, with a count of what is left out.
+    Every action is drawn to scale. What is too wide is drawn smaller while the numbers can be read, then loses its
+    middle, with a count of what is left out.
 
     Args:
         trace: what to draw.
@@ -50,7 +52,8 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
     lanes = Lanes(trace)
     gutter = _gutter([trace])
     ruler = Ruler.fit([lanes], _drawn(trace), width - gutter)
-    lines = [f"{wording.headline(trace)}: {wording.figures(trace)}", *_rows(lanes, ruler, gutter, colour)]
+    head = wrap(f"{wording.headline(trace)}: {wording.figures(trace)}", width)
+    lines = [*head, *_rows(lanes, ruler, gutter, colour)]
     lines += _axis(ruler, gutter, wording.unit(trace))
     return "\n".join(lines)
 
@@ -89,13 +92,17 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
     if not shared:
         units = ", ".join(dict.fromkeys(wording.unit(trace) for trace in comparison.traces))
         lines += [f"The units of time differ ({units}): every timeline has a scale of its own.", ""]
-    common = Ruler.fit(traces, ranks, width - gutter, squeeze=True)
+    room = width - gutter
+    common = Ruler.fit(traces, ranks, room, squeeze=True)
+    whole = shared and not common.gap
     for lanes, name in zip(traces, comparison.names, strict=True):
-        ruler = common if shared else Ruler.fit([lanes], ranks, width - gutter)
+        ruler = common
+        if not whole:  # what is short is then still drawn whole
+            ruler = Ruler.at(common.scale, [lanes], room) if shared else Ruler.fit([lanes], ranks, room)
         lines += [wording.clean(name), *_rows(lanes, ruler, gutter, colour)]
-        if not shared:
+        if not whole:
             lines += [*_axis(ruler, gutter, wording.unit(lanes.trace)), ""]
-    if shared:
+    if whole:
         lines += _axis(common, gutter, wording.unit(comparison.traces[0]))
     return "\n".join(lines).rstrip()
 

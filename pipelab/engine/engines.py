@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from pipelab.engine.hardware import RankDevice, rank_devices
-from pipelab.engine.lanes import Lane, lane_for
+from pipelab.engine.lanes import lanes_for
+from pipelab.engine.replicas import Buffers, Runners
 from pipelab.engine.splitting import Stages
-from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.stage import Loss
 from pipelab.engine.step import Ran
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.threads import ThreadsEngine
@@ -33,6 +34,7 @@ class Job:
         reduction: how the loss averages, in a word, so that processes can compare theirs.
         timeout: seconds without any progress after which a step is stopped; `None` waits for ever.
         intra_op_threads: how many processor threads each operation on a CPU rank may use; `None` for a fair share.
+        replicated_buffers: what becomes of the buffers that replicated stages write into.
     """
 
     plan: Plan
@@ -41,6 +43,7 @@ class Job:
     reduction: str
     timeout: float | None
     intra_op_threads: int | None
+    replicated_buffers: Buffers = "refuse"
 
 
 class Engine(Protocol):
@@ -114,30 +117,27 @@ class Started:
         engine: the engine.
         home: where the model is.
         devices: what each rank runs on.
-        lanes: how each rank's clock is read.
-        runners: the stages, in order.
+        runners: what runs each stage.
         intra_op_threads: how many processor threads each operation on a CPU rank uses.
     """
 
     engine: Engine
     home: Home
     devices: Sequence[RankDevice]
-    lanes: Sequence[Lane]
-    runners: Sequence[Stage]
+    runners: Runners
     intra_op_threads: int
 
 
 def _threads(job: Job) -> Started:
     """Place the stages on their ranks' devices and start a worker thread for each rank."""
     devices = rank_devices(job.devices, job.plan.ranks)
-    homes = [devices[ranks[0]].device for _, ranks in sorted(job.plan.replicas.items())]
-    for module, home in zip(job.stages.modules, homes, strict=True):
-        module.to(home)  # parameters stay the same objects
-    lanes = [lane_for(each, devices) for each in devices]
+    on = [each.device for each in devices]
+    runners = Runners(job.stages.modules, job.plan.replicas, on, job.replicated_buffers)
+    homes = [on[ranks[0]] for _, ranks in sorted(job.plan.replicas.items())]
+    job.stages.place(homes)
     threads = job.intra_op_threads or max(1, torch.get_num_threads() // job.plan.ranks)
-    runners = [Stage(index, module, job.plan.stages) for index, module in enumerate(job.stages.modules)]
-    engine = ThreadsEngine(job.plan, runners, lanes, job.timeout, threads)
-    return Started(engine, OneProcess(homes), devices, lanes, runners, threads)
+    engine = ThreadsEngine(job.plan, runners.of, lanes_for(devices), job.timeout, threads)
+    return Started(engine, OneProcess(homes), devices, runners, threads)
 
 
 def _torch(job: Job) -> Started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipelab.engine.hardware import RankDevice
+from pipelab.engine.shortage import relieve
 from pipelab.errors import PipelabError, StageError
 from pipelab.faults import students_line
 
@@ -10,7 +11,14 @@ __all__ = ["stage_error"]
 
 
 def stage_error(
-    error: BaseException, action: str, rank: int, stage: int, microbatch: int, runs_on: RankDevice, *, partial: bool
+    error: BaseException,
+    action: str,
+    rank: int,
+    stage: int,
+    microbatch: int | None,
+    runs_on: RankDevice,
+    *,
+    partial: bool,
 ) -> StageError:
     """Return the error with its place; the original one is its cause.
 
@@ -19,7 +27,7 @@ def stage_error(
         action: what was running, such as `"1F0"`.
         rank: on which rank.
         stage: in which stage.
-        microbatch: for which micro-batch.
+        microbatch: for which micro-batch; `None` for an all-reduce.
         runs_on: what the rank runs on.
         partial: whether some gradients of this step have been added already.
     """
@@ -30,9 +38,11 @@ def stage_error(
         where = f"\n  at {students_line(error)}"
         if "leaf Variable that requires grad" in told:
             where += "\n  try: clone the stage's input before writing into it: a stage's input is its own leaf"
+        where += relieve(error)
     zero = "\n  gradients are partial now: zero_grad() before the next step" if partial else ""
+    of_microbatch = "" if microbatch is None else f", micro-batch {microbatch}"
     explained = StageError(
-        f"{action} on rank {rank} failed: {told}\n  stage {stage}, micro-batch {microbatch}, on {runs_on}{where}{zero}",
+        f"{action} on rank {rank} failed: {told}\n  stage {stage}{of_microbatch}, on {runs_on}{where}{zero}",
         rank,
         stage,
         action,

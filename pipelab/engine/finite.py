@@ -37,9 +37,10 @@ def refuse_nan(rank: int, action: Action, stage: Stage, made: Any, loss: Loss | 
         for tensor in tensors_of(value):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
+                of_microbatch = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
                 raise NotANumberError(
-                    f"{action} on rank {rank} made {kind}: the {what} of stage {stage.index}, "
-                    f"micro-batch {action.microbatch}, shape {tuple(tensor.shape)}, is not finite",
+                    f"{action} on rank {rank} made {kind}: the {what} of stage {stage.index}"
+                    f"{of_microbatch}, shape {tuple(tensor.shape)}, is not finite",
                     rank,
                     stage.index,
                     str(action),

@@ -2,7 +2,12 @@
 
 The worker loop is the same for both. On a CPU a value is handed over as it is and the clock is the processor's. On CUDA
 the host only launches: a value travels with an event that its needer's stream waits for, times are events on the rank's
-stream, and nothing waits for the device inside a step.
+stream, and nothing waits for the device inside a step. (A rank on a CPU must wait for what it needs from a GPU.)
+
+    caller's stream  ──┬─────────────────────────────────────────┬── reads loss, outputs, gradients
+    rank 0's stream    └ F0 ── F1 ────────────── wait ── B0 ─────┤
+    rank 1's stream         └ wait ── F0 ── B0 ────┘             │
+    copies between two devices run on streams of their own ──────┘
 """
 
 from __future__ import annotations
@@ -15,19 +20,20 @@ from typing import Any, Protocol
 
 import torch
 
+from pipelab.engine.device_clock import HOST, Clock, GpuClock, StepClock
 from pipelab.engine.hardware import RankDevice
 from pipelab.engine.trees import map_tensors, tensors_of
 
-__all__ = ["CpuLane", "CudaLane", "Lane", "Parcel", "lane_for"]
+__all__ = ["CpuLane", "CudaLane", "Lane", "Parcel", "begin", "finish", "lanes_for"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A value given on a CUDA stream, and the event after which it is there."""
+    """A value given on a CUDA stream, the event after which it is there, and the device of that stream."""
 
     value: Any
     ready: torch.cuda.Event
-    stream: torch.cuda.Stream
+    device: torch.device
 
 
 class Lane(Protocol):
@@ -35,112 +41,103 @@ class Lane(Protocol):
 
     Attributes:
         runs_on: the device, and which share of it.
-        mark: reads the clock: a number of nanoseconds, or an event that `nanoseconds` turns into one.
+        clock: the device's clock.
+        mark: reads the clock: a number of nanoseconds, or an event that the step's clock turns into one.
         gives: wraps a value for another rank; `None` where it goes as it is.
-        takes: unwraps a value from another rank, on this lane's device; `None` where it is there as it is.
+        takes: unwraps a value from another rank, or from the caller, on this lane's device; `None` where it is there as
+            it is.
     """
 
     runs_on: RankDevice
+    clock: Clock
     mark: Callable[[], Any]
     gives: Callable[[Any], Any] | None
     takes: Callable[[Any], Any] | None
 
     def enter(self, stack: ExitStack) -> None:
-        """Make this lane's device and stream the current ones of the worker thread."""
+        """Make this lane's device and streams the current ones of the worker thread."""
 
     def begin(self) -> None:
         """Called by the caller's thread before a step: what it has launched must come before the step."""
 
-    def finish(self, values: Sequence[Any]) -> None:
+    def finish(self, values: Sequence[torch.Tensor]) -> None:
         """Called by the caller's thread after a step: what it launches from now on must come after the step.
 
         Args:
-            values: what the step made on this lane and the caller keeps.
+            values: what the step made and the caller keeps.
         """
-
-    def nanoseconds(self, marks: list[Any]) -> list[int]:
-        """Return a step's marks as readings of the host's clock, all at once, waiting for the device if need be."""
 
 
 class CpuLane:
     """A rank on the CPU."""
 
-    def __init__(self, runs_on: RankDevice, *, alone: bool) -> None:
-        """Make the lane; `alone` means that no rank of the pipeline is on another kind of device."""
+    def __init__(self, runs_on: RankDevice, gpus: Sequence[torch.device]) -> None:
+        """Make the lane; `gpus` are the devices that other ranks of the pipeline run on."""
         self.runs_on = runs_on
+        self.clock: Clock = HOST
         self.mark: Callable[[], Any] = time.perf_counter_ns
-        self.gives: Callable[[Any], Any] | None = None
-        self.takes: Callable[[Any], Any] | None = None if alone else self._take
+        self.gives: Callable[[Any], Any] | None = _pinned if gpus else None
+        self.takes: Callable[[Any], Any] | None = self._take if gpus else None
+        self._copying = _CopyStreams(gpus)
 
     def enter(self, stack: ExitStack) -> None:
-        """Do nothing: a CPU thread computes where it is."""
+        """Let values from GPUs come over on streams of their own; a CPU thread computes where it is."""
+        self._copying.enter(stack)
 
     def begin(self) -> None:
-        """Do nothing: the caller's work on the CPU is done."""
+        """Let copies wait for what the caller has launched; its work on the CPU is done."""
+        self._copying.begin()
 
-    def finish(self, values: Sequence[Any]) -> None:
-        """Do nothing: the step's work on the CPU is done."""
-
-    def nanoseconds(self, marks: list[Any]) -> list[int]:
-        """Return the readings as they are."""
-        return marks
+    def finish(self, values: Sequence[torch.Tensor]) -> None:
+        """Do nothing: the step's work on the CPU is done, and so are the copies that it waited for."""
 
     def _take(self, given: Any) -> Any:
+        """Bring a value over, waiting for its copy and for nothing else on its device."""
         if isinstance(given, Parcel):
-            given.ready.synchronize()
+            torch.cuda.current_stream(given.device).wait_event(given.ready)
             given = given.value
-        return map_tensors(lambda tensor: tensor.to("cpu"), given)
+        homes = {tensor.device for tensor in tensors_of(given) if tensor.is_cuda}
+        if homes:
+            given = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), given)
+        for home in homes:
+            torch.cuda.current_stream(home).record_event().synchronize()
+        return given
 
 
 class CudaLane:
     """A rank on a CUDA device, or on a share of one, with a stream of its own."""
 
-    def __init__(self, runs_on: RankDevice) -> None:
-        """Make the stream and set the device's clock against the host's."""
+    def __init__(self, runs_on: RankDevice, clock: GpuClock, others: Sequence[torch.device]) -> None:
+        """Make the stream; `others` are the other CUDA devices of the pipeline."""
         self.runs_on = runs_on
+        self.clock: Clock = clock
         self.device = runs_on.device
         self.stream = runs_on.stream or torch.cuda.Stream(self.device)
         self.mark: Callable[[], Any] = self._mark
         self.gives: Callable[[Any], Any] | None = self._give
         self.takes: Callable[[Any], Any] | None = self._take
-        self.set_clock()
-
-    def set_clock(self) -> None:
-        """Read both clocks at one moment; `clock_error_ns` says how exactly."""
-        self.stream.synchronize()
-        self._reference = torch.cuda.Event(enable_timing=True)
-        before = time.perf_counter_ns()
-        self._reference.record(self.stream)
-        self._reference.synchronize()
-        after = time.perf_counter_ns()
-        self._reference_ns = (before + after) // 2
-        self.clock_error_ns = (after - before) // 2
+        self._copying = _CopyStreams(others)
 
     def enter(self, stack: ExitStack) -> None:
-        """Make device and stream current; keep backwards on this thread, and so on this stream."""
+        """Make device and streams current; keep backwards on this thread, and so on this stream."""
+        self._copying.enter(stack)
         stack.enter_context(torch.cuda.device(self.device))
         stack.enter_context(torch.cuda.stream(self.stream))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def begin(self) -> None:
-        """Let the stream wait for what the caller has launched on this device."""
+        """Let the streams wait for what the caller has launched on their devices."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._copying.begin()
 
-    def finish(self, values: Sequence[Any]) -> None:
-        """Let the caller's stream wait for this one, and keep memory that the caller now uses from being reused."""
+    def finish(self, values: Sequence[torch.Tensor]) -> None:
+        """Let the caller's streams wait for these, and keep memory that the caller now uses from being reused."""
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
-        for tensor in tensors_of(list(values)):
+        for tensor in values:
             if tensor.device == self.device:
                 tensor.record_stream(current)
-
-    def nanoseconds(self, marks: list[Any]) -> list[int]:
-        """Return events as readings of the host's clock, waiting for the last of them."""
-        if marks:
-            marks[-1].synchronize()
-        readings = [self._reference_ns + round(self._reference.elapsed_time(mark) * 1e6) for mark in marks]
-        self.set_clock()  # elapsed times are 32-bit floats: a near reference keeps the next step's exact
-        return readings
+        self._copying.finish()
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -150,7 +147,7 @@ class CudaLane:
     def _give(self, value: Any) -> Parcel:
         ready = torch.cuda.Event()
         ready.record(self.stream)
-        return Parcel(value, ready, self.stream)
+        return Parcel(_detached(value), ready, self.device)
 
     def _take(self, given: Any) -> Any:
         value = given
@@ -161,13 +158,68 @@ class CudaLane:
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_cuda:
-            # Between two GPUs the copy runs on the giver's device, on the stream that is current there.
+            # Whoever made it must not reuse its memory before this rank is done with it. Between two GPUs the copy runs
+            # on the stream that is current on the giver's device, after what this rank's stream has waited for.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        elif not tensor.requires_grad and not tensor.is_pinned():
+            tensor = tensor.pin_memory()  # from pageable memory, the driver would make the host wait
         return tensor.to(self.device, non_blocking=True)
 
 
-def lane_for(runs_on: RankDevice, every: Sequence[RankDevice]) -> Lane:
-    """Return the lane for one rank of a pipeline that runs on these devices."""
-    if runs_on.device.type == "cuda":
-        return CudaLane(runs_on)
-    return CpuLane(runs_on, alone=all(other.device.type == "cpu" for other in every))
+class _CopyStreams:
+    """A stream on each of some CUDA devices, for copies from there to a rank on another device.
+
+    Without them, copies would run on the default streams, in line with the caller's work and with each other.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._streams = [torch.cuda.Stream(device) for device in devices]
+
+    def enter(self, stack: ExitStack) -> None:
+        for stream in self._streams:
+            stack.enter_context(torch.cuda.stream(stream))
+
+    def begin(self) -> None:
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def finish(self) -> None:
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+def lanes_for(devices: Sequence[RankDevice]) -> list[Lane]:
+    """Return a lane for each rank of a pipeline; those on one GPU share its clock."""
+    gpus = list(dict.fromkeys(each.device for each in devices if each.device.type == "cuda"))
+    clocks = {gpu: GpuClock(gpu) for gpu in gpus}
+    return [
+        CudaLane(each, clocks[each.device], [gpu for gpu in gpus if gpu != each.device])
+        if each.device in clocks
+        else CpuLane(each, gpus)
+        for each in devices
+    ]
+
+
+def begin(lanes: Sequence[Lane]) -> list[StepClock]:
+    """Put a step behind what the caller has launched; return the clock by which each rank's marks are read."""
+    clocks = {clock: clock.begin() for clock in {lane.clock for lane in lanes}}
+    for lane in lanes:
+        lane.begin()
+    return [clocks[lane.clock] for lane in lanes]
+
+
+def finish(lanes: Sequence[Lane], values: Any = ()) -> None:
+    """Put what the caller launches from now on behind the step; `values` are what it keeps of it."""
+    tensors = [] if all(lane.clock is HOST for lane in lanes) else tensors_of(values)
+    for lane in lanes:
+        lane.finish(tensors)
+
+
+def _detached(value: Any) -> Any:
+    """Return a value without its history, which is of the stage that made it; it still says whether it learns."""
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+
+
+def _pinned(value: Any) -> Any:
+    """Return a value of the CPU without its history, in memory that a GPU can copy from while the host goes on."""
+    return map_tensors(lambda tensor: tensor.detach().pin_memory().requires_grad_(tensor.requires_grad), value)

@@ -7,7 +7,7 @@ these names; where a torch has moved one, `load` says which.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -15,9 +15,20 @@ from typing import Any
 
 import torch
 
+from pipelab.actions import Item
 from pipelab.errors import EngineError
 
-__all__ = ["Native", "default_store", "load", "order_runner"]
+__all__ = [
+    "Native",
+    "default_store",
+    "load",
+    "lower",
+    "order_runner",
+    "order_table",
+    "run_on_recorders",
+    "schedule_class",
+    "stage_alone",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,12 @@ class Native:
     stage_backward_input: Any
     stage_backward_weight: Any
 
+    def local_stage(self, module: torch.nn.Module, index: int, count: int, device: torch.device) -> Any:
+        """Return one of a pipeline's stages that all are in this process, for PyTorch's native schedules."""
+        stage = self.stage(module, index, count, device)
+        stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - up to torch 2.11 it would greet itself, and wait
+        return stage
+
 
 _NAMES = {
     "action": ("schedules", "_Action"),
@@ -48,6 +65,13 @@ _NAMES = {
     "stage_backward_input": ("_backward", "stage_backward_input"),
     "stage_backward_weight": ("_backward", "stage_backward_weight"),
 }
+
+_METHODS = {
+    "PipelineScheduleSingle": ("_initialize_stage", "_step_microbatches"),
+    "PipelineScheduleMulti": ("_initialize_stages",),
+    "_PipelineScheduleRuntime": ("_prepare_schedule_with_comms", "_step_microbatches"),
+}
+"""What pipelab calls, or replaces, of the classes in `schedules`."""
 
 
 @cache
@@ -63,11 +87,78 @@ def load() -> Native:
         try:
             found[attribute] = getattr(import_module(where), name)
         except (ImportError, AttributeError):
-            raise EngineError(
-                f"torch {torch.__version__} has no {where}.{name}, which pipelab runs plans with: "
-                "use torch 2.10 to 2.13, or engine='threads'"
-            ) from None
-    return Native(schedules=import_module("torch.distributed.pipelining.schedules"), **found)
+            raise _missing(f"{where}.{name}") from None
+    native = Native(schedules=import_module("torch.distributed.pipelining.schedules"), **found)
+    for kind, methods in _METHODS.items():
+        for method in methods:
+            if not hasattr(getattr(native.schedules, kind, None), method):
+                raise _missing(f"{native.schedules.__name__}.{kind}.{method}")
+    return native
+
+
+def _missing(name: str) -> EngineError:
+    return EngineError(
+        f"torch {torch.__version__} has no {name}, which pipelab runs plans with: "
+        "use torch 2.10 to 2.13, or engine='threads'"
+    )
+
+
+def schedule_class(name: str) -> Any:
+    """Return one of PyTorch's schedule classes, such as `ScheduleGPipe`.
+
+    Raises:
+        EngineError: if this torch has no such class.
+    """
+    schedules = load().schedules
+    try:
+        return getattr(schedules, name)
+    except AttributeError:
+        raise _missing(f"{schedules.__name__}.{name}") from None
+
+
+def lower(runtime: Any, rows: Iterable[Iterable[Item]]) -> None:
+    """Hand an order to PyTorch's runtime, which adds the transfers to it.
+
+    Args:
+        runtime: a `Native.runtime`.
+        rows: every rank's actions, bound to stages.
+    """
+    read = load().action.from_str
+    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way
+        {rank: [read(str(item)) for item in row] for rank, row in enumerate(rows)}
+    )
+
+
+def run_on_recorders(schedule: Any, microbatches: int) -> None:
+    """Run a schedule's own loop over its micro-batches, on stages that need no setting up and compute nothing.
+
+    Args:
+        schedule: made with a loss function, so that it runs backwards.
+        microbatches: how many.
+    """
+    setup: Callable[..., tuple[bool, bool]] = lambda *_, **__: (True, True)  # noqa: E731 - it stands for a method
+    schedule._initialize_stage = schedule._initialize_stages = setup  # noqa: SLF001 - it would ask a process group
+    schedule._step_microbatches(target_mbs=[None] * microbatches, losses=[])  # noqa: SLF001 - `step` wants tensors
+
+
+def order_table(schedule: Any) -> tuple[tuple[str, ...], ...]:
+    """Return what a schedule's own table says of every rank, idle slots and gradient reductions left out.
+
+    It is made beside the loop that runs, and is not what is executed: `Schedule1F1B`'s last rank is wrong in it.
+    """
+    table: dict[int, Sequence[Any]] = schedule.pipeline_order
+    return tuple(
+        tuple(str(action) for action in table[rank] if action is not None and action.is_compute_op)
+        for rank in sorted(table)
+    )
+
+
+def stage_alone(module: torch.nn.Module, index: int, stages: int) -> Any:
+    """Return a `PipelineStage` on the processor for a process that holds all stages."""
+    stage = load().stage(module, index, stages, torch.device("cpu"))
+    # torch 2.10 and 2.11 would greet the neighbours, who are this very process.
+    stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - there is no public way
+    return stage
 
 
 def default_store() -> Any:

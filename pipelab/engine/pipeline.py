@@ -17,6 +17,7 @@ from pipelab.engine.engines import ENGINES, Job
 from pipelab.engine.habits import ModuleHabits
 from pipelab.engine.hardware import RankDevice
 from pipelab.engine.optimizers import OptimizerGuard
+from pipelab.engine.replicas import Buffers
 from pipelab.engine.splitting import Stages, split
 from pipelab.engine.stage import Loss
 from pipelab.engine.step import Ran, Step
@@ -50,6 +51,8 @@ class Pipeline(ModuleHabits):
         watch_nan: whether to stop at the first NaN or infinity, naming who made it.
         intra_op_threads: how many processor threads each operation on a CPU rank may use; by default, the processor's
             threads shared evenly among the ranks.
+        replicated_buffers: what becomes of buffers that a stage on several ranks writes into, such as a BatchNorm's
+            running statistics. `"refuse"` them; or keep the `"lowest"` rank's, which sees a part of the micro-batches.
 
     Example:
         >>> import pipelab, torch
@@ -69,7 +72,7 @@ class Pipeline(ModuleHabits):
         SplitError: if the model cannot be cut into the plan's stages.
         DeviceError: if the devices do not fit.
         LossError: if `loss_fn` is no function, or reduces otherwise than `reduction` says.
-        EngineError: if this engine cannot run the plan.
+        EngineError: if a stage cannot be on several ranks.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Pipeline(ModuleHabits):
         timeout: float | None = 300.0,
         watch_nan: bool = False,
         intra_op_threads: int | None = None,
+        replicated_buffers: Buffers = "refuse",
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         if engine not in ENGINES:
@@ -92,12 +96,12 @@ class Pipeline(ModuleHabits):
             raise EngineError(f"reduction={reduction!r}: expected 'mean', 'sum', or a function from target to weight")
         if timeout is not None and not timeout > 0:
             raise EngineError(f"timeout={timeout!r}: expected seconds, more than 0, or None to wait for ever")
+        if replicated_buffers not in ("refuse", "lowest"):
+            raise EngineError(f"replicated_buffers={replicated_buffers!r}: expected 'refuse' or 'lowest'")
         if intra_op_threads is not None:
             require_size("intra_op_threads", intra_op_threads)
         self.plan = as_plan(schedule)
         require_legal(self.plan)
-        if engine == "threads":
-            _require_runnable(self.plan)
         _require_loss(loss_fn, reduction)
         self.loss_fn = loss_fn
         self.reduction = reduction
@@ -105,11 +109,11 @@ class Pipeline(ModuleHabits):
         self.stages = split(model, into=self.plan.stages)
         self._guard = OptimizerGuard(list(self.stages.model.parameters()))
         named = reduction if isinstance(reduction, str) else "a function"
-        job = Job(self.plan, self.stages, devices, named, timeout, intra_op_threads)
+        job = Job(self.plan, self.stages, devices, named, timeout, intra_op_threads, replicated_buffers)
         started = ENGINES[engine](job)
         self._guard.watch_if_moved()
         self._engine, self.home = started.engine, started.home
-        self.devices, self._lanes, self._runners = started.devices, started.lanes, started.runners
+        self.devices, self._runners = started.devices, started.runners
         self.intra_op_threads = started.intra_op_threads
         self._one_at_a_time = threading.Lock()
 
@@ -130,7 +134,7 @@ class Pipeline(ModuleHabits):
             PipelineClosedError: if the pipeline was closed.
         """
         run, loss = self.run(x, y)
-        return Step(loss.total(), run, self.plan, self._lanes, self._engine.labels)
+        return Step(loss.total(), run, self.plan, self._engine.labels)
 
     def run(self, x: Any, y: Any, only: int | None = None) -> tuple[Ran, Loss]:
         """Run one step and return its raw state; `step` and `verify` stand on it.
@@ -151,7 +155,7 @@ class Pipeline(ModuleHabits):
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         loss = Loss(self.loss_fn, targets, weights)
-        with self._one_at_a_time:
+        with self._one_at_a_time, self._runners.running(self.stages.modules):
             run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, around=self.surroundings())
         return run, loss
 
@@ -171,14 +175,8 @@ class Pipeline(ModuleHabits):
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
         modules = self.stages.for_evaluation(inputs, counts)
-        with self._one_at_a_time:
-            try:
-                for runner, module in zip(self._runners, modules, strict=True):
-                    runner.module = module
-                run = self._engine.run(inputs, None, around=self.surroundings())
-            finally:
-                for runner, module in zip(self._runners, self.stages.modules, strict=True):
-                    runner.module = module
+        with self._one_at_a_time, self._runners.running(modules):
+            run = self._engine.run(inputs, None, around=self.surroundings())
         return join(run.outputs)
 
     def verify(self, x: Any, y: Any) -> Verification:
@@ -196,7 +194,7 @@ class Pipeline(ModuleHabits):
     @property
     def writes_into_input(self) -> bool:
         """Whether the first stage may write into what it is given, and so gets a copy of the batch."""
-        return self._runners[0].clones_input
+        return any(runner.clones_input for (stage, _), runner in self._runners.of.items() if stage == 0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages that this process holds, stage by stage, each once.
@@ -267,18 +265,3 @@ def _require_loss(loss_fn: object, reduction: Reduction) -> None:
             if own != "none"
             else f"{type(loss_fn).__name__} has reduction='none', which gives no single number: use 'mean' or 'sum'"
         )
-
-
-def _require_runnable(plan: Plan) -> None:
-    """Refuse what the threads engine does not run.
-
-    Raises:
-        EngineError: naming the first stage.
-    """
-    for stage, ranks in plan.replicas.items():
-        if len(ranks) > 1:
-            raise EngineError(
-                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: the threads engine runs a stage on one rank"
-            )
-    for code in plan.program.reduces:
-        raise EngineError(f"{plan.program.numbering.action(code)}: the threads engine does not run R yet")

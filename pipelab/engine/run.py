@@ -3,91 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipelab.actions import Action
-from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.all_reduce import Meeting, Seat
+from pipelab.engine.device_clock import StepClock
+from pipelab.engine.instructions import Instruction
+from pipelab.engine.stage import Loss
 from pipelab.engine.surroundings import PLAIN, Surroundings
-from pipelab.program import Program
 
-__all__ = ["Act", "Instruction", "Run", "instructions"]
-
-
-Act = Callable[[int, Any, dict[int, Any], Any], Any]
-"""What a stage does for an action: takes micro-batch, value, what it keeps and the loss; returns what it made."""
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """What a worker does for one action.
-
-    Attributes:
-        action: the action.
-        forward: whether it is a forward.
-        microbatch: which micro-batch.
-        stage: the stage that runs.
-        act: what the stage does.
-        needs: the value it starts from, by number; `None` for the batch's rows, the loss, or what the stage kept.
-        receives: whether another rank gives that value.
-        gives: the value it makes, by number; `None` where nobody needs it.
-        sends: whether another rank needs it.
-    """
-
-    action: Action
-    forward: bool
-    microbatch: int
-    stage: Stage
-    act: Act
-    needs: int | None
-    receives: bool
-    gives: int | None
-    sends: bool
-
-
-def instructions(program: Program, stages: Sequence[Stage], *, backward: bool) -> list[list[Instruction]]:
-    """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`."""
-    numbering = program.numbering
-    return [
-        [
-            _instruction(program, numbering.action(code), rank, stages, backward=backward)
-            for code in row
-            if backward or code < numbering.slots
-        ]
-        for rank, row in enumerate(program.rows)
-    ]
-
-
-def _instruction(
-    program: Program, action: Action, rank: int, stages: Sequence[Stage], *, backward: bool
-) -> Instruction:
-    """Return what a rank does for one action.
-
-    A forward takes `out` of the stage before and gives its own; `B` and `I` take `gin` of the stage after, likewise.
-    """
-    numbering, placed = program.numbering, program.placed
-    assert action.microbatch is not None
-    assert action.stage is not None
-    microbatch, number = action.microbatch, action.stage
-    stage = stages[number]
-    acts: dict[str, Act] = {
-        "F": stage.forward if backward else stage.evaluate,
-        "B": stage.backward,
-        "I": stage.backward_input,
-        "W": stage.backward_weight,
-    }
-    needs = gives = None
-    receives = sends = False
-    if action.kind != "W":  # W needs what its own I kept, and what it gives stays on the rank
-        step = 1 if action.kind == "F" else -1
-        slot = microbatch * numbering.stages + number
-        value = slot if action.kind == "F" else numbering.slots + slot
-        if 0 <= number - step < numbering.stages:
-            needs, receives = value - step, placed[slot - step] != rank
-        if 0 <= number + step < numbering.stages:
-            gives, sends = value, placed[slot + step] != rank
-    return Instruction(action, action.kind == "F", microbatch, stage, acts[action.kind], needs, receives, gives, sends)
+__all__ = ["Run"]
 
 
 @dataclass(slots=True)
@@ -101,6 +28,7 @@ class Run:
         watch_nan: whether to look for NaN and infinity after every action.
         values: by number, the values under way.
         doors: by number, a lock that is opened when the value is there; only for values that change ranks.
+        meetings: for each all-reduce, where its ranks meet.
         outputs: per micro-batch, the model's output.
         kept: per rank and stage, what forwards keep for their backwards.
         begun: per rank, the clock at the start of each action.
@@ -108,6 +36,7 @@ class Run:
         phase: per rank, `2 * position` while it waits, `2 * position + 1` while it computes.
         stopped: whether everybody should stop.
         around: what surrounds the caller, and so the workers.
+        clocks: per rank, by what the readings of its clock are turned into times.
     """
 
     rows: list[list[Instruction]]
@@ -116,21 +45,29 @@ class Run:
     watch_nan: bool = False
     around: Surroundings = PLAIN
     values: dict[int, Any] = field(default_factory=dict)
-    doors: dict[int, threading.Lock] = field(default_factory=dict)
+    doors: dict[int, threading.Lock | Seat] = field(default_factory=dict)
+    meetings: dict[Action, Meeting] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     kept: list[dict[int, dict[int, Any]]] = field(default_factory=list)
     begun: list[list[Any]] = field(default_factory=list)
     ended: list[list[Any]] = field(default_factory=list)
     phase: list[int] = field(default_factory=list)
     stopped: bool = False
+    clocks: Sequence[StepClock] = ()
 
     def __post_init__(self) -> None:
         """Close a door for every value that changes ranks."""
         for row in self.rows:
             for instruction in row:
-                if instruction.receives and instruction.needs is not None:
+                if instruction.needs is None or not instruction.receives:
+                    continue
+                if instruction.meets is None:
                     door = self.doors[instruction.needs] = threading.Lock()
                     door.acquire()
+                else:
+                    meeting = self.meetings.setdefault(instruction.action, Meeting(instruction.meets.group))
+                    self.doors[instruction.needs] = instruction.meets.seat(meeting)
+                    self.values[instruction.needs] = meeting
             self.kept.append({instruction.stage.index: {} for instruction in row})
             self.begun.append([])
             self.ended.append([])

@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipelab.engine.autograd import End, captured_gradients, run_backward
 
-__all__ = ["Branch", "input_gradients", "weight_gradients"]
+__all__ = ["Branch", "input_gradients", "leaves_of", "weight_gradients"]
 
 
 @dataclass(slots=True)
@@ -93,10 +93,18 @@ def weight_gradients(branches: list[Branch]) -> None:
     """Run what `input_gradients` left, and let go of it branch by branch."""
     while branches:
         branch = branches.pop()
-        pairs = [(end, each) for end, each in zip(branch.ends, branch.gradients, strict=True) if each is not None]
-        if pairs:
-            ends, gradients = zip(*pairs, strict=True)
-            run_backward(ends, gradients, branch.leaves)
+        there = [index for index, gradient in enumerate(branch.gradients) if gradient is not None]
+        if there:
+            run_backward(
+                [branch.ends[index] for index in there],
+                [branch.gradients[index] for index in there],  # type: ignore[misc]  # none is None
+                branch.leaves,
+            )
+
+
+def leaves_of(outputs: Sequence[torch.Tensor]) -> set[int]:
+    """Return the identities of all leaves that the history of these tensors ends at."""
+    return set(_Graph(outputs).leaves)
 
 
 class _Graph:
@@ -136,7 +144,9 @@ class _Graph:
                     slots[each], above[each] = {slot}, [user]
                     todo.append(each)
         self.slots, self.above, self.below = slots, above, below
-        self.leaves = {id(_tensor_of(node)): node for node, handed in below.items() if not handed}
+        self.leaves = {
+            id(_tensor_of(node)): node for node, handed in below.items() if not handed and hasattr(node, "variable")
+        }
 
     def above_all(self, nodes: list[Node]) -> dict[Node, None]:
         """Return these nodes and all from which one of them can be reached, in order."""
@@ -172,6 +182,7 @@ def _branches(
         if edge.node not in trunk:  # an output that does not depend on the input
             branches.append(Branch([edge], [gradient]))
             heads.append([edge.node])
+    leaf_nodes = set(graph.leaves.values())
     owner: dict[Node, int] = {}
     for number, (branch, todo) in enumerate(zip(branches, heads, strict=True)):
         leaves: list[GradientEdge] = []
@@ -181,12 +192,12 @@ def _branches(
                 owner[node] = number
                 below = graph.below[node]
                 todo.extend(below)
-                if not below:
+                if not below and node in leaf_nodes:
                     leaves.append(GradientEdge(node, 0))
             elif owner[node] != number:
                 early |= {number, owner[node]}
         branch.leaves = leaves
-    late = [branch for number, branch in enumerate(branches) if number not in early]
+    late = [branch for number, branch in enumerate(branches) if branch.leaves and number not in early]
     return late, [leaf for number in sorted(early) for leaf in branches[number].leaves]
 
 
@@ -196,18 +207,16 @@ def _tensor_of(leaf: Any) -> torch.Tensor:
 
 
 @cache
-def _saved(kind: type) -> list[str]:
-    """Return the names under which a kind of node shows the tensors that it saved."""
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+def _first_saved(kind: type) -> str | None:
+    """Return a name under which a kind of node shows a tensor that it saved, if it saves any."""
+    return next((name for name in dir(kind) if name.startswith("_raw_saved_")), None)
 
 
 def _makes_all_at_once(node: Any) -> bool:
     """Tell whether a fork had better run only once: a custom function, or one that unpacks by a hook what it saved."""
     if isinstance(node, BackwardCFunction):
         return True
-    for name in _saved(type(node)):  # type: ignore[arg-type]  # a class is hashable
-        saved = getattr(node, name)
-        for each in saved if isinstance(saved, (list, tuple)) else (saved,):
-            if getattr(each, "unpack_hook", None) is not None:
-                return True
-    return False
+    name = _first_saved(type(node))  # type: ignore[arg-type]  # a class is hashable
+    saved = None if name is None else getattr(node, name)
+    # Such hooks are on all that a node saved, or on nothing of it.
+    return getattr(saved[0] if isinstance(saved, (list, tuple)) and saved else saved, "unpack_hook", None) is not None

@@ -10,8 +10,8 @@ from torch import nn
 
 from pipelab.engine.layer_times import layer_times
 from pipelab.engine.partition import cut
+from pipelab.engine.relocation import move
 from pipelab.engine.tracing import TracedStages
-from pipelab.engine.trees import map_tensors
 from pipelab.errors import SplitError, require_size
 
 __all__ = ["Stages", "split"]
@@ -38,6 +38,11 @@ class Stages:
         self.sizes = tuple(sizes)
         _refuse_shared(self.modules, model)
         self.require_no_lost_hooks()
+
+    def place(self, devices: Sequence[torch.device]) -> None:
+        """Move every stage to its device; parameters stay the same objects."""
+        for module, device in zip(self.modules, devices, strict=True):
+            module.to(device)
 
     def require_rows(self, counts: Sequence[int]) -> None:
         """Refuse micro-batches that the stages cannot take; these stages take any."""
@@ -78,6 +83,17 @@ class _Traced(Stages):
         super().__init__(model, traced.modules(), sizes)
         self._training = model.training
         self._again: dict[tuple[int, tuple[bool, ...]], list[nn.Module]] = {}
+        self._devices: Sequence[torch.device] = ()
+
+    def place(self, devices: Sequence[torch.device]) -> None:
+        """Move every stage to its device, and with it what was traced; parameters stay the same objects."""
+        self._devices = devices
+        self._again.clear()
+        self._move(self.modules)
+
+    def _move(self, modules: Sequence[nn.Module]) -> None:
+        for module, device in zip(modules, self._devices, strict=False):
+            move(module, device, self.model)
 
     def require_no_lost_hooks(self) -> None:
         """Refuse backward hooks, which the tracer leaves out; forward hooks become part of what it traces.
@@ -114,7 +130,7 @@ class _Traced(Stages):
         """Trace again if mode or rows differ from the example's; what was traced is kept.
 
         Raises:
-            SplitError: if the micro-batches differ in rows, or the stages lie on several devices.
+            SplitError: if the micro-batches differ in rows, or the tracer cannot follow the model in this mode.
         """
         if len(set(counts)) > 1:
             raise SplitError(
@@ -125,15 +141,9 @@ class _Traced(Stages):
             return self.modules
         key = (counts[0], tuple(module.training for module in self.model.modules()))
         if key not in self._again:
-            homes = {parameter.device for parameter in self.model.parameters()}
-            if len(homes) > 1:
-                raise SplitError(
-                    f"the model must be traced again for {counts[0]} rows in this mode, but its stages lie on "
-                    f"{', '.join(sorted(map(str, homes)))}: evaluate with all ranks on one device, or give a list of "
-                    "stage modules"
-                )
-            example = map_tensors(lambda tensor: tensor.to(next(iter(homes), tensor.device)), inputs[0])
-            self._again[key] = self._traced.modules(example)
+            modules = self._traced.modules(inputs[0])
+            self._move(modules)
+            self._again[key] = modules
         return self._again[key]
 
 

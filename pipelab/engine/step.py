@@ -10,7 +10,7 @@ import torch
 from torch._C import _disabled_torch_function_impl
 
 from pipelab.engine.batches import join
-from pipelab.engine.lanes import Lane
+from pipelab.engine.device_clock import StepClock
 from pipelab.errors import EngineError, UsageError
 from pipelab.plan import Plan
 from pipelab.trace import Trace
@@ -36,6 +36,10 @@ class Ran(Protocol):
     @property
     def ended(self) -> list[list[Any]]:
         """Per rank, the clock at the end of each action."""
+
+    @property
+    def clocks(self) -> Sequence[StepClock]:
+        """Per rank, by what the readings of its clock are turned into times."""
 
     @property
     def note(self) -> str:
@@ -73,6 +77,9 @@ class BatchLoss(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
 
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
+
     def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
         return str(self._plain().__repr__(**settings))
 
@@ -84,7 +91,7 @@ class Step:
         loss: the loss of the whole batch, a tensor without dimensions or history.
     """
 
-    def __init__(self, loss: torch.Tensor, run: Ran, plan: Plan, lanes: Sequence[Lane], labels: Sequence[str]) -> None:
+    def __init__(self, loss: torch.Tensor, run: Ran, plan: Plan, labels: Sequence[str]) -> None:
         """Keep what was measured; the trace and the outputs are put together when they are asked for."""
         self.loss = loss.as_subclass(BatchLoss)
         self._outputs_on = run.outputs_on
@@ -95,7 +102,7 @@ class Step:
             for begun, ended in zip(run.begun, run.ended, strict=True)
         ]
         self._plan = plan
-        self._lanes = lanes
+        self._clocks = run.clocks
         self._labels = labels
 
     @cached_property
@@ -115,7 +122,7 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """When each action started and ended, in milliseconds since the step began; measured in the workers."""
-        readings = [lane.nanoseconds(marks) for lane, marks in zip(self._lanes, self._marks, strict=True)]
+        readings = [clock.nanoseconds(marks) for clock, marks in zip(self._clocks, self._marks, strict=True)]
         origin = min((marks[0] for marks in readings if marks), default=0)
         times = [[(mark - origin) / 1e6 for mark in marks] for marks in readings]
         starts, ends = ([each[half::2] for each in times] for half in (0, 1))
@@ -130,6 +137,15 @@ class Step:
             lanes=self._labels,
             note=self._note,
         )
+
+    @cached_property
+    def clock_error_ms(self) -> float:
+        """How far the trace's times on two devices may be apart, in milliseconds; 0 where all ranks share a clock.
+
+        Ranks on one GPU do: its events are compared with one another.
+        """
+        errors = sorted(clock.error_ns for clock in set(self._clocks))
+        return sum(errors[-2:]) / 1e6 if len(errors) > 1 else 0.0
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Refuse: the backward has already run.

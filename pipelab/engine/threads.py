@@ -17,15 +17,17 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from pipelab.engine.explaining import stage_error
+from pipelab.engine.instructions import instructions
 from pipelab.engine.interpreter import quick_switches
-from pipelab.engine.lanes import Lane
-from pipelab.engine.run import Run, instructions
+from pipelab.engine.lanes import Lane, begin, finish
+from pipelab.engine.run import Run
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.worker import Report, Worker
@@ -43,11 +45,11 @@ _GRACE_SECONDS = 5.0
 
 
 class ThreadsEngine:
-    """Runs a legal plan of `F`, `B`, `I` and `W` on stages, one worker thread per rank.
+    """Runs a legal plan on stages, one worker thread per rank.
 
     Args:
         plan: the plan.
-        stages: the stages, in order.
+        runners: by stage and rank, what runs the stage there.
         lanes: what each rank runs on.
         timeout: seconds without any progress after which a run is stopped; `None` waits for ever.
         intra_op_threads: how many processor threads each operation on a CPU rank may use.
@@ -56,7 +58,7 @@ class ThreadsEngine:
     def __init__(
         self,
         plan: Plan,
-        stages: Sequence[Stage],
+        runners: Mapping[tuple[int, int], Stage],
         lanes: Sequence[Lane],
         timeout: float | None,
         intra_op_threads: int,
@@ -65,8 +67,8 @@ class ThreadsEngine:
         self.plan = plan
         self.lanes = list(lanes)
         self.timeout = timeout
-        self.rows = instructions(plan.program, stages, backward=True)
-        self.forward_rows = instructions(plan.program, stages, backward=False)
+        self.rows = instructions(plan.program, runners, lanes, backward=True)
+        self.forward_rows = instructions(plan.program, runners, lanes, backward=False)
         self._threads = intra_op_threads
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._workers: list[Worker] = []
@@ -107,8 +109,7 @@ class ThreadsEngine:
             raise PipelineClosedError("this pipeline is closed: make a new one, or use it inside its with block")
         rows = self.forward_rows if loss is None else self.rows
         run = Run(rows, inputs, loss, watch_nan, around)
-        for lane in self.lanes:
-            lane.begin()
+        run.clocks = begin(self.lanes)
         outstanding = set(range(len(self._workers)))
         try:
             with quick_switches():
@@ -124,8 +125,7 @@ class ThreadsEngine:
         if failure is not None:
             self._halt(run, outstanding)
             raise self._explained(failure)
-        for lane in self.lanes:
-            lane.finish([run.outputs, [] if loss is None else loss.values])
+        finish(self.lanes, [run.outputs, [] if loss is None else loss.values])
         return run
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - nobody else need know of it
@@ -184,6 +184,8 @@ class ThreadsEngine:
         self._start(outstanding)
         run.values.clear()
         run.kept.clear()
+        with suppress(RuntimeError):  # a GPU that failed may say so here once more
+            finish(self.lanes)  # what the ranks have launched goes on: the caller's zero_grad() must come after it
 
     def _explained(self, report: Report) -> BaseException:
         """Return a worker's error with its place: rank, stage, action."""
@@ -192,11 +194,9 @@ class ThreadsEngine:
         if isinstance(error, StageError):
             return error
         instruction = report.run.rows[report.rank][min(report.position, len(report.run.rows[report.rank]) - 1)]
-        stage = instruction.stage.index
-        action = str(instruction.action)
-        partial = report.run.loss is not None
-        runs_on = self.lanes[report.rank].runs_on
-        return stage_error(error, action, report.rank, stage, instruction.microbatch, runs_on, partial=partial)
+        action = instruction.action
+        where = (report.rank, instruction.stage.index, action.microbatch, self.lanes[report.rank].runs_on)
+        return stage_error(error, str(action), *where, partial=report.run.loss is not None)
 
     def _where(self, run: Run, lead: str) -> str:
         """Return what every rank was doing, or waiting for."""
@@ -216,6 +216,9 @@ class ThreadsEngine:
             return f"was running {place}" + (f", at {line_of(traceback.extract_stack(frame))}" if frame else "")
         if instruction.needs is None or not instruction.receives:
             return f"was about to run {place}"
+        if instruction.meets is not None:
+            absent = ", ".join(map(str, sorted(run.meetings[action].absent)))
+            return f"waits, before {place}, for rank {absent} to come to it too"
         giver = program.giver(instruction.needs)
         return (
             f"waits, before {place}, for {program.numbering.value_name(instruction.needs)}, "

@@ -1,7 +1,7 @@
 """Cut any model with PyTorch's tracer (`torch.distributed.pipelining.pipeline`).
 
 The tracer shares parameters with the model, but bakes in the example's row count and the model's training mode; so the
-model is traced again where another is wanted.
+model is traced again where another is wanted. It bakes in the device too: `relocation` takes that out again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from pipelab.engine.batches import rows_of
+from pipelab.engine.relocation import fill, outline
 from pipelab.engine.routes import Route, routes_of
-from pipelab.engine.trees import Spec, rebuild, take_apart
+from pipelab.engine.trees import Spec, map_tensors, rebuild, take_apart
 from pipelab.errors import SplitError
 
 __all__ = ["TracedStages"]
@@ -80,19 +82,36 @@ class TracedStages:
     def modules(self, example: Any = None) -> list[nn.Module]:
         """Return one module per stage, in the model's present training mode, for the row count of `example`.
 
+        A model that lies on several devices is traced by its outline.
+
         Raises:
             SplitError: if the tracer cannot follow the model.
         """
+        example = self._example if example is None else example
+        homes = self._homes()
+        if len(homes) < 2:
+            return self._traced(self._model, _moved(example, next(iter(homes), None)))
+        model, originals = outline(self._model)
+        modules = self._traced(model, _moved(example, torch.device("meta")))
+        for module in modules:
+            fill(module, originals)
+        return modules
+
+    def _homes(self) -> set[torch.device]:
+        """Return the devices that the model lies on; none where it has no numbers."""
+        return {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
+
+    def _traced(self, model: nn.Module, example: Any) -> list[nn.Module]:
+        """Trace a model, this one or its outline, and cut it."""
         from torch.distributed.pipelining import SplitPoint, pipeline
 
-        arguments = _arguments(self._example if example is None else example)
         # The tracer draws random numbers (dropout) and warns about its own internals; neither is the caller's business.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet(), self._unmarked():
             warnings.simplefilter("ignore")
             try:
                 pipe = pipeline(
-                    self._model,
-                    mb_args=arguments,
+                    model,
+                    mb_args=_arguments(example),
                     split_spec=dict.fromkeys(self._names, SplitPoint.BEGINNING),
                 )
             except Exception as error:
@@ -173,6 +192,10 @@ class TracedStages:
             _, self._result = take_apart(self._model(*_arguments(self._example)))
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return value if device is None else map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def _arguments(example: Any) -> tuple[Any, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -16,6 +15,7 @@ from pipelab.engine.batches import row_counts, split_batch
 from pipelab.engine.emulation import emulated
 from pipelab.engine.pipeline import Pipeline
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
+from pipelab.labs.same_work import one_thread
 from pipelab.simulation import Cost, simulate
 from pipelab.trace import Trace
 
@@ -99,7 +99,7 @@ class Emulation:
 def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None) -> Plain:
     """Train the model plainly; `advance` is called after every step."""
     text = standard_library()
-    with _one_thread() as cores:
+    with one_thread() as cores:
         model = setting.model()
         batches = setting.batches(text)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -135,7 +135,7 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
     losses, times, traces = [], [], []
     schedule = schedules[name](setting.ranks, setting.microbatches)
     with (
-        _one_thread(),
+        one_thread(),
         Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe,
     ):
         for _ in range(setting.steps):
@@ -173,20 +173,6 @@ def emulate(
         pipe.step(rows, 2 * rows)  # the first step warms up
         measured = pipe.step(rows, 2 * rows).trace
     return Emulation(name, measured, simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms")))
-
-
-@contextmanager
-def _one_thread() -> Iterator[int]:
-    """Let operations of this thread use one core, and yield how many they used before.
-
-    The optimizer's last bits depend on it too: both sides of a comparison run inside.
-    """
-    cores = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield cores
-    finally:
-        torch.set_num_threads(cores)
 
 
 def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> float:

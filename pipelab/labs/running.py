@@ -1,29 +1,45 @@
-"""Run a plan on a model of equal layers, measured, predicted and verified."""
+"""Run plans on models of equal layers, measured, predicted and verified."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from pipelab.engine.emulation import emulated
 from pipelab.engine.pipeline import Pipeline
+from pipelab.engine.verification import Verification
 from pipelab.errors import SplitError
 from pipelab.plan import Plan
 from pipelab.simulation import Cost, simulate
 from pipelab.trace import Trace
 
-__all__ = ["Result", "emulated_model", "linear_stack", "run"]
+__all__ = ["Job", "Result", "linear_stack", "run_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run: a plan, on a model, with a batch of a shape. Jobs may share a model."""
+
+    plan: Plan
+    model: nn.Module
+    shape: tuple[int, int]
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets: always the same."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(*self.shape, generator=generator), torch.randn(*self.shape, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A measured step, what its own action times predict for the schedule, and the proof that it is right."""
+    """A measured step, what its own action times predict for the schedule, the batch's loss, and the proof."""
 
     measured: Trace
     predicted: Trace
-    proof: str
+    loss: float
+    proof: Verification
 
 
 def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
@@ -34,17 +50,32 @@ def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 
 
-def emulated_model(plan: Plan, forward_ms: float, backward_ms: float) -> nn.Sequential:
-    """Return emulated stages for a plan."""
-    return emulated(plan.stages, forward_ms, backward_ms)
+def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[Job], None]) -> list[Result]:
+    """Run each job for some steps; return for each the one of median length.
+
+    Several jobs take turns, a step each, so that what else the machine does disturbs all of them alike.
+
+    Args:
+        jobs: what to run.
+        steps: how many steps of each are measured; the first one after a pipeline was made is none of them.
+        tell: called before each turn.
+    """
+    turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
+    traces: list[list[Trace]] = [[] for _ in jobs]
+    for _ in range(turns):
+        for job, measured in zip(jobs, traces, strict=True):
+            tell(job)
+            x, y = job.batch()
+            with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
+                pipe.step(x, y)  # the first step warms up
+                measured.extend(pipe.step(x, y).trace for _ in range(each))
+    return [_result(job, measured) for job, measured in zip(jobs, traces, strict=True)]
 
 
-def run(plan: Plan, model: nn.Module, shape: tuple[int, int], steps: int) -> Result:
-    """Run a plan for some steps; return the one of median length."""
-    x, y = torch.randn(*shape), torch.randn(*shape)
-    with Pipeline(model, plan, nn.functional.mse_loss) as pipe:
-        pipe.step(x, y)  # the first step warms up
-        traces = sorted((pipe.step(x, y).trace for _ in range(steps)), key=lambda trace: trace.makespan)
-        measured = traces[len(traces) // 2]
-        proof = str(pipe.verify(x, y))
-    return Result(measured, simulate(plan, Cost.fit(measured)), proof)
+def _result(job: Job, traces: list[Trace]) -> Result:
+    x, y = job.batch()
+    with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
+        loss = pipe.step(x, y).loss.item()
+        proof = pipe.verify(x, y)
+    measured = sorted(traces, key=lambda trace: trace.makespan)[len(traces) // 2]
+    return Result(measured, simulate(job.plan, Cost.fit(measured)), loss, proof)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelab.engine.lanes import Lane
+from pipelab.engine.device_clock import StepClock
+from pipelab.engine.lanes import Lane, begin, finish
 from pipelab.engine.processes.agreement import agree, describe_batch, sample_of
 from pipelab.engine.processes.clocks import Clock, set_clocks
 from pipelab.engine.processes.connecting import Connections
@@ -101,10 +102,10 @@ class TorchEngine:
             StepTimeoutError: if nothing moved for `timeout` seconds.
             PipelineClosedError: if the pipeline was closed, or has failed before.
         """
-        self._lane.begin()
+        (clock,) = begin([self._lane])
         call = "forward(x)" if loss is None else "step(x, y)"
-        ran: ProcessRun = self.attend(partial(self._run, call, inputs, loss, watch_nan, around), call)
-        self._lane.finish([ran.outputs, [] if loss is None else loss.values])
+        ran: ProcessRun = self.attend(partial(self._run, call, inputs, loss, watch_nan, around, clock), call)
+        finish([self._lane], [ran.outputs, [] if loss is None else loss.values])
         return ran
 
     def attend(self, work: Callable[[], Any], call: str) -> Any:
@@ -117,7 +118,13 @@ class TorchEngine:
         self._watch.close(error)
 
     def _run(
-        self, call: str, inputs: list[Any], loss: Loss | None, watch_nan: bool, around: Surroundings
+        self,
+        call: str,
+        inputs: list[Any],
+        loss: Loss | None,
+        watch_nan: bool,
+        around: Surroundings,
+        clock: StepClock,
     ) -> ProcessRun:
         """Do one step, in the worker thread."""
         # [1] does everybody mean the same step?
@@ -142,7 +149,7 @@ class TorchEngine:
             # [3] PyTorch's runtime runs this rank's order
             row = [action for action in self._row if loss is not None or action.kind == "F"]
             ours = None if loss is None else loss.some(self._part.microbatches)
-            passage = Passage(row, self._lane, ours, counts, self._forms[shapes], watch_nan, around)
+            passage = Passage(row, self._lane, clock, ours, counts, self._forms[shapes], watch_nan, around)
             self._go(passage, own, stack)
         # [4] times and losses to everybody
         ran = share(self.group, self.plan, self._part, passage, loss, self._clock)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipelab.engine.device_clock import HOST, StepClock
 from pipelab.engine.processes.agreement import gathered
 from pipelab.engine.processes.clocks import Clock
 from pipelab.engine.processes.parts import Part
@@ -23,6 +24,20 @@ _ARRIVED_NS = 20_000
 """A wait shorter than this found its value there."""
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Aligned:
+    """Another process's clock, whose readings have been set to rank 0's.
+
+    Attributes:
+        error_ns: how far they may be from it.
+    """
+
+    error_ns: int
+
+    def nanoseconds(self, marks: list[Any]) -> list[int]:
+        return marks
 
 
 @dataclass(slots=True)
@@ -45,6 +60,11 @@ class ProcessRun:
     waited: list[list[int]]
     outputs_on: Sequence[int] | None
     clock_error_ns: int
+
+    @property
+    def clocks(self) -> list[StepClock]:
+        """By what readings are turned into times: rank 0's clock, and those that have been set to it."""
+        return [HOST, *(_Aligned(self.clock_error_ns) for _ in range(1, self.plan.ranks))]
 
     @property
     def note(self) -> str:
@@ -136,7 +156,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _readings(passage: Passage, marks: list[Any], clock: Clock) -> list[int]:
-    return [reading - clock.ahead_ns for reading in passage.lane.nanoseconds(marks)]
+    return [reading - clock.ahead_ns for reading in passage.clock.nanoseconds(marks)]
 
 
 def _losses(plan: Plan, part: Part, passage: Passage) -> torch.Tensor:

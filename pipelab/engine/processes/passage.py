@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelab.actions import Action
 from pipelab.engine.clock import here
+from pipelab.engine.device_clock import StepClock
 from pipelab.engine.lanes import Lane
 from pipelab.engine.processes.forms import Form
 from pipelab.engine.stage import Loss
@@ -24,6 +25,7 @@ class Passage:
     Attributes:
         row: this rank's actions, in order; only the forwards of an evaluation.
         lane: what this rank runs on.
+        clock: by what this rank's readings of its clock are turned into times.
         loss: the loss; `None` for an evaluation.
         counts: per micro-batch, how many rows it has.
         forms: by number of rows, the form of what each stage gives.
@@ -40,6 +42,7 @@ class Passage:
 
     row: Sequence[Action]
     lane: Lane
+    clock: StepClock
     loss: Loss | None
     counts: Sequence[int]
     forms: dict[int, list[Form]]

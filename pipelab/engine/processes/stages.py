@@ -21,12 +21,12 @@ import torch.distributed as dist
 from pipelab.actions import Action, B, F, I, W
 from pipelab.engine.explaining import stage_error
 from pipelab.engine.finite import refuse_nan
+from pipelab.engine.instructions import Act
 from pipelab.engine.processes.connecting import Connections
 from pipelab.engine.processes.forms import Form, form_of
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
 from pipelab.engine.processes.reducing import Reducer
-from pipelab.engine.run import Act
 from pipelab.engine.stage import Stage
 from pipelab.engine.trees import take_apart, tensors_of
 from pipelab.errors import StageError

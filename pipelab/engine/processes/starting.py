@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from pipelab.engine.engines import Job, Started
 from pipelab.engine.hardware import RankDevice
-from pipelab.engine.lanes import CpuLane, lane_for
+from pipelab.engine.lanes import lanes_for
 from pipelab.engine.processes.connecting import Connections, connect, device_of
 from pipelab.engine.processes.engine import TorchEngine
 from pipelab.engine.processes.joining import (
@@ -24,7 +24,7 @@ from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.parts import parts_of
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.whole import ManyProcesses
-from pipelab.engine.stage import Stage
+from pipelab.engine.replicas import Runners
 
 __all__ = ["start"]
 
@@ -73,15 +73,17 @@ def start(job: Job) -> Started:
         return connections
 
     connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
-    runners = [Stage(index, module, plan.stages) for index, module in enumerate(job.stages.modules)]
+    on = [torch.device(each["runs_on"]) for each in everyone]
+    firsts = {stage: ranks[:1] for stage, ranks in plan.replicas.items()}  # others are other processes'
+    runners = Runners(job.stages.modules, firsts, on, job.replicated_buffers)
+    stages = [runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
     labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
     device = RankDevice(runs_on.device)
     part = next(part for part in parts if rank in part.ranks)
-    engine = TorchEngine(plan, part, rank, runners, lane_for(device, [device]), connections, watch, labels)
+    (lane,) = lanes_for([device])
+    engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels)
     home = ManyProcesses(plan, job.stages, engine, rank, runs_on.device)
-    devices = [RankDevice(torch.device(each["runs_on"])) for each in everyone]
-    lanes = [CpuLane(each, alone=True) for each in devices]  # what comes back from a step are readings already
-    return Started(engine, home, devices, lanes, runners, threads)
+    return Started(engine, home, [RankDevice(each) for each in on], runners, threads)
 
 
 def _begin_alike(module: torch.nn.Module, connections: Connections) -> None:

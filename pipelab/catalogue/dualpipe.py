@@ -1,0 +1,145 @@
+"""DualPipe: micro-batches enter at both ends, and a forward hides the transfers of a backward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from pipelab.actions import Action, B, F, I, Item, W
+from pipelab.errors import SizeError
+from pipelab.schedule import Schedule
+
+__all__ = ["DualPipe"]
+
+
+class DualPipe(Schedule):
+    """Half of the micro-batches enter at either end; a forward and a backward overlapped in nearly every slot.
+
+        rank 0 | F0 F1 F2 F4 I4 W4 F5 F3&B5───    F6&B0─── B6───    F7&B1─── B7─── I2 W2 I3 W3
+        rank 1 |    F0 F4 F1 F5 F2 B4─── F6&B0─── F3&B5─── F7&B1─── B6─── B2───    I7 I3 W7 W3
+        rank 2 |    F4 F0 F5 F1 F6 B0─── F2&B4─── F7&B1─── F3&B5─── B2─── B6───    I3 I7 W3 W7
+        rank 3 | F4 F5 F6 F0 I0 W0 F1 F7&B1───    F2&B4─── B2───    F3&B5─── B3─── I6 W6 I7 W7
+
+    Every rank holds two stages, one for each direction: rank `r` of `P` holds stage `r` for the micro-batches that
+    enter at rank 0, and stage `P - 1 - r` for those that enter at the last rank. Where it computes a forward of the one
+    and a backward of the other at the same time (`F(3) & B(5)`), the transfers of each hide behind the arithmetic of
+    the other. Every stage is on two ranks, so the parameters are held twice, and all-reduces (not drawn) sum their
+    gradients.
+
+    The source's table counts a bubble of `(P / 2 - 1) * (FB + B - 3 * W)`, `FB` being an overlapped pair's time, and
+    `W` a weight gradient's within the backward `B = I + W`. Simulated with a pair as one slot (`Cost(pair=FB)`), that
+    is how long the two ranks in the middle wait, if `F = I >= W` and `FB >= B`. The makespan is that, plus the
+    all-reduces, plus these ranks' work: `M * (F + B)` less what their `M - P - 1` pairs save, `F + B - FB` each. Ranks
+    towards the ends have fewer pairs to save time with: they work longer and wait less. For `F > I` the table counts
+    too little: the wait is `(P / 2 - 1) * (FB + F - 2 * W)`.
+
+    With a pair as a forward, then a backward (`Cost(pair=None)`), and `F = I >= W`, the makespan is `M * (F + B) +
+    (P / 2 - 1) * (F + I - W)`: less than for `FB = F + B`, because the forward's output need not wait for the pair's
+    end. Every rank holds `P + 1` activations, however many micro-batches there are.
+
+    Args:
+        ranks: how many workers the pipeline has: an even number.
+        microbatches: how many slices the batch is cut into: an even number, at least twice the ranks.
+        stages_per_rank: one, for each micro-batch.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.DualPipe(ranks=4, microbatches=8), pipelab.Cost(pair=2.5))
+        >>> trace.makespan, trace.peak_activations
+        (24.0, (5, 5, 5, 5))
+
+    Raises:
+        SizeError: if `stages_per_rank` is not 1.
+    """
+
+    source = (
+        "DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1, figure 5 and table 2, in the order of the "
+        "authors' program DualPipe"
+    )
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
+        """Keep the sizes."""
+        if stages_per_rank != 1:
+            raise SizeError(
+                f"stages_per_rank={stages_per_rank!r}: DualPipe cuts the model into as many stages as there are ranks "
+                "and puts each on two of them, so a micro-batch finds exactly 1 on every rank: leave it out"
+            )
+        super().__init__(ranks, microbatches, stages_per_rank)
+
+    @classmethod
+    def refusal(cls, ranks: int, microbatches: int) -> str | None:
+        """Refuse odd numbers, and fewer micro-batches than fill the pipeline from both ends."""
+        if ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks:
+            return None
+        return (
+            f"{ranks} ranks and {microbatches} micro-batches: DualPipe sends half of the micro-batches each way, at "
+            "least as many as there are ranks, and the two ways meet between the ranks in the middle: it needs an even "
+            "number of ranks, and an even number of micro-batches that is at least twice as large; the nearest sizes "
+            f"are {_nearest(ranks, microbatches)}"
+        )
+
+    def place(self, microbatch: int, stage: int) -> int:
+        """Return the rank that runs a stage: the first half of the micro-batches goes up the ranks, the other down."""
+        return stage if microbatch < self.microbatches // 2 else self.ranks - 1 - stage
+
+    def actions(self, rank: int) -> Iterator[Item]:
+        """Yield the eight phases; either way, micro-batches come in turn.
+
+        Near micro-batches (0) enter at this rank's end of the pipeline, far ones (1) at the other.
+        """
+        behind = min(rank, self.ranks - 1 - rank)  # ranks between this one and its end
+        before = self.ranks // 2 - 1 - behind  # and between this one and the middle
+        up, down = range(self.microbatches // 2), range(self.microbatches // 2, self.microbatches)
+        near, far = (up, down) if rank < self.ranks // 2 else (down, up)
+        f0, b0, f1, b1 = iter(near), iter(near), iter(far), iter(far)  # which micro-batch comes next
+        owed: deque[Action] = deque()  # weight gradients put off
+
+        def split(microbatch: int) -> Action:
+            owed.append(W(microbatch))
+            return I(microbatch)
+
+        for _ in range(2 * before):  # [1] until the first far micro-batch comes
+            yield F(next(f0))
+        for _ in range(behind + 1):  # [2] both ways in turn
+            yield F(next(f0))
+            yield F(next(f1))
+        for _ in range(before):  # [3] the first far gradients: their weights at once
+            yield split(next(b1))
+            yield owed.popleft()
+            yield F(next(f1))
+        for at in range(self.microbatches // 2 - self.ranks + behind + 1):  # [4] steady state
+            forward, backward = F(next(f0)), B(next(b1))
+            if at == 0 and before == 0:  # in the middle: everybody waits for this backward
+                yield forward
+                yield backward
+            else:
+                yield forward & backward
+            yield F(next(f1)) & B(next(b0))
+        for _ in range(before):  # [5] no near forward any more
+            yield B(next(b1))
+            yield F(next(f1)) & B(next(b0))
+        for at in range(behind + 1):  # [6] backwards both ways in turn, the second half of them split
+            yield (B if 2 * at <= behind else split)(next(b1))
+            yield (B if 2 * at + 1 <= behind else split)(next(b0))
+        for _ in range(before):  # [7] weight gradients while the last near gradients come
+            yield owed.popleft()
+            yield split(next(b0))
+        yield from owed  # [8]
+
+
+def _nearest(ranks: int, microbatches: int) -> str:
+    """Return the nearest sizes that DualPipe accepts.
+
+    Example:
+        >>> _nearest(4, 5), _nearest(4, 11)
+        ('ranks=4, microbatches=8', 'ranks=4, microbatches=10 or 12')
+        >>> _nearest(3, 9)
+        'ranks=2, microbatches=8 or 10; ranks=4, microbatches=8 or 10'
+    """
+    found = []
+    for even in sorted({max(ranks - ranks % 2, 2), ranks + ranks % 2}):
+        wanted = sorted(
+            {max(2 * even, microbatches - microbatches % 2), max(2 * even, microbatches + microbatches % 2)}
+        )
+        found.append(f"ranks={even}, microbatches={' or '.join(map(str, wanted))}")
+    return "; ".join(found)

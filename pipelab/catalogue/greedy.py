@@ -1,0 +1,189 @@
+"""Greedy: an order from a policy, by list scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from pipelab.actions import Action
+from pipelab.cost import Cost
+from pipelab.errors import PipelabError, PolicyError, ScheduleError, SizeError, require_size
+from pipelab.faults import Fault, students_line
+from pipelab.list_scheduling import Moment, Priority, least_caps, list_schedule
+from pipelab.plan import Plan
+from pipelab.program import Program
+from pipelab.schedule import Schedule
+
+__all__ = ["Greedy", "policies"]
+
+
+def _backward_first(action: Action, rank: int, moment: Moment) -> Any:  # noqa: ARG001 - every priority takes these
+    return "WFIB".index(action.kind)
+
+
+def _forward_first(action: Action, rank: int, moment: Moment) -> Any:  # noqa: ARG001
+    return "WIBF".index(action.kind)
+
+
+def _oldest_first(action: Action, rank: int, moment: Moment) -> Any:  # noqa: ARG001
+    return action.kind != "W", -(action.microbatch or 0)
+
+
+policies: dict[str, Priority] = {
+    "backward-first": _backward_first,
+    "forward-first": _forward_first,
+    "oldest-first": _oldest_first,
+}
+"""The priorities that have a name. Weight gradients come last in all of them: nobody waits for one."""
+
+
+class Greedy(Schedule):
+    """State a policy instead of an order: whenever a rank is free, it runs what the policy likes best.
+
+    A priority says how much a rank likes each of the actions whose inputs are there; a memory cap, how many activations
+    it may hold. The order that follows, for the times of a `Cost`, is a plan like any other. Two known schedules are
+    policies: backwards first, with room for as many activations as there are ranks from here to the last, is 1F1B;
+    forwards first, without a cap, is GPipe.
+
+    Take it for a first answer to "what would be best here?", not for the best: a rank that could run something never
+    waits for something better, which is not always wise.
+
+    Args:
+        ranks: how many workers the pipeline has.
+        microbatches: how many slices the batch is cut into.
+        stages_per_rank: how many stages each rank holds.
+        priority: `"backward-first"`, `"forward-first"` or `"oldest-first"` (the lowest micro-batch); or a function
+            `(action, rank, moment)` that returns a number, or a tuple of numbers. The action with the largest runs
+            first; of equals, the lowest micro-batch's, then the last stage's. The
+            [`Moment`][pipelab.list_scheduling.Moment] is the state of the rank: the `time`, how many activations are
+            `held`, and the `last` action.
+        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
+            number. No cap that is accepted ends in a deadlock.
+        cost: how long things take; by default forward 1, backward 2, transfers nothing.
+        split: whether to split backwards into `I` and `W`, so that weight gradients fill the idle time.
+
+    Example:
+        What does memory buy?
+
+        >>> import pipelab
+        >>> for cap in (1, 2, 3, 4, 5):
+        ...     trace = pipelab.simulate(pipelab.Greedy(ranks=4, microbatches=8, memory_cap=cap, split=True))
+        ...     print(cap, "activations:", trace.makespan, "units")
+        1 activations: 72.0 units
+        2 activations: 41.0 units
+        3 activations: 33.0 units
+        4 activations: 29.0 units
+        5 activations: 27.0 units
+
+        A policy of your own is a function. Weight gradients come last, unless the rank holds many activations: they
+        give them up.
+
+        >>> def frugal(action, rank, moment):
+        ...     return ("WFIB" if moment.held < 5 else "FWIB").index(action.kind)
+        >>> for priority in ("backward-first", frugal):
+        ...     trace = pipelab.simulate(pipelab.Greedy(4, 32, priority=priority, split=True))
+        ...     print(trace.makespan, trace.peak_activations)
+        99.0 (32, 32, 32, 32)
+        99.0 (7, 5, 5, 5)
+
+    Raises:
+        SizeError: if a number is not a positive whole number, or if `memory_cap` does not have one number per rank.
+        PolicyError: if `priority` is neither a policy's name nor a function.
+        TypeError: if `cost` is no `Cost`.
+    """
+
+    source = "Graham 1969, Bounds on Multiprocessing Timing Anomalies (SIAM J. Appl. Math. 17): list scheduling"
+
+    def __init__(
+        self,
+        ranks: int,
+        microbatches: int,
+        stages_per_rank: int = 1,
+        priority: str | Priority = "backward-first",
+        memory_cap: int | Sequence[int] | None = None,
+        cost: Cost | None = None,
+        split: bool = False,
+    ) -> None:
+        """Keep the sizes and the policy."""
+        super().__init__(ranks, microbatches, stages_per_rank)
+        if not callable(priority) and priority not in list(policies):
+            known = ", ".join(map(repr, policies))
+            raise PolicyError(f"priority={priority!r}: expected {known}, or a function of (action, rank, moment)")
+        if cost is not None and not isinstance(cost, Cost):
+            raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
+        if isinstance(memory_cap, Sequence) and len(memory_cap) != ranks:
+            raise SizeError(f"memory_cap has {len(memory_cap)} numbers for {ranks} ranks: give one, or one per rank")
+        for cap in memory_cap if isinstance(memory_cap, Sequence) else [] if memory_cap is None else [memory_cap]:
+            require_size("memory_cap", cap)
+        self.priority = priority
+        self.memory_cap = tuple(memory_cap) if isinstance(memory_cap, Sequence) else memory_cap
+        self.cost = cost or Cost()
+        self.split = split
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yield what list scheduling gave the rank."""
+        yield from self._rows[rank]
+
+    def draft(self) -> Plan:
+        """Return the plan without checking it.
+
+        Raises:
+            ScheduleError: if the memory cap cannot work, with the smallest that does; if the priority raises.
+        """
+        try:
+            self._rows  # noqa: B018 - worked out here, where its errors are not taken for those of `actions`
+        except PipelabError:
+            raise
+        except Exception as error:
+            line = students_line(error, self.priority if callable(self.priority) else None)
+            message = f"asking the priority raised {type(error).__name__}: {error}\n  at {line}"
+            hint = "mend that line: return a number for every action"
+            raise ScheduleError([Fault("exception", None, None, None, message, hint)], self._name()) from error
+        return super().draft()
+
+    @cached_property
+    def _rows(self) -> list[list[Action]]:
+        """For each rank, its actions."""
+        blank = Plan([[]] * self.ranks, self.stages, self.microbatches, self.place)
+        program = blank.program
+        if program.faults:  # of `place`
+            raise ScheduleError(program.faults, self._name())
+        times = self.cost.times(blank)
+        lasts = [time for kind in "FBIW" for time in times[kind] * self.microbatches]  # by code
+        outputs, gradients = self.cost.transfer_times(blank)
+        delays = outputs * self.microbatches + gradients * self.microbatches  # by value
+        priority = self.priority if callable(self.priority) else policies[self.priority]
+        return list_schedule(program, lasts, delays, priority, self._caps(program), self.split)
+
+    def _caps(self, program: Program) -> list[int] | None:
+        """Return the memory cap of every rank.
+
+        Raises:
+            ScheduleError: if a cap cannot work.
+        """
+        if self.memory_cap is None:
+            return None
+        caps = [self.memory_cap] * self.ranks if isinstance(self.memory_cap, int) else list(self.memory_cap)
+        least = least_caps(program)
+        small = [rank for rank in range(self.ranks) if caps[rank] < least[rank]]
+        if small:
+            rank = small[0]
+            works = f"the smallest cap that works is {least[0]}"
+            if len(set(least)) > 1:
+                works = f"the smallest caps that work are {least}"
+            message = (
+                f"memory_cap={self.memory_cap}: rank {rank} may hold {caps[rank]}, but a micro-batch passes "
+                f"{least[rank]} stages there before its first backward, and leaves an activation in each; {works}"
+            )
+            raise ScheduleError([Fault("refused", None, None, None, message)], self._name())
+        return caps
+
+    def __repr__(self) -> str:
+        """Return the schedule's name, its sizes, and what is not as by default."""
+        shown = super().__repr__().removesuffix(")")
+        if self.priority != "backward-first":
+            shown += f", priority={getattr(self.priority, '__name__', repr(self.priority))}"
+        if self.memory_cap is not None:
+            shown += f", memory_cap={self.memory_cap}"
+        return f"{shown}, split=True)" if self.split else f"{shown})"

@@ -1,0 +1,104 @@
+"""What `pipelab conformance` shows: a table for the installed torch, and both orders where one differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from pipelab.labs.conformance import Line, Report, conformance, count
+from pipelab.labs.references import Grid
+
+__all__ = ["markdown", "show_conformance"]
+
+_HEADINGS = ("schedule", "PyTorch's Schedule…", "sizes", "orders", "runs", "gradients", "loss")
+_LEGEND = (
+    "orders: action for action, as PyTorch executes them; an overlapped pair counts as its forward, then its backward. "
+    "runs: steps of both on the same model and batch, at the smaller sizes; their gradients and losses are compared."
+)
+_MOST_TOLD = 3
+
+
+def show_conformance(
+    names: Sequence[str], grid: Grid, processes: Sequence[int] = (), save: Path | None = None
+) -> Report:
+    """Compare, print the table and what differs, and write the table where that is asked for."""
+    console = Console()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("comparing with PyTorch", total=count(names, grid))
+        report = conformance(names, grid, processes, lambda: progress.advance(task))
+    table = Table(
+        title=_title(report),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right" if heading in ("sizes", "runs") else "left")
+    for line in report.lines:
+        table.add_row(*_cells(line))
+    console.print(table)
+    for note in [_LEGEND, *_notes(report)]:
+        console.print(note, style="dim", highlight=False)
+    for line in report.lines:
+        for difference in line.differences[:_MOST_TOLD]:
+            console.print(f"\n{difference}", soft_wrap=True, highlight=False, markup=False)
+        more = len(line.differences) - _MOST_TOLD
+        if more > 0:
+            console.print(f"… and {more} more sizes of {line.schedule}")
+    if save is not None:
+        save.write_text(markdown(report), encoding="utf-8")
+        console.print(f"wrote {save}", soft_wrap=True)
+    return report
+
+
+def markdown(report: Report) -> str:
+    """Return the table as Markdown."""
+    rows = [_HEADINGS, ["---"] * len(_HEADINGS), *map(_cells, report.lines)]
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    notes = [f"- {note}" for note in [_LEGEND, *_notes(report)]]
+    return "\n".join([f"**{_title(report)}**", "", *lines, "", *notes, ""])
+
+
+def _title(report: Report) -> str:
+    return f"pipelab beside PyTorch: torch {report.torch}, {report.date}"
+
+
+def _cells(line: Line) -> list[str]:
+    if not line.sizes:
+        return [line.schedule, line.reference, "0", "", "", "", ""]
+    runs = line.numbers
+    worst = max((each.difference for each in runs), default=0.0)
+    return [
+        line.schedule,
+        line.reference,
+        str(line.sizes),
+        f"{len(line.differences)} differ" if line.differences else "equal",
+        str(len(runs)),
+        "" if not runs else "bit-equal" if all(each.same_gradients for each in runs) else f"{worst:.1e}",
+        "" if not runs else "equal" if all(each.same_loss for each in runs) else "differs",
+    ]
+
+
+def _notes(report: Report) -> list[str]:
+    """Return the sizes that only one side accepts, and the processes that PyTorch ran in, in words."""
+    notes = []
+    for line in report.lines:
+        if line.refused:
+            words = line.refusal.partition(": ")[2]
+            notes.append(f"{line.schedule}: pipelab accepts {_sizes(line.refused)} more; PyTorch says: {words}")
+        if line.not_ours:
+            notes.append(f"{line.schedule}: PyTorch accepts {_sizes(line.not_ours)} more.")
+    processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})
+    where = f", and in {' and '.join(map(str, processes))} processes with gloo" if processes else ""
+    return [f"PyTorch ran in one process{where}.", *notes]
+
+
+def _sizes(number: int) -> str:
+    return f"{number} size{'s' if number != 1 else ''}"

@@ -1,0 +1,210 @@
+"""The options that several commands share, in groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from pipelab.cli.targets import find, has_sizes, settings
+from pipelab.errors import LoadError
+from pipelab.plan import Plan
+from pipelab.replication import replicate
+from pipelab.schedule import Schedule
+from pipelab.simulation import Cost, simulate
+from pipelab.trace import Trace
+
+__all__ = [
+    "RunSizes",
+    "Save",
+    "SaveComparison",
+    "SaveRun",
+    "Sizes",
+    "SweepSizes",
+    "Target",
+    "Targets",
+    "Times",
+    "grouped",
+    "untimed",
+]
+
+Target = Annotated[
+    str, typer.Argument(help="a schedule's name, my_file.py:MySchedule, plan.csv or trace.json", show_default=False)
+]
+Targets = Annotated[
+    list[str], typer.Argument(help="one or more of: a name, my_file.py:MySchedule, plan.csv", show_default=False)
+]
+Save = Annotated[
+    list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; repeatable")
+]
+SaveComparison = Annotated[
+    list[Path] | None,
+    typer.Option("--save", "-o", help="write it to this file: html svg png pdf txt; a table: csv txt; repeatable"),
+]
+SaveRun = Annotated[
+    list[Path] | None,
+    typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; a table: csv txt; repeatable"),
+]
+_Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
+_Replicas = Annotated[
+    int, typer.Option("--replicas", min=1, help="copies of the pipeline, each with its own ranks and micro-batches")
+]
+_Sets = Annotated[list[str] | None, typer.Option("--set", help="name=value, a parameter of the schedule; repeatable")]
+_Costs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cost", help="name=value, any other cost, such as --cost 'forward=[1, 2]' or --cost per=stage; repeatable"
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of a schedule, and its own parameters."""
+
+    ranks: _Ranks = None
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", "-m", min=1, help="slices of the batch; by default 8")
+    ] = None
+    replicas: _Replicas = 1
+    sets: _Sets = None
+
+    def find(self, target: str) -> Schedule | Plan | Trace:
+        """Return what a target names, at this size."""
+        return _replicated(find(target, self.ranks, self.microbatches, settings(self.sets or [])), self.replicas)
+
+
+@dataclass(frozen=True)
+class SweepSizes:
+    """The sizes of schedules that are laid side by side: several numbers of micro-batches make a table."""
+
+    ranks: _Ranks = None
+    microbatches: Annotated[
+        str | None,
+        typer.Option("--microbatches", "-m", help="slices of the batch; by default 8; 2,4,8 makes a table"),
+    ] = None
+    replicas: _Replicas = 1
+    sets: _Sets = None
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of micro-batches that were given.
+
+        Raises:
+            LoadError: if one is no whole number, at least 1.
+        """
+        given = self.microbatches
+        words = (given or "").replace(",", " ").split()
+        if not all(word.isdecimal() and int(word) for word in words) or (given is not None and not words):
+            raise LoadError(f"--microbatches {given}: expected whole numbers, at least 1, such as 8 or 2,4,8")
+        return list(dict.fromkeys(map(int, words)))
+
+    def find(self, targets: Sequence[str], usual_ranks: int = 4) -> list[Schedule | Plan | Trace]:
+        """Return what the targets name; of several, the sizes are for those that have none of their own."""
+        count = next(iter(self.counts), None)
+        options = settings(self.sets or [])
+        return [
+            find(target, None, None, {})
+            if len(targets) > 1 and has_sizes(target)
+            else _replicated(find(target, self.ranks, count, options, usual_ranks), self.replicas)
+            for target in targets
+        ]
+
+    def schedule(self, target: str, microbatches: int, usual_ranks: int = 4) -> Schedule:
+        """Return the schedule that a target names, with so many micro-batches.
+
+        Raises:
+            LoadError: if it is a file with a plan, which has its own number.
+        """
+        found = find(target, self.ranks, microbatches, settings(self.sets or []), usual_ranks)
+        assert isinstance(found, Schedule)  # a file refuses other sizes than its own
+        return found if self.replicas == 1 else replicate(found, self.replicas)
+
+
+@dataclass(frozen=True)
+class RunSizes(SweepSizes):
+    """The sizes of schedules that run on this machine."""
+
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 2, with --emulate 4"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long things take."""
+
+    forward: Annotated[float, typer.Option("--forward", "-f", help="time of a forward")] = 1
+    backward: Annotated[float, typer.Option("--backward", "-b", help="time of a backward")] = 2
+    latency: Annotated[float, typer.Option(help="time of a transfer between ranks")] = 0
+    unit: Annotated[str, typer.Option(help="the unit of these times, for labels")] = ""
+    costs: _Costs = None
+
+    def cost(self) -> Cost:
+        """Return the cost that the options describe; `--cost` wins.
+
+        Raises:
+            LoadError: if `--cost` names what is none.
+        """
+        given: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
+        given |= {"latency": self.latency, "unit": self.unit, **settings(self.costs or [], "--cost")}
+        try:
+            return Cost(**given)
+        except TypeError as error:
+            raise LoadError(f"{error}\n  --cost takes: {', '.join(field.name for field in fields(Cost))}") from error
+
+    def traces(self, subjects: Sequence[Schedule | Plan | Trace], targets: Sequence[str]) -> list[Trace]:
+        """Return saved traces as they are, and what schedules and plans would take.
+
+        Raises:
+            LoadError: if times were given, but only for traces, which have their own.
+        """
+        if self != Times() and all(isinstance(subject, Trace) for subject in subjects):
+            raise LoadError(
+                f"{' and '.join(targets)}: a trace has its own times; leave out the options for times and costs"
+            )
+        cost = self.cost()
+        return [subject if isinstance(subject, Trace) else simulate(subject, cost) for subject in subjects]
+
+
+def _replicated(subject: Schedule | Plan | Trace, replicas: int) -> Schedule | Plan | Trace:
+    """Return so many copies of a schedule or a plan, side by side."""
+    return subject if replicas == 1 else replicate(untimed(subject), replicas)
+
+
+def untimed(subject: Schedule | Plan | Trace) -> Schedule | Plan:
+    """Return a schedule or plan as it is, and of a trace what ran."""
+    return subject.plan if isinstance(subject, Trace) else subject
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups of options: a parameter that is one of the classes above stands for its fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type[Any]] = {
+        name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
+    }
+    flat: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        members = {name: parameter.default}
+        types = hints
+        if name in groups:
+            members = {field.name: field.default for field in fields(groups[name])}
+            types = get_type_hints(groups[name], include_extras=True)
+        for each, default in members.items():
+            flat[each] = inspect.Parameter(each, parameter.KEYWORD_ONLY, default=default, annotation=types[each])
+
+    @wraps(command)
+    def with_groups(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        command(**values)
+
+    with_groups.__signature__ = inspect.Signature(list(flat.values()))  # type: ignore[attr-defined]  # what typer reads
+    with_groups.__annotations__ = {name: parameter.annotation for name, parameter in flat.items()}
+    return with_groups

@@ -1,0 +1,140 @@
+"""Tables over numbers of micro-batches: one row per schedule, one column per number."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pipelab.analysis import compare
+from pipelab.draw import wording
+from pipelab.draw.tables import columns
+from pipelab.errors import FormatError, ScheduleError
+from pipelab.trace import Trace
+
+__all__ = ["Cell", "Sweep", "Table", "sweep"]
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one schedule did with one number of micro-batches.
+
+    Attributes:
+        trace: the step.
+        loss: the loss of the batch, where it ran on tensors.
+    """
+
+    trace: Trace
+    loss: float | None = None
+
+    @property
+    def peak_share(self) -> float:
+        """The largest share of the batch's activations that a rank holds at once."""
+        return max(compare(self.trace).rows[0].peak_share, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The cells of a sweep; a cell is missing where its schedule refuses the size.
+
+    Attributes:
+        cells: by schedule and number of micro-batches.
+        names: the schedules, in order.
+        counts: the numbers of micro-batches, in order.
+        refusals: what those that refused a size said.
+    """
+
+    cells: Mapping[tuple[str, int], Cell]
+    names: Sequence[str]
+    counts: Sequence[int]
+    refusals: Sequence[str] = ()
+
+    def text(self, width: int = 80) -> str:
+        """Return a block of rows for every figure: the time of a step, the bubble, the memory, the loss."""
+        cells = list(self.cells.values())
+        if not cells:
+            return "\n".join(self.refusals)
+        unit = wording.unit(cells[0].trace)
+        blocks: dict[str, Callable[[Cell], str]] = {
+            f"time of a step, {unit}": lambda cell: wording.number(cell.trace.makespan),
+            "bubble": lambda cell: wording.percent(cell.trace.bubble),
+            "peak, share of the batch": lambda cell: wording.percents([cell.peak_share]),
+        }
+        if all(cell.loss is not None for cell in cells):
+            blocks["loss"] = lambda cell: f"{cell.loss:.6f}"
+        blank = ("",) * (1 + len(self.counts))
+        rows = [row for head, told in blocks.items() for row in (*self._rows(head, told), blank)]
+        lines = [line.rstrip() for line in columns(rows, width)]
+        return "\n".join([*lines[:-1], *(["", *self.refusals] if self.refusals else [])])
+
+    def save(self, path: Path) -> Path:
+        """Write the table: as `csv`, one line for each cell, or as `txt`; return the path.
+
+        Raises:
+            FormatError: if the suffix is none of these.
+        """
+        suffix = path.suffix.lower()
+        if suffix == ".txt":
+            path.write_text(self.text() + "\n", encoding="utf-8")
+        elif suffix == ".csv":
+            path.write_text(self._csv(), encoding="utf-8")
+        else:
+            raise FormatError(
+                f"{path.name}: a table of sizes is not written as {suffix or 'no suffix'}; use one of .csv .txt"
+            )
+        return path
+
+    def _rows(self, head: str, told: Callable[[Cell], str]) -> list[tuple[str, ...]]:
+        heads = (head, *map(str, self.counts))
+        found = [[self.cells.get((name, count)) for count in self.counts] for name in self.names]
+        rows = [
+            (name, *("-" if cell is None else told(cell) for cell in row))
+            for name, row in zip(self.names, found, strict=True)
+        ]
+        return [heads, *rows]
+
+    def _csv(self) -> str:
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(("schedule", "microbatches", "step_time", "unit", "bubble", "peak_share", "loss"))
+        for (name, count), cell in self.cells.items():
+            trace = cell.trace
+            loss = "" if cell.loss is None else cell.loss
+            writer.writerow((name, count, trace.makespan, trace.unit, trace.bubble, cell.peak_share, loss))
+        return buffer.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep(Generic[Made]):
+    """What was made for every schedule and number, and what those that refused a number said."""
+
+    cells: dict[tuple[str, int], Made]
+    refusals: list[str]
+
+
+def sweep(names: Sequence[str], counts: Sequence[int], make: Callable[[str, int], Made]) -> Sweep[Made]:
+    """Make something for every schedule and number of micro-batches, but where the schedule refuses the number.
+
+    Args:
+        names: the schedules.
+        counts: the numbers of micro-batches.
+        make: makes it.
+
+    Raises:
+        ScheduleError: if a schedule has faults.
+    """
+    made: Sweep[Made] = Sweep({}, [])
+    for name in names:
+        for count in counts:
+            try:
+                made.cells[name, count] = make(name, count)
+            except ScheduleError as error:
+                if any(fault.code != "refused" for fault in error.faults):
+                    raise
+                made.refusals.extend(f"{name} with {count}: {fault.message}" for fault in error.faults)
+    return made

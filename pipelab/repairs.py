@@ -1,0 +1,254 @@
+"""Mend a deadlock: find moves that undo it, try them out, and say them in few words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
+
+from pipelab.faults import ranges
+from pipelab.moves import Block, as_yielded, merged, parts_of, rows_after, told
+from pipelab.program import Program
+from pipelab.traversal import absent, at_start, traverse
+
+__all__ = ["Knot", "repair"]
+
+_TRIAL_ACTIONS = 200_000
+"""How many actions may be walked over in search of one move, and as many again in search of a new order."""
+_MOST_MOVES = 2_000
+"""How many actions a new order may bring forward."""
+_LONGEST_ROW = 24
+"""How many actions a row may have to be told in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knot:
+    """A rank of the cycle: at `index` it is stuck at `stuck`, and another rank waits for `wanted`, later in its row."""
+
+    rank: int
+    index: int
+    stuck: int
+    wanted: int
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Walks through a plan with other rows, counted."""
+
+    program: Program
+    given: Collection[int]
+    excused: Collection[int]
+    walked: int = 0
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = sum(map(len, self.program.rows))
+
+    def stuck(self, rows: list[list[int]]) -> int:
+        """Return how many ranks are stuck with these rows."""
+        self.walked += self.size
+        trial = replace(self.program, rows=rows, pairs=set(), faults=[], walk=None)
+        return len(traverse(trial, given=self.given, excused=self.excused).stuck)
+
+    def spent(self, budget: int) -> bool:
+        """Tell whether another walk would be too much."""
+        return self.walked + self.size > budget
+
+
+def repair(program: Program, knots: Sequence[Knot], given: Collection[int], excused: Collection[int]) -> str:
+    """Return the moves that let a plan with a deadlock run: tried out, not guessed.
+
+    One moved action is best; else a new order of as few ranks as can be; else the move that frees most ranks.
+
+    Args:
+        program: the plan, bound.
+        knots: the ranks of the cycle.
+        given: values that count as there from the start.
+        excused: codes that need not wait for anything.
+    """
+    program, knots = _as_written(program, knots)
+    trials = _Trials(program, given, excused)
+    left, move = _one_move(trials, knots)
+    if left == 0:
+        return move
+    trials.walked = 0
+    return _new_order(trials, [knot.rank for knot in knots]) or f"{move}, then check again"
+
+
+def _as_written(program: Program, knots: Sequence[Knot]) -> tuple[Program, Sequence[Knot]]:
+    """Leave out the all-reduces that nobody wrote: they follow whatever order the gradients take."""
+    if not program.automatic:
+        return program, knots
+    rows = [[code for code in row if code not in program.automatic] for row in program.rows]
+    listed = {code: ranks for code, ranks in program.reduces.items() if code not in program.automatic}
+    moved = [replace(knot, index=rows[knot.rank].index(knot.stuck)) for knot in knots]
+    return replace(program, rows=rows, reduces=listed, automatic=set(), walk=None), moved
+
+
+def _one_move(trials: _Trials, knots: Sequence[Knot]) -> tuple[int, str]:
+    """Return the move that leaves fewest ranks stuck, and how many: what is stuck and what is wanted may pass."""
+    program = trials.program
+    best = (len(program.rows) + 1, "give one rank of the cycle another order")
+    for knot in knots:
+        row, name = program.rows[knot.rank], as_yielded(program, knot.rank)
+        without_wanted = [code for code in row if code != knot.wanted]
+        without_stuck = [code for code in row if code != knot.stuck]
+        after = without_stuck.index(knot.wanted) + 1
+        for changed, move in (
+            (
+                [*without_wanted[: knot.index], knot.wanted, *without_wanted[knot.index :]],
+                f"yield {name(knot.wanted)} before {name(knot.stuck)} on rank {knot.rank}",
+            ),
+            (
+                [*without_stuck[:after], knot.stuck, *without_stuck[after:]],
+                f"yield {name(knot.stuck)} after {name(knot.wanted)} on rank {knot.rank}",
+            ),
+        ):
+            if best[0] <= len(program.rows) and trials.spent(_TRIAL_ACTIONS):
+                return best
+            left = trials.stuck([*program.rows[: knot.rank], changed, *program.rows[knot.rank + 1 :]])
+            if left == 0:
+                return left, move
+            if not _waits_for_itself(program, changed, trials.excused):
+                best = min(best, (left, move), key=itemgetter(0))
+    return best
+
+
+def _waits_for_itself(program: Program, row: Sequence[int], excused: Collection[int]) -> bool:
+    """Tell whether something stands before what it needs of the same row, beside what is known to."""
+    numbering = program.numbering
+    later = set(row)
+    for code in row:
+        later.discard(code)
+        needs = () if code in excused else numbering.needs(code)
+        if any(giver in later for value in needs for giver in numbering.givers(value)):
+            return True
+    return False
+
+
+def _new_order(trials: _Trials, cycle: Sequence[int]) -> str:
+    """Return a new order for some ranks with which the whole plan runs, in words; nothing where none was found."""
+    program = trials.program
+    if program.reduces:  # an all-reduce binds several rows at once
+        return ""
+    blocks, runs = _reordered(trials, cycle)
+    if not runs:
+        blocks, runs = _reordered(trials, range(len(program.rows)))
+    ranks = sorted({block.rank for block in blocks})
+    if not runs:
+        return _forwards_first(trials, ranks)
+    orders = [blocks]
+    for rank in dict.fromkeys([*ranks, *cycle]) if len(ranks) > 1 else ():
+        if not trials.spent(_TRIAL_ACTIONS):
+            alone, runs = _reordered(trials, [rank])
+            orders += [alone] if runs else []
+    orders.sort(key=lambda order: (len({block.rank for block in order}), len(parts_of(program, order))))
+    return next(filter(None, (words for order in orders for words in _in_words(trials, order))), "")
+
+
+def _in_words(trials: _Trials, blocks: list[Block]) -> Iterable[str]:
+    """Yield an order in words, if they are few, then orders like it that take fewer, if they run too."""
+    program = trials.program
+    yield told(parts_of(program, blocks))
+    ranks = sorted({block.rank for block in blocks})
+    together = [merged(blocks, rank) for rank in ranks]
+    if trials.stuck(rows_after(program, together)) == 0:
+        yield told(parts_of(program, together))
+    yield _forwards_first(trials, ranks)
+    if len(ranks) == 1 and len(program.rows[ranks[0]]) <= _LONGEST_ROW:
+        name = as_yielded(program, ranks[0])
+        yield f"on rank {ranks[0]}, yield {' '.join(map(name, rows_after(program, blocks)[ranks[0]]))}"
+
+
+def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> str:
+    """Return the order that has all forwards first on some ranks, in words, if the plan then runs."""
+    slots = trials.program.numbering.slots
+    rows = [
+        sorted(row, key=lambda code: code >= slots) if rank in ranks else row
+        for rank, row in enumerate(trials.program.rows)
+    ]
+    if trials.stuck(rows):
+        return ""
+    return f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, yield all forwards before the first backward"
+
+
+def _reordered(trials: _Trials, free: Collection[int]) -> tuple[list[Block], bool]:
+    """Return what the free ranks must bring forward so that all ranks finish, and whether they do then.
+
+    Everybody runs in the order of their rows. When nobody can move, a free rank runs, before what it is stuck at, what
+    another rank waits for: so only what must move does.
+    """
+    trials.walked += trials.size
+    walk = _FreeWalk(trials)
+    moves: list[tuple[int, int, int]] = []
+    walk.run(range(len(trials.program.rows)))
+    while walk.waits_for and len(moves) < _MOST_MOVES and (code := walk.wanted(free)) is not None:
+        rank = trials.program.rank_of[code]
+        moves.append((rank, trials.program.rows[rank][walk.at[rank]], code))
+        walk.early.add(code)
+        walk.run(walk.give(code))
+    blocks = [
+        Block(rank, tuple(code for *_, code in group), before)
+        for (rank, before), group in groupby(sorted(moves, key=itemgetter(0)), key=itemgetter(0, 1))
+    ]
+    return blocks, not walk.waits_for
+
+
+class _FreeWalk:
+    """A walk that can be stopped and helped."""
+
+    def __init__(self, trials: _Trials) -> None:
+        self.program = trials.program
+        self.excused = trials.excused
+        self.there = at_start(self.program, trials.given)
+        self.at = [0] * len(self.program.rows)
+        self.early: set[int] = set()  # what has run before its turn
+        self.waits_for: dict[int, int] = {}  # by rank: the value that it is stuck for
+        self.waiting: dict[int, list[int]] = {}  # by value: the ranks that are stuck for it
+
+    def run(self, awake: Iterable[int]) -> None:
+        """Run everybody in the order of their rows, until nobody can move."""
+        queue = list(awake)
+        while queue:
+            rank = queue.pop()
+            self.waits_for.pop(rank, None)
+            row = self.program.rows[rank]
+            while self.at[rank] < len(row):
+                code = row[self.at[rank]]
+                if code not in self.early:
+                    need = absent(self.program, code, self.there)
+                    if not self.there[need] and code not in self.excused:
+                        self.waits_for[rank] = need
+                        self.waiting.setdefault(need, []).append(rank)
+                        break
+                    queue += self.give(code)
+                self.at[rank] += 1
+
+    def give(self, code: int) -> list[int]:
+        """Note that an action has run; return the ranks that waited for it."""
+        value = self.program.numbering.gives[code]
+        self.there[value] = 1
+        return self.waiting.pop(value, [])
+
+    def wanted(self, free: Collection[int]) -> int | None:
+        """Return an action of a free rank that could run at once and that a stuck rank waits for: a forward, if any."""
+        slots = self.program.numbering.slots
+        backward = None
+        for rank in sorted(self.waits_for, key=lambda rank: (self.waits_for[rank] >= slots, rank)):
+            code = self._source(rank, free)
+            if code is not None and code < slots:
+                return code
+            backward = backward or code
+        return backward
+
+    def _source(self, rank: int, free: Collection[int]) -> int | None:
+        """Follow what a rank waits for back to an action of a free rank that could run at once."""
+        need = self.waits_for[rank]
+        while True:
+            code = self.program.giver(need)
+            if self.program.rank_of[code] not in free:
+                return None
+            need = absent(self.program, code, self.there)
+            if self.there[need] or code in self.excused:
+                return code

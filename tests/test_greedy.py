@@ -1,0 +1,316 @@
+"""Greedy: whenever a rank is free, it runs what the policy likes best; never over the cap, never stuck."""
+
+from __future__ import annotations
+
+import itertools
+from zlib import crc32
+
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import costs, sizes
+
+import pipelab
+from pipelab import B, Cost, F, GPipe, Greedy, OneFOneB, ScheduleError, check, simulate
+from pipelab.catalogue.greedy import policies
+from pipelab.errors import CostError, PolicyError, SizeError
+
+
+def placed(table, stages):
+    """Return a kind of Greedy with this placement: for every micro-batch in turn, the rank of each stage."""
+
+    class Placed(Greedy):
+        @property
+        def stages(self):
+            return stages
+
+        def place(self, microbatch, stage):
+            return table[microbatch * stages + stage]
+
+    return Placed
+
+
+def whims():
+    """Priorities that follow no plan, but always say the same."""
+    return st.integers(0, 10**6).map(lambda seed: lambda action, rank, _: crc32(f"{seed} {action} {rank}".encode()) % 7)
+
+
+def priorities():
+    """Priorities with a name, and without."""
+    return st.sampled_from(sorted(policies)) | whims()
+
+
+@st.composite
+def placements(draw):
+    """(ranks, stages, micro-batches, table): any placement, of which some visit a rank again or go several ways."""
+    ranks, stages, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 8))
+    ways = [draw(st.lists(st.integers(0, ranks - 1), min_size=stages, max_size=stages)) for _ in range(3)]
+    which = draw(st.lists(st.integers(0, draw(st.integers(0, 2))), min_size=microbatches, max_size=microbatches))
+    return ranks, stages, microbatches, [rank for each in which for rank in ways[each]]
+
+
+def least(ranks, stages, table):
+    """For each rank, the most stages that one micro-batch has there."""
+    ways = [table[at : at + stages] for at in range(0, len(table), stages)]
+    return [max(1, *(way.count(rank) for way in ways)) for rank in range(ranks)]
+
+
+def peaks(row):
+    """The most stage activations that a row holds at once."""
+    held = itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(item.kind, 0) for item in row)
+    return max(held, default=0)
+
+
+# Never over the cap, never stuck
+
+
+@given(placements(), priorities(), st.booleans(), st.data())
+def test_no_priority_and_no_placement_ends_in_a_deadlock_or_over_the_cap(placement, priority, split, data):
+    ranks, stages, microbatches, table = placement
+    caps = [cap + data.draw(st.integers(0, 3)) for cap in least(ranks, stages, table)]
+    cost = Cost(
+        forward=data.draw(costs()), backward=data.draw(costs()), latency=data.draw(st.sampled_from([0, 0.5, 4]))
+    )
+    kind = placed(table, stages)
+    plan = kind(ranks, microbatches, priority=priority, memory_cap=caps, cost=cost, split=split).plan()
+    assert oracle.legal(plan.rows, stages, microbatches, lambda m, s: table[m * stages + s])
+    assert check(plan, memory_cap=caps) == []
+    assert all(peaks(row) <= cap for row, cap in zip(plan.rows, caps, strict=True))
+
+
+@given(placements(), priorities(), st.booleans())
+def test_without_a_cap_every_placement_runs(placement, priority, split):
+    ranks, stages, microbatches, table = placement
+    assert check(placed(table, stages)(ranks, microbatches, priority=priority, split=split)) == []
+
+
+@given(placements())
+def test_a_smaller_cap_than_works_is_refused_with_the_smallest_that_does(placement):
+    ranks, stages, microbatches, table = placement
+    caps = least(ranks, stages, table)
+    rank = max(range(ranks), key=caps.__getitem__)
+    kind = placed(table, stages)
+    if caps[rank] == 1:
+        return
+    (fault,) = check(kind(ranks, microbatches, memory_cap=[*caps[:rank], caps[rank] - 1, *caps[rank + 1 :]]))
+    assert fault.code == "refused"
+    assert f"rank {rank} may hold {caps[rank] - 1}, but a micro-batch passes {caps[rank]} stages" in fault.message
+
+
+def test_the_refusal_of_a_cap_names_one_number_or_one_per_rank():
+    (fault,) = check(Greedy(2, 4, stages_per_rank=3, memory_cap=2))
+    assert fault.message.endswith("leaves an activation in each; the smallest cap that works is 3")
+    assert check(Greedy(2, 4, stages_per_rank=3, memory_cap=3)) == []
+    (fault,) = check(placed([0, 1, 0] * 4, 3)(2, 4, memory_cap=[1, 4]))
+    assert fault.message.endswith("the smallest caps that work are [2, 1]")
+    with pytest.raises(ScheduleError, match="refused: memory_cap=2: rank 0 may hold 2"):
+        Greedy(2, 4, stages_per_rank=3, memory_cap=2).plan()
+
+
+def test_two_directions_with_one_place_on_every_rank_take_turns():
+    both_ways = placed([0, 1, 2, 2, 1, 0] * 3, 3)(3, 6, priority="forward-first", memory_cap=1)
+    assert simulate(both_ways).peak_activations == (1, 1, 1)
+
+
+# What is run, and when
+
+
+@given(sizes(), st.integers(1, 3), priorities(), st.booleans(), costs(), costs(), st.sampled_from([0, 0.5, 3]))
+def test_a_free_rank_runs_at_once_what_it_likes_best(
+    size, stages_per_rank, priority, split, forward, backward, latency
+):
+    cost = Cost(forward=forward, backward=backward, latency=latency, per="stage")
+    trace = simulate(Greedy(*size, stages_per_rank, priority=priority, cost=cost, split=split), cost)
+    priority = policies.get(priority, priority)
+    stages, microbatches = trace.plan.stages, trace.plan.microbatches
+    given_at = {value: event for event in trace.events for value in oracle.gives(event.action)}
+    for rank in range(trace.ranks):
+        events = trace.events_of(rank)
+        there = []
+        for event in events:
+            arrivals = [0.0]
+            for value in oracle.needs(event.action, stages, microbatches):
+                giver = given_at[value]
+                arrivals.append(giver.end + latency * (giver.rank != rank))
+            there.append(max(arrivals))
+        free = 0.0
+        for at, event in enumerate(events):
+            assert event.start == max(free, min(there[at:])), "it waits only while it can run nothing"
+            ready = [
+                each.action for each, arrival in zip(events[at:], there[at:], strict=True) if arrival <= event.start
+            ]
+            liked = [(priority(each, rank, None), -each.microbatch, each.stage) for each in ready]
+            assert liked[0] == max(liked)
+            free = event.end
+
+
+@given(sizes(), costs(), costs(), st.sampled_from([0, 0.5, 3]))
+def test_backward_first_with_room_for_the_ranks_to_come_is_1f1b(size, forward, backward, latency):
+    ranks, microbatches = size
+    cost = Cost(forward=forward, backward=backward, latency=latency)
+    greedy = Greedy(ranks, microbatches, memory_cap=[ranks - rank for rank in range(ranks)], cost=cost)
+    assert greedy.plan() == OneFOneB(ranks, microbatches).plan()
+
+
+@given(sizes(), costs(), costs(), st.sampled_from([0, 0.5, 3]))
+def test_forward_first_without_a_cap_is_gpipe(size, forward, backward, latency):
+    cost = Cost(forward=forward, backward=backward, latency=latency)
+    assert Greedy(*size, priority="forward-first", cost=cost).plan() == GPipe(*size).plan()
+
+
+@given(sizes())
+def test_a_cap_of_one_with_one_stage_per_rank_sends_one_microbatch_after_the_other_through_every_rank(size):
+    assert all([item.kind for item in row] == ["F", "B"] * size[1] for row in Greedy(*size, memory_cap=1).plan().rows)
+
+
+@given(sizes(), costs())
+def test_weight_gradients_fill_the_bubble(size, time):
+    """Zero bubble's makespan is the bound: the last rank starts after the others' forwards, and never waits."""
+    ranks, microbatches = size
+    cost = Cost(forward=time, backward=2 * time)
+    split = simulate(Greedy(*size, cost=cost, split=True), cost).makespan
+    assert split <= simulate(OneFOneB(*size), cost).makespan
+    if microbatches >= 2 * ranks:
+        assert split == pytest.approx(3 * time * microbatches + (ranks - 1) * time)
+
+
+def test_times_that_floats_add_up_differently_count_as_one():
+    cost = Cost(forward=0.1, backward=0.2)
+    assert Greedy(4, 64, priority="forward-first", cost=cost).plan() == GPipe(4, 64).plan()
+    cost = Cost(forward=1 / 3, backward=0.7)
+    assert Greedy(6, 64, memory_cap=[6, 5, 4, 3, 2, 1], cost=cost).plan() == OneFOneB(6, 64).plan()
+
+
+def test_actions_that_take_no_time_do_not_stop_the_clock():
+    assert check(Greedy(3, 4, cost=Cost(forward=0, backward=0), split=True)) == []
+    assert check(Greedy(3, 4, cost=Cost(first_stage="as-run"), split=True)) == []
+
+
+def test_a_slow_stage_is_planned_for():
+    cost = Cost(forward=[1, 1, 3, 1], backward=[2, 2, 6, 2])
+    planned = simulate(Greedy(4, 8, cost=cost, split=True), cost)
+    assert planned.makespan < simulate(OneFOneB(4, 8), cost).makespan
+    slow = planned.events_of(2)
+    assert all(before.end == after.start for before, after in itertools.pairwise(slow)), "the slow rank never waits"
+
+
+def test_a_priority_sees_the_action_the_rank_and_the_moment():
+    seen = []
+
+    def spy(action, rank, moment):
+        seen.append((str(action), rank, moment.time, moment.held, str(moment.last)))
+        return action.kind == "B"
+
+    Greedy(1, 2, priority=spy).plan()
+    assert seen == [
+        ("0F0", 0, 0, 0, "None"),
+        ("0F1", 0, 0, 0, "None"),
+        ("0B0", 0, 1, 1, "0F0"),
+        ("0F1", 0, 1, 1, "0F0"),
+        ("0F1", 0, 3, 0, "0B0"),
+        ("0B1", 0, 4, 1, "0F1"),
+    ]
+
+
+def test_a_priority_may_reverse_the_backwards_as_gpipes_paper_does():
+    def reverse(action, rank, moment):
+        return (action.kind == "F", action.microbatch if action.kind == "B" else 0)
+
+    plan = Greedy(2, 3, priority=reverse).plan()
+    assert [str(item) for item in plan.rows[1]] == ["1F0", "1F1", "1F2", "1B2", "1B1", "1B0"]
+
+
+def test_the_same_policy_gives_the_same_plan():
+    assert Greedy(4, 8, split=True).plan() == Greedy(4, 8, split=True).plan()
+
+
+def test_a_replicated_stage_gets_its_all_reduces():
+    both_ways = placed([0, 1, 1, 0] * 2, 2)(2, 4)
+    assert both_ways.plan().replicas == {0: (0, 1), 1: (0, 1)}
+    assert len(both_ways.plan().program.reduces) == 2
+
+
+def test_greedy_shows_its_policy():
+    def mine(action, rank, moment):
+        return 0
+
+    assert repr(Greedy(4, 8)) == "Greedy(ranks=4, microbatches=8)"
+    assert repr(Greedy(4, 8, 2, priority="oldest-first", memory_cap=3, split=True)) == (
+        "Greedy(ranks=4, microbatches=8, stages_per_rank=2, priority='oldest-first', memory_cap=3, split=True)"
+    )
+    assert repr(Greedy(2, 8, priority=mine, memory_cap=[2, 1])) == (
+        "Greedy(ranks=2, microbatches=8, priority=mine, memory_cap=(2, 1))"
+    )
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("priority", ["1f1b", "", None, 3, ["F", "B"]])
+def test_an_unknown_policy_is_refused_with_those_there_are(priority):
+    with pytest.raises(
+        PolicyError, match="expected 'backward-first', 'forward-first', 'oldest-first', or a function of"
+    ):
+        Greedy(2, 2, priority=priority)
+
+
+def test_an_error_in_a_priority_is_told_with_its_line():
+    def broken(action, rank, moment):
+        return 1 / 0
+
+    (fault,) = check(Greedy(2, 2, priority=broken))
+    assert fault.code == "exception"
+    assert fault.message.startswith("asking the priority raised ZeroDivisionError: division by zero\n  at ")
+    assert fault.message.endswith("return 1 / 0")
+
+
+@pytest.mark.parametrize("answer", [lambda m: None, lambda m: "x" if m else 1, lambda m: {}, lambda m: 1j])
+def test_a_priority_whose_answers_cannot_be_compared_is_told(answer):
+    def priority(action, rank, moment):
+        return answer(action.microbatch)
+
+    (fault,) = check(Greedy(1, 3, priority=priority))
+    assert fault.code == "exception"
+    assert "it returned" in fault.message
+    assert "cannot be compared" in fault.message
+    assert "test_greedy.py" in fault.message
+    with pytest.raises(ScheduleError, match="return a number"):
+        Greedy(1, 3, priority=priority).plan()
+
+
+def test_a_priority_with_too_few_parameters_is_told():
+    (fault,) = check(Greedy(2, 2, priority=lambda action: 0))
+    assert "takes 1 positional argument but 3 were given" in fault.message
+
+
+@pytest.mark.parametrize("cap", [0, -1, 1.5, True, [1], [1, 2, 3], [1, 0], ["1", 1], object()])
+def test_a_cap_is_a_positive_whole_number_or_one_per_rank(cap):
+    with pytest.raises(SizeError, match="memory_cap"):
+        Greedy(2, 2, memory_cap=cap)
+
+
+def test_a_cost_is_a_cost_and_fits_the_stages():
+    with pytest.raises(TypeError, match="cost=3: expected a Cost"):
+        Greedy(2, 2, cost=3)
+    with pytest.raises(CostError, match="forward has 3 numbers for 2 stages"):
+        Greedy(2, 2, cost=Cost(forward=[1, 2, 3])).plan()
+
+
+def test_a_place_that_answers_nonsense_is_told():
+    class Nowhere(Greedy):
+        def place(self, microbatch, stage):
+            return 7
+
+    (fault,) = check(Nowhere(2, 2))
+    assert fault.code == "out-of-range"
+    assert "place(0, 0) returns 7" in fault.message
+
+
+def test_actions_can_be_asked_for_by_rank():
+    assert list(Greedy(2, 2, memory_cap=1).actions(1)) == [F(0, 1), B(0, 1), F(1, 1), B(1, 1)]
+
+
+def test_greedy_is_a_schedule_like_any_other():
+    assert pipelab.schedules["greedy"] is Greedy
+    assert pipelab.replicate(Greedy(2, 3, memory_cap=2), 2).plan().microbatches == 6

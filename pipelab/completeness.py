@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import cache, partial
 
 from pipelab.faults import Fault, ranges
 from pipelab.moves import as_yielded
@@ -95,8 +97,10 @@ def missing(program: Program) -> tuple[list[Fault], set[int]]:
             lacking[stage, "backward"].append(microbatch)
         if not backward and not inputs:
             values.add(slots + slot)
+    name = cache(partial(as_yielded, program))  # one look at all placements for each rank, not for each fault
     faults = [
-        _missing_fault(program, stage, what, microbatches) for (stage, what), microbatches in sorted(lacking.items())
+        _missing_fault(program, stage, what, microbatches, name)
+        for (stage, what), microbatches in sorted(lacking.items())
     ]
     return both + faults + _left_out(program), values
 
@@ -141,14 +145,20 @@ def _twice_backward(program: Program, slot: int, inputs: bool) -> Fault:
     )
 
 
-def _missing_fault(program: Program, stage: int, what: str, microbatches: list[int]) -> Fault:
+def _missing_fault(
+    program: Program,
+    stage: int,
+    what: str,
+    microbatches: list[int],
+    name: Callable[[int | None], Callable[[int], str]],
+) -> Fault:
     ranks = sorted({program.placed[microbatch * program.numbering.stages + stage] for microbatch in microbatches})
     known = [rank for rank in ranks if rank >= 0]
     where = f" (rank{'s' if len(known) > 1 else ''} {ranges(known)})" if known else ""
     many = len(microbatches) > 1
     kind = ("forward", "backward", "input gradient (I)", "weight gradient (W)").index(what)
     code = kind * program.numbering.slots + microbatches[0] * program.numbering.stages + stage
-    action = as_yielded(program, known[0] if known else None)(code)
+    action = name(known[0] if known else None)(code)
     return Fault(
         "missing",
         known[0] if known else None,

@@ -17,7 +17,7 @@ from pipelab.engine.native import load
 from pipelab.engine.split_backward import input_gradients, weight_gradients
 
 ROWS = 256
-SIZES = ((1024, 15), (512, 31), (256, 101))
+SIZES = ((1024, 41), (512, 81), (256, 201))
 """Width and rounds."""
 
 
@@ -69,9 +69,14 @@ def _stage(width: int, rounds: int) -> dict[str, object]:
     return {
         "width": width,
         "ms": typical,
-        "over_b": (typical["I"] + typical["W"]) / typical["B"],
-        "native_over_b": (typical["native I"] + typical["native W"]) / typical["B"],
+        "over_b": _over(times["B"], times["I"], times["W"]),
+        "native_over_b": _over(times["B"], times["native I"], times["native W"]),
     }
+
+
+def _over(full: list[float], inputs: list[float], weights: list[float]) -> float:
+    """Return the median over the rounds of two halves over the whole: what disturbs one round disturbs one ratio."""
+    return median((one + other) / whole for whole, one, other in zip(full[1:], inputs[1:], weights[1:], strict=True))
 
 
 def _steps(width: int, rounds: int) -> dict[str, object]:

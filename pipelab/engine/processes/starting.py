@@ -24,7 +24,7 @@ from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.parts import parts_of
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.whole import ManyProcesses
-from pipelab.engine.replicas import Runners
+from pipelab.engine.replicas import Runners, require_replicable
 
 __all__ = ["start"]
 
@@ -45,6 +45,9 @@ def start(job: Job) -> Started:
     global _made  # noqa: PLW0603 - it counts for the process
     plan = job.plan
     parts = parts_of(plan)
+    for stage, ranks in plan.replicas.items():
+        if len(ranks) > 1:
+            require_replicable(stage, job.stages.modules[stage], ranks, job.replicated_buffers)
     rank, size = identify(plan.ranks)
     runs_on = device_of(job.devices, rank, size)
     facts = facts_of_this_process(str(runs_on.device)) | {

@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python benchmarks/run.py [simulation engine schedules split emulation drawing]`; all by default.
+"""Run the benchmarks: `python benchmarks/run.py [simulation engine schedules split emulation drawing faults]`, or all.
 
 `--quick` runs the parts that have a quick form, to see that they run; their figures mean nothing and are not kept.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 import drawing
 import emulation
 import engine
+import faults
 import schedules
 import simulation
 import split
@@ -24,8 +25,9 @@ PARTS = {
     "split": split,
     "emulation": emulation,
     "drawing": drawing,
+    "faults": faults,
 }
-QUICK = {"schedules": schedules}
+QUICK = {"schedules": schedules, "faults": faults}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 

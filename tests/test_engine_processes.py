@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -23,6 +24,7 @@ from torch import nn
 import pipelab
 from pipelab import (
     BatchError,
+    DeviceError,
     EngineError,
     GPipe,
     NotANumberError,
@@ -339,3 +341,28 @@ def test_the_plan_and_model_are_described_so_that_they_can_be_compared():
         "bias of stage 0: [3] float32",
         "weight of stage 1: [3] float32",
     ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend", "warning"),
+    [
+        (["", "", ""], "gloo", None),
+        (["GPU-1", "GPU-2", "GPU-3"], "nccl", None),
+        (["GPU-1", "GPU-2", "GPU-1"], "gloo", "the processes share GPUs"),
+        (["GPU-1", "", "GPU-2"], "gloo", "the processes run on GPUs and on processors"),
+    ],
+)
+def test_nccl_connects_processes_that_have_a_gpu_each_and_gloo_all_others(gpus, backend, warning):
+    from pipelab.engine.processes.connecting import backend_of
+
+    with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
+        assert backend_of([{"gpu": gpu} for gpu in gpus]) == backend
+
+
+def test_each_process_takes_its_own_device_of_those_that_were_asked_for():
+    from pipelab.engine.processes.connecting import device_of
+
+    assert device_of(["cpu", "cpu"], 1) == torch.device("cpu")
+    assert device_of(["cuda:7", "cpu"], 1) == torch.device("cpu")  # the other one may be on another machine
+    with pytest.raises(DeviceError, match="2 devices for 1 ranks"):
+        Pipeline(plain.mlp(4), PLAN, mse, engine="torch", devices=["cpu", "cpu"])

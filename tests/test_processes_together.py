@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 
 import processes
 import pytest
@@ -155,6 +158,10 @@ say(
 
 # [4] two replicas of two ranks: a mesh
 plan = pipelab.replicate(pipelab.OneFOneB(2, 4), 2).plan()
+try:
+    Pipeline([nn.BatchNorm1d(6), nn.Linear(6, 6)], plan, mse, engine="torch")
+except pipelab.EngineError as error:
+    refused = str(error)
 model = plain.mlp(4, seed=10 + rank)  # replicas begin alike all the same
 with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     began = pipe.state_dict()
@@ -169,15 +176,10 @@ with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     trace = pipe.step(x, y).trace
     state = pipe.state_dict()
     forward = pipe.forward(x)
-theirs = torch.optim.Adam(twin.parameters(), lr=0.01)
-expected = []
-for number in range(3):
-    theirs.zero_grad()
-    expected.append(float(plain.one_after_another(twin, mse, *plain.batch(ROWS, seed=number), 8)))
-    nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-    theirs.step()
-for _ in range(2):
-    plain.one_after_another(twin, mse, x, y, 8)
+with Pipeline(twin, plan, mse) as pipe:
+    expected = train(pipe, torch.optim.Adam(pipe.parameters(), lr=0.01), range(3))
+    pipe.step(x, y)
+    pipe.step(x, y)
 say(
     case="replicas",
     losses=losses,
@@ -189,6 +191,7 @@ say(
     ),
     largest_difference=proof.largest_difference,
     forward=torch.allclose(forward, twin(x), atol=1e-6),
+    refused=refused,
     reduces=[str(event.action) for event in trace.events if event.action.kind == "R"],
 )
 """
@@ -258,11 +261,26 @@ def test_dictionaries_of_tensors_travel_with_what_learns_and_what_does_not(said)
         assert fact["keys"] == ["0.linear.weight", "0.linear.bias"]
 
 
-def test_replicas_train_as_one_model_on_the_whole_batch(said):
+def test_replicas_train_as_one_model_on_the_whole_batch_as_in_the_threads_engine(said):
     for (fact,) in said("replicas"):
-        assert fact["losses"] == pytest.approx(fact["expected"], rel=1e-5)
+        assert fact["losses"] == pytest.approx(fact["expected"], rel=1e-6)
         assert fact["parameters"]
-        assert fact["gradients"] < 1e-5  # of two steps, added up
+        assert fact["gradients"] < 1e-6  # of two steps, added up
         assert fact["largest_difference"] < 1e-6
         assert fact["forward"]
+        assert fact["refused"].startswith("stage 0 is on ranks 0, 2, and its BatchNorm1d '' tracks running statistics")
         assert fact["reduces"] == ["0R", "1R", "0R", "1R"]
+
+
+def test_the_script_of_the_documentation_runs_as_it_says(tmp_path):
+    command = [sys.executable, "-m", "pipelab", "launch", str(processes.ROOT / "docs" / "train.py"), "--ranks", "4"]
+    env = {key: value for key, value in processes.environment().items() if key != "OMP_NUM_THREADS"}
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=120, check=False)
+    line, result = found.stdout.splitlines()
+    assert line.startswith("OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 /")
+    assert re.match(
+        r"loss 1\.\d+; gradients of 16 parameters equal to the same 8 micro-batches .*, bit for bit", result
+    )
+    assert (tmp_path / "1f1b.html").exists()
+    assert (tmp_path / "model.pt").exists()
+    assert found.stderr == ""

@@ -43,14 +43,15 @@ class Pipeline(ModuleHabits):
         schedule: a schedule or a plan.
         loss_fn: takes the model's output and the target of one micro-batch, and returns one number.
         devices: one device per rank; by default, what `pipelab.devices` finds. A device may stand several times.
-        engine: `"threads"`: one worker thread per rank, in this process.
+        engine: `"threads"`: one worker thread per rank, in this process; `"torch"`: one process per rank, under
+            torchrun, of which this is one.
         reduction: how the loss averages over rows. `"mean"`: each micro-batch weighs its share of the rows, so that
             uneven micro-batches are exact too; `"sum"`: each weighs 1; or a function from a micro-batch's target to its
             weight (the number of rows that are not ignored, say).
         timeout: seconds without any progress after which a step is stopped with an explanation; `None` waits for ever.
         watch_nan: whether to stop at the first NaN or infinity, naming who made it.
         intra_op_threads: how many processor threads each operation on a CPU rank may use; by default, the processor's
-            threads shared evenly among the ranks.
+            threads shared evenly among the ranks, and in several processes, what each of them has.
         replicated_buffers: what becomes of buffers that a stage on several ranks writes into, such as a BatchNorm's
             running statistics. `"refuse"` them; or keep the `"lowest"` rank's, which sees a part of the micro-batches.
 
@@ -72,7 +73,8 @@ class Pipeline(ModuleHabits):
         SplitError: if the model cannot be cut into the plan's stages.
         DeviceError: if the devices do not fit.
         LossError: if `loss_fn` is no function, or reduces otherwise than `reduction` says.
-        EngineError: if a stage cannot be on several ranks.
+        EngineError: if a stage cannot be on several ranks, or the engine cannot run the plan.
+        RankError: if another process does not come, or has another plan, model or torch.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Pipeline(ModuleHabits):
             BatchError: if the batch cannot be cut into the plan's micro-batches.
             StageError: if a stage or the loss raised, with rank, stage and action; the pipeline can be used again.
             StepTimeoutError: if nothing moved for `timeout` seconds.
+            RankError: if another process failed, or is gone.
             PipelineClosedError: if the pipeline was closed.
         """
         run, loss = self.run(x, y)

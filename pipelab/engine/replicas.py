@@ -24,7 +24,7 @@ from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import EngineError
 
-__all__ = ["Buffers", "Runners", "copied"]
+__all__ = ["Buffers", "Runners", "copied", "require_replicable"]
 
 Buffers = Literal["refuse", "lowest"]
 """What becomes of the buffers that replicated stages write into."""
@@ -59,7 +59,7 @@ class Runners:
         self._copies: dict[tuple[int, int], _Replica] = {}
         for stage, (lowest, *others) in replicas.items():
             if others:
-                _require_replicable(stage, modules[stage], replicas[stage], buffers)
+                require_replicable(stage, modules[stage], replicas[stage], buffers)
             self.of[stage, lowest] = Stage(stage, modules[stage], len(modules))
             for rank in others:
                 self._copies[stage, rank] = _Replica(stage, modules[stage], len(modules), rank)
@@ -201,7 +201,7 @@ _HOW = (
 )
 
 
-def _require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buffers: Buffers) -> None:
+def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buffers: Buffers) -> None:
     """Refuse a stage that has no parameters yet, or tracks running statistics.
 
     Raises:

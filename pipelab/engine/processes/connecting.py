@@ -17,7 +17,7 @@ from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.processes.joining import corner
 from pipelab.engine.processes.parts import Part
 
-__all__ = ["Connections", "Device", "connect", "device_of"]
+__all__ = ["Connections", "backend_of", "connect", "device_of", "gpu_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,41 +37,55 @@ class Connections:
     carrier: torch.device
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a process runs on, and the backend that connects such processes."""
-
-    device: torch.device
-    backend: str
-
-
-def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: int, size: int) -> Device:
-    """Return what a process runs on: the device that was asked for, a GPU of its own, or the CPU.
+def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: int) -> torch.device:
+    """Return what a process runs on: the device that was asked for, else a GPU, shared if need be, else the CPU.
 
     Raises:
-        DeviceError: if the devices that were asked for are not one per rank, or this one's is not there.
+        DeviceError: if what was asked for is not there.
     """
     if wanted is not None:
-        devices = rank_devices(wanted, size)
-        apart = len({each.device for each in devices}) == size and all(each.device.type == "cuda" for each in devices)
-        return Device(devices[rank].device, "nccl" if apart else "gloo")
+        return rank_devices(wanted[rank : rank + 1], 1)[0].device
     if not torch.cuda.is_available():
-        return Device(torch.device("cpu"), "gloo")
-    here = int(os.environ.get("LOCAL_RANK", rank))
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    gpus = torch.cuda.device_count()
-    if beside <= gpus:
-        return Device(torch.device("cuda", here), "nccl")
-    warnings.warn(
-        f"{beside} processes share {gpus} GPU{'s' if gpus > 1 else ''}: NCCL connects one process per GPU, so values "
-        "travel through the processor's memory",
-        stacklevel=2,
-    )
-    return Device(torch.device("cuda", here % gpus), "gloo")
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return which GPU a device is, whatever number it has in this process; nothing for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
+    """Return what connects processes: `"nccl"` if each has a GPU of its own, else `"gloo"`, with a warning for GPUs.
+
+    Args:
+        everyone: what every process told of itself.
+
+    Example:
+        >>> backend_of([{"gpu": "GPU-1"}, {"gpu": "GPU-2"}]), backend_of([{"gpu": ""}, {"gpu": ""}])
+        ('nccl', 'gloo')
+    """
+    gpus = [each["gpu"] for each in everyone]
+    if all(gpus) and len(set(gpus)) == len(gpus):
+        return "nccl"
+    if any(gpus):
+        how = "share GPUs" if all(gpus) else "run on GPUs and on processors"
+        warnings.warn(
+            f"the processes {how}, and NCCL connects processes that have a GPU each: values travel through the "
+            "processors' memory, by gloo",
+            stacklevel=2,
+        )
+    return "gloo"
 
 
 def connect(
-    store: Any, rank: int, size: int, runs_on: Device, parts: Sequence[Part], timeout: timedelta
+    store: Any,
+    rank: int,
+    size: int,
+    device: torch.device,
+    backend: str,
+    parts: Sequence[Part],
+    timeout: timedelta,
 ) -> Connections:
     """Connect this process to the others; all of them must call it.
 
@@ -79,16 +93,16 @@ def connect(
         store: what all processes share.
         rank: this process.
         size: how many there are.
-        runs_on: this process's device, and the backend.
+        device: what this process runs on.
+        backend: what connects the pipeline, as `backend_of` says.
         parts: the pipelines of the plan. Several make a mesh of replicas x pipeline.
         timeout: after which PyTorch gives up by itself.
     """
-    backend = runs_on.backend
     if not dist.is_initialized():
         both = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(both, store=corner(store, "world"), rank=rank, world_size=size)
     everyone = dist.new_group(backend="gloo", timeout=timeout)
-    carrier = runs_on.device if backend == "nccl" else torch.device("cpu")
+    carrier = device if backend == "nccl" else torch.device("cpu")
     if len(parts) > 1:
         ranks = [list(part.ranks) for part in parts]
         mesh = DeviceMesh(carrier.type, ranks, mesh_dim_names=("replica", "pipeline"))

@@ -108,8 +108,8 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
         store: where to tell it.
         rank: this process.
         size: how many there are.
-        facts: what this process has. `"plan"` and `"model"` are compared by a digest first; all but `"runs_on"`,
-            `"host"`, `"processes"` and `"pid"` must be the same everywhere.
+        facts: what this process has. `"plan"` and `"model"` are compared by a digest first; those in `_SAME`
+            must be the same everywhere.
         timeout: seconds to wait for the others.
 
     Raises:
@@ -205,12 +205,11 @@ def _difference(store: Store, key: str, others: list[int], everyone: list[dict[s
     return f"{ranks} {verb} another plan than rank 0"
 
 
-def facts_of_this_process(runs_on: str) -> dict[str, Any]:
+def facts_of_this_process() -> dict[str, Any]:
     """Return what the others should know of this process."""
     return {
         "pipelab": vars(sys.modules["pipelab"])["__version__"],  # an import would point up
         "torch": torch.__version__.partition("+")[0],
-        "runs_on": runs_on,
         "host": socket.gethostname(),
         "processes": _processes(),
         "pid": os.getpid(),

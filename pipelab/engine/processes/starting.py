@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from pipelab.engine.engines import Job, Started
-from pipelab.engine.hardware import RankDevice
+from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.lanes import lanes_for
-from pipelab.engine.processes.connecting import Connections, connect, device_of
+from pipelab.engine.processes.connecting import Connections, backend_of, connect, device_of, gpu_of
 from pipelab.engine.processes.engine import TorchEngine
 from pipelab.engine.processes.joining import (
     corner,
@@ -24,7 +24,7 @@ from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.parts import parts_of
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.whole import ManyProcesses
-from pipelab.engine.replicas import Runners
+from pipelab.engine.replicas import Runners, require_replicable
 
 __all__ = ["start"]
 
@@ -45,9 +45,16 @@ def start(job: Job) -> Started:
     global _made  # noqa: PLW0603 - it counts for the process
     plan = job.plan
     parts = parts_of(plan)
+    for stage, ranks in plan.replicas.items():
+        if len(ranks) > 1:
+            require_replicable(stage, job.stages.modules[stage], ranks, job.replicated_buffers)
     rank, size = identify(plan.ranks)
-    runs_on = device_of(job.devices, rank, size)
-    facts = facts_of_this_process(str(runs_on.device)) | {
+    if isinstance(job.devices, str) or (job.devices is not None and len(job.devices) != size):
+        rank_devices(job.devices, size)  # says so
+    device = device_of(job.devices, rank)
+    facts = facts_of_this_process() | {
+        "runs_on": str(device),
+        "gpu": gpu_of(device),
         "plan": describe_plan(plan),
         "model": describe_model(job.stages.modules),
         "reduction": job.reduction,
@@ -56,6 +63,7 @@ def start(job: Job) -> Started:
     _made += 1
     store = corner(base, str(_made))
     everyone = introduce(store, rank, size, facts, job.timeout)
+    backend = backend_of(everyone)
     threads = job.intra_op_threads or torch.get_num_threads()
     # A process that waits for one thing of a store waits with it for all others: so the watch has its own connection.
     own = corner(base.clone(), str(_made)) if hasattr(base, "clone") else store
@@ -63,10 +71,10 @@ def start(job: Job) -> Started:
     limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
     for stage in held:
-        job.stages.modules[stage].to(runs_on.device)  # parameters stay the same objects
+        job.stages.modules[stage].to(device)  # parameters stay the same objects
 
     def meet() -> Connections:
-        connections = connect(base, rank, size, runs_on, parts, limit)
+        connections = connect(base, rank, size, device, backend, parts, limit)
         if connections.replicas is not None:
             for stage in held:
                 _begin_alike(job.stages.modules[stage], connections)
@@ -78,11 +86,10 @@ def start(job: Job) -> Started:
     runners = Runners(job.stages.modules, firsts, on, job.replicated_buffers)
     stages = [runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
     labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
-    device = RankDevice(runs_on.device)
     part = next(part for part in parts if rank in part.ranks)
-    (lane,) = lanes_for([device])
+    (lane,) = lanes_for([RankDevice(device)])
     engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels)
-    home = ManyProcesses(plan, job.stages, engine, rank, runs_on.device)
+    home = ManyProcesses(plan, job.stages, engine, rank, device)
     return Started(engine, home, [RankDevice(each) for each in on], runners, threads)
 
 

@@ -1,0 +1,170 @@
+"""What processes tell each other when something goes wrong, and how one is looked after: without any other process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import processes
+import pytest
+import torch.distributed as dist
+
+from pipelab import BatchError, PipelineClosedError, RankError, StepTimeoutError
+from pipelab.engine.processes.notices import Notice, Notices
+from pipelab.engine.processes.watch import Doing, Watch
+
+HERE = {"host": "node-a", "processes": "pid:[1]"}
+
+
+def everyone(*pids):
+    return [{**HERE, "pid": pid} for pid in pids]
+
+
+def ended_process():
+    """Return the number of a process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+class Gone:
+    """A store whose process is gone."""
+
+    def __getattr__(self, name):
+        def lost(*_):
+            raise dist.DistNetworkError("Connection was likely closed")
+
+        return lost
+
+
+def test_the_first_to_fail_is_the_one_that_all_are_told_of():
+    store = dist.HashStore()
+    first, second = (Notices(store, rank, everyone(os.getpid(), os.getpid())) for rank in range(2))
+    assert first.news() is None
+    told: list[Notice] = []
+    telling = threading.Thread(target=lambda: told.append(second.tell(1, "rank 1 failed: a bug", alive=True)))
+    telling.start()
+    while (notice := first.news()) is None:
+        time.sleep(0.01)
+    first.hear(notice)
+    telling.join()
+    assert notice == Notice(1, "rank 1 failed: a bug", alive=True)
+    assert told == [notice]
+    assert first.tell(0, "rank 0 failed later", alive=True) == notice
+
+
+def test_a_process_that_ended_is_gone_and_one_that_closed_its_pipeline_too():
+    store = dist.HashStore()
+    own, dead = os.getpid(), ended_process()
+    assert Notices(store, 0, everyone(own, own, own)).gone() is None
+    rank, told = Notices(store, 0, everyone(own, own, dead)).gone()
+    assert (rank, told) == (2, f"rank 2 is gone: process {dead} on node-a was killed, or ended")
+    Notices(store, 1, everyone(own, own, own)).leave()
+    assert Notices(store, 0, everyone(own, own, own)).gone() == (1, "rank 1 is gone: it closed its pipeline")
+
+
+@pytest.mark.parametrize("elsewhere", [{"host": "node-b"}, {"processes": "pid:[2]"}])
+def test_nothing_is_said_of_processes_whose_numbers_mean_nothing_here(elsewhere):
+    there = {**HERE, "pid": ended_process(), **elsewhere}
+    assert Notices(dist.HashStore(), 0, [*everyone(os.getpid()), there]).gone() is None
+
+
+def test_where_the_store_is_gone_its_holder_is():
+    notices = Notices(Gone(), 1, everyone(os.getpid(), os.getpid()))
+    assert notices.news().rank == 0
+    assert "the process that holds this job's store is gone" in notices.news().told
+    assert notices.tell(1, "rank 1 failed", alive=True).told == "rank 1 failed"  # who fails knows it without a store
+    notices.hear(notices.news())
+    notices.leave()
+
+
+@pytest.fixture
+def watch():
+    watch = Watch(0, Notices(dist.HashStore(), 0, everyone(os.getpid())), timeout=0.3, threads=1)
+    yield watch
+    watch.close()
+
+
+def raising(error):
+    def work():
+        raise error
+
+    return work
+
+
+WORKS = Doing(lambda: "was at work")
+
+
+def test_what_is_looked_after_runs_in_a_thread_of_its_own_and_returns(watch):
+    name = watch.attend(lambda: threading.current_thread().name, WORKS)
+    assert name == "pipelab-rank-0"
+    assert watch.attend(lambda: 5, WORKS) == 5
+
+
+def test_an_error_that_all_processes_raise_alike_ends_nothing(watch):
+    with pytest.raises(BatchError, match="all alike"):
+        watch.attend(raising(BatchError("all alike")), WORKS)
+    assert watch.attend(lambda: 5, WORKS) == 5
+
+
+def test_any_other_error_ends_the_pipeline(watch):
+    with pytest.raises(ZeroDivisionError):
+        watch.attend(raising(ZeroDivisionError("by zero")), WORKS)
+    with pytest.raises(PipelineClosedError, match="rank 0 failed: ZeroDivisionError: by zero"):
+        watch.attend(lambda: 5, WORKS)
+
+
+def test_a_lost_connection_is_blamed_on_the_rank_that_was_waited_for(watch):
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:4711")
+    doing = Doing(lambda: "waits for rank 3", waits_for=lambda: 3)
+    expected = r"^rank 3 is gone: a connection to it was lost .*\n  rank 0 waits for rank 3$"
+    with pytest.raises(RankError, match=expected) as told:
+        watch.attend(raising(lost), doing)
+    assert told.value.rank == 3
+    assert told.value.__cause__ is lost
+
+
+def test_work_that_gets_on_may_take_longer_than_the_timeout(watch):
+    steps = []
+
+    def work():
+        for step in range(6):
+            time.sleep(0.1)
+            steps.append(step)
+        return "done"
+
+    assert watch.attend(work, Doing(lambda: "was at work", progress=lambda: len(steps))) == "done"
+    with pytest.raises(StepTimeoutError, match=r"^nothing moved on rank 0 for 0\.3\d* s: it was at work$"):
+        watch.attend(lambda: time.sleep(1), WORKS)
+
+
+TERMINATED = """
+import signal, sys, time
+from pipelab.engine.processes.signals import told_before_the_end
+
+if sys.argv[1] == "own":
+    signal.signal(signal.SIGTERM, lambda *_: (print("mine too", flush=True), sys.exit(7)))
+with told_before_the_end(lambda: "rank 0 waits for rank 1"):
+    print("ready", flush=True)
+    time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize(("handler", "code", "printed"), [("none", -signal.SIGTERM, ""), ("own", 7, "mine too\n")])
+def test_a_sigterm_is_obeyed_after_the_last_words(handler, code, printed):
+    process = subprocess.Popen(
+        [sys.executable, "-c", TERMINATED, handler],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=processes.environment(),
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert err == "pipelab: told to stop (SIGTERM): rank 0 waits for rank 1\n"
+    assert (process.returncode, out) == (code, printed)

@@ -52,10 +52,18 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
     lanes = Lanes(trace)
     gutter = _gutter([trace])
     ruler = Ruler.fit([lanes], _drawn(trace), width - gutter)
-    head = wrap(f"{wording.headline(trace)}: {wording.figures(trace)}", width)
+    head = _wrapped(f"{wording.headline(trace)}: {wording.figures(trace)}", width)
     lines = [*head, *_rows(lanes, ruler, gutter, colour)]
     lines += _axis(ruler, gutter, wording.unit(trace))
     return "\n".join(lines)
+
+
+def _wrapped(head: str, width: int) -> list[str]:
+    """Break a head after its commas, so that no figure is torn apart; between words only where a part is too long."""
+    glued = ", ".join(
+        part.replace(" ", "\N{NO-BREAK SPACE}") if len(part) < width else part for part in head.split(", ")
+    )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrap(glued, width)]
 
 
 def comparison(comparison: Comparison, width: int | None = None, colour: bool | None = None) -> str:

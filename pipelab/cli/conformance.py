@@ -92,7 +92,8 @@ def _notes(report: Report) -> list[str]:
     for line in report.lines:
         if line.refused:
             words = line.refusal.partition(": ")[2]
-            notes.append(f"{line.schedule}: pipelab accepts {_sizes(line.refused)} more, which PyTorch does not run: {words}")
+            more = f"pipelab accepts {_sizes(line.refused)} more"
+            notes.append(f"{line.schedule}: {more}, which PyTorch does not run: {words}")
         if line.not_ours:
             notes.append(f"{line.schedule}: PyTorch accepts {_sizes(line.not_ours)} more.")
     processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})

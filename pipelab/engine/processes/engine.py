@@ -126,21 +126,14 @@ class TorchEngine:
         around: Surroundings,
         clock: StepClock,
     ) -> ProcessRun:
-        """Do one step, in the worker thread."""
-        # [1] does everybody mean the same step?
-        shapes = self._shapes(inputs, around, learning=loss is not None)
-        about, sample = shapes, sample_of(inputs)
-        if loss is not None:
-            weights = " ".join(f"{weight:g}" for weight in loss.weights)
-            about += f"; y {describe_batch(loss.targets)}, weights {weights}"
-            sample += sample_of(loss.targets)
-        old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
-        if agree(self.group, call, about, sample, int(old))[0]:
-            self._clock = set_clocks(self.group)
-        own = [inputs[microbatch] for microbatch in self._part.microbatches]
-        counts = [len(tensors_of(each)[0]) for each in own]
+        """Do one step, in the worker thread, on the lane's stream: what is read of a device is there."""
         with ExitStack() as stack:
             self._lane.enter(stack)
+            # [1] does everybody mean the same step?
+            shapes = self._shapes(inputs, around, learning=loss is not None)
+            self._agree(call, shapes, inputs, loss)
+            own = [inputs[microbatch] for microbatch in self._part.microbatches]
+            counts = [len(tensors_of(each)[0]) for each in own]
             around.enter(stack)
             # [2] what will travel?
             if shapes not in self._forms:
@@ -150,24 +143,40 @@ class TorchEngine:
             row = [action for action in self._row if loss is not None or action.kind == "F"]
             ours = None if loss is None else loss.some(self._part.microbatches)
             passage = Passage(row, self._lane, clock, ours, counts, self._forms[shapes], watch_nan, around)
-            self._go(passage, own, stack)
-        # [4] times and losses to everybody
-        ran = share(self.group, self.plan, self._part, passage, loss, self._clock)
+            self._go(passage, own)
+            # [4] times and losses to everybody
+            ran = share(self.group, self.plan, self._part, passage, loss, self._clock)
         self._passage = None
         return ran
 
-    def _go(self, passage: Passage, inputs: list[Any], stack: ExitStack) -> None:
+    def _agree(self, call: str, about: str, inputs: list[Any], loss: Loss | None) -> None:
+        """Compare what this process is about to do with the others; set the clocks anew if it has been long.
+
+        Raises:
+            BatchError: if the processes differ.
+        """
+        sample = sample_of(inputs)
+        if loss is not None:
+            weights = " ".join(f"{weight:g}" for weight in loss.weights)
+            about += f"; y {describe_batch(loss.targets)}, weights {weights}"
+            sample += sample_of(loss.targets)
+        old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
+        if agree(self.group, call, about, sample, int(old))[0]:
+            self._clock = set_clocks(self.group)
+
+    def _go(self, passage: Passage, inputs: list[Any]) -> None:
         """Run this rank's order."""
         self._passage = passage
-        for stage in self._stages:
-            stage.begin(passage)
-        if passage.loss is None:
-            stack.enter_context(torch.no_grad())
-        else:
-            for reducer in self._reducers.values():
-                reducer.begin()
-                stack.callback(reducer.end)
-        self._runtime([(each,) for each in inputs])
+        with ExitStack() as stack:
+            for stage in self._stages:
+                stage.begin(passage)
+            if passage.loss is None:
+                stack.enter_context(torch.no_grad())
+            else:
+                for reducer in self._reducers.values():
+                    reducer.begin()
+                    stack.callback(reducer.end)
+            self._runtime([(each,) for each in inputs])
 
     def _receive(self, stage: int, microbatch: int, wait: Callable[[], None]) -> None:  # noqa: ARG002 - the row says it
         assert self._passage is not None

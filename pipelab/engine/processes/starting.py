@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 
@@ -72,13 +74,17 @@ def start(job: Job) -> Started:
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
     for stage in held:
         job.stages.modules[stage].to(device)  # parameters stay the same objects
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one
+        torch.cuda.current_stream(device).synchronize()
 
     def meet() -> Connections:
-        connections = connect(base, rank, size, device, backend, parts, limit)
-        if connections.replicas is not None:
-            for stage in held:
-                _begin_alike(job.stages.modules[stage], connections)
-        return connections
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            connections = connect(base, rank, size, device, backend, parts, limit)
+            if connections.replicas is not None:
+                for stage in held:
+                    _begin_alike(job.stages.modules[stage], connections)
+            return connections
 
     connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
     on = [torch.device(each["runs_on"]) for each in everyone]

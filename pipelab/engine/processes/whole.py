@@ -60,10 +60,12 @@ class ManyProcesses:
 
     def gather_state(self) -> None:
         """Bring every stage's parameters and buffers here from the process that holds it."""
+        self._settle()
         self._engine.attend(lambda: self._each("state_dict()", self._bring_state), "state_dict()")
 
     def gather_gradients(self) -> None:
         """Bring every stage's gradients here from the process that holds it."""
+        self._settle()
         self._engine.attend(lambda: self._each("verify(x, y)", self._bring_gradients), "verify(x, y)")
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -73,7 +75,8 @@ class ManyProcesses:
         counted = [parameter for stage in first for parameter in self._stages.modules[stage].parameters()]
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         own = nn.utils.get_total_norm(gradients, norm_type)
-        norms = self._engine.attend(lambda: self._norms(own, norm_type), "clip_grad_norm_()")
+        number = own.detach().double().cpu()
+        norms = self._engine.attend(lambda: self._norms(number, norm_type), "clip_grad_norm_()")
         total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type).to(own)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
@@ -82,7 +85,12 @@ class ManyProcesses:
         """Return every process's norm."""
         group = self._engine.group
         agree(group, "clip_grad_norm_()", f"norm_type {norm_type}")
-        return gathered(own.detach().double().cpu(), group)
+        return gathered(own, group)
+
+    def _settle(self) -> None:
+        """Wait for what the caller has launched on this process's device: another thread will read what it makes."""
+        for device in {device for device in self.devices if device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
 
     def _each(self, call: str, bring: Callable[[int, nn.Module], None]) -> None:
         """Do something about every stage, together with all processes."""

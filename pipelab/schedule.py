@@ -22,12 +22,12 @@ class Schedule(ABC):
     """In which order every rank runs its actions, for any number of ranks and micro-batches.
 
     Subclass it and write `actions`. The default placement puts stage `s` on rank `s % ranks`; override `place` for
-    another one.
+    another one. A schedule that needs several stages on every rank says so in its class.
 
     Args:
         ranks: how many workers the pipeline has.
         microbatches: how many slices the batch is cut into.
-        stages_per_rank: how many stages each rank holds.
+        stages_per_rank: how many stages each rank holds; by default, what the class says.
 
     Example:
         >>> import pipelab
@@ -41,6 +41,19 @@ class Schedule(ABC):
         >>> AllThenAll(ranks=2, microbatches=2).plan().rows
         ((0F0, 0F1, 0B0, 0B1), (1F0, 1F1, 1B0, 1B1))
 
+        Two stages on every rank, down the ranks and back up:
+
+        >>> class Valley(pipelab.Schedule):
+        ...     stages_per_rank = 2
+        ...     def place(self, microbatch, stage):
+        ...         return min(stage, self.stages - 1 - stage)
+        ...     def actions(self, rank):
+        ...         down, up = rank, self.stages - 1 - rank
+        ...         for m in range(self.microbatches):
+        ...             yield from (F(m, down), F(m, up), B(m, up), B(m, down))
+        >>> Valley(ranks=2, microbatches=1).plan().rows
+        ((0F0, 3F0, 3B0, 0B0), (1F0, 2F0, 2B0, 1B0))
+
     Raises:
         SizeError: if a number is not a positive whole number.
     """
@@ -48,10 +61,15 @@ class Schedule(ABC):
     source: ClassVar[str] = ""
     """Where the schedule comes from: paper and section."""
 
-    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
+    stages_per_rank: int = 1
+    """How many stages each rank holds, unless told otherwise."""
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
         """Keep the sizes."""
         require_size("ranks", ranks)
         require_size("microbatches", microbatches)
+        if stages_per_rank is None:
+            stages_per_rank = self.stages_per_rank
         require_size("stages_per_rank", stages_per_rank)
         self.ranks = ranks
         self.microbatches = microbatches

@@ -223,8 +223,15 @@ def test_a_refused_size_is_told_with_its_reason():
     assert (fault.rank, fault.position) == (None, None)
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.0, "2", None, True])
-@pytest.mark.parametrize("which", ["ranks", "microbatches", "stages_per_rank"])
+@pytest.mark.parametrize(
+    ("which", "size"),
+    [
+        (which, size)
+        for which in ("ranks", "microbatches", "stages_per_rank")
+        for size in (0, -1, 1.0, "2", None, True)
+        if (which, size) != ("stages_per_rank", None)  # what the class says
+    ],
+)
 def test_a_size_that_is_no_positive_whole_number_is_refused(which, size):
     sizes = {"ranks": 2, "microbatches": 2} | {which: size}
     with pytest.raises(SizeError, match=f"{which}={size!r}: expected a whole number, at least 1"):
@@ -271,3 +278,14 @@ def test_a_faulty_schedule_can_be_drafted_and_looked_at():
             return [F(0), "B0"]
 
     assert NoBackward(1, 1).draft().rows == ((F(0, 0), "B0"),)
+
+
+def test_a_class_says_how_many_stages_its_ranks_hold_and_a_caller_may_say_otherwise():
+    class Looping(pipelab.Interleaved1F1B):
+        stages_per_rank = 3
+
+        def __init__(self, ranks, microbatches, stages_per_rank=None):
+            pipelab.Schedule.__init__(self, ranks, microbatches, stages_per_rank)
+
+    assert Looping(2, 4).plan().stages == 6
+    assert Looping(2, 4, stages_per_rank=2).plan().stages == 4

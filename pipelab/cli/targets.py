@@ -52,7 +52,10 @@ def find(
     if file is not None:
         path, name = file
         return _make(_schedule_in(_load(_existing(path)), name, path), *sizes)
-    raise _unknown(target, "\n  or a file of your own: my_file.py:MySchedule, plan.csv")
+    raise LoadError(
+        f"{target!r} is no schedule{_guess(target)}\n  registered: {', '.join(schedules)}\n"
+        "  or a file of your own: my_file.py:MySchedule, plan.csv"
+    )
 
 
 def registered(name: str) -> str:
@@ -63,11 +66,9 @@ def registered(name: str) -> str:
     """
     if name in schedules:
         return name
-    raise _unknown(name)
-
-
-def _unknown(target: str, alternative: str = "") -> LoadError:
-    return LoadError(f"{target!r} is no schedule{_guess(target)}\n  registered: {', '.join(schedules)}{alternative}")
+    close = get_close_matches(name.lower(), schedules, n=1)
+    guess = f"; did you mean {close[0]}?" if close else ": only those that come with pipelab are taken here"
+    raise LoadError(f"{name!r} is no registered schedule{guess}\n  registered: {', '.join(schedules)}")
 
 
 def _read(path: str, given: dict[str, Any]) -> Plan | Trace:

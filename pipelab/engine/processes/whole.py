@@ -43,7 +43,7 @@ class ManyProcesses:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have all stages here for a while, as they are now, on this process's device."""
-        self.gather_state()
+        self._gather_state("verify(x, y)")
         homes = {
             stage: next((tensor.device for tensor in _state(module)), None)
             for stage, module in enumerate(self._stages.modules)
@@ -60,8 +60,11 @@ class ManyProcesses:
 
     def gather_state(self) -> None:
         """Bring every stage's parameters and buffers here from the process that holds it."""
+        self._gather_state("state_dict()")
+
+    def _gather_state(self, call: str) -> None:
         self._settle()
-        self._engine.attend(lambda: self._each("state_dict()", self._bring_state), "state_dict()")
+        self._engine.attend(lambda: self._each(call, self._bring_state), call)
 
     def gather_gradients(self) -> None:
         """Bring every stage's gradients here from the process that holds it."""

@@ -15,7 +15,7 @@ from pipelab.engine.recording import NATIVE
 
 BATCH = 256
 MICROBATCHES = (4, 8)
-SIZES = ((1024, 9, 2), (64, 20, 10))
+SIZES = ((1024, 5, 2), (64, 8, 10))
 """Width, rounds, and steps in each round."""
 
 HEADINGS = {"threads": "pipelab, threads", "torch": "pipelab, torch", "native": "PyTorch"}

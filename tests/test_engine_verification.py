@@ -87,6 +87,34 @@ def test_nothing_is_left_behind():
     assert all(module.training for module in model.modules())
 
 
+class Weighs(nn.Module):
+    """A loss that learns, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.calls += 1
+        return mse(output * self.weight, target)
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_nothing_is_left_behind_in_a_loss_that_learns(stepped):
+    loss = Weighs()
+    x, y = plain.batch(8)
+    with Pipeline(plain.mlp(4), OneFOneB(2, 2), loss) as pipe:
+        if stepped:
+            pipe.step(x, y)
+        gradient, calls = loss.weight.grad, loss.calls.clone()
+        before = None if gradient is None else gradient.clone()
+        pipe.verify(x, y)
+    assert loss.weight.grad is gradient
+    assert before is None or torch.equal(gradient, before)
+    assert torch.equal(loss.calls, calls)
+
+
 class Remembers(nn.Module):
     """A planted bug: the backward uses what the *latest* forward kept, not its own."""
 

@@ -184,8 +184,8 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: f
 @contextmanager
 def _restored(pipe: Pipeline) -> Iterator[Any]:
     """Keep gradients, buffers and random state; yield what puts back all but the gradients, which it clears."""
-    modules = pipe.stages.modules
-    gradients = [(parameter, parameter.grad) for _, parameter in _named(pipe)]
+    modules = [*pipe.stages.modules, *([pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else [])]
+    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     buffers = [
         (part, name, buffer, buffer.clone())
         for module in modules

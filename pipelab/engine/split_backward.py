@@ -34,10 +34,11 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from pipelab.engine.autograd import End, captured_gradients, run_backward
 
-__all__ = ["Branch", "input_gradients", "leaves_of", "weight_gradients"]
+__all__ = ["Branch", "holds_checkpoint", "input_gradients", "leaves_of", "weight_gradients"]
 
 
 @dataclass(slots=True)
@@ -105,6 +106,14 @@ def weight_gradients(branches: list[Branch]) -> None:
 def leaves_of(outputs: Sequence[torch.Tensor]) -> set[int]:
     """Return the identities of all leaves that the history of these tensors ends at."""
     return set(_Graph(outputs).leaves)
+
+
+def holds_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a part of the history of these tensors is under one of PyTorch's activation checkpoints."""
+    graph = _Graph(outputs)
+    return graph.runs_as_a_whole or any(
+        getattr(hook, "__module__", "") == checkpoint.__module__ for node in graph.above for hook in _unpack_hooks(node)
+    )
 
 
 class _Graph:

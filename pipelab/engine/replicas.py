@@ -169,7 +169,7 @@ def _refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> N
         EngineError: with the name of the parameter.
     """
     for name, parameter in module.named_parameters():
-        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]  # noqa: SLF001 - as in `_parameter`
+        if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - as in `_parameter`
             raise EngineError(
                 f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {name} has a post-accumulate-grad "
                 "hook, which would see the gradients of the lowest rank only, before all ranks' are added up\n"

@@ -315,6 +315,27 @@ def test_replicas_follow_whatever_becomes_of_the_model_between_steps(change):
         )
 
 
+def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_before_anything_runs():
+    model = plain.mlp(4)
+    x, y = plain.batch(8)
+    with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:
+        hook = model[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(EngineError, match=r"stage 1 is on ranks 1, 3, and its 0\.bias has a post-accumulate-grad"):
+            pipe.step(x, y)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        hook.remove()
+        pipe.step(x, y)  # the pipeline goes on
+
+
+def test_a_stage_on_one_rank_keeps_every_hook():
+    model = plain.mlp(4)
+    seen = []
+    model[2].bias.register_post_accumulate_grad_hook(seen.append)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.step(*plain.batch(8))
+    assert len(seen) == 2
+
+
 def test_replicas_follow_the_training_mode():
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
     x = plain.batch(8)[0]

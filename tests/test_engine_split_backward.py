@@ -431,6 +431,17 @@ def test_a_checkpoint_runs_its_forward_again_once():
     assert model[1].forwards == 2 * 4
 
 
+def test_a_checkpointed_fork_without_one_of_its_weights_runs_its_forward_again_once():
+    class Normed(Checkpointed):
+        def __init__(self):
+            super().__init__()
+            self.inner.append(nn.LayerNorm(WIDTH, bias=False))
+
+    model = layers(Normed())
+    stepped(model, split_plan(3, 4), *plain.batch(8))
+    assert model[1].forwards == 2 * 4
+
+
 def test_on_stage_0_i_does_nothing_and_w_is_the_whole_backward():
     stage = Stage(0, plain.mlp(4), 2)
     kept = {}

@@ -26,7 +26,8 @@ class ZBH2(Schedule):
     The gain is that rank 0 is then done `(P - 1) * I` before the last rank, and can begin its next step at once if the
     optimizer lets it: the paper puts off the check that all ranks would have to wait for. So look at each rank's own
     span, `Trace.spans`: on rank `r` it is `M * (F + I + W) + (P - 1 - r) * max(0, I - F, F + I - 2 * W)`, where ZB-H1's
-    rank 0 takes its whole makespan. With fewer than `2 * P - 1` micro-batches, ZB-H1 is the better one.
+    rank 0 takes its whole makespan. With fewer than `2 * P - 1` micro-batches and `F = I = W`, ZB-H1's makespan is
+    never longer; where `I` is longer than `F` or than `W`, it can be.
 
     Every rank holds `min(M, 2 * P - 1)` activations.
 

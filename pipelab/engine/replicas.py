@@ -57,6 +57,7 @@ class Runners:
         self._buffers = buffers
         self.of: dict[tuple[int, int], Stage] = {}
         self._copies: dict[tuple[int, int], _Replica] = {}
+        self._replicated = {stage: ranks for stage, ranks in replicas.items() if len(ranks) > 1}
         for stage, (lowest, *others) in replicas.items():
             if others:
                 require_replicable(stage, modules[stage], replicas[stage], buffers)
@@ -70,8 +71,10 @@ class Runners:
         """Run these modules, one for each stage, for a while: on all ranks but a stage's lowest, copies of them.
 
         Raises:
-            EngineError: if a copy was written into, and that was not asked for.
+            EngineError: if a copy was written into, and that was not asked for, or would lose a hook.
         """
+        for stage, ranks in self._replicated.items():
+            _refuse_lost_hooks(stage, modules[stage], ranks)
         for (stage, rank), runner in self.of.items():
             runner.module = modules[stage]
             if (stage, rank) in self._copies:
@@ -157,6 +160,21 @@ def _parameter(own: nn.Parameter, device: torch.device) -> nn.Parameter:
     for hook in (own._backward_hooks or {}).values():  # noqa: SLF001 - there is no public way to ask for hooks
         parameter.register_hook(hook)
     return parameter
+
+
+def _refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
+    """Refuse hooks that wait for a whole gradient, or use the parameter: a rank's copy has a part of the gradient.
+
+    Raises:
+        EngineError: with the name of the parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - as in `_parameter`
+            raise EngineError(
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {name} has a post-accumulate-grad "
+                "hook, which would see the gradients of the lowest rank only, before all ranks' are added up\n"
+                "  try: parameter.register_hook, which runs on every rank; or run the stage on one rank"
+            )
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:

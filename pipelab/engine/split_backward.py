@@ -26,7 +26,7 @@ Some weights get their gradient in `I` all the same, and `W` only adds it to `.g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,10 +34,11 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from pipelab.engine.autograd import End, captured_gradients, run_backward
 
-__all__ = ["Branch", "input_gradients", "leaves_of", "weight_gradients"]
+__all__ = ["Branch", "holds_checkpoint", "input_gradients", "leaves_of", "weight_gradients"]
 
 
 @dataclass(slots=True)
@@ -105,6 +106,14 @@ def weight_gradients(branches: list[Branch]) -> None:
 def leaves_of(outputs: Sequence[torch.Tensor]) -> set[int]:
     """Return the identities of all leaves that the history of these tensors ends at."""
     return set(_Graph(outputs).leaves)
+
+
+def holds_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a part of the history of these tensors is under one of PyTorch's activation checkpoints."""
+    graph = _Graph(outputs)
+    return graph.runs_as_a_whole or any(
+        getattr(hook, "__module__", "") == checkpoint.__module__ for node in graph.above for hook in _unpack_hooks(node)
+    )
 
 
 class _Graph:
@@ -207,16 +216,21 @@ def _tensor_of(leaf: Any) -> torch.Tensor:
 
 
 @cache
-def _first_saved(kind: type) -> str | None:
-    """Return a name under which a kind of node shows a tensor that it saved, if it saves any."""
-    return next((name for name in dir(kind) if name.startswith("_raw_saved_")), None)
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    """Return the names under which a kind of node shows the tensors that it saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _unpack_hooks(node: Any) -> Iterator[Any]:
+    """Yield the hooks by which a node unpacks what it saved: one that saved nothing, or no tensor, has none there."""
+    for name in _names_of_saved(type(node)):  # type: ignore[arg-type]  # a class is hashable
+        saved = getattr(node, name)
+        for each in saved if isinstance(saved, (list, tuple)) else (saved,):
+            hook = getattr(each, "unpack_hook", None)
+            if hook is not None:
+                yield hook
 
 
 def _makes_all_at_once(node: Any) -> bool:
     """Tell whether a fork had better run only once: a custom function, or one that unpacks by a hook what it saved."""
-    if isinstance(node, BackwardCFunction):
-        return True
-    name = _first_saved(type(node))  # type: ignore[arg-type]  # a class is hashable
-    saved = None if name is None else getattr(node, name)
-    # Such hooks are on all that a node saved, or on nothing of it.
-    return getattr(saved[0] if isinstance(saved, (list, tuple)) and saved else saved, "unpack_hook", None) is not None
+    return isinstance(node, BackwardCFunction) or any(True for _ in _unpack_hooks(node))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.batches import row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage import Loss
@@ -45,6 +44,8 @@ class Verification:
         whole_batch_difference: likewise, against the whole batch at once through the model; `None` where the model
             cannot be run so (stages given as a list, or on several devices).
         unproven: what cannot be proved, such as dropout.
+        compared: whether the gradients could be compared with the micro-batches' at all: where they differ, and random
+            numbers drawn in another order may be why, nothing is proved.
     """
 
     parameters: int
@@ -53,9 +54,17 @@ class Verification:
     largest_difference: float
     whole_batch_difference: float | None = None
     unproven: tuple[str, ...] = ()
+    compared: bool = True
 
     def __str__(self) -> str:
         """Return the proof as a sentence."""
+        not_proved = [f"not proved: {reason}" for reason in self.unproven]
+        if not self.compared:
+            could_not = (
+                f"gradients of {self.parameters} parameters could not be compared: they differ by up to "
+                f"{self.largest_difference:.1e} (2-norm, relative), and random numbers are drawn in another order"
+            )
+            return "\n".join([could_not, *not_proved])
         how = (
             "bit for bit"
             if self.exact
@@ -65,7 +74,7 @@ class Verification:
         lines = [
             f"gradients of {self.parameters} parameters equal to the same {self.microbatches} micro-batches "
             f"one after another, {how}" + ("" if whole is None else f"; to the whole batch within {whole:.1e}"),
-            *(f"not proved: {reason}" for reason in self.unproven),
+            *not_proved,
         ]
         return "\n".join(lines)
 
@@ -76,24 +85,24 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
     Raises:
         VerificationError: naming the parameter and the micro-batch that differ first.
     """
-    unproven = _unproven(pipe.stages.model)
     with pipe.home.whole(), _restored(pipe) as rewind, _as_in_the_workers(pipe):
         pipe.run(x, y)
         pipe.home.gather_gradients()
         ours = {name: _gradient(parameter) for name, parameter in _named(pipe)}
         rewind()
+        before = _random_states()
         reference = _plain(pipe, x, y)
+        draws = not all(map(torch.equal, before, _random_states()))
         rewind()
         exact = all(torch.equal(gradient, reference[name]) for name, gradient in ours.items())
         differences = _differences(ours, reference)
         wrong = [name for name, gradient in ours.items() if not differences[name] <= _tolerance(gradient)]
         worst = max(differences.values(), default=0.0)
-        if wrong and not unproven:
+        if wrong and not draws:
             raise VerificationError(_explanation(pipe, x, y, wrong, differences[wrong[0]], rewind))
-        if wrong:
-            unproven = (*unproven, f"equal gradients: they differ by {worst:.1e}, which the above can explain")
+        unproven = _unproven(pipe.stages.model, draws)
         whole = None if unproven else _whole_batch_difference(pipe, x, y, reference)
-    return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven)
+    return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven, compared=not wrong)
 
 
 def _whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str, torch.Tensor]) -> float | None:
@@ -175,8 +184,8 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: f
 @contextmanager
 def _restored(pipe: Pipeline) -> Iterator[Any]:
     """Keep gradients, buffers and random state; yield what puts back all but the gradients, which it clears."""
-    modules = pipe.stages.modules
-    gradients = [(parameter, parameter.grad) for _, parameter in _named(pipe)]
+    modules = [*pipe.stages.modules, *([pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else [])]
+    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     buffers = [
         (part, name, buffer, buffer.clone())
         for module in modules
@@ -206,13 +215,17 @@ def _restored(pipe: Pipeline) -> Iterator[Any]:
             parameter.grad = gradient
 
 
-def _unproven(model: nn.Module) -> tuple[str, ...]:
-    """Return why equality cannot be expected of this model."""
+def _random_states() -> list[torch.Tensor]:
+    """Return the state of every generator that an operation draws from unless it is told of another."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+
+
+def _unproven(model: nn.Module, draws: bool) -> tuple[str, ...]:
+    """Return what the comparisons do not show, of a model that draws random numbers or does not."""
     reasons: list[str] = []
-    layers = [layer for layer in model.modules() if layer.training]
-    if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers):
+    if draws:
         reasons.append("dropout draws from one random stream, in another order than the plain model: set model.eval()")
-    if any(isinstance(layer, _BatchNorm) for layer in layers):
+    if any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules()):
         reasons.append("BatchNorm sees each micro-batch by itself: equal to micro-batches, not to the whole batch")
     return tuple(reasons)
 

@@ -170,6 +170,7 @@ class TorchEngine:
         with ExitStack() as stack:
             for stage in self._stages:
                 stage.begin(passage)
+                stack.callback(stage.end)
             if passage.loss is None:
                 stack.enter_context(torch.no_grad())
             else:
@@ -186,6 +187,11 @@ class TorchEngine:
         """Return what the forms of the values that travel depend on."""
         modes = " ".join(_mode(runner.module) for runner in self._runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
+        if learning:
+            frozen = [_frozen(stage, runner.module) for stage, runner in enumerate(self._runners)]
+            words += [f"frozen {', '.join(filter(None, frozen)) or 'nothing'}"]
+            wants = [any(tensor.requires_grad for tensor in tensors_of(each)) for each in inputs]
+            words += ["x wants a gradient"] if any(wants) else []
         words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
         return "; ".join(words)
 
@@ -203,3 +209,12 @@ def _mode(module: nn.Module) -> str:
     layers = [part.training for part in module.modules() if next(part.children(), None) is None]
     train = sum(layers)
     return "train" if train == len(layers) else f"{train} of {len(layers)} train" if train else "eval"
+
+
+def _frozen(stage: int, module: nn.Module) -> str:
+    """Return which of a stage's parameters do not learn: `"stage 0"` if none does, else their names."""
+    named = list(module.named_parameters())
+    names = [name for name, parameter in named if not parameter.requires_grad]
+    if not names:
+        return ""
+    return f"stage {stage}" if len(names) == len(named) else f"{' '.join(names)} of stage {stage}"

@@ -437,3 +437,33 @@ def test_a_stage_keeps_nothing_of_a_step_for_another_stage_of_its_rank():
             assert not hasattr(stage, "passage")
             assert [stage.given, stage.made, stage.gradients, stage.back] == [{}, {}, {}, {}]
         pipe.step(*plain.batch(4))
+
+
+class Weighted(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, output, target):
+        return mse(output * self.weight, target)
+
+
+def test_a_loss_that_learns_is_refused_where_several_ranks_would_train_it():
+    plan = pipelab.replicate(OneFOneB(1, 2), 2)
+    loss = Weighted()
+    with pytest.raises(EngineError, match="the loss has a parameter 'weight', and the last stage is on ranks 0, 1: "):
+        Pipeline(plain.mlp(2), plan, loss, engine="torch")
+    loss.requires_grad_(False)  # now only the number of processes is wrong
+    with pytest.raises(EngineError, match="the plan has 2 ranks"):
+        Pipeline(plain.mlp(2), plan, loss, engine="torch")
+
+
+def test_a_loss_that_learns_may_do_so_on_one_rank():
+    loss, twin = Weighted(), Weighted()
+    x, y = plain.batch(4)
+    for engine, loss_fn in (("torch", loss), ("threads", twin)):
+        with Pipeline(plain.mlp(4), PLAN, loss_fn, engine=engine) as pipe:
+            pipe.step(x, y)
+    assert torch.equal(loss.weight.grad, twin.weight.grad)

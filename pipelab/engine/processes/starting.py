@@ -99,7 +99,7 @@ def start(job: Job) -> Started:
     labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
     part = next(part for part in parts if rank in part.ranks)
     (lane,) = lanes_for([RankDevice(device)])
-    engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels)
+    engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels, job.replicated_buffers)
     home = ManyProcesses(plan, job.stages, engine, rank, device)
     return Started(engine, home, [RankDevice(each) for each in on], runners, threads)
 

@@ -366,3 +366,104 @@ def test_each_process_takes_its_own_device_of_those_that_were_asked_for():
     assert device_of(["cuda:7", "cpu"], 1) == torch.device("cpu")  # the other one may be on another machine
     with pytest.raises(DeviceError, match="2 devices for 1 ranks"):
         Pipeline(plain.mlp(4), PLAN, mse, engine="torch", devices=["cpu", "cpu"])
+
+
+# --- what learns may change between steps
+
+
+def test_a_stage_that_is_unfrozen_after_the_first_step_learns_from_then_on():
+    found = []
+    x, y = plain.batch(6)
+    for engine in ("torch", "threads"):
+        model = plain.mlp(4)
+        first = model[:2]
+        first.requires_grad_(False)
+        with Pipeline(model, PLAN, mse, engine=engine) as pipe:
+            pipe.step(x, y)
+            assert all(parameter.grad is None for parameter in first.parameters())
+            first.requires_grad_(True)
+            model.zero_grad()
+            pipe.step(x, y)
+        found.append(plain.taken(model))
+    assert plain.equal(*found)
+
+
+def test_a_process_that_froze_other_parameters_would_be_told():
+    from pipelab.engine.surroundings import PLAIN
+
+    model = plain.mlp(4)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        x, _ = plain.batch(4)
+
+        def shapes(learning=True):
+            return pipe._engine._shapes([x], PLAIN, learning=learning)
+
+        before, evaluating = shapes(), shapes(learning=False)
+        assert before.endswith("; frozen nothing")
+        model[0].bias.requires_grad_(False)
+        assert shapes().endswith("; frozen 0.bias of stage 0")
+        assert shapes(learning=False) == evaluating  # nothing comes back
+        model[0].weight.requires_grad_(False)
+        assert shapes().endswith("; frozen stage 0")
+        x.requires_grad_(True)
+        assert shapes().endswith("; frozen stage 0; x wants a gradient")
+
+
+def test_an_output_whose_gradient_comes_back_for_some_micro_batches_only_is_refused():
+    class Sometimes(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            made = super().forward(x)
+            return made.detach() if self.calls == 3 else made  # the first call learns the shapes
+
+    with (
+        Pipeline([Sometimes(6, 6), nn.Linear(6, 6)], PLAN, mse, engine="torch") as pipe,
+        pytest.raises(StageError, match=r"0F1 on rank 0 gives tensors with a history \[False\], .* gave \[True\]"),
+    ):
+        pipe.step(*plain.batch(4))
+
+
+def test_a_stage_keeps_nothing_of_a_step_for_another_stage_of_its_rank():
+    model = plain.mlp(4)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        stages = pipe._engine._stages
+        during = []
+        model[2].register_forward_hook(lambda *_: during.append(len(stages[0].made)))
+        pipe.step(*plain.batch(4))
+        assert during == [0] * len(during)
+        for stage in stages:
+            assert not hasattr(stage, "passage")
+            assert [stage.given, stage.made, stage.gradients, stage.back] == [{}, {}, {}, {}]
+        pipe.step(*plain.batch(4))
+
+
+class Weighted(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, output, target):
+        return mse(output * self.weight, target)
+
+
+def test_a_loss_that_learns_is_refused_where_several_ranks_would_train_it():
+    plan = pipelab.replicate(OneFOneB(1, 2), 2)
+    loss = Weighted()
+    with pytest.raises(EngineError, match="the loss has a parameter 'weight', and the last stage is on ranks 0, 1: "):
+        Pipeline(plain.mlp(2), plan, loss, engine="torch")
+    loss.requires_grad_(False)  # now only the number of processes is wrong
+    with pytest.raises(EngineError, match="the plan has 2 ranks"):
+        Pipeline(plain.mlp(2), plan, loss, engine="torch")
+
+
+def test_a_loss_that_learns_may_do_so_on_one_rank():
+    loss, twin = Weighted(), Weighted()
+    x, y = plain.batch(4)
+    for engine, loss_fn in (("torch", loss), ("threads", twin)):
+        with Pipeline(plain.mlp(4), PLAN, loss_fn, engine=engine) as pipe:
+            pipe.step(x, y)
+    assert torch.equal(loss.weight.grad, twin.weight.grad)

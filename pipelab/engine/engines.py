@@ -35,6 +35,7 @@ class Job:
         timeout: seconds without any progress after which a step is stopped; `None` waits for ever.
         intra_op_threads: how many processor threads each operation on a CPU rank may use; `None` for a fair share.
         replicated_buffers: what becomes of the buffers that replicated stages write into.
+        loss_fn: takes the model's output and the target of one micro-batch; a module's parameters learn with it.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Job:
     timeout: float | None
     intra_op_threads: int | None
     replicated_buffers: Buffers = "refuse"
+    loss_fn: object = None
 
 
 class Engine(Protocol):

@@ -111,7 +111,7 @@ class Pipeline(ModuleHabits):
         self.stages = split(model, into=self.plan.stages)
         self._guard = OptimizerGuard(list(self.stages.model.parameters()))
         named = reduction if isinstance(reduction, str) else "a function"
-        job = Job(self.plan, self.stages, devices, named, timeout, intra_op_threads, replicated_buffers)
+        job = Job(self.plan, self.stages, devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn)
         started = ENGINES[engine](job)
         self._guard.watch_if_moved()
         self._engine, self.home = started.engine, started.home

@@ -24,7 +24,7 @@ from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import EngineError
 
-__all__ = ["Buffers", "Runners", "copied", "require_replicable"]
+__all__ = ["Buffers", "Runners", "copied", "refuse_written", "require_replicable", "versions"]
 
 Buffers = Literal["refuse", "lowest"]
 """What becomes of the buffers that replicated stages write into."""
@@ -79,12 +79,12 @@ class Runners:
             runner.module = modules[stage]
             if (stage, rank) in self._copies:
                 runner.module = copied(modules[stage], self._devices[rank])
-        before = {key: _versions(replica.module) for key, replica in self._copies.items()}
+        before = {key: versions(replica.module) for key, replica in self._copies.items()}
         try:
             yield
             if self._buffers == "refuse":
                 for (stage, rank), replica in self._copies.items():
-                    _refuse_written(stage, rank, before[stage, rank], _versions(replica.module))
+                    refuse_written(stage, rank, before[stage, rank], versions(replica.module))
         finally:
             for (stage, _), runner in self.of.items():
                 runner.module = self._own[stage]
@@ -196,14 +196,19 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
     return copies[id(value)]
 
 
-def _versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+def versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
     """Return each buffer, and how often it was written into."""
     return {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}  # noqa: SLF001
 
 
-def _refuse_written(
+def refuse_written(
     stage: int, rank: int, before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[torch.Tensor, int]]
 ) -> None:
+    """Refuse buffers that were written into between two looks at their `versions`.
+
+    Raises:
+        EngineError: with the name of the first.
+    """
     for name, (buffer, version) in after.items():
         was, once = before.get(name, (None, 0))
         if was is not buffer or once != version:

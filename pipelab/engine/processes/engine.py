@@ -14,6 +14,7 @@ from torch import nn
 from pipelab.engine.device_clock import StepClock
 from pipelab.engine.lanes import Lane, begin, finish
 from pipelab.engine.processes.agreement import agree, describe_batch, sample_of
+from pipelab.engine.processes.buffers import ReplicatedBuffers
 from pipelab.engine.processes.clocks import Clock, set_clocks
 from pipelab.engine.processes.connecting import Connections
 from pipelab.engine.processes.forms import Form
@@ -26,6 +27,7 @@ from pipelab.engine.processes.reducing import Reducer
 from pipelab.engine.processes.stages import ProcessStage
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.wording import awaited_rank, doing
+from pipelab.engine.replicas import Buffers
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.trees import tensors_of
@@ -49,6 +51,7 @@ class TorchEngine:
         connections: to the other processes.
         watch: looks after this process.
         labels: what each rank runs on and in.
+        replicated_buffers: what becomes of the buffers that replicated stages write into.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class TorchEngine:
         connections: Connections,
         watch: Watch,
         labels: list[str],
+        replicated_buffers: Buffers,
     ) -> None:
         """Lower the pipeline onto PyTorch's runtime."""
         self.plan = plan
@@ -78,6 +82,18 @@ class TorchEngine:
             for stage in held
             if connections.replicas is not None
         }
+        self._buffers = (
+            ReplicatedBuffers(
+                rank,
+                {stage: runners[stage] for stage in held},
+                plan.replicas,
+                connections.replicas,
+                connections.carrier,
+                replicated_buffers,
+            )
+            if connections.replicas is not None
+            else None
+        )
         self._stages = [
             ProcessStage(runners[stage], part, rank, connections, self._reducers.get(stage)) for stage in held
         ]
@@ -170,13 +186,18 @@ class TorchEngine:
         with ExitStack() as stack:
             for stage in self._stages:
                 stage.begin(passage)
+                stack.callback(stage.end)
             if passage.loss is None:
                 stack.enter_context(torch.no_grad())
             else:
                 for reducer in self._reducers.values():
                     reducer.begin()
                     stack.callback(reducer.end)
+            if self._buffers is not None:
+                self._buffers.begin()
             self._runtime([(each,) for each in inputs])
+            if self._buffers is not None:
+                self._buffers.end()
 
     def _receive(self, stage: int, microbatch: int, wait: Callable[[], None]) -> None:  # noqa: ARG002 - the row says it
         assert self._passage is not None
@@ -186,6 +207,11 @@ class TorchEngine:
         """Return what the forms of the values that travel depend on."""
         modes = " ".join(_mode(runner.module) for runner in self._runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
+        if learning:
+            frozen = [_frozen(stage, runner.module) for stage, runner in enumerate(self._runners)]
+            words += [f"frozen {', '.join(filter(None, frozen)) or 'nothing'}"]
+            wants = [any(tensor.requires_grad for tensor in tensors_of(each)) for each in inputs]
+            words += ["x wants a gradient"] if any(wants) else []
         words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
         return "; ".join(words)
 
@@ -203,3 +229,12 @@ def _mode(module: nn.Module) -> str:
     layers = [part.training for part in module.modules() if next(part.children(), None) is None]
     train = sum(layers)
     return "train" if train == len(layers) else f"{train} of {len(layers)} train" if train else "eval"
+
+
+def _frozen(stage: int, module: nn.Module) -> str:
+    """Return which of a stage's parameters do not learn: `"stage 0"` if none does, else their names."""
+    named = list(module.named_parameters())
+    names = [name for name, parameter in named if not parameter.requires_grad]
+    if not names:
+        return ""
+    return f"stage {stage}" if len(names) == len(named) else f"{' '.join(names)} of stage {stage}"

@@ -23,15 +23,17 @@ class Reducer:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, carrier: torch.device) -> None:
-        """Note what learns."""
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        """Note the parameters; which of them learn may change from step to step."""
+        self._all = list(parameters)
+        self._parameters: list[nn.Parameter] = []
         self._group = group
         self._carrier = carrier
         self._aside: list[torch.Tensor | None] = []
         self._known = torch.zeros(0)
 
     def begin(self) -> None:
-        """Lay aside what `.grad` holds."""
+        """Lay aside what `.grad` holds, of the parameters that learn now."""
+        self._parameters = [parameter for parameter in self._all if parameter.requires_grad]
         self._aside = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -47,11 +49,14 @@ class Reducer:
         summed = [
             parameter for parameter, replicas in zip(self._parameters, self._known.tolist(), strict=True) if replicas
         ]
-        for dtype in {parameter.dtype for parameter in summed}:
+        # In the parameters' order, which is every process's; a set's differs between processes.
+        for dtype in dict.fromkeys(parameter.dtype for parameter in summed):
             some = [parameter for parameter in summed if parameter.dtype == dtype]
             for parameter in some:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                elif parameter.grad.is_sparse:  # another replica's may have other rows
+                    parameter.grad = parameter.grad.to_dense()
             gradients = [parameter.grad for parameter in some if parameter.grad is not None]
             parcel = torch.cat([gradient.flatten() for gradient in gradients]).to(self._carrier)
             dist.all_reduce(parcel, group=self._group)
@@ -63,6 +68,8 @@ class Reducer:
         """Add back what was laid aside."""
         for parameter, before in zip(self._parameters, self._aside, strict=True):
             if before is not None:
+                if before.is_sparse:
+                    before = before.to_dense()  # noqa: PLW2901 - a sparse one cannot take a dense one
                 if parameter.grad is not None:
                     before.add_(parameter.grad)
                 parameter.grad = before

@@ -73,6 +73,12 @@ class ProcessStage:
         self.back: dict[int, Any] = {}
         passage.kept[self.stage_index] = {}
 
+    def end(self) -> None:
+        """Let go of the step, and of all that is left of it."""
+        del self.passage
+        for values in (self.given, self.gradients, self.made, self.back):
+            values.clear()
+
     # --- what the runtime computes
 
     def forward_one_chunk(self, microbatch: int, inputs: tuple[Any, ...], *_: Any, **__: Any) -> Any:
@@ -90,7 +96,8 @@ class ProcessStage:
             passage.outputs[microbatch] = made
         else:
             self._require_form(made, microbatch)
-            self.made[microbatch] = made
+            if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
+                self.made[microbatch] = made  # to be sent; a stage on this rank is given it
         return made
 
     def backward_one_chunk(
@@ -222,12 +229,22 @@ class ProcessStage:
             part is None if expected is None else _fits(part, expected)
             for part, expected in zip(parts, form.parts, strict=True)
         )
+        action = self._named(F(microbatch, self.stage_index))
         if not same:
-            action = self._named(F(microbatch, self.stage_index))
             raise StageError(
                 f"{action} on rank {self._rank} gives {form_of(made, f'stage {self.stage_index}')}, where "
                 f"micro-batches of {self.passage.counts[microbatch]} rows gave {form} before: between processes a "
                 "stage's output has one shape and type\n  try: engine='threads', where it may change",
+                self._rank,
+                self.stage_index,
+                str(action),
+            )
+        learns = [part.requires_grad for part in parts if part is not None]
+        if learns != form.learns:
+            raise StageError(
+                f"{action} on rank {self._rank} gives tensors with a history {learns}, where micro-batches of "
+                f"{self.passage.counts[microbatch]} rows gave {form.learns} before: between processes the same "
+                "gradients come back for every micro-batch\n  try: engine='threads', where that may change",
                 self._rank,
                 self.stage_index,
                 str(action),

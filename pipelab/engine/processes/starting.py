@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipelab.engine.engines import Job, Started
 from pipelab.engine.hardware import RankDevice, rank_devices
@@ -27,6 +29,7 @@ from pipelab.engine.processes.parts import parts_of
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.whole import ManyProcesses
 from pipelab.engine.replicas import Runners, require_replicable
+from pipelab.errors import EngineError
 
 __all__ = ["start"]
 
@@ -50,6 +53,8 @@ def start(job: Job) -> Started:
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             require_replicable(stage, job.stages.modules[stage], ranks, job.replicated_buffers)
+    if len(parts) > 1:
+        _require_plain_loss(job.loss_fn, plan.replicas[plan.stages - 1])
     rank, size = identify(plan.ranks)
     if isinstance(job.devices, str) or (job.devices is not None and len(job.devices) != size):
         rank_devices(job.devices, size)  # says so
@@ -94,12 +99,29 @@ def start(job: Job) -> Started:
     labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
     part = next(part for part in parts if rank in part.ranks)
     (lane,) = lanes_for([RankDevice(device)])
-    engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels)
+    engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels, job.replicated_buffers)
     home = ManyProcesses(plan, job.stages, engine, rank, device)
     return Started(engine, home, [RankDevice(each) for each in on], runners, threads)
 
 
-def _begin_alike(module: torch.nn.Module, connections: Connections) -> None:
+def _require_plain_loss(loss_fn: object, ranks: Sequence[int]) -> None:
+    """Refuse a loss that learns where several ranks compute it: only stages' gradients are summed over replicas.
+
+    Raises:
+        EngineError: naming its parameter.
+    """
+    if not isinstance(loss_fn, nn.Module):
+        return
+    for name, parameter in loss_fn.named_parameters():
+        if parameter.requires_grad:
+            raise EngineError(
+                f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, ranks))}: each "
+                "would train one for itself, as only stages' gradients are summed over replicas\n"
+                "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
+            )
+
+
+def _begin_alike(module: nn.Module, connections: Connections) -> None:
     """Give a stage the parameters and buffers that it has in the first replica."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:

@@ -458,6 +458,27 @@ def test_running_statistics_on_several_ranks_are_refused():
     assert set(threading.enumerate()) <= before  # no worker was started
 
 
+def test_running_statistics_that_rest_are_not_refused_until_they_are_tracked():
+    model = normed()
+    model[1].eval()
+    x, y = plain.batch(8)
+    with Pipeline(model, two_ranks(1, 1), mse) as pipe:
+        assert pipe.verify(x, y).largest_difference <= TOLERANCE
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.train()
+        with pytest.raises(EngineError, match="its BatchNorm1d '1' tracks running statistics"):
+            pipe.step(x, y)
+        assert all(parameter.grad is None for parameter in model.parameters())  # refused before anything ran
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name])
+
+
+def test_a_batch_norm_without_statistics_is_not_refused():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False))
+    with Pipeline(model, two_ranks(1, 1), mse) as pipe:
+        pipe.step(*plain.batch(8))
+
+
 def test_running_statistics_on_one_rank_are_not_refused():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6))
     rows = [[F(0, 0), F(1, 0), B(0, 0), B(1, 0)], [F(0, 1), B(0, 1)], [F(1, 1), B(1, 1)]]
@@ -502,12 +523,18 @@ def test_a_buffer_that_a_copy_writes_into_is_refused_unless_asked_for(in_place):
     x, y = plain.batch(4)
     with (
         Pipeline(model, two_ranks(1, 1), mse) as pipe,
-        pytest.raises(EngineError, match="stage 0 writes into its buffer '0.count', and rank 1 runs a copy"),
+        pytest.raises(EngineError, match="stage 0 writes into its buffer '0.count', and rank 1 runs a copy") as refused,
     ):
         pipe.step(x, y)
+    assert str(refused.value).endswith("\n  gradients are partial now: zero_grad() before the next step")
+    assert model[0].count == 0  # as before
+    with Pipeline(model, two_ranks(1, 1), mse) as pipe, pytest.raises(EngineError, match="writes into") as refused:
+        pipe.forward(x)
+    assert "gradients" not in str(refused.value)
+    assert model[0].count == 0
     with Pipeline(model, two_ranks(3, 1), mse, replicated_buffers="lowest") as pipe:
         pipe.step(x, y)
-    assert model[0].count == 1 + 3
+    assert model[0].count == 3
 
 
 def test_a_stage_without_shapes_is_refused():

@@ -158,7 +158,7 @@ class Pipeline(ModuleHabits):
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         loss = Loss(self.loss_fn, targets, weights)
-        with self._one_at_a_time, self._runners.running(self.stages.modules):
+        with self._one_at_a_time, self._runners.running(self.stages.modules, learning=True):
             run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, around=self.surroundings())
         return run, loss
 
@@ -178,7 +178,7 @@ class Pipeline(ModuleHabits):
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
         modules = self.stages.for_evaluation(inputs, counts)
-        with self._one_at_a_time, self._runners.running(modules):
+        with self._one_at_a_time, self._runners.running(modules, learning=False):
             run = self._engine.run(inputs, None, around=self.surroundings())
         return join(run.outputs)
 

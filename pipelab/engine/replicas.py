@@ -24,7 +24,7 @@ from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import EngineError
 
-__all__ = ["Buffers", "Runners", "copied", "refuse_written", "require_replicable", "versions"]
+__all__ = ["Buffers", "Runners", "copied", "require_replicable", "versions", "written", "written_error"]
 
 Buffers = Literal["refuse", "lowest"]
 """What becomes of the buffers that replicated stages write into."""
@@ -67,24 +67,36 @@ class Runners:
         self.of.update(self._copies)
 
     @contextmanager
-    def running(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+    def running(self, modules: Sequence[nn.Module], *, learning: bool) -> Iterator[None]:
         """Run these modules, one for each stage, for a while: on all ranks but a stage's lowest, copies of them.
+
+        Args:
+            modules: what to run.
+            learning: whether gradients are added.
 
         Raises:
             EngineError: if a copy was written into, and that was not asked for, or would lose a hook.
         """
         for stage, ranks in self._replicated.items():
             _refuse_lost_hooks(stage, modules[stage], ranks)
+            if self._buffers == "refuse":
+                _refuse_statistics(stage, modules[stage], ranks)  # it may have rested when the pipeline was made
         for (stage, rank), runner in self.of.items():
             runner.module = modules[stage]
             if (stage, rank) in self._copies:
                 runner.module = copied(modules[stage], self._devices[rank])
         before = {key: versions(replica.module) for key, replica in self._copies.items()}
+        guarded = self._replicated if self._buffers == "refuse" else ()
+        kept = [each for stage in guarded for each in _kept_buffers(modules[stage])]
         try:
             yield
-            if self._buffers == "refuse":
-                for (stage, rank), replica in self._copies.items():
-                    refuse_written(stage, rank, before[stage, rank], versions(replica.module))
+            for (stage, rank), replica in self._copies.items():
+                name = written(before[stage, rank], versions(replica.module))
+                if name is not None and self._buffers == "refuse":
+                    _put_back(kept)
+                    zero = "\n  gradients are partial now: zero_grad() before the next step" if learning else ""
+                    rest = f"\n  the model's buffers are as they were before{zero}"
+                    raise written_error(stage, rank, name, rest)
         finally:
             for (stage, _), runner in self.of.items():
                 runner.module = self._own[stage]
@@ -201,21 +213,39 @@ def versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
     return {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}  # noqa: SLF001
 
 
-def refuse_written(
-    stage: int, rank: int, before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[torch.Tensor, int]]
-) -> None:
-    """Refuse buffers that were written into between two looks at their `versions`.
-
-    Raises:
-        EngineError: with the name of the first.
-    """
+def written(before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[torch.Tensor, int]]) -> str | None:
+    """Return the name of a buffer that was written into or replaced between two looks at `versions`, if one was."""
     for name, (buffer, version) in after.items():
         was, once = before.get(name, (None, 0))
         if was is not buffer or once != version:
-            raise EngineError(
-                f"stage {stage} writes into its buffer {name!r}, and rank {rank} runs a copy of the stage, which then "
-                f"differs from the model: {_HOW}"
-            )
+            return name
+    return None
+
+
+def written_error(stage: int, rank: int, name: str, rest: str = "") -> EngineError:
+    """Return why a stage on several ranks must not write into a buffer."""
+    return EngineError(
+        f"stage {stage} writes into its buffer {name!r}, and rank {rank} runs a copy of the stage, "
+        f"which then differs from the model: {_HOW}{rest}"
+    )
+
+
+def _kept_buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+    """Return each buffer with its place, and a copy of it."""
+    return [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+
+
+def _put_back(kept: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for part, name, buffer, before in kept:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+            if getattr(part, name) is not buffer:
+                setattr(part, name, buffer)  # a module may have put another tensor in its place
 
 
 _HOW = (
@@ -225,7 +255,7 @@ _HOW = (
 
 
 def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buffers: Buffers) -> None:
-    """Refuse a stage that has no parameters yet, or tracks running statistics.
+    """Refuse a stage that has parameters without a shape, or tracks running statistics.
 
     Raises:
         EngineError: with the name of the part.
@@ -233,9 +263,15 @@ def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buff
     on = f"stage {stage} is on ranks {', '.join(map(str, ranks))}"
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise EngineError(f"{on}, and has parameters without a shape: run the model forward once before")
+    if buffers == "refuse":
+        _refuse_statistics(stage, module, ranks)
+
+
+def _refuse_statistics(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
     for name, part in module.named_modules():
-        if buffers == "refuse" and getattr(part, "running_mean", None) is not None:
+        tracks = getattr(part, "running_mean", None) is not None and getattr(part, "track_running_stats", True)
+        if tracks and part.training:
             raise EngineError(
-                f"{on}, and its {type(part).__name__} {name!r} tracks running statistics, which each rank would track "
-                f"for itself: {_HOW}"
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {type(part).__name__} {name!r} "
+                f"tracks running statistics, which each rank would track for itself: {_HOW}"
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.replicas import Buffers, refuse_written, versions
+from pipelab.engine.replicas import Buffers, versions, written, written_error
 from pipelab.engine.stage import Stage
 
 __all__ = ["ReplicatedBuffers"]
@@ -58,7 +58,9 @@ class ReplicatedBuffers:
                 for buffer in runner.module.buffers():
                     self._take(buffer, self._lowest[stage])
             elif self._rank != self._lowest[stage]:
-                refuse_written(stage, self._rank, self._before[stage], versions(runner.module))
+                name = written(self._before[stage], versions(runner.module))
+                if name is not None:
+                    raise written_error(stage, self._rank, name)
 
     def _take(self, buffer: torch.Tensor, lowest: int) -> None:
         parcel = buffer.detach().to(self._carrier).contiguous()

@@ -467,3 +467,27 @@ def test_a_loss_that_learns_may_do_so_on_one_rank():
         with Pipeline(plain.mlp(4), PLAN, loss_fn, engine=engine) as pipe:
             pipe.step(x, y)
     assert torch.equal(loss.weight.grad, twin.weight.grad)
+
+
+def test_a_closed_pipeline_leaves_no_connections_behind():
+    from torch.distributed import distributed_c10d
+
+    def groups():
+        return len(distributed_c10d._world.pg_map)
+
+    before = groups()
+    for _ in range(3):
+        with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
+            pipe.step(*plain.batch(4))
+            assert groups() == before + 1
+        assert groups() == before
+        pipe.close()  # once more does no harm
+
+
+def test_a_pipeline_that_failed_leaves_its_connections_alone():
+    with (
+        Pipeline([nn.Linear(6, 6), Raises()], PLAN, mse, engine="torch") as pipe,
+        pytest.raises(StageError),
+    ):
+        pipe.step(*plain.batch(4))
+    assert dist.get_backend(pipe._engine.group) == "gloo"  # it is there still

@@ -65,6 +65,14 @@ def test_a_traced_stage_goes_to_another_device_with_all_that_it_makes_there():
     assert value.is_meta
 
 
+def test_a_single_traced_stage_goes_with_all_that_it_makes_there():
+    model = Network()
+    stages = split(model, into=3, example=plain.batch(4)[0])
+    stages.place_stage(1, META)
+    assert stages.modules[1](torch.empty(4, 6, device="meta")).is_meta
+    assert [next(module.parameters()).is_meta for module in stages.modules] == [False, True, False]
+
+
 def test_the_models_buffers_go_where_its_stages_go():
     model = Network()
     stages = split(model, into=3, example=plain.batch(4)[0])

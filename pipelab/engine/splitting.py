@@ -41,8 +41,12 @@ class Stages:
 
     def place(self, devices: Sequence[torch.device]) -> None:
         """Move every stage to its device; parameters stay the same objects."""
-        for module, device in zip(self.modules, devices, strict=True):
-            module.to(device)
+        for stage, device in zip(range(len(self.modules)), devices, strict=True):
+            self.place_stage(stage, device)
+
+    def place_stage(self, stage: int, device: torch.device) -> None:
+        """Move one stage to a device; parameters stay the same objects."""
+        self.modules[stage].to(device)
 
     def require_rows(self, counts: Sequence[int]) -> None:
         """Refuse micro-batches that the stages cannot take; these stages take any."""
@@ -83,17 +87,13 @@ class _Traced(Stages):
         super().__init__(model, traced.modules(), sizes)
         self._training = model.training
         self._again: dict[tuple[int, tuple[bool, ...]], list[nn.Module]] = {}
-        self._devices: Sequence[torch.device] = ()
+        self._devices: dict[int, torch.device] = {}
 
-    def place(self, devices: Sequence[torch.device]) -> None:
-        """Move every stage to its device, and with it what was traced; parameters stay the same objects."""
-        self._devices = devices
+    def place_stage(self, stage: int, device: torch.device) -> None:
+        """Move one stage to a device, and with it what was traced; parameters stay the same objects."""
+        self._devices[stage] = device
         self._again.clear()
-        self._move(self.modules)
-
-    def _move(self, modules: Sequence[nn.Module]) -> None:
-        for module, device in zip(modules, self._devices, strict=False):
-            move(module, device, self.model)
+        move(self.modules[stage], device, self.model)
 
     def require_no_lost_hooks(self) -> None:
         """Refuse backward hooks, which the tracer leaves out; forward hooks become part of what it traces.
@@ -142,7 +142,8 @@ class _Traced(Stages):
         key = (counts[0], tuple(module.training for module in self.model.modules()))
         if key not in self._again:
             modules = self._traced.modules(inputs[0])
-            self._move(modules)
+            for stage, device in self._devices.items():
+                move(modules[stage], device, self.model)
             self._again[key] = modules
         return self._again[key]
 

@@ -36,6 +36,12 @@ class Connections:
     replicas: dist.ProcessGroup | None
     carrier: torch.device
 
+    def close(self) -> None:
+        """Let go of the groups, their threads and their connections; nothing may be under way on this process."""
+        for group in {id(group): group for group in (self.replicas, self.pipeline, self.everyone)}.values():
+            if group is not None and group is not dist.group.WORLD and dist.is_initialized():
+                dist.destroy_process_group(group)
+
 
 def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: int) -> torch.device:
     """Return what a process runs on: the device that was asked for, else a GPU, shared if need be, else the CPU.

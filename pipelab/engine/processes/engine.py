@@ -131,7 +131,10 @@ class TorchEngine:
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the pipeline; if the caller's own code failed, tell the others of what."""
+        clean = error is None and not self._watch.over
         self._watch.close(error)
+        if clean:  # after a failure something may be under way for ever
+            self._connections.close()
 
     def _run(
         self,

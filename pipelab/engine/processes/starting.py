@@ -78,7 +78,7 @@ def start(job: Job) -> Started:
     limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
     for stage in held:
-        job.stages.modules[stage].to(device)  # parameters stay the same objects
+        job.stages.place_stage(stage, device)  # parameters stay the same objects
     if device.type == "cuda":
         torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one
         torch.cuda.current_stream(device).synchronize()

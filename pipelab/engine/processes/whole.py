@@ -49,14 +49,15 @@ class ManyProcesses:
             for stage, module in enumerate(self._stages.modules)
             if stage not in self.held
         }
+        away = {stage: home for stage, home in homes.items() if home != self.devices[stage]}
         try:
-            for stage in homes:
-                self._stages.modules[stage].to(self.devices[stage])
+            for stage in away:
+                self._stages.place_stage(stage, self.devices[stage])
             yield
         finally:
-            for stage, home in homes.items():
+            for stage, home in away.items():
                 if home is not None:
-                    self._stages.modules[stage].to(home)
+                    self._stages.place_stage(stage, home)
 
     def gather_state(self) -> None:
         """Bring every stage's parameters and buffers here from the process that holds it."""

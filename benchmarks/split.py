@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 from native import linear_stack
-from timing import in_turns
+from timing import in_turns, timed
 from torch import nn
 
 import pipelab
@@ -42,7 +42,7 @@ def _stage(width: int, rounds: int) -> dict[str, object]:
     native = load()
     times: dict[str, list[float]] = {}
 
-    def timed(name: str, work: Callable[[], object]) -> object:
+    def clocked(name: str, work: Callable[[], object]) -> object:
         began = time.perf_counter()
         result = work()
         times.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
@@ -55,16 +55,16 @@ def _stage(width: int, rounds: int) -> dict[str, object]:
 
     for _ in range(rounds + 1):
         leaf, made = forward()
-        timed("B", lambda made=made: run_backward((made,), (gradient,)))
+        clocked("B", lambda made=made: run_backward((made,), (gradient,)))
         leaf, made = forward()
-        _, left = timed("I", lambda made=made, leaf=leaf: input_gradients((made,), (gradient,), (leaf,)))  # type: ignore[misc]
-        timed("W", lambda left=left: weight_gradients(left))
+        _, left = clocked("I", lambda made=made, leaf=leaf: input_gradients((made,), (gradient,), (leaf,)))  # type: ignore[misc]
+        clocked("W", lambda left=left: weight_gradients(left))
         leaf, made = forward()
-        _, left = timed(  # type: ignore[misc]
+        _, left = clocked(  # type: ignore[misc]
             "native I",
             lambda made=made, leaf=leaf: native.stage_backward_input([made], [gradient], [leaf], model.parameters()),
         )
-        timed("native W", lambda left=left: native.stage_backward_weight(model.parameters(), left))
+        clocked("native W", lambda left=left: native.stage_backward_weight(model.parameters(), left))
     typical = {name: median(found[1:]) for name, found in times.items()}  # the first round warms up
     return {
         "width": width,
@@ -89,13 +89,8 @@ def _steps(width: int, rounds: int) -> dict[str, object]:
         name: pipelab.Pipeline(model, plan, nn.functional.mse_loss, intra_op_threads=1) for name, plan in plans.items()
     }
 
-    def step(pipe: pipelab.Pipeline) -> None:
-        model.zero_grad()
-        pipe.step(x, y)
-
-    times = in_turns(
-        {name: lambda pipe=pipe: step(pipe) for name, pipe in pipes.items()}, max(rounds // 3, 5), warmup=1
-    )
+    sets = {name: lambda pipe=pipe: timed(model, lambda: pipe.step(x, y), 1) for name, pipe in pipes.items()}
+    times = in_turns(sets, max(rounds // 3, 5))
     for pipe in pipes.values():
         pipe.close()
     typical = {name: 1e3 * median(found) for name, found in times.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 
 import plain
@@ -464,6 +465,29 @@ def test_a_measured_trace_shows_what_i_and_w_take():
         least = {"F": 1, "I": 9 if stage else 0, "W": 3 if stage else 12}[kind]
         assert event.end - event.start >= least
         assert stage or kind != "I" or event.end - event.start < 9
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_full_backward_of_an_emulated_stage_sleeps_once(stages, monkeypatch):
+    from pipelab.engine import emulation
+
+    slept = []
+    monkeypatch.setattr(emulation, "_sleep_until", slept.append)
+    loss = emulated(stages, forward_ms=1, backward_ms=12, input_grad_ms=9)(torch.ones(2, 1)).sum()
+    assert len(slept) == stages
+    for _ in range(2):  # through a graph that is kept, too
+        slept.clear()
+        loss.backward(retain_graph=True)
+        assert len(slept) == stages
+
+
+def test_an_emulated_stage_whose_weight_is_frozen_takes_the_time_of_its_inputs_gradient():
+    model = emulated(2, forward_ms=0, backward_ms=12, input_grad_ms=9)
+    model[1].weight.requires_grad_(requires_grad=False)
+    loss = model(torch.ones(2, 1)).sum()
+    began = time.perf_counter()
+    loss.backward()
+    assert time.perf_counter() - began >= (9 + 12) / 1e3
 
 
 # --- memory

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
+from pipelab.engine.autograd import will_run
 from pipelab.engine.clock import here, since
 from pipelab.errors import CostError, require_size
 
@@ -22,21 +25,57 @@ _LATE_NANOSECONDS = 200_000
 """How much earlier than wanted a sleep is set to end."""
 
 
-class _Sleep(torch.autograd.Function):
-    """Pass a tensor on after `forward` seconds, and its gradient after `backward` seconds."""
+@dataclass(slots=True)
+class _Backward:
+    """The backward of one micro-batch through a layer: its two parts, which may run at once (`B`) or apart (`I`, `W`).
+
+    Attributes:
+        trunk: nanoseconds that the input's gradient takes.
+        branch: nanoseconds that the weight's gradient takes.
+        weight: the node that stands for it; `None` if the weight is frozen.
+        owed: what the trunk left to the branch to sleep.
+    """
+
+    trunk: int
+    branch: int
+    weight: Node | None = None
+    owed: int = 0
+
+
+class _Trunk(torch.autograd.Function):
+    """Pass a tensor on after so many nanoseconds, and its gradient after those of the backward's trunk."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        began = since()
-        ctx.seconds = backward
-        _sleep_until(began + round(1e9 * forward))
-        return value.view_as(value)
+    def forward(ctx: Any, value: torch.Tensor, nanoseconds: int, backward: _Backward) -> torch.Tensor:
+        began, made = since(), value.view_as(value)
+        ctx.backward = backward
+        _sleep_until(began + nanoseconds)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        began = since()
-        _sleep_until(began + round(1e9 * ctx.seconds))
+        backward = ctx.backward
+        if backward.weight is not None and will_run(backward.weight):
+            backward.owed = backward.trunk  # one sleep for both: each one ends late, and disturbs the other ranks
+        else:
+            _sleep_until(since() + backward.trunk)
         return gradients[0], None, None
+
+
+class _Branch(torch.autograd.Function):
+    """Pass a weight on at once, and its gradient after the nanoseconds of the backward's branch."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, backward: _Backward) -> torch.Tensor:
+        ctx.backward = backward
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        backward = ctx.backward
+        owed, backward.owed = backward.owed, 0
+        _sleep_until(since() + owed + backward.branch)
+        return gradients[0], None
 
 
 def _sleep_until(moment: int) -> None:
@@ -74,9 +113,12 @@ class EmulatedStage(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Return the value times the weight, `forward_ms` later. Any shape."""
-        sleep: Callable[..., torch.Tensor] = _Sleep.apply
-        weight = sleep(self.weight, 0.0, (self.backward_ms - self.input_grad_ms) / 1e3)  # on the branch to the weight
-        return sleep(value * weight, self.forward_ms / 1e3, self.input_grad_ms / 1e3)  # on the way to the input
+        branch: Callable[..., torch.Tensor] = _Branch.apply
+        trunk: Callable[..., torch.Tensor] = _Trunk.apply
+        backward = _Backward(round(1e6 * self.input_grad_ms), round(1e6 * (self.backward_ms - self.input_grad_ms)))
+        weight = branch(self.weight, backward)
+        backward.weight = weight.grad_fn if self.weight.requires_grad else None
+        return trunk(value * weight, round(1e6 * self.forward_ms), backward)
 
     def extra_repr(self) -> str:
         """Return the times."""

@@ -1,5 +1,7 @@
 """How long planning, checking and simulating takes, up to half a million actions."""
 
+# ruff: noqa: SLF001 - PyTorch keeps these names private, and it is them that are timed
+
 from __future__ import annotations
 
 import subprocess
@@ -7,18 +9,25 @@ import sys
 import time
 from statistics import median
 
+from torch.distributed.pipelining import schedules as native
+
 import pipelab
 
 SIZES = ((8, 64), (16, 256), (32, 1024), (64, 4096))
 PEER_SECONDS = {(8, 64): 0.004, (16, 256): 0.039, (32, 1024): 0.82}
 """Build and simulate 1F1B: the fastest of three other simulators in November 2026 (PP-Schedule-Visualization)."""
+KINDS = {"F": native.FORWARD, "B": native.FULL_BACKWARD}
 
 
 def measure() -> dict[str, object]:
     """Return seconds per size, and what `import pipelab` costs."""
     rows = []
     for ranks, microbatches in SIZES:
-        spans = [_once(ranks, microbatches) for _ in range(9 if ranks < 64 else 5)]
+        spans, beside = [], []
+        for _ in range(9 if ranks < 64 else 5):
+            spans.append(_once(ranks, microbatches))
+            if ranks < 64:
+                beside.append(_native_once(ranks, microbatches))
         planned, simulated, read = (median(column) for column in zip(*spans, strict=True))
         actions = 2 * ranks * microbatches
         whole = median(sum(span[:2]) for span in spans)
@@ -33,6 +42,7 @@ def measure() -> dict[str, object]:
                 "read_events_s": read,
                 "with_events_s": median(sum(span) for span in spans),
                 "microseconds_per_action": 1e6 * whole / actions,
+                "native_s": median(beside) if beside else None,
                 "peer_s": PEER_SECONDS.get((ranks, microbatches)),
             }
         )
@@ -49,6 +59,19 @@ def _once(ranks: int, microbatches: int) -> tuple[float, float, float]:
     return planned - began, simulated - planned, time.perf_counter() - simulated
 
 
+def _native_once(ranks: int, microbatches: int) -> float:
+    """Return how long PyTorch takes to lower a finished order and to simulate it in unit steps."""
+    plan = pipelab.OneFOneB(ranks, microbatches).plan()
+    orders = {
+        rank: [native._Action(each.stage, KINDS[each.kind], each.microbatch) for each in row]
+        for rank, row in enumerate(plan.rows)
+    }
+    began = time.perf_counter()
+    lowered = native._add_send_recv(orders, stage_to_rank=lambda stage: stage, num_stages=ranks)
+    native._simulate_comms_compute(lowered, stage_to_rank=lambda stage: stage, num_stages=ranks)
+    return time.perf_counter() - began
+
+
 def _import_seconds() -> float:
     code = "import time; began = time.perf_counter(); import pipelab; print(time.perf_counter() - began)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
@@ -59,15 +82,15 @@ def report(found: dict[str, object]) -> str:
     """Return the figures as Markdown."""
     lines = [
         "| 1F1B, ranks x micro-batches | actions | plan + check | simulate | together | and reading the events "
-        "| µs per action | fastest peer |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| µs per action | PyTorch, in turns | fastest peer |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in found["sizes"]:  # type: ignore[attr-defined]
-        peer = f"{row['peer_s']:.3f} s" if row["peer_s"] else "not run"
+        beside, peer = (f"{row[key]:.3f} s" if row[key] else "not run" for key in ("native_s", "peer_s"))
         lines.append(
             f"| {row['ranks']} x {row['microbatches']} | {row['actions']:,} | {row['plan_and_check_s']:.4f} s "
             f"| {row['simulate_s']:.4f} s | **{row['without_events_s']:.4f} s** | {row['with_events_s']:.4f} s "
-            f"| {row['microseconds_per_action']:.2f} | {peer} |"
+            f"| {row['microseconds_per_action']:.2f} | {beside} | {peer} |"
         )
     lines.append("")
     lines.append(f"`import pipelab` takes {1e3 * float(found['import_s']):.0f} ms and loads no torch.")  # type: ignore[arg-type]

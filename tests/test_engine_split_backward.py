@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 
 import plain
@@ -481,13 +480,15 @@ def test_a_full_backward_of_an_emulated_stage_sleeps_once(stages, monkeypatch):
         assert len(slept) == stages
 
 
-def test_an_emulated_stage_whose_weight_is_frozen_takes_the_time_of_its_inputs_gradient():
-    model = emulated(2, forward_ms=0, backward_ms=12, input_grad_ms=9)
+def test_an_emulated_stage_whose_weight_is_frozen_sleeps_for_its_inputs_gradient_alone(monkeypatch):
+    from pipelab.engine import emulation
+
+    model, slept = emulated(2, forward_ms=0, backward_ms=12, input_grad_ms=9), []
     model[1].weight.requires_grad_(requires_grad=False)
-    loss = model(torch.ones(2, 1)).sum()
-    began = time.perf_counter()
-    loss.backward()
-    assert time.perf_counter() - began >= (9 + 12) / 1e3
+    monkeypatch.setattr(emulation, "since", lambda: 0)
+    monkeypatch.setattr(emulation, "_sleep_until", slept.append)
+    model(torch.ones(2, 1)).sum().backward()
+    assert slept == [0, 0, 9_000_000, 12_000_000]  # two forwards, then the backwards, the last stage first
 
 
 # --- memory

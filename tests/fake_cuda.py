@@ -62,6 +62,7 @@ class FakeGPU:
         monkeypatch.setattr(cuda, "stream", self.using)
         monkeypatch.setattr(cuda, "device", lambda device: self.using(self.current()))
         monkeypatch.setattr(cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8))
         monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: tensor)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)

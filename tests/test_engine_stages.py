@@ -7,10 +7,9 @@ import pytest
 import torch
 from strategies import in_order, with_stages
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pipelab import GPipe, OneFOneB, Pipeline, schedules
-from pipelab.errors import EngineError, LossError, StageError
+from pipelab.errors import LossError, StageError
 
 mse = nn.functional.mse_loss
 
@@ -224,56 +223,3 @@ def test_other_number_types_pass_between_stages(dtype):
         pipe.step(x, y)
         assert plain.equal(plain.taken(model), expected)
         pipe.verify(x, y)
-
-
-class Checkpointed(nn.Module):
-    """Drops half of what a linear layer makes, under an activation checkpoint, and notes what it kept."""
-
-    def __init__(self, use_reentrant, p=0.5):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(p))
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
-
-
-def with_dropout_under_a_checkpoint(use_reentrant, p=0.5):
-    return nn.Sequential(nn.Linear(6, 6), Checkpointed(use_reentrant, p))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_dropout_under_a_checkpoint_is_refused_where_ranks_share_a_generator(use_reentrant):
-    model = with_dropout_under_a_checkpoint(use_reentrant)
-    with Pipeline(model, GPipe(2, 2), mse) as pipe, pytest.raises(EngineError) as refused:
-        pipe.step(*plain.batch(4))
-    told = str(refused.value)
-    assert "stage 1 has dropout and an activation checkpoint, and shares its random generator" in told
-    assert "engine='torch'" in told
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_is_welcome_where_nothing_is_drawn(use_reentrant):
-    model = with_dropout_under_a_checkpoint(use_reentrant)
-    x, y = plain.batch(4)
-    with Pipeline(model, GPipe(2, 2), mse) as pipe:
-        model.eval()
-        assert pipe.verify(x, y).exact
-        model.train()
-        with pytest.raises(EngineError, match="activation checkpoint"):
-            pipe.step(x, y)
-    with Pipeline(with_dropout_under_a_checkpoint(use_reentrant, p=0.0), GPipe(2, 2), mse) as pipe:
-        assert pipe.verify(x, y).exact
-
-
-def test_dropout_under_a_checkpoint_runs_on_a_rank_of_its_own():
-    torch.manual_seed(0)
-    model = with_dropout_under_a_checkpoint(use_reentrant=False)
-    with Pipeline(model, GPipe(1, 1), mse) as pipe:
-        assert pipe.verify(*plain.batch(4)).exact
-
-
-def test_dropout_beside_other_hooks_on_saved_tensors_is_no_checkpoint():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
-    with Pipeline(model, GPipe(2, 2), mse) as pipe, torch.autograd.graph.save_on_cpu():
-        pipe.step(*plain.batch(4))

@@ -135,8 +135,6 @@ def _threads(job: Job) -> Started:
     devices = rank_devices(job.devices, job.plan.ranks)
     on = [each.device for each in devices]
     runners = Runners(job.stages.modules, job.plan.replicas, on, job.replicated_buffers)
-    for (_, rank), runner in runners.of.items():
-        runner.shares_generator = on.count(on[rank]) > 1
     homes = [on[ranks[0]] for _, ranks in sorted(job.plan.replicas.items())]
     job.stages.place(homes)
     threads = job.intra_op_threads or max(1, torch.get_num_threads() // job.plan.ranks)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipelab.actions import Action
 from pipelab.engine.all_reduce import AllReduce
+from pipelab.engine.draws import watched
 from pipelab.engine.lanes import Lane
 from pipelab.engine.stage import Stage
 from pipelab.program import Program
@@ -16,6 +17,9 @@ __all__ = ["Instruction", "instructions"]
 
 Act = Callable[[int, Any, dict[int, Any], Any], Any]
 """What a stage does for an action: takes micro-batch, value, what it keeps and the loss; returns what it made."""
+
+_ACTS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+"""The method of a stage that runs an action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ def instructions(
         backward: whether there is more than forwards.
     """
     numbering = program.numbering
+    first = watched(runners, [lane.runs_on.device for lane in lanes])
     rows: list[list[Instruction]] = []
     for rank, row in enumerate(program.rows):
         listed: list[Instruction] = []
@@ -69,12 +74,15 @@ def instructions(
                 if backward:
                     listed.append(_all_reduce(program, action, action.stage, rank, runners, lanes[rank]))
             elif backward or action.kind == "F":
-                listed.append(_of_a_slot(program, code, action, rank, runners[action.stage, rank], backward=backward))
+                runner = runners[action.stage, rank]
+                runs = runner if action.microbatch else first.get((action.stage, rank), runner)
+                act = getattr(runs, _ACTS[action.kind]) if backward else runner.evaluate
+                listed.append(_of_a_slot(program, code, action, rank, runner, act))
         rows.append(listed)
     return rows
 
 
-def _of_a_slot(program: Program, code: int, action: Action, rank: int, stage: Stage, *, backward: bool) -> Instruction:
+def _of_a_slot(program: Program, code: int, action: Action, rank: int, stage: Stage, act: Act) -> Instruction:
     """Return what a rank does for one micro-batch.
 
     A forward takes `out` of the stage before and gives its own; `B` and `I` take `gin` of the stage after, likewise.
@@ -82,13 +90,7 @@ def _of_a_slot(program: Program, code: int, action: Action, rank: int, stage: St
     """
     numbering, placed = program.numbering, program.placed
     microbatch, number = divmod(slot := code % numbering.slots, numbering.stages)
-    acts: dict[str, Act] = {
-        "F": stage.forward if backward else stage.evaluate,
-        "B": stage.backward,
-        "I": stage.backward_input,
-        "W": stage.backward_weight,
-    }
-    made = Instruction(action, action.kind == "F", microbatch, stage, acts[action.kind])
+    made = Instruction(action, action.kind == "F", microbatch, stage, act)
     if action.kind == "W":
         return made
     step = 1 if made.forward else -1

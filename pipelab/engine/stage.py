@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.autograd import run_backward
-from pipelab.engine.split_backward import Branch, holds_checkpoint, input_gradients, weight_gradients
+from pipelab.engine.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
-from pipelab.errors import EngineError, LossError
+from pipelab.errors import LossError
 
 __all__ = ["Loss", "Stage"]
 
@@ -92,12 +91,9 @@ class Stage:
     """A stage's module, and how to run it forward and backward one micro-batch at a time.
 
     What a forward keeps for its backward goes into the caller's `kept`, so that an abandoned step leaves nothing here.
-
-    Attributes:
-        shares_generator: whether other threads draw from the random generator that the stage draws from.
     """
 
-    __slots__ = ("_drops", "clones_input", "index", "is_first", "is_last", "module", "shares_generator")
+    __slots__ = ("clones_input", "index", "is_first", "is_last", "module")
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
         """Wrap a module as stage `index` of `stages`."""
@@ -107,8 +103,6 @@ class Stage:
         self.is_last = index == stages - 1
         # A module that writes into its input would write into a leaf, which autograd forbids: give it a copy.
         self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
-        self.shares_generator = False
-        self._drops = [part for part in module.modules() if isinstance(part, _DropoutNd)]
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch forward; return the output. Whoever takes it must detach it; the model's own is detached.
@@ -122,8 +116,6 @@ class Stage:
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
         output = self.module(entry)
-        if self._drops and microbatch == 0 and self.shares_generator:
-            self._refuse_checkpointed_dropout(output)
         if self.is_last:
             kept[microbatch] = (leaves, loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
@@ -165,18 +157,6 @@ class Stage:
     def evaluate(self, _microbatch: int, given: Any, _kept: dict[int, Any], _loss: Loss | None) -> Any:
         """Run one micro-batch forward, keeping nothing."""
         return self.module(map_tensors(torch.clone, given) if self.clones_input else given)
-
-    def _refuse_checkpointed_dropout(self, output: Any) -> None:
-        if not any(drop.training and drop.p > 0 for drop in self._drops):
-            return
-        if holds_checkpoint([tensor for tensor in tensors_of(output) if tensor.requires_grad]):
-            raise EngineError(
-                f"stage {self.index} has dropout and an activation checkpoint, and shares its random generator with "
-                "the other ranks of its device: the checkpoint's second forward would drop otherwise than the first, "
-                "and the gradients would be those of no forward\n"
-                "  try: model.eval() or p=0 for the dropout; no checkpoint in this stage; a device for each rank; or "
-                "engine='torch', where each rank has a process with a generator of its own"
-            )
 
     def _starts(
         self, microbatch: int, output: Any, gradients: Any, loss: Loss

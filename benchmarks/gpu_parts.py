@@ -12,7 +12,7 @@ import torch
 from gpu_setting import RANKS, SCHEDULES, Setting, Size, mse, sequence, typical
 
 import pipelab
-from pipelab.engine.native import load
+from pipelab.engine.native import local_stage, schedule_class
 
 
 def makespans(setting: Setting, out: Path) -> dict[str, object]:
@@ -123,12 +123,11 @@ def native(setting: Setting, out: Path) -> dict[str, object]:  # noqa: ARG001 - 
 
 
 def _native(setting: Setting, size: Size) -> dict[str, object]:
-    found = load()
     model = size.model().to(setting.device)
     x, y = size.batch(setting.device)
     modules = pipelab.split(model, into=RANKS).modules
-    stages = [found.local_stage(module, index, RANKS, setting.device) for index, module in enumerate(modules)]
-    runtime = found.schedules.ScheduleInterleaved1F1B(stages, size.microbatches, loss_fn=mse)
+    stages = [local_stage(module, index, RANKS, setting.device) for index, module in enumerate(modules)]
+    runtime = schedule_class("ScheduleInterleaved1F1B")(stages, size.microbatches, loss_fn=mse)
 
     def step_natively() -> None:
         model.zero_grad()

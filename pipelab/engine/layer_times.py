@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelab.engine.keeping import unchanged
 from pipelab.engine.trees import map_tensors, tensors_of
 
 __all__ = ["layer_times"]
@@ -20,11 +21,9 @@ def layer_times(layers: Sequence[nn.Module], example: Any, repeats: int = 5) -> 
 
     Gradients, buffers and random state are left as they were.
     """
-    buffers = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
-    random_state = torch.get_rng_state()
     times: list[float] = []
-    try:
-        value = example
+    value = example
+    with unchanged(layers):
         for layer in layers:
             measured = []
             for _ in range(repeats + 1):
@@ -33,10 +32,6 @@ def layer_times(layers: Sequence[nn.Module], example: Any, repeats: int = 5) -> 
                 measured.append(_now() - began)
             times.append(median(measured[1:]))  # the first warms up
             value = map_tensors(torch.Tensor.detach, made)
-    finally:
-        torch.set_rng_state(random_state)
-        for buffer, before in buffers:
-            buffer.copy_(before)
     return times
 
 

@@ -22,12 +22,12 @@ __all__ = [
     "Native",
     "default_store",
     "load",
+    "local_stage",
     "lower",
     "order_runner",
     "order_table",
     "run_on_recorders",
     "schedule_class",
-    "stage_alone",
 ]
 
 
@@ -50,12 +50,6 @@ class Native:
     stage: Any
     stage_backward_input: Any
     stage_backward_weight: Any
-
-    def local_stage(self, module: torch.nn.Module, index: int, count: int, device: torch.device) -> Any:
-        """Return one of a pipeline's stages that all are in this process, for PyTorch's native schedules."""
-        stage = self.stage(module, index, count, device)
-        stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - up to torch 2.11 it would greet itself, and wait
-        return stage
 
 
 _NAMES = {
@@ -153,11 +147,10 @@ def order_table(schedule: Any) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def stage_alone(module: torch.nn.Module, index: int, stages: int) -> Any:
-    """Return a `PipelineStage` on the processor for a process that holds all stages."""
-    stage = load().stage(module, index, stages, torch.device("cpu"))
-    # torch 2.10 and 2.11 would greet the neighbours, who are this very process.
-    stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - there is no public way
+def local_stage(module: torch.nn.Module, index: int, count: int, device: torch.device | str = "cpu") -> Any:
+    """Return one of a pipeline's stages, for PyTorch's own schedules, in a process that also holds its neighbours."""
+    stage = load().stage(module, index, count, torch.device(device))
+    stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - up to torch 2.11 it would greet itself, and wait
     return stage
 
 

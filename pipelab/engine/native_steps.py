@@ -92,7 +92,7 @@ def step_of_class(kind: str, modules: Sequence[nn.Module], task: Task, *, one_at
         task: what to work on.
         one_at_a_time: whether the schedule is given one micro-batch after the other, instead of all at once.
     """
-    stages = [native.stage_alone(module, index, len(modules)) for index, module in enumerate(modules)]
+    stages = [native.local_stage(module, index, len(modules)) for index, module in enumerate(modules)]
     schedule = make_schedule(kind, stages, task, one_at_a_time=one_at_a_time)
     return _outcome(modules, take_step(schedule, stages, task, one_at_a_time=one_at_a_time))
 
@@ -107,7 +107,7 @@ def step_of_plan(plan: Plan, modules: Sequence[nn.Module], task: Task) -> Outcom
         modules: the stages; gradients are added to theirs.
         task: what to work on.
     """
-    stages = [native.stage_alone(module, index, len(modules)) for index, module in enumerate(modules)]
+    stages = [native.local_stage(module, index, len(modules)) for index, module in enumerate(modules)]
     schedule = make_schedule("_PipelineScheduleRuntime", stages, task)
     native.lower(schedule, [networkx.topological_sort(plan.graph())])
     return _outcome(modules, take_step(schedule, stages, task))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["map_tensors", "rebuild", "take_apart", "tensors_of"]
+__all__ = ["map_tensors", "on_the_processor", "rebuild", "take_apart", "tensors_of"]
 
 Spec = Any
 
@@ -33,6 +33,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def on_the_processor(value: Any) -> Any:
+    """Return the value with every tensor in it on the processor, without history."""
+    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
 
 
 def take_apart(value: object) -> tuple[list[Any], Spec]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipelab.engine.batches import row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.keeping import KeptBuffers, KeptRandomState
 from pipelab.engine.stage import Loss
 from pipelab.engine.trees import map_tensors
 from pipelab.errors import VerificationError
@@ -90,9 +91,9 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         pipe.home.gather_gradients()
         ours = {name: _gradient(parameter) for name, parameter in _named(pipe)}
         rewind()
-        before = _random_states()
+        before = KeptRandomState()
         reference = _plain(pipe, x, y)
-        draws = not all(map(torch.equal, before, _random_states()))
+        draws = KeptRandomState() != before
         rewind()
         exact = all(torch.equal(gradient, reference[name]) for name, gradient in ours.items())
         differences = _differences(ours, reference)
@@ -186,25 +187,13 @@ def _restored(pipe: Pipeline) -> Iterator[Any]:
     """Keep gradients, buffers and random state; yield what puts back all but the gradients, which it clears."""
     modules = [*pipe.stages.modules, *([pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else [])]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    buffers = [
-        (part, name, buffer, buffer.clone())
-        for module in modules
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    random_state = torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    buffers, random_state = KeptBuffers(modules), KeptRandomState()
 
     def rewind() -> None:
         for parameter, _ in gradients:
             parameter.grad = None
-        with torch.no_grad():
-            for part, name, buffer, before in buffers:
-                buffer.copy_(before)
-                setattr(part, name, buffer)  # a module may have put another tensor in its place
-        torch.set_rng_state(random_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
+        buffers.put_back()
+        random_state.put_back()
 
     rewind()
     try:
@@ -213,11 +202,6 @@ def _restored(pipe: Pipeline) -> Iterator[Any]:
         rewind()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _random_states() -> list[torch.Tensor]:
-    """Return the state of every generator that an operation draws from unless it is told of another."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
 
 
 def _unproven(model: nn.Module, draws: bool) -> tuple[str, ...]:

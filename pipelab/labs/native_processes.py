@@ -160,7 +160,7 @@ def _run(job: Job, rank: int, ranks: int) -> dict[str, Any]:
     ]
     modules = list(same_model(count))
     task = same_task(job.microbatches)
-    stages = [native.load().local_stage(modules[index], index, count, torch.device("cpu")) for index in held]
+    stages = [native.local_stage(modules[index], index, count) for index in held]
     record: list[Action] = []
     for stage in stages:
         watch(stage, record)

@@ -7,18 +7,16 @@ process, and buffers and random state are put back afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipelab.engine.trees import Spec, rebuild, take_apart
 from pipelab.errors import EngineError
 
-__all__ = ["Form", "form_of", "unchanged"]
+__all__ = ["Form", "form_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +109,3 @@ def form_of(value: Any, giver: str, learns: Sequence[bool] | None = None) -> For
     wanted = iter([part.requires_grad for part in parts if part is not None] if learns is None else learns)
     forms = [None if part is None else TensorForm(tuple(part.shape), part.dtype, next(wanted)) for part in parts]
     return Form(spec, tuple(forms))
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put a module's buffers and all random state back afterwards."""
-    buffers = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=gpus):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for part, name, buffer, before in buffers:
-                    buffer.copy_(before)
-                    setattr(part, name, buffer)  # a module may have put another tensor in its place

@@ -15,7 +15,7 @@ from pipelab.engine.processes.clocks import Clock
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
 from pipelab.engine.stage import Loss
-from pipelab.engine.trees import map_tensors
+from pipelab.engine.trees import on_the_processor
 from pipelab.plan import Plan
 
 __all__ = ["ProcessRun", "share"]
@@ -143,16 +143,12 @@ def _outputs(group: dist.ProcessGroup, homes: Sequence[int], passage: Passage) -
     """Return the outputs of all micro-batches, from the processes that hold the last stage."""
     outputs: list[Any] = [None] * len(homes)
     for home in sorted(set(homes)):
-        box: list[Any] = [[map_tensors(_plain, each) for each in passage.outputs]]
+        box: list[Any] = [on_the_processor(passage.outputs)]
         dist.broadcast_object_list(box, group=group, group_src=home)
         turns = [microbatch for microbatch, rank in enumerate(homes) if rank == home]
         for microbatch, output in zip(turns, box[0], strict=True):
             outputs[microbatch] = output
     return outputs
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu()
 
 
 def _readings(passage: Passage, marks: list[Any], clock: Clock) -> list[int]:

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from pipelab.engine.explaining import stage_error
+from pipelab.engine.keeping import unchanged
 from pipelab.engine.lanes import Lane
-from pipelab.engine.processes.forms import Form, form_of, unchanged
+from pipelab.engine.processes.forms import Form, form_of
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.stage import Stage
-from pipelab.engine.trees import map_tensors, tensors_of
+from pipelab.engine.trees import on_the_processor, tensors_of
 from pipelab.errors import EngineError
 
 __all__ = ["learn_forms"]
@@ -63,7 +64,7 @@ def learn_forms(
                 value = _try(part, place, runners[stage], microbatch, value, lane, learning=learning)
                 forms[stage] = form_of(value, f"stage {stage}")
                 if there != here:
-                    sent = (forms[stage].learns, map_tensors(_plain, value))
+                    sent = (forms[stage].learns, on_the_processor(value))
                     dist.send_object_list([sent], group=group, group_dst=there)
             elif place == there:
                 box: list[Any] = [None]
@@ -75,15 +76,11 @@ def learn_forms(
     return found
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu()
-
-
 def _try(part: Part, place: int, runner: Stage, microbatch: int, value: Any, lane: Lane, *, learning: bool) -> Any:
     """Run a stage forward, leaving no trace in it."""
     given = value if lane.takes is None else lane.takes(value)
     try:
-        with unchanged(runner.module), torch.set_grad_enabled(learning):
+        with unchanged([runner.module]), torch.set_grad_enabled(learning):
             if learning:
                 return runner.forward(microbatch, given, {}, None)  # type: ignore[arg-type]  # no stage but the last needs a loss
             return runner.evaluate(microbatch, given, {}, None)

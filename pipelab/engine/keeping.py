@@ -1,0 +1,77 @@
+"""Keep what running a model changes besides its gradients, its buffers and the random state, and put it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+__all__ = ["KeptBuffers", "KeptRandomState", "unchanged"]
+
+
+class KeptBuffers:
+    """The buffers of some modules, as they are now.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> kept = KeptBuffers([norm])
+        >>> _ = norm(torch.randn(4, 2))
+        >>> kept.put_back()
+        >>> norm.running_mean
+        tensor([0., 0.])
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Copy them."""
+        self._kept = [
+            (part, name, buffer, buffer.clone())
+            for module in modules
+            for part in module.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+        ]
+
+    def put_back(self) -> None:
+        """Give every buffer its values back, and its place, where a module has put another tensor."""
+        with torch.no_grad():
+            for part, name, buffer, before in self._kept:
+                # An expanded tensor cannot be written into, and has not been; sparse ones cannot be compared.
+                if buffer.layout != torch.strided or not torch.equal(buffer, before):
+                    buffer.copy_(before)
+                setattr(part, name, buffer)
+
+
+class KeptRandomState:
+    """The state, as it is now, of every random generator that an operation draws from unless it is told of another."""
+
+    def __init__(self) -> None:
+        """Copy it."""
+        self._processor = torch.get_rng_state()
+        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def put_back(self) -> None:
+        """Let the next random numbers be those that would have come next."""
+        torch.set_rng_state(self._processor)
+        if self._gpus:
+            torch.cuda.set_rng_state_all(self._gpus)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether the same numbers come next."""
+        if not isinstance(other, KeptRandomState):
+            return NotImplemented
+        ours, theirs = [self._processor, *self._gpus], [other._processor, *other._gpus]
+        return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+    __hash__ = None  # type: ignore[assignment]  # it holds tensors
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put the buffers of these modules and all random state back afterwards."""
+    buffers, random_state = KeptBuffers(modules), KeptRandomState()
+    try:
+        yield
+    finally:
+        buffers.put_back()
+        random_state.put_back()

@@ -43,8 +43,9 @@ def test_readings_are_right_within_their_error(gpu):
 
 def test_to_begin_a_step_the_host_does_not_wait(gpu):
     clock = GpuClock(DEVICE)
-    gpu.host_may_wait = False
+    waited = gpu.waits
     clock.begin()
+    assert gpu.waits == waited
 
 
 def test_a_step_begins_after_what_the_caller_has_launched(gpu):
@@ -96,5 +97,6 @@ def test_the_nearest_anchor_counts(gpu):
 
 def test_a_rank_that_did_nothing_has_no_readings(gpu):
     clock = GpuClock(DEVICE)
-    gpu.host_may_wait = False
+    waited = gpu.waits
     assert clock.begin().nanoseconds([]) == []
+    assert gpu.waits == waited

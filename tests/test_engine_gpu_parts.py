@@ -135,10 +135,12 @@ def test_a_pipeline_on_parts_gives_the_plain_gradients_without_waiting(parts):
 def test_many_pipelines_share_the_same_parts(parts):
     model = plain.mlp(8, 64)
     x, y = (tensor.cuda() for tensor in plain.batch(8, 64))
+    losses = []
     for _ in range(20):
         with Pipeline(model, OneFOneB(4, 4), mse, devices=devices_on(parts)) as pipe:
-            pipe.step(x, y)
-    torch.cuda.synchronize()
+            losses.append(pipe.step(x, y).loss)
+    assert parts_of(torch.device("cuda", 0), 4) is parts
+    torch.testing.assert_close(torch.stack(losses), mse(model(x), y).detach().expand(20))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs a machine with one GPU")

@@ -72,9 +72,9 @@ def test_every_action_comes_after_what_it_needs_and_within_the_callers_order(gpu
     with Pipeline(model, plan, mse, devices=["cuda:0"] * 3) as pipe:
         for step in range(3):
             gpu.launch(("the batch is written", step))
-            gpu.host_may_wait = False
+            waited = gpu.waits
             pipe.step(*plain.batch(8))
-            gpu.host_may_wait = True
+            assert gpu.waits == waited
             gpu.launch(("the batch is spoiled", step))
             for stage in model:
                 stage.next_step()

@@ -147,7 +147,7 @@ def ends():
     return of
 
 
-def all_told(facts, kind, told):
+def assert_told(facts, kind, told):
     """Assert that every process raised this kind of error with these words."""
     for fact in facts:
         assert fact["kind"] == kind, fact
@@ -165,12 +165,12 @@ def all_told(facts, kind, told):
     ],
 )
 def test_what_differs_between_processes_is_told_on_all_of_them_before_they_connect(ends, case, told):
-    all_told(ends(case), "RankError", told)
+    assert_told(ends(case), "RankError", told)
 
 
 def test_a_process_that_makes_no_pipeline_is_missed(ends):
     first, absent, last = ends("absent")
-    all_told([first, last], "RankError", r"^rank 1 made no Pipeline within 0\.\d+ s, for which the others wait\n")
+    assert_told([first, last], "RankError", r"^rank 1 made no Pipeline within 0\.\d+ s, for which the others wait\n")
     assert absent["kind"] == ""
 
 
@@ -187,15 +187,15 @@ def test_a_process_that_makes_no_pipeline_is_missed(ends):
     ],
 )
 def test_processes_that_do_not_mean_the_same_step_all_refuse_it_and_go_on(ends, case, told):
-    all_told(ends(case), "BatchError", told)
+    assert_told(ends(case), "BatchError", told)
     assert [fact["kind"] for fact in ends("disagree")] == [""] * 3
 
 
 def test_a_stage_that_raises_is_told_on_every_process_with_what_it_was_waiting_for(ends):
     first, failed, last = ends("raises")
     lead = r"^1F0 on rank 1 failed: ValueError: a bug of mine\n  stage 1, micro-batch 0, on cpu\n  at .*script\.py, "
-    all_told([failed], "StageError", lead)
-    all_told([first, last], "RankError", lead)
+    assert_told([failed], "StageError", lead)
+    assert_told([first, last], "RankError", lead)
     assert re.search(r"\n  rank 0 waits, before 0B0 \(position 3\), for what 1B0 on rank 1 gives$", first["told"])
     assert re.search(r"\n  rank 2 waits, before 2F0 \(position 0\), for what 1F0 on rank 1 gives$", last["told"])
 
@@ -203,12 +203,12 @@ def test_a_stage_that_raises_is_told_on_every_process_with_what_it_was_waiting_f
 def test_shapes_that_do_not_fit_are_found_before_they_are_sent(ends):
     told = r"^2F0 on rank 2 failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied \(3x4 and 6x6\)"
     first, second, third = ends("narrow")
-    all_told([third], "StageError", told)
-    all_told([first, second], "RankError", told)
+    assert_told([third], "StageError", told)
+    assert_told([first, second], "RankError", told)
     told = r"^1F0 on rank 1 gives \[3, 4\] float32, where micro-batches of 3 rows gave \[3, 6\] float32 before: "
     first, second, third = ends("narrow later")
-    all_told([second], "StageError", told)
-    all_told([first, third], "RankError", told)
+    assert_told([second], "StageError", told)
+    assert_told([first, third], "RankError", told)
 
 
 def test_a_stage_that_hangs_is_given_up_on_every_process(ends):
@@ -223,20 +223,20 @@ def test_a_stage_that_hangs_is_given_up_on_every_process(ends):
 def test_an_interruption_is_told_to_the_others(ends):
     first, interrupted, last = ends("interrupted")
     assert interrupted["kind"] == "KeyboardInterrupt"
-    all_told([first, last], "RankError", r"^rank 1 was interrupted \(KeyboardInterrupt\)\n  rank \d waits, before ")
+    assert_told([first, last], "RankError", r"^rank 1 was interrupted \(KeyboardInterrupt\)\n  rank \d waits, before ")
 
 
 def test_a_process_that_leaves_is_missed(ends):
     first, left, last = ends("leaves")
     assert left["kind"] == ""
     told = r"^rank 1 is gone: it closed its pipeline\n  rank \d waits for all processes in step\(x, y\)$"
-    all_told([first, last], "RankError", told)
+    assert_told([first, last], "RankError", told)
 
 
 def test_a_script_that_fails_between_steps_is_told_to_the_others(ends):
     first, failed, last = ends("script")
     assert failed["kind"] == "KeyError"
-    all_told([first, last], "RankError", r"^rank 1 is gone: its script raised KeyError\('a slip of mine'\)\n  rank ")
+    assert_told([first, last], "RankError", r"^rank 1 is gone: its script raised KeyError\('a slip of mine'\)\n  rank ")
 
 
 def test_nobody_waits_long(ends):

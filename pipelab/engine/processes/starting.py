@@ -72,9 +72,10 @@ def start(job: Job) -> Started:
     everyone = introduce(store, rank, size, facts, job.timeout)
     backend = backend_of(everyone)
     threads = job.intra_op_threads or torch.get_num_threads()
-    # A process that waits for one thing of a store waits with it for all others: so the watch has its own connection.
-    own = corner(base.clone(), str(_made)) if hasattr(base, "clone") else store
-    watch = Watch(rank, Notices(own, rank, everyone), job.timeout, threads)
+    # A process that waits for one thing of a store waits with it for all others. So the watch has a connection of its
+    # own, and so has the worker, who may be stuck with it.
+    watched, meeting = (corner(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
+    watch = Watch(rank, Notices(watched, rank, everyone), job.timeout, threads)
     limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
     for stage in held:
@@ -85,7 +86,7 @@ def start(job: Job) -> Started:
 
     def meet() -> Connections:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            connections = connect(base, rank, size, device, backend, parts, limit)
+            connections = connect(meeting, rank, size, device, backend, parts, limit)
             if connections.replicas is not None:
                 for stage in held:
                     _begin_alike(job.stages.modules[stage], connections)

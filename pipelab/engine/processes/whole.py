@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,9 +82,15 @@ class ManyProcesses:
         own = nn.utils.get_total_norm(gradients, norm_type)
         number = own.detach().double().cpu()
         norms = self._engine.attend(lambda: self._norms(number, norm_type), "clip_grad_norm_()")
-        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type).to(own)
+        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type).to(own.device, self._widest())
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
+
+    def _widest(self) -> torch.dtype:
+        """Return the type of the whole model's norm: one for all processes, or replicas would be scaled differently."""
+        every = [parameter for module in self._stages.modules for parameter in module.parameters()]
+        types = [parameter.dtype.to_real() for parameter in every if parameter.requires_grad]
+        return reduce(torch.promote_types, types) if types else torch.float32
 
     def _norms(self, own: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return every process's norm."""

@@ -171,6 +171,26 @@ def test_learning_the_shapes_draws_no_random_number():
     assert torch.equal(once, model(x))
 
 
+def test_learning_the_shapes_leaves_a_buffer_unmade():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("mean", None)
+
+        def forward(self, x):
+            self.mean = x.detach().mean(0) if self.mean is None else (self.mean + x.detach().mean(0)) / 2
+            return self.linear(x)
+
+    found = []
+    for engine in ("torch", "threads"):
+        model = [Mean(), nn.Linear(6, 6)]
+        with Pipeline(model, PLAN, mse, engine=engine) as pipe:
+            pipe.step(*plain.batch(4))
+        found.append(model[0].mean)
+    assert torch.equal(*found)
+
+
 def test_verify_proves_and_restores():
     model = plain.mlp(4)
     x, y = plain.batch(7)

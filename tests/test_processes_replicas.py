@@ -25,6 +25,8 @@ class Counts(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
+        self.register_buffer("mask", torch.ones(1, 6).expand(4, 6))
+        self.register_buffer("small", torch.zeros(2, dtype=torch.int16))
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):

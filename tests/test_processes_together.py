@@ -156,6 +156,44 @@ say(
     keys=list(state)[:2],
 )
 
+# what a stage keeps beside its parameters comes along, whatever it is
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.calls = nn.Embedding(9, 6, sparse=True), 0
+        self.register_buffer("small", torch.zeros(2, dtype=torch.int16))
+        self.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("mask", torch.ones(1, 6).expand(4, 6))
+        self.register_buffer("mean", None)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, calls):
+        self.calls = calls
+
+    def forward(self, x):
+        self.calls += 1
+        self.small += 1
+        self.phases += 1j
+        self.mean = x.detach().mean(0) if self.mean is None else self.mean + 1
+        return x + self.table((x[:, 0] > 0).long()) * self.mask[0]
+
+
+stages = [Keeps(), Keeps(), Keeps(), Keeps()]
+with Pipeline(stages, plan, mse, engine="torch", timeout=60) as pipe:
+    pipe.step(x, y)
+    own = {name: value.clone() for name, value in stages[rank].named_buffers()}
+    state = pipe.state_dict()
+    say(
+        case="state",
+        small=[state[f"{stage}.small"].tolist() for stage in range(4)],
+        phases=[state[f"{stage}.phases"][0].imag.item() for stage in range(4)],
+        own=all(torch.equal(value, state[f"{rank}.{name}"]) for name, value in own.items()),
+        calls=[state[f"{stage}._extra_state"] for stage in range(4)],
+        exact=pipe.verify(x, y).exact,
+    )
+
 # [4] two replicas of two ranks: a mesh
 plan = pipelab.replicate(pipelab.OneFOneB(2, 4), 2).plan()
 try:
@@ -259,6 +297,15 @@ def test_dictionaries_of_tensors_travel_with_what_learns_and_what_does_not(said)
         assert fact["loss"]
         assert fact["gradients"]
         assert fact["keys"] == ["0.linear.weight", "0.linear.bias"]
+
+
+def test_buffers_of_any_type_that_come_late_or_share_memory_and_extra_state_are_gathered(said):
+    for (fact,) in said("state"):
+        assert fact["small"] == [[4, 4]] * 4  # learning the shapes left no trace
+        assert fact["phases"] == [4] * 4
+        assert fact["own"]
+        assert fact["calls"] == [6, 6, 6, 4]  # but here: nobody can know
+        assert fact["exact"]
 
 
 def test_replicas_train_as_one_model_on_the_whole_batch_as_in_the_threads_engine(said):

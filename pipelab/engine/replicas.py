@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pipelab.engine.keeping import kept_buffers, put_back
 from pipelab.engine.split_backward import leaves_of
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.trees import tensors_of
@@ -96,13 +97,13 @@ class Runners:
                 runner.module = copied(modules[stage], self._devices[rank])
         before = {key: versions(replica.module) for key, replica in self._copies.items()}
         guarded = self._replicated if self._buffers == "refuse" else ()
-        kept = [each for stage in guarded for each in _kept_buffers(modules[stage])]
+        kept = kept_buffers(modules[stage] for stage in guarded)
         try:
             yield
             for (stage, rank), replica in self._copies.items():
                 name = written(before[stage, rank], versions(replica.module))
                 if name is not None and self._buffers == "refuse":
-                    _put_back(kept)
+                    put_back(kept)
                     zero = "\n  gradients are partial now: zero_grad() before the next step" if learning else ""
                     rest = f"\n  the model's buffers are as they were before{zero}"
                     raise written_error(stage, rank, name, rest)
@@ -237,24 +238,6 @@ def written_error(stage: int, rank: int, name: str, rest: str = "") -> EngineErr
         f"stage {stage} writes into its buffer {name!r}, and rank {rank} runs a copy of the stage, "
         f"which then differs from the model: {_HOW}{rest}"
     )
-
-
-def _kept_buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
-    """Return each buffer with its place, and a copy of it."""
-    return [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-
-
-def _put_back(kept: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for part, name, buffer, before in kept:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
-            if getattr(part, name) is not buffer:
-                setattr(part, name, buffer)  # a module may have put another tensor in its place
 
 
 _HOW = (

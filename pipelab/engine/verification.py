@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipelab.engine.batches import row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.keeping import kept_buffers, put_back
 from pipelab.engine.stage import Loss
 from pipelab.engine.trees import map_tensors
 from pipelab.errors import VerificationError
@@ -186,22 +187,14 @@ def _restored(pipe: Pipeline) -> Iterator[Any]:
     """Keep gradients, buffers and random state; yield what puts back all but the gradients, which it clears."""
     modules = [*pipe.stages.modules, *([pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else [])]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    buffers = [
-        (part, name, buffer, buffer.clone())
-        for module in modules
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
+    buffers = kept_buffers(modules)
     random_state = torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def rewind() -> None:
         for parameter, _ in gradients:
             parameter.grad = None
-        with torch.no_grad():
-            for part, name, buffer, before in buffers:
-                buffer.copy_(before)
-                setattr(part, name, buffer)  # a module may have put another tensor in its place
+        put_back(buffers)
         torch.set_rng_state(random_state)
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)
@@ -242,7 +235,9 @@ def _named(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
 
 
 def _differences(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> dict[str, float]:

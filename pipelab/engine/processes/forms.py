@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelab.engine.keeping import kept_buffers, put_back
 from pipelab.engine.trees import Spec, rebuild, take_apart
 from pipelab.errors import EngineError
 
@@ -116,17 +117,10 @@ def form_of(value: Any, giver: str, learns: Sequence[bool] | None = None) -> For
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Put a module's buffers and all random state back afterwards."""
-    buffers = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
+    kept = kept_buffers([module])
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=gpus):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for part, name, buffer, before in buffers:
-                    buffer.copy_(before)
-                    setattr(part, name, buffer)  # a module may have put another tensor in its place
+            put_back(kept)

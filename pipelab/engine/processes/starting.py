@@ -11,7 +11,9 @@ from torch import nn
 
 from pipelab.engine.engines import Job, Started
 from pipelab.engine.hardware import RankDevice, rank_devices
+from pipelab.engine.keeping import overwrite
 from pipelab.engine.lanes import lanes_for
+from pipelab.engine.processes.bringing import spread
 from pipelab.engine.processes.connecting import Connections, backend_of, connect, device_of, gpu_of
 from pipelab.engine.processes.engine import TorchEngine
 from pipelab.engine.processes.joining import (
@@ -89,7 +91,7 @@ def start(job: Job) -> Started:
             connections = connect(meeting, rank, size, device, backend, parts, limit)
             if connections.replicas is not None:
                 for stage in held:
-                    _begin_alike(job.stages.modules[stage], connections)
+                    _begin_alike(job.stages.modules[stage], connections.replicas, connections.carrier)
             return connections
 
     connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
@@ -122,10 +124,10 @@ def _require_plain_loss(loss_fn: object, ranks: Sequence[int]) -> None:
             )
 
 
-def _begin_alike(module: nn.Module, connections: Connections) -> None:
+def _begin_alike(module: nn.Module, replicas: dist.ProcessGroup, carrier: torch.device) -> None:
     """Give a stage the parameters and buffers that it has in the first replica."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            parcel = tensor.detach().to(connections.carrier).contiguous()
-            dist.broadcast(parcel, group=connections.replicas, group_src=0)
-            tensor.copy_(parcel)
+            parcel = tensor.detach().to(carrier).contiguous()
+            spread(parcel, replicas, 0)
+            overwrite(tensor, parcel)

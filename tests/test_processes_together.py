@@ -156,6 +156,35 @@ say(
     keys=list(state)[:2],
 )
 
+# values lie in memory as they do in the threads engine, and the backwards of a frozen stage keep their place
+class Turns(nn.Module):
+    def __init__(self, frozen):
+        super().__init__()
+        self.linear = nn.Linear(48, 48).requires_grad_(not frozen)
+
+    def forward(self, x):
+        return self.linear(x).transpose(1, 2)
+
+
+plan = pipelab.OneFOneB(4, 4).plan()
+squares = torch.randn(2, 8, 48, 48, generator=torch.Generator().manual_seed(0))
+found = []
+for engine in ("threads", "torch"):
+    torch.manual_seed(0)
+    stages = [Turns(frozen=stage == 0) for stage in range(4)]
+    with Pipeline(stages, plan, mse, engine=engine, timeout=60) as pipe:
+        trace = pipe.step(*squares).trace
+    found.append(stages[rank].linear)
+ended = {(event.rank, str(event.action)): event.end for event in trace.events}
+begun = {(event.rank, str(event.action)): event.start for event in trace.events}
+say(
+    case="layout",
+    same=rank == 0 or all(torch.equal(*both) for both in zip(*([p.grad for p in each.parameters()] for each in found))),
+    frozen=all(parameter.grad is None for parameter in stages[0].parameters()),
+    early=[f"0B{m}" for m in range(4) if begun[0, f"0B{m}"] < ended[1, f"1B{m}"] - 1e-6],
+)
+plan = pipelab.ZBH1(4, 4).plan()
+
 # what a stage keeps beside its parameters comes along, whatever it is
 class Keeps(nn.Module):
     def __init__(self):
@@ -297,6 +326,16 @@ def test_dictionaries_of_tensors_travel_with_what_learns_and_what_does_not(said)
         assert fact["loss"]
         assert fact["gradients"]
         assert fact["keys"] == ["0.linear.weight", "0.linear.bias"]
+
+
+def test_values_lie_in_memory_as_in_the_threads_engine_so_that_sums_are_the_same_bit_for_bit(said):
+    assert [fact["same"] for (fact,) in said("layout")] == [True] * 4
+
+
+def test_the_backwards_of_a_frozen_stage_wait_for_their_turn_as_in_the_threads_engine(said):
+    for (fact,) in said("layout"):
+        assert fact["frozen"]
+        assert fact["early"] == []
 
 
 def test_buffers_of_any_type_that_come_late_or_share_memory_and_extra_state_are_gathered(said):

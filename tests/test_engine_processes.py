@@ -323,6 +323,13 @@ def test_what_cannot_be_lowered_is_refused_before_anything_else():
         Pipeline(plain.mlp(4), plan, mse, engine="torch")
 
 
+def test_parameters_without_a_shape_are_refused_by_name():
+    with pytest.raises(
+        EngineError, match="0.weight of stage 1 has no shape yet: .*\n  try: run the model forward once"
+    ):
+        Pipeline([nn.Linear(6, 6), nn.Sequential(nn.LazyLinear(6))], PLAN, mse, engine="torch")
+
+
 def test_a_process_started_alone_is_told_how_to_start_several():
     script = """
 import pipelab, torch, torch.distributed as dist

@@ -171,6 +171,26 @@ def test_learning_the_shapes_draws_no_random_number():
     assert torch.equal(once, model(x))
 
 
+def test_learning_the_shapes_leaves_a_buffer_unmade():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("mean", None)
+
+        def forward(self, x):
+            self.mean = x.detach().mean(0) if self.mean is None else (self.mean + x.detach().mean(0)) / 2
+            return self.linear(x)
+
+    found = []
+    for engine in ("torch", "threads"):
+        model = [Mean(), nn.Linear(6, 6)]
+        with Pipeline(model, PLAN, mse, engine=engine) as pipe:
+            pipe.step(*plain.batch(4))
+        found.append(model[0].mean)
+    assert torch.equal(*found)
+
+
 def test_verify_proves_and_restores():
     model = plain.mlp(4)
     x, y = plain.batch(7)
@@ -301,6 +321,13 @@ def test_what_cannot_be_lowered_is_refused_before_anything_else():
     plan = Plan([[pipelab.F(0, 0), pipelab.B(0, 0)], []], 1, 1)
     with pytest.raises(EngineError, match="rank 1 of 2 has nothing to do"):
         Pipeline(plain.mlp(4), plan, mse, engine="torch")
+
+
+def test_parameters_without_a_shape_are_refused_by_name():
+    with pytest.raises(
+        EngineError, match="0.weight of stage 1 has no shape yet: .*\n  try: run the model forward once"
+    ):
+        Pipeline([nn.Linear(6, 6), nn.Sequential(nn.LazyLinear(6))], PLAN, mse, engine="torch")
 
 
 def test_a_process_started_alone_is_told_how_to_start_several():

@@ -352,3 +352,18 @@ def test_a_slightly_wrong_reduction_is_told_too():
         pipe.verify(x, target)
     with Pipeline(model, OneFOneB(2, 3), loss, reduction=lambda each: (each >= 0).sum()) as pipe:
         assert pipe.verify(x, target).whole_batch_difference < 1e-5
+
+
+def test_a_buffer_that_shows_its_memory_several_times_and_sparse_gradients_are_verified():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, 6, sparse=True)
+            self.register_buffer("mask", torch.ones(1, 6).expand(3, 6))
+
+        def forward(self, rows):
+            return self.table(rows) * self.mask[0]
+
+    rows, y = torch.arange(8) % 3, plain.batch(8)[1]
+    with Pipeline([Looks(), nn.Linear(6, 6)], OneFOneB(2, 4), mse) as pipe:
+        assert pipe.verify(rows, y).exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import processes
 import pytest
 import torch.distributed as dist
 
+import pipelab.engine.processes.watch
 from pipelab import BatchError, PipelineClosedError, RankError, StepTimeoutError
 from pipelab.engine.processes.notices import Notice, Notices
 from pipelab.engine.processes.watch import Doing, Watch
@@ -63,7 +65,7 @@ def test_a_process_that_ended_is_gone_and_one_that_closed_its_pipeline_too():
     assert Notices(store, 0, everyone(own, own, own)).gone() is None
     rank, told = Notices(store, 0, everyone(own, own, dead)).gone()
     assert (rank, told) == (2, f"rank 2 is gone: process {dead} on node-a was killed, or ended")
-    Notices(store, 1, everyone(own, own, own)).leave()
+    Notices(store, 1, everyone(own, own, own)).leave("it closed its pipeline")
     assert Notices(store, 0, everyone(own, own, own)).gone() == (1, "rank 1 is gone: it closed its pipeline")
 
 
@@ -79,7 +81,50 @@ def test_where_the_store_is_gone_its_holder_is():
     assert "the process that holds this job's store is gone" in notices.news().told
     assert notices.tell(1, "rank 1 failed", alive=True).told == "rank 1 failed"  # who fails knows it without a store
     notices.hear(notices.news())
-    notices.leave()
+    notices.leave("it closed its pipeline")
+
+
+def test_a_process_says_that_it_ends_before_others_lose_their_connection_to_it():
+    store = dist.HashStore()
+    own, others = os.getpid(), Notices(store, 0, everyone(os.getpid(), os.getpid()))
+    watch = Watch(1, Notices(store, 1, everyone(own, own)), timeout=1, threads=1)
+    assert others.gone() is None
+    del watch  # as at the end of the process
+    gc.collect()
+    assert others.gone() == (1, "rank 1 is gone: its script ended")
+
+
+def test_a_fork_of_a_process_does_not_leave_for_it():
+    store = dist.HashStore()
+    Notices(store, 0, everyone(os.getpid() + 1)).leave("its script ended")
+    assert not store.check(["left/0"])
+
+
+def test_what_a_process_gave_before_it_left_is_waited_for(monkeypatch):
+    monkeypatch.setattr(pipelab.engine.processes.watch, "_PATIENCE_SECONDS", 0.1)
+    store = dist.HashStore()
+    pids = everyone(os.getpid(), os.getpid())
+    Notices(store, 1, pids).leave("it closed its pipeline")
+    watch = Watch(0, Notices(store, 0, pids), timeout=5, threads=1)
+    assert watch.attend(lambda: time.sleep(0.7) or "arrived", WORKS) == "arrived"
+    watch.close()
+
+
+def test_a_process_that_waits_too_long_names_those_who_have_not_come():
+    store = dist.HashStore()
+    pids = everyone(*[os.getpid()] * 4)
+    for rank, number in ((1, 1), (3, 1)):
+        Notices(store, rank, pids).wait(number)
+    heard = [threading.Timer(0.1, lambda rank=rank: store.set(f"heard/{rank}", "")) for rank in (1, 2, 3)]
+    for timer in heard:
+        timer.start()
+    watch = Watch(0, Notices(store, 0, pids), timeout=0.3, threads=1)
+    doing = Doing(lambda: "waits for all processes in step(x, y)")
+    with pytest.raises(StepTimeoutError, match=r"in step\(x, y\); rank 2 has not come to this call$"):
+        watch.attend(lambda: time.sleep(0.6), doing)
+    assert store.get("waits/0") == b"1"
+    assert Notices(store, 0, pids).absent(2) == [1, 2, 3]
+    watch.close()
 
 
 @pytest.fixture

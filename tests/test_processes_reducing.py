@@ -17,8 +17,8 @@ def world_of_one():
     dist.destroy_process_group()
 
 
-def reducer(parameters) -> Reducer:
-    return Reducer(parameters, dist.group.WORLD, torch.device("cpu"))
+def reducer(*parameters) -> Reducer:
+    return Reducer(nn.ParameterList(parameters), dist.group.WORLD, torch.device("cpu"))
 
 
 def summed(reduces: Reducer, make) -> None:
@@ -47,13 +47,13 @@ def test_gradients_of_several_types_are_summed_in_the_parameters_order_as_on_eve
             parameter.grad = torch.ones_like(parameter)
 
     monkeypatch.setattr(dist, "all_reduce", watched)
-    summed(reducer(parameters), make)
+    summed(reducer(*parameters), make)
     assert seen[1:] == types  # the first sum is about which parameters have a gradient
 
 
 def test_sparse_gradients_are_summed_densely():
     table = nn.Embedding(4, 2, sparse=True)
-    reduces = reducer(table.parameters())
+    reduces = reducer(*table.parameters())
     rows = torch.tensor([1, 3])
     for steps in (1, 2):
         summed(reduces, lambda: table(rows).sum().backward())
@@ -65,14 +65,14 @@ def test_a_sparse_gradient_from_before_is_added_to():
     table = nn.Embedding(4, 2, sparse=True)
     rows = torch.tensor([1, 3])
     table(rows).sum().backward()
-    summed(reducer(table.parameters()), lambda: table(rows).sum().backward())
+    summed(reducer(*table.parameters()), lambda: table(rows).sum().backward())
     assert torch.equal(table.weight.grad, torch.zeros(4, 2).index_fill(0, rows, 2))
 
 
 def test_a_parameter_that_learns_from_a_later_step_on_is_summed_from_then_on(monkeypatch):
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     learns = nn.Parameter(torch.ones(2))
-    reduces = reducer([frozen, learns])
+    reduces = reducer(frozen, learns)
     sizes = []
     summing = dist.all_reduce
 
@@ -90,3 +90,21 @@ def test_a_parameter_that_learns_from_a_later_step_on_is_summed_from_then_on(mon
     assert sizes == [1, 2, 2, 5]
     assert torch.equal(learns.grad, torch.full((2,), 2.0))
     assert torch.equal(frozen.grad, torch.ones(3))
+
+
+def test_parameters_that_took_the_place_of_others_are_summed(monkeypatch):
+    """As `load_state_dict(assign=True)` does."""
+    layer = nn.Linear(2, 1)
+    reduces = Reducer(layer, dist.group.WORLD, torch.device("cpu"))
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    sizes = []
+    summing = dist.all_reduce
+
+    def watched(tensor, group):
+        sizes.append(tensor.numel())
+        summing(tensor, group=group)
+
+    monkeypatch.setattr(dist, "all_reduce", watched)
+    summed(reduces, lambda: layer(torch.ones(1, 2)).sum().backward())
+    assert sizes == [2, 3]
+    assert torch.equal(layer.weight.grad, torch.ones(1, 2))

@@ -156,6 +156,73 @@ say(
     keys=list(state)[:2],
 )
 
+# values lie in memory as they do in the threads engine, and the backwards of a frozen stage keep their place
+class Turns(nn.Module):
+    def __init__(self, frozen):
+        super().__init__()
+        self.linear = nn.Linear(48, 48).requires_grad_(not frozen)
+
+    def forward(self, x):
+        return self.linear(x).transpose(1, 2)
+
+
+plan = pipelab.OneFOneB(4, 4).plan()
+squares = torch.randn(2, 8, 48, 48, generator=torch.Generator().manual_seed(0))
+found = []
+for engine in ("threads", "torch"):
+    torch.manual_seed(0)
+    stages = [Turns(frozen=stage == 0) for stage in range(4)]
+    with Pipeline(stages, plan, mse, engine=engine, timeout=60) as pipe:
+        trace = pipe.step(*squares).trace
+    found.append(stages[rank].linear)
+ended = {(event.rank, str(event.action)): event.end for event in trace.events}
+begun = {(event.rank, str(event.action)): event.start for event in trace.events}
+say(
+    case="layout",
+    same=rank == 0 or all(torch.equal(*both) for both in zip(*([p.grad for p in each.parameters()] for each in found))),
+    frozen=all(parameter.grad is None for parameter in stages[0].parameters()),
+    early=[f"0B{m}" for m in range(4) if begun[0, f"0B{m}"] < ended[1, f"1B{m}"] - 1e-6],
+)
+plan = pipelab.ZBH1(4, 4).plan()
+
+# what a stage keeps beside its parameters comes along, whatever it is
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.calls = nn.Embedding(9, 6, sparse=True), 0
+        self.register_buffer("small", torch.zeros(2, dtype=torch.int16))
+        self.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("mask", torch.ones(1, 6).expand(4, 6))
+        self.register_buffer("mean", None)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, calls):
+        self.calls = calls
+
+    def forward(self, x):
+        self.calls += 1
+        self.small += 1
+        self.phases += 1j
+        self.mean = x.detach().mean(0) if self.mean is None else self.mean + 1
+        return x + self.table((x[:, 0] > 0).long()) * self.mask[0]
+
+
+stages = [Keeps(), Keeps(), Keeps(), Keeps()]
+with Pipeline(stages, plan, mse, engine="torch", timeout=60) as pipe:
+    pipe.step(x, y)
+    own = {name: value.clone() for name, value in stages[rank].named_buffers()}
+    state = pipe.state_dict()
+    say(
+        case="state",
+        small=[state[f"{stage}.small"].tolist() for stage in range(4)],
+        phases=[state[f"{stage}.phases"][0].imag.item() for stage in range(4)],
+        own=all(torch.equal(value, state[f"{rank}.{name}"]) for name, value in own.items()),
+        calls=[state[f"{stage}._extra_state"] for stage in range(4)],
+        exact=pipe.verify(x, y).exact,
+    )
+
 # [4] two replicas of two ranks: a mesh
 plan = pipelab.replicate(pipelab.OneFOneB(2, 4), 2).plan()
 try:
@@ -259,6 +326,25 @@ def test_dictionaries_of_tensors_travel_with_what_learns_and_what_does_not(said)
         assert fact["loss"]
         assert fact["gradients"]
         assert fact["keys"] == ["0.linear.weight", "0.linear.bias"]
+
+
+def test_values_lie_in_memory_as_in_the_threads_engine_so_that_sums_are_the_same_bit_for_bit(said):
+    assert [fact["same"] for (fact,) in said("layout")] == [True] * 4
+
+
+def test_the_backwards_of_a_frozen_stage_wait_for_their_turn_as_in_the_threads_engine(said):
+    for (fact,) in said("layout"):
+        assert fact["frozen"]
+        assert fact["early"] == []
+
+
+def test_buffers_of_any_type_that_come_late_or_share_memory_and_extra_state_are_gathered(said):
+    for (fact,) in said("state"):
+        assert fact["small"] == [[4, 4]] * 4  # learning the shapes left no trace
+        assert fact["phases"] == [4] * 4
+        assert fact["own"]
+        assert fact["calls"] == [6, 6, 6, 4]  # but here: nobody can know
+        assert fact["exact"]
 
 
 def test_replicas_train_as_one_model_on_the_whole_batch_as_in_the_threads_engine(said):

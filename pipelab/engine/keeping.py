@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["KeptBuffers", "KeptRandomState", "unchanged"]
+__all__ = ["KeptBuffers", "KeptRandomState", "overwrite", "unchanged"]
 
 
 class KeptBuffers:
@@ -26,19 +26,18 @@ class KeptBuffers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Copy them."""
         self._kept = [
-            (part, name, buffer, buffer.clone())
+            (part, name, buffer, None if buffer is None else buffer.clone())
             for module in modules
             for part in module.modules()
-            for name, buffer in part.named_buffers(recurse=False)
+            for name, buffer in part._buffers.items()  # noqa: SLF001 - named_buffers leaves out those not made yet
         ]
 
     def put_back(self) -> None:
         """Give every buffer its values back, and its place, where a module has put another tensor."""
         with torch.no_grad():
             for part, name, buffer, before in self._kept:
-                # An expanded tensor cannot be written into, and has not been; sparse ones cannot be compared.
-                if buffer.layout != torch.strided or not torch.equal(buffer, before):
-                    buffer.copy_(before)
+                if buffer is not None and before is not None:
+                    overwrite(buffer, before)
                 setattr(part, name, buffer)
 
 
@@ -75,3 +74,19 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         buffers.put_back()
         random_state.put_back()
+
+
+def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor, also into one that shows the same memory several times, as `expand` makes it.
+
+    Example:
+        >>> mask = torch.zeros(1, 2).expand(3, 2)
+        >>> overwrite(mask, torch.ones(3, 2))
+        >>> mask.sum()
+        tensor(6.)
+    """
+    if tensor.layout == torch.strided:
+        for dimension, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dimension] > 1:
+                tensor, values = tensor.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
+    tensor.copy_(values)

@@ -25,7 +25,16 @@ from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import EngineError
 
-__all__ = ["Buffers", "Runners", "copied", "require_replicable", "versions", "written", "written_error"]
+__all__ = [
+    "Buffers",
+    "Runners",
+    "copied",
+    "refuse_lost_hooks",
+    "require_replicable",
+    "versions",
+    "written",
+    "written_error",
+]
 
 Buffers = Literal["refuse", "lowest"]
 """What becomes of the buffers that replicated stages write into."""
@@ -79,7 +88,7 @@ class Runners:
             EngineError: if a copy was written into, and that was not asked for, or would lose a hook.
         """
         for stage, ranks in self._replicated.items():
-            _refuse_lost_hooks(stage, modules[stage], ranks)
+            refuse_lost_hooks(stage, modules[stage], ranks)
             if self._buffers == "refuse":
                 _refuse_statistics(stage, modules[stage], ranks)  # it may have rested when the pipeline was made
         for (stage, rank), runner in self.of.items():
@@ -175,7 +184,7 @@ def _parameter(own: nn.Parameter, device: torch.device) -> nn.Parameter:
     return parameter
 
 
-def _refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
+def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
     """Refuse hooks that wait for a whole gradient, or use the parameter: a rank's copy has a part of the gradient.
 
     Raises:
@@ -185,7 +194,7 @@ def _refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> N
         if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - as in `_parameter`
             raise EngineError(
                 f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {name} has a post-accumulate-grad "
-                "hook, which would see the gradients of the lowest rank only, before all ranks' are added up\n"
+                "hook, which would see one rank's gradients only, before all ranks' are added up\n"
                 "  try: parameter.register_hook, which runs on every rank; or run the stage on one rank"
             )
 

@@ -226,7 +226,9 @@ def _named(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
 
 
 def _differences(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> dict[str, float]:

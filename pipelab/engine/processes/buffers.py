@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from pipelab.engine.keeping import overwrite
+from pipelab.engine.processes.bringing import spread
 from pipelab.engine.replicas import Buffers, versions, written, written_error
 from pipelab.engine.stage import Stage
 
@@ -64,7 +66,7 @@ class ReplicatedBuffers:
 
     def _take(self, buffer: torch.Tensor, lowest: int) -> None:
         parcel = buffer.detach().to(self._carrier).contiguous()
-        dist.broadcast(parcel, src=lowest, group=self._group)
+        spread(parcel, self._group, dist.get_group_rank(self._group, lowest))
         if self._rank != lowest:
             with torch.no_grad():
-                buffer.copy_(parcel)
+                overwrite(buffer, parcel)

@@ -96,7 +96,7 @@ def connect(
     """Connect this process to the others; all of them must call it.
 
     Args:
-        store: what all processes share.
+        store: what all processes share: this pipeline's corner of it, as an earlier one's tells where nobody is now.
         rank: this process.
         size: how many there are.
         device: what this process runs on.

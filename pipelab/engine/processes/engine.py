@@ -27,7 +27,7 @@ from pipelab.engine.processes.reducing import Reducer
 from pipelab.engine.processes.stages import ProcessStage
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.wording import awaited_rank, doing
-from pipelab.engine.replicas import Buffers
+from pipelab.engine.replicas import Buffers, refuse_lost_hooks
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.trees import tensors_of
@@ -78,7 +78,7 @@ class TorchEngine:
         self._watch = watch
         held = [stage for stage, (home,) in part.plan.replicas.items() if home == self._place]
         self._reducers = {
-            stage: Reducer(runners[stage].module.parameters(), connections.replicas, connections.carrier)
+            stage: Reducer(runners[stage].module, connections.replicas, connections.carrier)
             for stage in held
             if connections.replicas is not None
         }
@@ -112,12 +112,15 @@ class TorchEngine:
         """Run this process's part of all micro-batches; return what all processes made of it.
 
         Raises:
+            EngineError: if a replicated stage has a hook that would see a part of its gradients.
             BatchError: if the processes were given different batches, or do not make the same call.
             StageError: if a stage or the loss raised.
             RankError: if another process failed, or is gone.
             StepTimeoutError: if nothing moved for `timeout` seconds.
             PipelineClosedError: if the pipeline was closed, or has failed before.
         """
+        for stage in () if loss is None else self._reducers:
+            refuse_lost_hooks(stage, self._runners[stage].module, self.plan.replicas[stage])
         (clock,) = begin([self._lane])
         call = "forward(x)" if loss is None else "step(x, y)"
         ran: ProcessRun = self.attend(partial(self._run, call, inputs, loss, watch_nan, around, clock), call)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipelab.engine.trees import Spec, rebuild, take_apart
+from pipelab.engine.trees import Spec, rebuild, take_apart, tensors_of
 from pipelab.errors import EngineError
 
 __all__ = ["Form", "form_of"]
@@ -21,11 +21,23 @@ __all__ = ["Form", "form_of"]
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """A tensor's shape and type, and whether its gradient is wanted."""
+    """A tensor's shape, type and strides, and whether its gradient is wanted."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...]
     learns: bool
+
+    def room(self, device: torch.device) -> torch.Tensor:
+        """Return an empty tensor of this form, without gaps."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def laid(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return the numbers of a tensor as they lie in such a room: the order of later sums depends on it."""
+        tensor = tensor.detach()
+        if tensor.stride() == self.strides and tensor.device == device:
+            return tensor
+        return self.room(device).copy_(tensor)
 
     def __str__(self) -> str:
         """Return shape and type, such as `[4, 6] float32`."""
@@ -51,15 +63,16 @@ class Form:
 
     def room(self, device: torch.device) -> list[torch.Tensor]:
         """Return empty tensors for a value of this form."""
-        return [torch.empty(part.shape, dtype=part.dtype, device=device) for part in self.parts if part is not None]
+        return [part.room(device) for part in self.parts if part is not None]
 
     def room_for_gradients(self, device: torch.device) -> list[torch.Tensor]:
         """Return empty tensors for the gradients that come back for a value of this form."""
-        return [
-            torch.empty(part.shape, dtype=part.dtype, device=device)
-            for part in self.parts
-            if part is not None and part.learns
-        ]
+        return [part.room(device) for part in self._learning] or [_token(device)]
+
+    def parcels(self, value: Any, device: torch.device) -> list[torch.Tensor]:
+        """Return the tensors of a value as they travel."""
+        parts = [part for part in self.parts if part is not None]
+        return [part.laid(tensor, device) for part, tensor in zip(parts, tensors_of(value), strict=True)]
 
     def value(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value whose tensors these are, those that learn as the next stage must see them."""
@@ -73,15 +86,23 @@ class Form:
         found = [next(rest) if part.learns else None for part in self.parts if part is not None]
         return found[0] if len(found) == 1 else found
 
-    def wanted(self, gradients: Any) -> list[torch.Tensor]:
-        """Return those of a stage's input gradients that the stage before wants, zero where there is none."""
+    def parcels_of_gradients(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
+        """Return those of a stage's input gradients that the stage before wants, as they travel; a missing one is zero.
+
+        Where it wants none, a token travels: the backwards of frozen stages keep their place in the plan.
+        """
         every = gradients if isinstance(gradients, list) else [gradients]
-        wanted: list[torch.Tensor] = []
         parts = [part for part in self.parts if part is not None]
-        for part, gradient in zip(parts, every, strict=True):
-            if part.learns:
-                wanted.append(torch.zeros(part.shape, dtype=part.dtype) if gradient is None else gradient)
-        return wanted
+        found = [
+            part.room(device).zero_() if gradient is None else part.laid(gradient, device)
+            for part, gradient in zip(parts, every, strict=True)
+            if part.learns
+        ]
+        return found or [_token(device)]
+
+    @property
+    def _learning(self) -> list[TensorForm]:
+        return [part for part in self.parts if part is not None and part.learns]
 
     def __str__(self) -> str:
         """Return the parts, such as `[4, 6] float32`."""
@@ -107,5 +128,15 @@ def form_of(value: Any, giver: str, learns: Sequence[bool] | None = None) -> For
             "tuples, lists and dicts; make it a tensor, or use engine='threads'"
         )
     wanted = iter([part.requires_grad for part in parts if part is not None] if learns is None else learns)
-    forms = [None if part is None else TensorForm(tuple(part.shape), part.dtype, next(wanted)) for part in parts]
+    forms = [
+        None
+        if part is None
+        else TensorForm(tuple(part.shape), part.dtype, torch.empty_like(part).stride(), next(wanted))
+        for part in parts
+    ]
     return Form(spec, tuple(forms))
+
+
+def _token(device: torch.device) -> torch.Tensor:
+    """Return what travels where there is nothing to tell but that it is done."""
+    return torch.zeros(1, dtype=torch.uint8, device=device)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipelab.engine import native
 from pipelab.engine.processes.notices import Notices, Store
@@ -93,7 +94,18 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def describe_model(modules: Sequence[nn.Module]) -> list[str]:
-    """Return what must be the same about the model on every process: its parameters and buffers, stage by stage."""
+    """Return what must be the same about the model on every process: its parameters and buffers, stage by stage.
+
+    Raises:
+        EngineError: if a parameter has no shape yet.
+    """
+    for stage, module in enumerate(modules):
+        name = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
+        if name is not None:
+            raise EngineError(
+                f"{name} of stage {stage} has no shape yet: each process would find its own stages' only\n"
+                "  try: run the model forward once before, as every process builds all of it"
+            )
     return [
         f"{name} of stage {stage}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         for stage, module in enumerate(modules)

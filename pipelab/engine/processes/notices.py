@@ -2,7 +2,8 @@
 
 failed        which rank failed first, and of what
 heard/<rank>  this process knows
-left/<rank>   this process has closed its pipeline
+left/<rank>   how this process left: it closed its pipeline, or ended
+waits/<rank>  the number of the call in which this process has been waiting for long
 done/<rank>   this process needs the store no more: the one that holds it may end
 """
 
@@ -94,11 +95,29 @@ class Notices:
             self._store.set(f"heard/{self._rank}", "")
         self._take_leave(notice)
 
-    def leave(self) -> None:
-        """Say that this process has closed its pipeline."""
+    def leave(self, how: str) -> None:
+        """Say how this process leaves: `"it closed its pipeline"`. Nothing comes of it in a fork of the process."""
+        if os.getpid() != self._everyone[self._rank]["pid"]:
+            return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"left/{self._rank}", "")
+            self._store.set(f"left/{self._rank}", how)
         self._take_leave(None)
+
+    def wait(self, number: int) -> None:
+        """Say that this process waits for others in its so-many-th call."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"waits/{self._rank}", str(number))
+
+    def absent(self, number: int) -> list[int]:
+        """Return the ranks that have not said that they wait in their so-many-th call too."""
+        others = [each for each in range(len(self._everyone)) if each != self._rank]
+        with contextlib.suppress(RuntimeError):
+            return [
+                each
+                for each in others
+                if not self._store.check([f"waits/{each}"]) or int(self._store.get(f"waits/{each}")) < number
+            ]
+        return []
 
     def gone(self) -> tuple[int, str] | None:
         """Return a rank that left, or whose process ended, and how that is known; `None` if none is known to have."""
@@ -108,7 +127,7 @@ class Notices:
                 continue
             with contextlib.suppress(RuntimeError):
                 if self._store.check([f"left/{each}"]):
-                    return each, f"rank {each} is gone: it closed its pipeline"
+                    return each, f"rank {each} is gone: {self._store.get(f'left/{each}').decode()}"
             here = all(process[key] == own[key] for key in ("host", "processes"))
             if here and not _alive(process["pid"]):
                 return each, f"rank {each} is gone: process {process['pid']} on {process['host']} was killed, or ended"

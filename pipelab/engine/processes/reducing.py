@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,14 +15,14 @@ class Reducer:
     `.grad` may hold what earlier steps have summed already: it is laid aside for the time of a step, and added back.
 
     Args:
-        parameters: the stage's.
+        module: the stage's. Its parameters may be others from step to step.
         group: the processes that hold the stage.
         carrier: the device on which gradients travel.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, carrier: torch.device) -> None:
-        """Note the parameters; which of them learn may change from step to step."""
-        self._all = list(parameters)
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, carrier: torch.device) -> None:
+        """Note the stage."""
+        self._module = module
         self._parameters: list[nn.Parameter] = []
         self._group = group
         self._carrier = carrier
@@ -33,7 +31,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Lay aside what `.grad` holds, of the parameters that learn now."""
-        self._parameters = [parameter for parameter in self._all if parameter.requires_grad]
+        self._parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._aside = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

@@ -28,7 +28,7 @@ from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
 from pipelab.engine.processes.reducing import Reducer
 from pipelab.engine.stage import Stage
-from pipelab.engine.trees import take_apart, tensors_of
+from pipelab.engine.trees import take_apart
 from pipelab.errors import StageError
 
 __all__ = ["ProcessStage"]
@@ -155,7 +155,8 @@ class ProcessStage:
 
     def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of a micro-batch's output."""
-        return self._ops(dist.isend, tensors_of(self.made.pop(microbatch)), self.stage_index + 1)
+        form = self.passage.form(self.stage_index, microbatch)
+        return self._ops(dist.isend, form.parcels(self.made.pop(microbatch), self.device), self.stage_index + 1)
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for the gradients of a micro-batch's output."""
@@ -169,17 +170,17 @@ class ProcessStage:
         """Return sends of the gradients of a micro-batch's input."""
         if self.passage.loss is None:
             return []
-        wanted = self.passage.form(self.stage_index - 1, microbatch).wanted(self.back.pop(microbatch))
-        return self._ops(dist.isend, wanted, self.stage_index - 1)
+        form = self.passage.form(self.stage_index - 1, microbatch)
+        parcels = form.parcels_of_gradients(self.back.pop(microbatch), self.device)
+        return self._ops(dist.isend, parcels, self.stage_index - 1)
 
     def release_fwd_send_outputs(self, microbatch: int) -> None:
         """Let go of an output that has been sent; torch 2.14 asks for it."""
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
-        if kind is dist.isend:
-            tensors = [tensor.detach().to(self.device).contiguous() for tensor in tensors]
-        return [dist.P2POp(kind, tensor, group=self.group, group_peer=peer) for tensor in tensors]
+        lines = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # they have no gaps
+        return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]
 
     def _arrived(self, found: Any, put_together: Any) -> Any:
         """Return a value that was received, on this rank's device; one of this rank's own, as it is."""

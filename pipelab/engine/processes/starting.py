@@ -11,7 +11,9 @@ from torch import nn
 
 from pipelab.engine.engines import Job, Started
 from pipelab.engine.hardware import RankDevice, rank_devices
+from pipelab.engine.keeping import overwrite
 from pipelab.engine.lanes import lanes_for
+from pipelab.engine.processes.bringing import spread
 from pipelab.engine.processes.connecting import Connections, backend_of, connect, device_of, gpu_of
 from pipelab.engine.processes.engine import TorchEngine
 from pipelab.engine.processes.joining import (
@@ -72,9 +74,10 @@ def start(job: Job) -> Started:
     everyone = introduce(store, rank, size, facts, job.timeout)
     backend = backend_of(everyone)
     threads = job.intra_op_threads or torch.get_num_threads()
-    # A process that waits for one thing of a store waits with it for all others: so the watch has its own connection.
-    own = corner(base.clone(), str(_made)) if hasattr(base, "clone") else store
-    watch = Watch(rank, Notices(own, rank, everyone), job.timeout, threads)
+    # A process that waits for one thing of a store waits with it for all others. So the watch has a connection of its
+    # own, and so has the worker, who may be stuck with it.
+    watched, meeting = (corner(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
+    watch = Watch(rank, Notices(watched, rank, everyone), job.timeout, threads)
     limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
     for stage in held:
@@ -85,10 +88,10 @@ def start(job: Job) -> Started:
 
     def meet() -> Connections:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            connections = connect(base, rank, size, device, backend, parts, limit)
+            connections = connect(meeting, rank, size, device, backend, parts, limit)
             if connections.replicas is not None:
                 for stage in held:
-                    _begin_alike(job.stages.modules[stage], connections)
+                    _begin_alike(job.stages.modules[stage], connections.replicas, connections.carrier)
             return connections
 
     connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
@@ -121,10 +124,10 @@ def _require_plain_loss(loss_fn: object, ranks: Sequence[int]) -> None:
             )
 
 
-def _begin_alike(module: nn.Module, connections: Connections) -> None:
+def _begin_alike(module: nn.Module, replicas: dist.ProcessGroup, carrier: torch.device) -> None:
     """Give a stage the parameters and buffers that it has in the first replica."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            parcel = tensor.detach().to(connections.carrier).contiguous()
-            dist.broadcast(parcel, group=connections.replicas, group_src=0)
-            tensor.copy_(parcel)
+            parcel = tensor.detach().to(carrier).contiguous()
+            spread(parcel, replicas, 0)
+            overwrite(tensor, parcel)

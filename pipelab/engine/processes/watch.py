@@ -10,6 +10,7 @@ its own.
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import time
@@ -46,7 +47,7 @@ _PATIENCE_SECONDS = 5.0
 """How long a process waits before it looks whether another one has left, or ended without closing its connections."""
 
 _RUMOUR_SECONDS = 1.0
-"""How long a process that lost a connection looks for who has gone."""
+"""How long a process that lost a connection looks for who has gone; and one that misses another, for what it sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,10 @@ class Watch:
         self._failed = False
         self._notices = notices
         self._worker = Worker(f"pipelab-rank-{rank}", threads)
+        self._calls = 0
         self._closer = weakref.finalize(self, self._worker.end)
+        # At the process's end before its connections are gone: others should hear it before they lose one.
+        self._leaver = weakref.finalize(self, notices.leave, "its script ended")
 
     def attend(self, work: Callable[[], Result], doing: Doing) -> Result:
         """Run some work in the worker thread and wait for it; return what it returns.
@@ -96,6 +100,7 @@ class Watch:
         """
         if self.over:
             raise PipelineClosedError(self.over)
+        self._calls += 1
         self._worker.do(work)
         try:
             with told_before_the_end(lambda: self._last_words(doing), for_good=lambda: self._failed):
@@ -123,7 +128,8 @@ class Watch:
             return
         if error is None:
             self.over = "this pipeline is closed: make a new one, or use it inside its with block"
-            self._notices.leave()
+            self._leaver.detach()
+            self._notices.leave("it closed its pipeline")
         else:
             self._end(f"rank {self.rank} is gone: its script raised {error!r}")
 
@@ -142,6 +148,9 @@ class Watch:
         """
         pause = _PAUSE_SECONDS if self.timeout is None else min(_PAUSE_SECONDS, self.timeout / 8)
         seen, quiet_since = doing.progress(), time.monotonic()
+        told_at = quiet_since + (
+            _PATIENCE_SECONDS if self.timeout is None else min(_PATIENCE_SECONDS, self.timeout / 2)
+        )
         while True:
             try:
                 return self._worker.done.get(timeout=pause)
@@ -149,13 +158,19 @@ class Watch:
                 pass
             if notice := self._notices.news():
                 self._hear(notice, doing)
+            if time.monotonic() > told_at:
+                self._notices.wait(self._calls)
+                told_at = math.inf
             quiet = time.monotonic() - quiet_since
             if seen != doing.progress():
                 seen, quiet_since = doing.progress(), time.monotonic()
             elif quiet >= _PATIENCE_SECONDS and (gone := self._notices.gone()):
-                self._hear(self._notices.tell(*gone), doing)
+                try:  # what it gave before it left may still be on its way
+                    return self._worker.done.get(timeout=_RUMOUR_SECONDS)
+                except queue.Empty:
+                    self._hear(self._notices.tell(*gone), doing)
             elif self.timeout is not None and quiet >= self.timeout:
-                told = f"nothing moved on rank {self.rank} for {quiet:.3g} s: it {doing.told()}"
+                told = f"nothing moved on rank {self.rank} for {quiet:.3g} s: it {doing.told()}{self._absent()}"
                 self._end(told)
                 raise StepTimeoutError(told)
 
@@ -192,14 +207,22 @@ class Watch:
             RankError: always.
         """
         told = f"{notice.told}\n  rank {self.rank} {doing.told()}"
+        self._leaver.detach()
         self._failed, self.over = True, f"this pipeline has failed: start all processes anew\n  {told}"
         self._notices.hear(notice)
         raise RankError(told, notice.rank) from cause
 
     def _end(self, told: str) -> None:
         """End this pipeline for good: because of this process."""
+        self._leaver.detach()
         self._failed, self.over = True, f"this pipeline has failed: start all processes anew\n  {told}"
         self._notices.tell(self.rank, told, alive=True)
+
+    def _absent(self) -> str:
+        """Say which processes have not come to the call in which this one waits, if any has not."""
+        absent = self._notices.absent(self._calls)
+        verb = "has" if len(absent) == 1 else "have"
+        return f"; rank {', '.join(map(str, absent))} {verb} not come to this call" if absent else ""
 
     def _last_words(self, doing: Doing) -> str:
         """Return what this process knows when it is told to stop."""

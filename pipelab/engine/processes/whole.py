@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.processes.agreement import agree, gathered
+from pipelab.engine.processes.bringing import Courier
 from pipelab.engine.splitting import Stages
 from pipelab.plan import Plan
 
@@ -45,7 +46,7 @@ class ManyProcesses:
         """Have all stages here for a while, as they are now, on this process's device."""
         self._gather_state("verify(x, y)")
         homes = {
-            stage: next((tensor.device for tensor in _state(module)), None)
+            stage: next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), None)
             for stage, module in enumerate(self._stages.modules)
             if stage not in self.held
         }
@@ -65,12 +66,12 @@ class ManyProcesses:
 
     def _gather_state(self, call: str) -> None:
         self._settle()
-        self._engine.attend(lambda: self._each(call, self._bring_state), call)
+        self._engine.attend(lambda: self._each(call, Courier.bring_state), call)
 
     def gather_gradients(self) -> None:
         """Bring every stage's gradients here from the process that holds it."""
         self._settle()
-        self._engine.attend(lambda: self._each("verify(x, y)", self._bring_gradients), "verify(x, y)")
+        self._engine.attend(lambda: self._each("verify(x, y)", _bring_gradients), "verify(x, y)")
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
@@ -81,9 +82,15 @@ class ManyProcesses:
         own = nn.utils.get_total_norm(gradients, norm_type)
         number = own.detach().double().cpu()
         norms = self._engine.attend(lambda: self._norms(number, norm_type), "clip_grad_norm_()")
-        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type).to(own)
+        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type).to(own.device, self._widest())
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
+
+    def _widest(self) -> torch.dtype:
+        """Return the type of the whole model's norm: one for all processes, or replicas would be scaled differently."""
+        every = [parameter for module in self._stages.modules for parameter in module.parameters()]
+        types = [parameter.dtype.to_real() for parameter in every if parameter.requires_grad]
+        return reduce(torch.promote_types, types) if types else torch.float32
 
     def _norms(self, own: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return every process's norm."""
@@ -96,38 +103,27 @@ class ManyProcesses:
         for device in {device for device in self.devices if device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
 
-    def _each(self, call: str, bring: Callable[[int, nn.Module], None]) -> None:
+    def _each(self, call: str, bring: Callable[[Courier, nn.Module], None]) -> None:
         """Do something about every stage, together with all processes."""
-        sizes = [sum(tensor.numel() for tensor in _state(module)) for module in self._stages.modules]
-        agree(self._engine.group, call, f"{sizes} numbers in the stages")
+        group = self._engine.group
+        sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in self._stages.modules]
+        agree(group, call, f"{sizes} numbers in the stages' parameters")
         with torch.no_grad():
             for stage, module in enumerate(self._stages.modules):
-                bring(stage, module)
-
-    def _bring_state(self, stage: int, module: nn.Module) -> None:
-        for tensor in _state(module):
-            self._bring(stage, tensor)
-
-    def _bring_gradients(self, stage: int, module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int64)
-        if len(there):
-            self._bring(stage, there)
-        for parameter, known in zip(parameters, there.tolist(), strict=True):
-            if not known:
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._bring(stage, parameter.grad)
-
-    def _bring(self, stage: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor from the process that holds the stage into this process's."""
-        parcel = tensor.detach().cpu().contiguous()
-        dist.broadcast(parcel, group=self._engine.group, group_src=self._holders[stage])
-        if stage not in self.held:
-            tensor.copy_(parcel)
+                bring(Courier(group, self._holders[stage], takes=stage not in self.held), module)
+        gathered(torch.zeros(1), group)  # nobody leaves before all have what was sent: it might pass for lost
 
 
-def _state(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def _bring_gradients(courier: Courier, module: nn.Module) -> None:
+    parameters = list(module.parameters())
+    there = torch.tensor([parameter.grad is not None for parameter in parameters])
+    courier.bring(there)
+    for parameter, known in zip(parameters, there.tolist(), strict=True):
+        if not known:
+            parameter.grad = None
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        courier.bring(parameter.grad)

@@ -119,6 +119,8 @@ def _environment() -> dict[str, str]:
     """Return an environment in which this pipelab, from this folder, is the one that is imported."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
+        "GLOO_SOCKET_IFNAME": "lo",  # a machine that reaches nothing outside has no other way
+        "NCCL_SOCKET_IFNAME": "lo",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",

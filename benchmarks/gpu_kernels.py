@@ -38,6 +38,9 @@ def profiled(setting: Setting, out: Path) -> dict[str, object]:
     model = size.model(setting.device)
     x, y = size.batch(setting.device)
     with pipelab.Pipeline(model, pipelab.OneFOneB(RANKS, size.microbatches), mse, devices=setting.parts) as pipe:
+        with profile(activities=[ProfilerActivity.CUDA]):  # the first profile of a process is slow, and may miss things
+            pipe.step(x, y)
+            setting.wait()
         for _ in range(2):
             pipe.step(x, y)
         setting.wait()

@@ -11,6 +11,7 @@ from strategies import near
 from torch import nn
 
 from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules
+from pipelab.engine.hardware import RankDevice
 from pipelab.engine.verification import Verification, _tolerance
 from pipelab.errors import BatchError, StageError, VerificationError
 
@@ -49,8 +50,9 @@ def test_a_proof_bit_for_bit_says_so():
     ],
 )
 def test_how_far_gradients_may_be_apart_depends_on_the_device_and_the_types(on_gpu, kind, cast, allowed):
-    pipe = SimpleNamespace(surroundings=lambda: SimpleNamespace(types={cast} - {None}))
-    assert _tolerance(pipe, SimpleNamespace(is_cuda=on_gpu, dtype=kind)) == allowed
+    devices = [RankDevice(torch.device("cpu")), RankDevice(torch.device("cuda:0" if on_gpu else "cpu"))]
+    pipe = SimpleNamespace(devices=devices, surroundings=lambda: SimpleNamespace(types={cast} - {None}))
+    assert _tolerance(pipe, torch.zeros(1, dtype=kind)) == allowed
 
 
 LAST_IN_FIRST_OUT = Plan([[F(m, s) for m in range(5)] + [B(m, s) for m in reversed(range(5))] for s in range(2)], 2, 5)

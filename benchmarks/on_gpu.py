@@ -103,14 +103,16 @@ class Gathering:
         """Run the GPU's tests of one file."""
         plugins = ["-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin"]  # what else is installed stays out
         limits = ["--timeout=40", "-o", "faulthandler_timeout=30"]  # the latter tells where something hangs
-        asked = [sys.executable, "-m", "pytest", *plugins, *limits, "-m", "gpu", "-q", "--durations=5", name]
+        # PyTorch comes before pytest makes errors of warnings: what it says of the machine is none of ours.
+        started = [sys.executable, "-c", "import torch, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"]
+        asked = [*started, *plugins, *limits, "-m", "gpu", "-q", "--durations=5", name]
         path = self.out / "tests.txt"
         with path.open("a") as file:
             file.write(f"\n=== {name}\n")
             file.flush()
             start = path.stat().st_size
             error = gpu.run_for(asked, min(seconds, self.left()), file)
-        said = path.read_text(errors="replace")[start:]
+        said = path.read_bytes()[start:].decode(errors="replace")
         counted = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed|skipped|deselected|error).*)$", said, re.MULTILINE)
         self._say(f"{name}: {'; '.join([*counted[-1:], *filter(None, [error])])}")
         for line in re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*$", said, re.MULTILINE):
@@ -126,6 +128,10 @@ class Gathering:
             result = found["parts"][name]
             self._say(f"{name}: {result.get('error', 'measured')}, {result['seconds']:.0f} s")
             self.failed += "error" in result
+        self._say(f"ranks on {', '.join(found['about']['ranks'])}")
+        for told in found["about"]["told"]:
+            for line in told.splitlines()[1:]:  # why the GPU is not cut
+                self._say(line)
         for each in promises(found["parts"]):
             self._say(f"  {_WORDS[each.kept]:8} {each.text}: {each.found}")
 

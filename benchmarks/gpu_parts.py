@@ -1,73 +1,76 @@
-"""The parts of the GPU's benchmark: each takes the setting and returns what it found."""
+"""The parts of the GPU's benchmark: each takes the setting and a folder for pictures, and returns what it found."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections import defaultdict
+import copy
 from pathlib import Path
-from statistics import median
 
 import torch
+from gpu_kernels import profiled
 from gpu_setting import RANKS, SCHEDULES, Setting, Size, mse, sequence, typical
+from torch import nn
 
 import pipelab
 from pipelab.engine.native import local_stage, schedule_class
 
 
 def makespans(setting: Setting, out: Path) -> dict[str, object]:
-    """Every schedule on parts of the GPU and on streams, beside what costs fitted to the naive schedule predict."""
-    cost = pipelab.Cost.fit(typical(setting.traces["naive"]))
-    streams = setting.measured(setting.streams)
-    shown, rows = [], []
-    for name in SCHEDULES:
-        trace = typical(setting.traces[name])
+    """Every schedule on parts of the GPU and on streams, beside what costs fitted to one schedule's steps predict."""
+    return {name: _makespans(setting, name, size, out) for name, size in setting.sizes("large", "middle").items()}
+
+
+def _makespans(setting: Setting, name: str, size: Size, out: Path) -> dict[str, object]:
+    traces = setting.measured(size, setting.parts)
+    streams = setting.measured(size, setting.streams)
+    measured = {schedule: typical(each) for schedule, each in traces.items()}
+    naive = measured["naive"]
+    cost = pipelab.Cost.fit(naive)
+    alone = pipelab.simulate(naive.plan, cost).makespan
+    rows = []
+    for schedule, trace in measured.items():
         predicted = pipelab.simulate(trace.plan, cost)
-        shown.append(trace)
         rows.append(
             {
-                "schedule": name,
+                "schedule": schedule,
                 "predicted_ms": predicted.makespan,
                 "measured_ms": trace.makespan,
-                "error": predicted.makespan / trace.makespan - 1,
-                "over_naive": typical(setting.traces["naive"]).makespan / trace.makespan,
+                "over_naive": naive.makespan / trace.makespan,
+                "of_predicted_gain": (naive.makespan / trace.makespan) / (alone / predicted.makespan),
                 "predicted_bubble": predicted.bubble,
                 "measured_bubble": trace.bubble,
-                "on_streams_ms": typical(streams[name]).makespan,
+                "on_streams_ms": typical(streams[schedule]).makespan,
+                "steps_differ_by": max(each.makespan for each in traces[schedule])
+                / min(each.makespan for each in traces[schedule])
+                - 1,
             }
         )
-        pipelab.compare(predicted, trace).save(out / f"gpu-{name}.svg")
-    pipelab.compare(*shown).save(out / "gpu-schedules.svg")
-    return {"forward_ms": cost.forward, "backward_ms": cost.backward, "rows": rows}
-
-
-def fits(setting: Setting, out: Path) -> dict[str, object]:  # noqa: ARG001 - draws nothing
-    """How far costs fitted to one schedule's trace are off for every schedule's makespan."""
-    measured = {name: typical(traces) for name, traces in setting.traces.items()}
+        pipelab.compare(predicted, trace).save(out / f"gpu-{name}-{schedule}.svg")
+    pipelab.compare(*measured.values()).save(out / f"gpu-{name}-schedules.svg")
     errors = {
         fitted: {
-            name: pipelab.simulate(trace.plan, pipelab.Cost.fit(measured[fitted])).makespan / trace.makespan - 1
-            for name, trace in measured.items()
+            schedule: pipelab.simulate(trace.plan, pipelab.Cost.fit(measured[fitted])).makespan / trace.makespan - 1
+            for schedule, trace in measured.items()
         }
         for fitted in SCHEDULES
     }
-    spread = {
-        name: max(trace.makespan for trace in traces) / min(trace.makespan for trace in traces) - 1
-        for name, traces in setting.traces.items()
+    return {
+        "forward_ms": cost.forward,
+        "backward_ms": cost.backward,
+        "rows": rows,
+        "error_by_fitted_schedule": errors,
     }
-    return {"error_by_fitted_schedule": errors, "spread_of_steps": spread}
 
 
 def memory(setting: Setting, out: Path) -> dict[str, object]:  # noqa: ARG001 - draws nothing
     """The allocator's peak above what was held before a step, beside the activations that the plan says are held."""
-    size = setting.large
-    model = size.model()
+    size = setting.sizes("large")["large"]
+    model = size.model(setting.device)
     x, y = size.batch(setting.device)
+    each = _activations(setting, model, x.chunk(size.microbatches)[0])
     rows = []
     for name in SCHEDULES:
-        with pipelab.Pipeline(
-            model, pipelab.schedules[name](RANKS, size.microbatches), mse, devices=setting.streams
-        ) as pipe:
+        schedule = pipelab.schedules[name](RANKS, size.microbatches)
+        with pipelab.Pipeline(model, schedule, mse, devices=setting.streams) as pipe:
             pipe.step(x, y)
             setting.wait()
             peak = None
@@ -79,17 +82,33 @@ def memory(setting: Setting, out: Path) -> dict[str, object]:  # noqa: ARG001 - 
                 peak = torch.cuda.max_memory_allocated() - before
             else:
                 step = pipe.step(x, y)
-        rows.append({"schedule": name, "peak_bytes": peak, "peak_activations": step.trace.peak_activations})
-    return {"rows": rows}
+        held = step.trace.peak_activations
+        predicted = None if each is None else sum(held) * each
+        rows.append({"schedule": name, "peak_bytes": peak, "peak_activations": held, "predicted_bytes": predicted})
+    return {"bytes_of_an_activation": each, "rows": rows}
+
+
+def _activations(setting: Setting, model: nn.Sequential, x: torch.Tensor) -> int | None:
+    """Return the bytes that one stage keeps of one micro-batch between its forward and its backward."""
+    if setting.device.type != "cuda":
+        return None
+    stage = pipelab.split(model, into=RANKS).modules[1]
+    stage(x.clone().requires_grad_())  # what is reserved once and for all
+    setting.wait()
+    before = torch.cuda.memory_allocated()
+    kept = stage(x.detach().requires_grad_())
+    found = torch.cuda.memory_allocated() - before
+    del kept
+    return found
 
 
 def overhead(setting: Setting, out: Path) -> dict[str, object]:  # noqa: ARG001 - draws nothing
     """Four ranks on ordinary streams beside the same micro-batches in sequence on one stream."""
-    return {name: _overhead(setting, size) for name, size in (("large", setting.large), ("small", setting.small))}
+    return {name: _overhead(setting, size) for name, size in setting.sizes("large", "middle", "small").items()}
 
 
 def _overhead(setting: Setting, size: Size) -> dict[str, object]:
-    model = size.model().to(setting.device)
+    model = size.model(setting.device)
     x, y = size.batch(setting.device)
     pipes = {
         name: pipelab.Pipeline(model, pipelab.schedules[name](RANKS, size.microbatches), mse, devices=setting.streams)
@@ -117,13 +136,13 @@ def native(setting: Setting, out: Path) -> dict[str, object]:  # noqa: ARG001 - 
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return {name: _native(setting, size) for name, size in (("large", setting.large), ("small", setting.small))}
+        return {name: _native(setting, size) for name, size in setting.sizes("large", "middle", "small").items()}
     finally:
         dist.destroy_process_group()
 
 
 def _native(setting: Setting, size: Size) -> dict[str, object]:
-    model = size.model().to(setting.device)
+    model = size.model(setting.device)
     x, y = size.batch(setting.device)
     modules = pipelab.split(model, into=RANKS).modules
     stages = [local_stage(module, index, RANKS, setting.device) for index, module in enumerate(modules)]
@@ -132,6 +151,8 @@ def _native(setting: Setting, size: Size) -> dict[str, object]:
     def step_natively() -> None:
         model.zero_grad()
         runtime.step(x, target=y, losses=[])
+        for stage in stages:  # else it holds on to its graph, and the next gradients are added on its stream
+            stage.clear_runtime_states()
 
     def step(pipe: pipelab.Pipeline) -> None:
         model.zero_grad()
@@ -156,19 +177,20 @@ def _native(setting: Setting, size: Size) -> dict[str, object]:
             "pipelab on parts": lambda: step(parts),
         }
         times = setting.in_turns(tasks, size.rounds)
-    return {"times": times, "largest_gradient_difference": max(norms)}
-
-
-def tracer(setting: Setting, out: Path) -> dict[str, object]:
-    """What taking times costs, and how the traced spans agree with the kernels that PyTorch's profiler saw."""
     return {
-        "cost": {name: _tracing(setting, size) for name, size in (("large", setting.large), ("small", setting.small))},
-        "kernels": _kernels(setting, out) if setting.device.type == "cuda" else None,
+        "times": times,
+        "us_of_launching_per_action": {name: 1e3 * each["launched_ms"] / size.actions for name, each in times.items()},
+        "largest_gradient_difference": max(norms),
     }
 
 
+def tracer(setting: Setting, out: Path) -> dict[str, object]:  # noqa: ARG001 - draws nothing
+    """What taking times costs."""
+    return {name: _tracing(setting, size) for name, size in setting.sizes("large", "middle", "small").items()}
+
+
 def _tracing(setting: Setting, size: Size) -> dict[str, object]:
-    model = size.model()
+    model = size.model(setting.device)
     x, y = size.batch(setting.device)
     plan = pipelab.OneFOneB(RANKS, size.microbatches)
     with (
@@ -177,66 +199,73 @@ def _tracing(setting: Setting, size: Size) -> dict[str, object]:
     ):
         for lane in untraced._engine.lanes:  # noqa: SLF001 - nobody else would want a pipeline without times
             lane.mark = lambda: None
-        times = setting.in_turns({"on": lambda: traced.step(x, y), "off": lambda: untraced.step(x, y)}, size.rounds)
+        times = setting.in_turns({"on": lambda: traced.step(x, y), "off": lambda: untraced.step(x, y)}, 2 * size.rounds)
     extra = times["on"]["done_ms"] - times["off"]["done_ms"]
-    return {"times": times, "us_per_action": 1e3 * extra / size.actions}
+    return {"times": times, "share": extra / times["off"]["done_ms"], "us_per_action": 1e3 * extra / size.actions}
 
 
-def _kernels(setting: Setting, out: Path) -> dict[str, object]:
-    """Profile one step; compare each rank's spans with the kernels on its stream."""
-    from torch.profiler import ProfilerActivity, profile
-
-    size = setting.large
-    model = size.model()
-    x, y = size.batch(setting.device)
-    with pipelab.Pipeline(model, pipelab.OneFOneB(RANKS, size.microbatches), mse, devices=setting.parts) as pipe:
-        for _ in range(2):
-            pipe.step(x, y)
-        setting.wait()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            step = pipe.step(x, y)
-            setting.wait()
-    trace = step.trace
-    trace.save(out / "gpu-profiled.svg")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profile.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return compared(events, [[(event.start, event.end) for event in rank] for rank in _by_rank(trace)])
+def kernels(setting: Setting, out: Path) -> dict[str, object] | None:
+    """How the traced spans agree with the kernels that PyTorch's profiler saw."""
+    return profiled(setting, out) if setting.device.type == "cuda" else None
 
 
-def _by_rank(trace: pipelab.Trace) -> list[list[pipelab.Event]]:
-    return [[event for event in trace.events if event.rank == rank] for rank in range(RANKS)]
+def graphs(setting: Setting, out: Path) -> dict[str, object] | None:  # noqa: ARG001 - draws nothing
+    """One stage's forward and backward of one micro-batch, launched kernel by kernel, and as CUDA graphs."""
+    if setting.device.type != "cuda":
+        return None
+    return {name: _graphs(setting, size) for name, size in setting.sizes("large", "middle", "small").items()}
 
 
-def compared(events: list[dict[str, object]], spans: list[list[tuple[float, float]]]) -> dict[str, object]:
-    """Return how much of each rank's kernels lies in its spans.
+def _graphs(setting: Setting, size: Size) -> dict[str, object]:
+    stage = pipelab.split(size.model(setting.device), into=RANKS).modules[1]
+    x = size.batch(setting.device)[0].chunk(size.microbatches)[0].clone().requires_grad_()
+    gradient = torch.ones_like(x)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(stage), (x,))
 
-    Args:
-        events: the profiler's, with times in microseconds.
-        spans: per rank, the start and end of each action in milliseconds, in order.
-    """
-    streams: dict[object, list[tuple[float, float]]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            start = 1e-3 * float(event["ts"])
-            stream = event["args"]["stream"]
-            streams[stream].append((start, start + 1e-3 * float(event["dur"])))
-    busiest = sorted(streams.values(), key=lambda each: -sum(end - start for start, end in each))[: len(spans)]
-    ranks = sorted((sorted(each) for each in busiest), key=lambda each: each[0][0])  # stage 0 begins first
-    # The two clocks have different zeros: a span's end is recorded right behind its last kernel.
-    apart = median(kernels[-1][1] - row[-1][1] for kernels, row in zip(ranks, spans, strict=True))
-    rows = []
-    for kernels, row in zip(ranks, spans, strict=True):
-        moved = [(start - apart, end - apart) for start, end in kernels]
-        busy = sum(end - start for start, end in moved)
-        inside = sum(max(0.0, min(end, last) - max(start, first)) for start, end in moved for first, last in row)
-        rows.append(
-            {
-                "kernels": len(kernels),
-                "kernels_ms": busy,
-                "spans_ms": sum(end - start for start, end in row),
-                "inside_spans": inside / busy if busy else None,
-            }
-        )
-    return {"rows": rows}
+    def both(module: nn.Module) -> None:
+        module(x.detach().requires_grad_()).backward(gradient)
+
+    times = setting.in_turns({"kernels": lambda: both(stage), "graphs": lambda: both(graphed)}, 3 * size.rounds)
+    return {"times": times}
+
+
+def practical(setting: Setting, out: Path) -> dict[str, object]:
+    """Practical 9: a stack of linear layers on two parts, naive (A), GPipe (B), the single loop (C) and 1F1B."""
+    width, rows = (16, 8) if setting.quick else (4096, 4096)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(width, width, device=setting.device), nn.ReLU())]
+    model = nn.Sequential(*layers)
+    x, y = (torch.randn(rows, width, device=setting.device) for _ in range(2))
+    devices, rounds = setting.parts_for(2), 2 if setting.quick else 5
+    found = []
+    for microbatches in (1, 2, 4, 8):
+        for name in ("naive",) if microbatches == 1 else ("naive", "gpipe", "delayed", "1f1b"):
+            schedule = pipelab.schedules[name](2, microbatches)
+            trace = typical(setting.steps(model, schedule, x, y, devices, rounds))
+            with pipelab.Pipeline(model, schedule, mse, devices=devices) as pipe:
+                loss = float(pipe.step(x, y).loss)
+            found.append(
+                {
+                    "schedule": name,
+                    "microbatches": microbatches,
+                    "ms": trace.makespan,
+                    "busy": 1 - trace.bubble,
+                    "loss": loss,
+                }
+            )
+            if microbatches == 4:
+                trace.save(out / f"gpu-practical-{name}.svg")
+    return {"rows": found, "spread_of_losses": max(row["loss"] for row in found) - min(row["loss"] for row in found)}
+
+
+PARTS = {
+    "makespans": makespans,
+    "kernels": kernels,
+    "memory": memory,
+    "overhead": overhead,
+    "tracer": tracer,
+    "native": native,
+    "practical": practical,
+    "graphs": graphs,
+}
+"""In the order of what is worth most, should the time not suffice."""

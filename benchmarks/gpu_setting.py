@@ -37,22 +37,22 @@ class Size:
     dtype: torch.dtype
     rounds: int
 
-    def model(self) -> nn.Sequential:
-        """Return a stack of transformer blocks, the same for the same size."""
+    def model(self, device: torch.device) -> nn.Sequential:
+        """Return a stack of transformer blocks, the same for the same size and device."""
         torch.manual_seed(0)
-        blocks = [
-            nn.TransformerEncoderLayer(
-                self.width, self.heads, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True
+        settings = {"dropout": 0.0, "batch_first": True, "norm_first": True, "device": device, "dtype": self.dtype}
+        return nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(self.width, self.heads, 4 * self.width, **settings)
+                for _ in range(self.layers)
             )
-            for _ in range(self.layers)
-        ]
-        return nn.Sequential(*blocks).to(self.dtype)
+        )
 
     def batch(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets, `[rows, sequence, width]` each."""
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(device).manual_seed(1)
         shape = (self.rows * self.microbatches, self.sequence, self.width)
-        x, y = (torch.randn(shape, generator=generator).to(device, self.dtype) for _ in range(2))
+        x, y = (torch.randn(shape, generator=generator, device=device).to(self.dtype) for _ in range(2))
         return x, y
 
     @property
@@ -61,8 +61,11 @@ class Size:
         return 2 * RANKS * self.microbatches
 
 
-LARGE = Size(8, 2048, 16, 512, 8, 16, torch.bfloat16, rounds=5)
-"""An action takes milliseconds: what counts is what the GPU does."""
+LARGE = Size(8, 2048, 16, 512, 8, 16, torch.bfloat16, rounds=7)
+"""An action takes milliseconds, on the tensor cores: what counts is what the GPU does."""
+
+MIDDLE = Size(8, 1024, 8, 256, 4, 16, torch.float32, rounds=7)
+"""Likewise on the ordinary cores, which draw less power: here four busy parts are not clocked lower than one."""
 
 SMALL = Size(8, 64, 4, 16, 2, 16, torch.float32, rounds=20)
 """An action takes less than its launch: what counts is what the host does."""
@@ -70,24 +73,33 @@ SMALL = Size(8, 64, 4, 16, 2, 16, torch.float32, rounds=20)
 QUICK = Size(4, 8, 2, 4, 1, 4, torch.float32, rounds=2)
 """Only to see that everything runs."""
 
+SIZES = {"large": LARGE, "middle": MIDDLE, "small": SMALL}
+
 
 @dataclass
 class Setting:
     """On what, and at which sizes, to measure."""
 
     device: torch.device
-    large: Size
-    small: Size
+    quick: bool = False
     told: list[str] = field(default_factory=list)
+
+    def sizes(self, *names: str) -> dict[str, Size]:
+        """Return sizes by their names; a single tiny one where it only matters that everything runs."""
+        return {names[0]: QUICK} if self.quick else {name: SIZES[name] for name in names}
 
     @cached_property
     def parts(self) -> list[object]:
         """What four ranks run on: parts of the GPU where it can be cut, or GPUs of their own where there are four."""
+        return self.parts_for(RANKS)
+
+    def parts_for(self, ranks: int) -> list[object]:
+        """Return what so many ranks run on, likewise."""
         if self.device.type == "cpu":
-            return self.streams
+            return [str(self.device)] * ranks
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = pipelab.devices(RANKS)
+            found = pipelab.devices(ranks)
         self.told += [str(each.message) for each in caught]
         return list(found)
 
@@ -101,27 +113,31 @@ class Setting:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    @cached_property
-    def traces(self) -> dict[str, list[Trace]]:
-        """The traces of some steps of each schedule, ranks on parts."""
-        return self.measured(self.parts)
-
-    def measured(self, devices: list[object]) -> dict[str, list[Trace]]:
+    def measured(self, size: Size, devices: list[object]) -> dict[str, list[Trace]]:
         """Return the traces of some steps of each schedule, the first steps left out."""
-        size = self.large
-        model = size.model()
+        model = size.model(self.device)
         x, y = size.batch(self.device)
-        found: dict[str, list[Trace]] = {}
-        for name in SCHEDULES:
-            with pipelab.Pipeline(
-                model, pipelab.schedules[name](RANKS, size.microbatches), mse, devices=devices
-            ) as pipe:
-                steps = []
-                for _ in range(size.rounds + 2):
-                    model.zero_grad()
-                    steps.append(pipe.step(x, y).trace)
-            found[name] = steps[2:]
-        return found
+        return {
+            name: self.steps(model, pipelab.schedules[name](RANKS, size.microbatches), x, y, devices, size.rounds)
+            for name in SCHEDULES
+        }
+
+    def steps(
+        self,
+        model: nn.Module,
+        schedule: pipelab.Schedule,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        devices: list[object],
+        rounds: int,
+    ) -> list[Trace]:
+        """Return the traces of so many steps of a schedule, after two that warm up."""
+        with pipelab.Pipeline(model, schedule, mse, devices=devices) as pipe:
+            steps = []
+            for _ in range(rounds + 2):
+                model.zero_grad()
+                steps.append(pipe.step(x, y).trace)
+        return steps[2:]
 
     def in_turns(self, tasks: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
         """Return, for each task, the median milliseconds until its work is done, and until its call returned."""
@@ -158,7 +174,7 @@ class Setting:
                 "memory_bytes": card.total_memory,
                 "cuda": torch.version.cuda,
                 "driver": _driver(),
-                "cuda_core": _version("cuda-core"),
+                "cuda_bindings": _version("cuda-bindings"),
             }
         return found
 

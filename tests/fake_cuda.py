@@ -15,10 +15,13 @@ RESOLUTION_NS = 500
 
 
 class FakeGPU:
-    """One CUDA device. Its clock is not the host's, and it stamps events some microseconds after they are launched."""
+    """One CUDA device. Its clock is not the host's, and it stamps events some microseconds after they are launched.
 
-    def __init__(self, offset_ns=123_456_789_000, delay_ns=3_000):
-        self.offset_ns, self.delay_ns = offset_ns, delay_ns
+    The clock runs too fast by the share `fast`.
+    """
+
+    def __init__(self, offset_ns=123_456_789_000, delay_ns=3_000, fast=0.0):
+        self.offset_ns, self.delay_ns, self.fast = offset_ns, delay_ns, fast
         self.before = {}  # each launch, by name: those that are over when it begins
         self.waits = 0  # how often the host has waited for the device
         self._now_ns = 10**15
@@ -102,5 +105,6 @@ class FakeEvent:
         """Return milliseconds, as CUDA does: in half microseconds, as a 32-bit float."""
         assert self.timed
         assert later.timed
-        stamps = [(event.true_ns + self.gpu.offset_ns) // RESOLUTION_NS * RESOLUTION_NS for event in (self, later)]
+        own = [round(event.true_ns * (1 + self.gpu.fast)) + self.gpu.offset_ns for event in (self, later)]
+        stamps = [each // RESOLUTION_NS * RESOLUTION_NS for each in own]
         return torch.tensor((stamps[1] - stamps[0]) / 1e6, dtype=torch.float32).item()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab.engine.batches import join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage import Loss
 from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
 from pipelab.errors import BatchError
 
@@ -126,3 +127,12 @@ def test_trees_are_taken_apart_rebuilt_and_mapped():
     single = torch.ones(1)
     assert tensors_of(single)[0] is single
     assert map_tensors(lambda tensor: tensor + 1, single).item() == 2
+
+
+def test_outputs_and_losses_of_replicas_on_several_devices_come_to_the_first_microbatchs():
+    here, there = torch.ones(2, 3, device="meta"), torch.ones(1, 3)
+    assert join([here, there]).device.type == "meta"
+    assert join([{"a": here}, {"a": there}])["a"].shape == (3, 3)
+    loss = Loss(lambda output, target: output, targets=[None, None], weights=[0.5, 0.5])
+    loss.values = [torch.ones((), device="meta"), torch.ones(())]
+    assert loss.total().device.type == "meta"

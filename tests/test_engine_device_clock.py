@@ -41,6 +41,19 @@ def test_readings_are_right_within_their_error(gpu):
         assert abs(reading - event.true_ns) <= step.error_ns + 500
 
 
+@pytest.mark.parametrize("fast", [5e-5, -5e-5])
+def test_a_clock_that_runs_fast_or_slow_is_within_its_error_all_through_a_long_step(monkeypatch, fast):
+    gpu = FakeGPU(fast=fast).install(monkeypatch)
+    clock = GpuClock(DEVICE)
+    gpu.sleep(0.5)
+    step = clock.begin()
+    events = marks(gpu, 10, apart=0.2)
+    readings = step.nanoseconds(events)
+    for event, reading in zip(events, readings, strict=True):
+        assert abs(reading - event.true_ns) <= step.error_ns + 500
+    assert step.error_ns < 300_000
+
+
 def test_to_begin_a_step_the_host_does_not_wait(gpu):
     clock = GpuClock(DEVICE)
     waited = gpu.waits

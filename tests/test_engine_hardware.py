@@ -48,7 +48,7 @@ def test_with_enough_gpus_every_rank_has_its_own(machine):
 
 def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine, monkeypatch):
     machine(2)
-    monkeypatch.setitem(sys.modules, "cuda.core", None)  # the package that cuts a GPU into parts is not installed
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # the package that cuts a GPU into parts is not installed
     with pytest.warns(UserWarning, match="3 ranks share 2 GPUs") as told:
         slots = pipelab.devices(3)
     first, *reasons = str(told[0].message).splitlines()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import weakref
 from contextlib import nullcontext
 from itertools import combinations
 from types import ModuleType
 
-import fake_cuda_core
+import fake_cuda_driver
 import pytest
 import torch
-from fake_cuda_core import FakeGPU
+from fake_cuda_driver import CUresult, FakeGPU
 
 import pipelab
 from pipelab.engine import multiprocessors
@@ -31,27 +30,27 @@ class ExternalStream:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend that this machine has these GPUs, and `cuda.core`."""
+    """Pretend that this machine has these GPUs, and `cuda.bindings`."""
     monkeypatch.setattr(multiprocessors, "_made", {})
     monkeypatch.setattr(multiprocessors, "_try_out", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "ExternalStream", ExternalStream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
     def pretend(*gpus):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if gpus[0].step > 2 else (8, 0))
+        bindings = fake_cuda_driver.module(dict(enumerate(gpus)))
         monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-        monkeypatch.setitem(sys.modules, "cuda.core", fake_cuda_core.module(dict(enumerate(gpus))))
+        monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+        return bindings.driver
 
     return pretend
 
 
-def sms(gpu):
-    """Return the SMs of every green context that is alive."""
-    return [context().resources.sm.sms for context in gpu.contexts if context() is not None]
-
-
-@pytest.mark.parametrize("structured", [True, False], ids=["driver 13.1", "driver 12.4"])
+@pytest.mark.parametrize("refuses", [True, False], ids=["refuses", "makes fewer"])
+@pytest.mark.parametrize("says", [True, False], ids=["driver 13", "driver 12"])
 @pytest.mark.parametrize(
     ("clusters", "step", "count", "size"),
     [
@@ -63,15 +62,21 @@ def sms(gpu):
         ((16,) * 6 + (12,), 2, 4, 26),  # an older chip: in twos
     ],
 )
-def test_parts_are_equal_disjoint_and_as_large_as_can_be(machine, structured, clusters, step, count, size):
-    gpu = FakeGPU(clusters, step=step, least=step, structured=structured)
+def test_parts_are_equal_disjoint_and_as_large_as_can_be(machine, refuses, says, clusters, step, count, size):
+    gpu = FakeGPU(clusters, step=step, least=step, says_steps=says, refuses=refuses)
     machine(gpu)
     parts = parts_of(DEVICE, count)
     assert [part.multiprocessors for part in parts] == [size] * count
     assert {part.of for part in parts} == {sum(clusters)}
-    assert [len(each) for each in sms(gpu)] == [size] * count
-    assert all(first.isdisjoint(second) for first, second in combinations(sms(gpu), 2))
-    assert len({part.stream.pointer for part in parts}) == count
+    assert [len(each) for each in gpu.contexts.values()] == [size] * count
+    assert all(first.isdisjoint(second) for first, second in combinations(gpu.contexts.values(), 2))
+    assert [part.stream.pointer for part in parts] == list(gpu.streams)
+
+
+def test_a_part_is_as_large_as_the_driver_made_it(machine):
+    gpu = FakeGPU((16,) * 6 + (12,), step=2, least=4, says_steps=False)  # gives four where two are asked for
+    machine(gpu)
+    assert [part.multiprocessors for part in parts_of(DEVICE, 27)] == [4] * 27
 
 
 def test_a_part_says_how_many_multiprocessors_it_has(machine):
@@ -105,20 +110,9 @@ def test_threads_that_ask_at_once_get_the_same_parts(machine):
 def test_green_contexts_live_as_long_as_the_process(machine):
     gpu = FakeGPU()
     machine(gpu)
-    parts = parts_of(DEVICE, 4)
-    part = weakref.ref(parts[0].stream)
-    del parts
-    gc.collect()
-    assert part() is not None
-    assert len(sms(gpu)) == 4
-
-
-def test_the_callers_current_context_is_not_touched(machine):
-    gpu = FakeGPU()
-    machine(gpu)
     parts_of(DEVICE, 4)
-    assert gpu.current_in
-    assert threading.get_ident() not in gpu.current_in
+    gc.collect()
+    assert len(gpu.contexts) == len(gpu.streams) == 4
 
 
 def test_more_parts_than_the_driver_can_cut_are_refused_with_the_numbers(machine):
@@ -126,25 +120,47 @@ def test_more_parts_than_the_driver_can_cut_are_refused_with_the_numbers(machine
     machine(gpu)
     with pytest.raises(DeviceError, match="132 SMs are too few for 17 parts: .* at least 8 to each, in groups of 8"):
         parts_of(DEVICE, 17)
-    assert not sms(gpu)
+    assert not gpu.contexts
     assert len(parts_of(DEVICE, 2)) == 2  # and nothing is spoiled
+
+
+FUNCTIONS = [
+    "cuDeviceGet",
+    "cuDeviceGetDevResource",
+    "cuDevSmResourceSplitByCount",
+    "cuDevResourceGenerateDesc",
+    "cuGreenCtxCreate",
+    "cuGreenCtxStreamCreate",
+    "cuGreenCtxGetDevResource",
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_whatever_the_driver_refuses_becomes_the_reason(machine, monkeypatch, function):
+    gpu = FakeGPU()
+    driver = machine(gpu)
+    monkeypatch.setattr(driver, function, lambda *_: (CUresult.CUDA_ERROR_NOT_SUPPORTED, None))
+    with pytest.raises(DeviceError, match="^CUDA_ERROR_NOT_SUPPORTED$"):
+        parts_of(DEVICE, 2)
+    assert not gpu.contexts
+    assert not gpu.streams
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        fake_cuda_core.CUDAError("CUDA_ERROR_NOT_SUPPORTED: no green contexts\nmore"),
-        NotImplementedError("Green context support requires CUDA driver 12.4 or newer. Using driver version 12.2.0"),
-        RuntimeError("the driver library is not there"),
+        RuntimeError('Function "cuDeviceGetDevResource" not found\nmore'),  # an old driver
+        AttributeError("module 'cuda.bindings.driver' has no attribute 'cuDeviceGetDevResource'"),  # old bindings
     ],
+    ids=["driver", "bindings"],
 )
-def test_whatever_cuda_core_says_becomes_the_reason(machine, monkeypatch, error):
-    machine(FakeGPU())
+def test_a_function_that_is_not_there_becomes_the_reason(machine, monkeypatch, error):
+    driver = machine(FakeGPU())
 
-    def refuse(self, options, *, dry_run=False):
+    def refuse(*_):
         raise error
 
-    monkeypatch.setattr(fake_cuda_core.SMResource, "split", refuse)
+    monkeypatch.setattr(driver, "cuDeviceGetDevResource", refuse)
     with pytest.raises(DeviceError) as caught:
         parts_of(DEVICE, 2)
     assert str(caught.value) == f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -161,21 +177,14 @@ def test_a_stream_that_pytorch_cannot_use_is_a_reason_too(machine, monkeypatch):
     monkeypatch.setattr(multiprocessors, "_try_out", fail)
     with pytest.raises(DeviceError, match="RuntimeError: CUDA error: invalid resource handle"):
         parts_of(DEVICE, 2)
-    gc.collect()
-    assert not sms(gpu)  # nothing is kept of it
+    assert not gpu.contexts  # nothing is kept of it
+    assert not gpu.streams
 
 
-def test_without_cuda_core_the_way_to_it_is_told(machine, monkeypatch):
+def test_without_cuda_bindings_the_way_to_them_is_told(machine, monkeypatch):
     machine(FakeGPU())
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(DeviceError, match=r'needs the package cuda.core.*pip install "pipelab\[gpu\]"'):
-        parts_of(DEVICE, 2)
-
-
-def test_an_old_cuda_core_is_told_like_a_missing_one(machine, monkeypatch):
-    machine(FakeGPU())
-    monkeypatch.setitem(sys.modules, "cuda.core", ModuleType("cuda.core"))
-    with pytest.raises(DeviceError, match=r"cuda.core, 1.0 or newer \(cannot import name"):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(DeviceError, match=r'needs the package cuda.bindings.*pip install "pipelab\[gpu\]"'):
         parts_of(DEVICE, 2)
 
 
@@ -225,14 +234,13 @@ def test_one_gpu_that_cannot_be_cut_does_not_hinder_the_other(machine):
 
 
 def test_the_fake_has_the_real_packages_names():
-    real = pytest.importorskip("cuda.core", reason="needs cuda.core, of the extra gpu", exc_type=ImportError)
-    for cls, names in {
-        real.Device: ("resources", "set_current", "create_context"),
-        real.DeviceResources: ("sm",),
-        real.SMResource: ("sm_count", "min_partition_size", "coscheduled_alignment", "split"),
-        real.Context: ("create_stream", "resources", "is_green"),
-        real.Stream: ("handle",),
-    }.items():
-        assert all(hasattr(cls, name) for name in names)
-    assert real.SMResourceOptions(count=[8, 8]).count == [8, 8]
-    assert real.ContextOptions(resources=[]).resources == []
+    reason = "needs cuda.bindings, of the extra gpu"
+    real = pytest.importorskip("cuda.bindings.driver", reason=reason, exc_type=ImportError)
+    for name, value in vars(fake_cuda_driver.module({}).driver).items():
+        if name.startswith("cu"):
+            assert hasattr(real, name)
+        elif name.startswith("CU"):
+            assert all(int(getattr(getattr(real, name), each.name)) == each for each in value)
+    assert real.CUresult(915).name == CUresult(915).name
+    assert real.CUdevResource().sm.smCount == 0
+    assert int(real.CUstream(4096)) == 4096

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import plain
 import pytest
 import torch
@@ -9,7 +11,8 @@ from strategies import near
 from torch import nn
 
 from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules
-from pipelab.engine.verification import Verification
+from pipelab.engine.hardware import RankDevice
+from pipelab.engine.verification import Verification, _tolerance
 from pipelab.errors import BatchError, StageError, VerificationError
 
 mse = nn.functional.mse_loss
@@ -34,6 +37,22 @@ def test_a_proof_bit_for_bit_says_so():
     assert proof.exact
     assert proof.largest_difference == 0
     assert "bit for bit; to the whole batch within" in str(proof)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "kind", "cast", "allowed"),
+    [
+        (False, torch.float32, None, 1e-6),
+        (False, torch.bfloat16, None, 2**-4),
+        (True, torch.float32, None, 1e-5),
+        (True, torch.float32, torch.bfloat16, 2**-4),  # there, other kernels may be chosen, and round otherwise
+        (True, torch.float64, None, 1e-5),
+    ],
+)
+def test_how_far_gradients_may_be_apart_depends_on_the_device_and_the_types(on_gpu, kind, cast, allowed):
+    devices = [RankDevice(torch.device("cpu")), RankDevice(torch.device("cuda:0" if on_gpu else "cpu"))]
+    pipe = SimpleNamespace(devices=devices, surroundings=lambda: SimpleNamespace(types={cast} - {None}))
+    assert _tolerance(pipe, torch.zeros(1, dtype=kind)) == allowed
 
 
 LAST_IN_FIRST_OUT = Plan([[F(m, s) for m in range(5)] + [B(m, s) for m in reversed(range(5))] for s in range(2)], 2, 5)

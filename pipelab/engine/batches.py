@@ -83,10 +83,12 @@ def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> l
 def join(pieces: list[Any]) -> Any:
     """Return the outputs of all micro-batches as one value, rows in the batch's order.
 
-    A tensor without rows (a scalar beside the predictions, say) becomes one with a row per micro-batch.
+    A tensor without rows (a scalar beside the predictions, say) becomes one with a row per micro-batch. Where replicas
+    of the last stage are on several devices, all is brought to the first micro-batch's.
     """
     if isinstance(pieces[0], torch.Tensor):
-        return torch.cat([piece.reshape(1) if piece.dim() == 0 else piece for piece in pieces])
+        home = pieces[0].device
+        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(home) for piece in pieces])
     apart = [take_apart(piece) for piece in pieces]
     leaves = [
         join(list(each)) if isinstance(each[0], torch.Tensor) else each[0]

@@ -28,12 +28,15 @@ _RESOLUTION_NS = 500
 _FLOAT_ROUNDING = 2.0**-24
 """The relative error of a time between two events, a 32-bit float."""
 
+_DRIFT = 1e-4
+"""How much faster or slower than the host's clock a GPU's may run: a quartz is off by half of that at most."""
+
 
 class StepClock(Protocol):
     """What one step's marks on a device are read by.
 
     Attributes:
-        error_ns: how far readings may be from the host's clock, in nanoseconds.
+        error_ns: how far the readings that were asked for may be from the host's clock, in nanoseconds.
     """
 
     @property
@@ -112,21 +115,27 @@ class _GpuStepClock:
         self._before = clock.anchor
         self._reference = torch.cuda.Event(enable_timing=True)
         self._reference.record(torch.cuda.current_stream(clock.device))
+        self._longest = 0.0  # from the reference to the last mark that was read
 
     @property
     def error_ns(self) -> int:
-        return self._origin[1]
+        _, error, gap = self._origin
+        return error + _RESOLUTION_NS + round((_FLOAT_ROUNDING + _DRIFT) * gap + _DRIFT * self._longest)
 
     def nanoseconds(self, marks: list[Any]) -> list[int]:
         if not marks:
             return []
         marks[-1].synchronize()
-        origin, _ = self._origin
-        return [origin + round(1e6 * self._reference.elapsed_time(mark)) for mark in marks]
+        origin, _, _ = self._origin
+        since = [1e6 * self._reference.elapsed_time(mark) for mark in marks]
+        self._longest = max(self._longest, since[-1])
+        return [origin + round(each) for each in since]
 
     @cached_property
-    def _origin(self) -> tuple[int, int]:
-        """Where the reference lies on the host's clock, and the error: by the nearest of the anchors around the step.
+    def _origin(self) -> tuple[int, int, float]:
+        """Where the reference lies on the host's clock, by the nearest of the anchors around the step.
+
+        With it come that anchor's error, and how far away it is.
 
         Times are 32-bit floats, in milliseconds: the longer, the coarser.
         """
@@ -135,7 +144,5 @@ class _GpuStepClock:
         since = 1e6 * self._before.event.elapsed_time(self._reference)
         until = 1e6 * self._reference.elapsed_time(after.event)
         if since < until:
-            origin, error, gap = self._before.host_ns + round(since), self._before.error_ns, since
-        else:
-            origin, error, gap = after.host_ns - round(until), after.error_ns, until
-        return origin, error + _RESOLUTION_NS + round(_FLOAT_ROUNDING * gap)
+            return self._before.host_ns + round(since), self._before.error_ns, since
+        return after.host_ns - round(until), after.error_ns, until

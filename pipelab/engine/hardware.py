@@ -40,9 +40,10 @@ def devices(n: int) -> list[torch.device | RankDevice]:
 
     Ranks that share a GPU get a part of it each, with multiprocessors (SMs) of its own, so that they truly run side by
     side: on four parts of a GPU with 132 SMs, `cuda:0 (1 of 4: 32 of 132 SMs)` and so on. That takes the package
-    `cuda.core`, which `pip install "pipelab[gpu]"` brings, and a driver for CUDA 12.4 or newer. Without them every rank
-    gets an ordinary stream, and kernels overlap only where the GPU has room. A warning says which ranks share, and how.
-    The parts are made once in a process and shared by all that ask for the same number.
+    `cuda-bindings`, which a PyTorch for CUDA or `pip install "pipelab[gpu]"` brings, and a driver for CUDA 12.5 or
+    newer. Without them every rank gets an ordinary stream, and kernels overlap only where the GPU has room. A warning
+    says which ranks share, and how. The parts are made once in a process and shared by all that ask for the same
+    number.
 
     A rank that has a device to itself gets a plain `torch.device`; one that shares it, a `RankDevice`, whose `device`
     it is.

@@ -6,12 +6,15 @@ Kernels on two ordinary streams overlap only where the first leaves room. A *gre
 stream made in one runs its kernels on those SMs alone. All parts come from one split, so no SM is in two of them. The
 driver gives SMs in groups (on Hopper, in eights), so a few may be left over; memory, its bandwidth and the L2 cache are
 shared.
+
+The driver is asked directly, by `cuda.bindings`, which PyTorch's CUDA wheels bring along. (`cuda.core` has green
+contexts only from 1.0 on, and 1.0.0 cannot be imported beside the `cuda.bindings` of PyTorch 2.11.)
 """
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,68 +44,85 @@ class Part:
         return f"{self.multiprocessors} of {self.of} SMs"
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The parts of a GPU, and the green contexts and streams that must outlive every use of them."""
-
-    parts: tuple[Part, ...]
-    owners: tuple[Any, ...]
+class _Refused(Exception):  # noqa: N818 - it becomes a DeviceError
+    """What the driver refuses; its text is the driver's name for it, `CUDA_ERROR_...`."""
 
 
-_made: dict[tuple[int, int], _Kept] = {}
+_made: dict[tuple[int, int], tuple[Part, ...]] = {}
 _making = threading.Lock()
 
 
 def parts_of(device: torch.device, count: int) -> tuple[Part, ...]:
     """Return `count` parts of a CUDA device, as large as can be, all equal, no SM in two of them.
 
-    They are made once in a process for each device and count, and kept: whoever asks for the same gets the same, so
-    that many pipelines do not pile up contexts. Parts for another count are cut from the whole device again: the two
-    sets overlap.
+    They are made once in a process for each device and count, and live as long as it does: whoever asks for the same
+    gets the same, so that many pipelines do not pile up contexts. Parts for another count are cut from the whole device
+    again: the two sets overlap.
 
     Raises:
-        DeviceError: saying why the device cannot be cut: the package `cuda.core` is not there, the driver is too old,
-            the device has too few SMs.
+        DeviceError: saying why the device cannot be cut: the package `cuda.bindings` is not there, the driver is too
+            old, the device has too few SMs.
     """
     with _making:
-        kept = _made.get((device.index, count))
-        if kept is None:
-            # A thread of its own, because CUDA's current context is the thread's: the caller's is not touched.
-            with ThreadPoolExecutor(1) as elsewhere:
-                kept = elsewhere.submit(_make, device, count).result()
-            _made[device.index, count] = kept
-    return kept.parts
+        if (device.index, count) not in _made:
+            _made[device.index, count] = _make(device, count)
+        return _made[device.index, count]
 
 
-def _make(device: torch.device, count: int) -> _Kept:
+def _make(device: torch.device, count: int) -> tuple[Part, ...]:
     try:
-        from cuda.core import ContextOptions, Device, SMResourceOptions
+        from cuda.bindings import driver
     except ImportError as error:
-        raise DeviceError(
-            f'it needs the package cuda.core, 1.0 or newer ({error}): pip install "pipelab[gpu]"'
-        ) from error
+        raise DeviceError(f'it needs the package cuda.bindings ({error}): pip install "pipelab[gpu]"') from error
     try:
-        with torch.cuda.device(device):  # PyTorch's context, the device's primary one: green contexts belong to it
-            gpu = Device(device.index)
-            gpu.set_current()
-            whole = gpu.resources.sm
-            groups = _split(whole, count, SMResourceOptions)
-            contexts = [gpu.create_context(ContextOptions(resources=[group])) for group in groups]
-            owned = [context.create_stream() for context in contexts]
-            streams = [torch.cuda.ExternalStream(int(stream.handle), device=device) for stream in owned]
-            for stream in streams:
+        # If what follows fails, what was made is undone. No context is made current: the caller's stays.
+        with torch.cuda.device(device), ExitStack() as undo:
+            torch.cuda.synchronize(device)  # green contexts belong to PyTorch's context: now there is one
+            gpu = _asked(driver.cuDeviceGet(device.index))
+            kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+            whole = _asked(driver.cuDeviceGetDevResource(gpu, kind))
+            parts = []
+            for group in _split(driver, whole, count, _step(device)):
+                described = _asked(driver.cuDevResourceGenerateDesc([group], 1))
+                needed = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+                context = _asked(driver.cuGreenCtxCreate(described, gpu, needed))
+                undo.callback(driver.cuGreenCtxDestroy, context)
+                apart = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+                owned = _asked(driver.cuGreenCtxStreamCreate(context, apart, 0))
+                undo.callback(driver.cuStreamDestroy, owned)
+                stream = torch.cuda.ExternalStream(int(owned), device=device)
                 _try_out(stream)
-            sizes = [context.resources.sm.sm_count for context in contexts]
+                size = _asked(driver.cuGreenCtxGetDevResource(context, kind)).sm.smCount
+                parts.append(Part(stream, size, whole.sm.smCount))
+            undo.pop_all()
     except DeviceError:
         raise
-    except Exception as error:  # cuda.core raises its CUDAError, RuntimeError, ValueError and NotImplementedError
+    except Exception as error:  # whatever cuda.bindings raises where the driver, or one of its functions, is not there
         told = str(error).strip().splitlines() or [""]
-        raise DeviceError(f"{type(error).__name__}: {told[0]}") from error
-    parts = [Part(stream, size, whole.sm_count) for stream, size in zip(streams, sizes, strict=True)]
-    return _Kept(tuple(parts), (*owned, *contexts))
+        what = told[0] if isinstance(error, _Refused) else f"{type(error).__name__}: {told[0]}"
+        raise DeviceError(what) from error
+    return tuple(parts)
 
 
-def _split(whole: Any, count: int, options: Any) -> list[Any]:
+def _asked(answer: tuple[Any, ...]) -> Any:
+    """Return what the driver answered: one thing, or several.
+
+    Raises:
+        _Refused: with the name of the driver's error.
+    """
+    code, *found = answer
+    if int(code) != 0:
+        raise _Refused(getattr(code, "name", str(code)))
+    return found[0] if len(found) == 1 else found
+
+
+def _step(device: torch.device) -> int:
+    """Return how many SMs the driver gives at a time, for a `cuda.bindings` or a driver before 13 that does not say."""
+    major, _ = torch.cuda.get_device_capability(device)
+    return 8 if major >= 9 else 2
+
+
+def _split(driver: Any, whole: Any, count: int, usual_step: int) -> list[Any]:
     """Return `count` equal groups of SMs, as large as the driver grants.
 
     Where SMs sit in clusters of uneven size, fewer large groups fit than division says: then smaller ones are tried.
@@ -110,27 +130,30 @@ def _split(whole: Any, count: int, options: Any) -> list[Any]:
     Raises:
         DeviceError: if not even groups of the smallest size fit.
     """
-    step = max(1, whole.coscheduled_alignment)
-    least = -(-max(1, whole.min_partition_size) // step) * step
-    for wanted in range(whole.sm_count // count // step * step, least - 1, -step):
+    total = whole.sm.smCount
+    step = getattr(whole.sm, "smCoscheduledAlignment", 0) or usual_step
+    least = -(-(getattr(whole.sm, "minSmPartitionSize", 0) or step) // step) * step
+    for wanted in range(total // count // step * step, least - 1, -step):
         try:
-            groups, _ = whole.split(options(count=[wanted] * count))
-        except Exception as error:
-            if "INVALID_RESOURCE_CONFIGURATION" not in str(error):
+            groups, made, _ = _asked(driver.cuDevSmResourceSplitByCount(count, whole, 0, wanted))
+        except _Refused as refused:
+            if "INVALID_RESOURCE_CONFIGURATION" not in str(refused):
                 raise
             continue
-        if len(groups) == count:
-            return list(groups)
+        if made >= count:
+            return list(groups[:count])
     raise DeviceError(
-        f"its {whole.sm_count} SMs are too few for {count} parts: the driver gives at least {least} to each, "
-        f"in groups of {step}"
+        f"its {total} SMs are too few for {count} parts: the driver gives at least {least} to each, in groups of {step}"
     )
 
 
 def _try_out(stream: torch.cuda.Stream) -> None:
-    """Do on a part's stream, once, what a rank does: wait for another stream, launch, record an event to be timed."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    """Do on a part's stream, once, what a rank does: wait for another stream, launch, and be timed."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record(torch.cuda.current_stream(stream.device))
+    stream.wait_event(began)
     with torch.cuda.stream(stream):
         torch.zeros(1, device=stream.device)
-    torch.cuda.Event(enable_timing=True).record(stream)
-    stream.synchronize()
+    ended.record(stream)
+    ended.synchronize()
+    began.elapsed_time(ended)

@@ -78,13 +78,16 @@ class Loss:
         return Loss(self.function, targets, [self.weights[microbatch] for microbatch in microbatches])
 
     def total(self) -> torch.Tensor:
-        """Return the loss of the whole batch, without dimensions or history."""
+        """Return the loss of the whole batch, without dimensions or history.
+
+        Where replicas of the last stage are on several devices, it is on the first micro-batch's.
+        """
         parts = [
             value.reshape(()) * weight
             for value, weight in zip(self.values, self.weights, strict=True)
             if value is not None
         ]
-        return torch.stack(parts).sum()
+        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
 
 class Stage:

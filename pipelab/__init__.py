@@ -55,6 +55,7 @@ from pipelab.errors import (
     SplitError,
     StageError,
     StepTimeoutError,
+    UnknownScheduleError,
     UsageError,
     VerificationError,
 )
@@ -124,6 +125,7 @@ __all__ = [
     "StepTimeoutError",
     "Trace",
     "Transfer",
+    "UnknownScheduleError",
     "UsageError",
     "VerificationError",
     "W",

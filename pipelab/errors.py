@@ -34,6 +34,7 @@ __all__ = [
     "SplitError",
     "StageError",
     "StepTimeoutError",
+    "UnknownScheduleError",
     "UsageError",
     "VerificationError",
     "require_size",
@@ -58,6 +59,14 @@ class FormatError(PipelabError):
 
 class LoadError(PipelabError):
     """A student's file could not be imported, or does not hold the schedule that was asked for."""
+
+
+class UnknownScheduleError(LoadError, KeyError):
+    """No schedule is registered under this name."""
+
+    def __str__(self) -> str:
+        """Return the message as it is: a `KeyError` alone would quote it."""
+        return str(self.args[0])
 
 
 class MissingProgramError(PipelabError):

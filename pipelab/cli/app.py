@@ -33,7 +33,6 @@ from pipelab.cli.options import (
     untimed,
 )
 from pipelab.cli.sweeping import Cell, Table, sweep
-from pipelab.cli.targets import registered
 from pipelab.draw import text, wording
 from pipelab.errors import LoadError, PipelabError
 from pipelab.faults import ranges
@@ -212,8 +211,7 @@ def conformance(
 
     sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
     grid = Grid(**{name: value for name, value in sizes.items() if value})
-    names = [registered(name) for name in schedule or pipelab.schedules]
-    if not show_conformance(names, grid, (2, 4) if processes else (), save).same:
+    if not show_conformance(schedule or list(pipelab.schedules), grid, (2, 4) if processes else (), save).same:
         raise typer.Exit(1)
 
 

@@ -19,7 +19,7 @@ from pipelab.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace import Trace
 
-__all__ = ["find", "has_sizes", "registered", "settings"]
+__all__ = ["find", "has_sizes", "settings"]
 
 _MICROBATCHES = 8
 
@@ -56,19 +56,6 @@ def find(
         f"{target!r} is no schedule{_guess(target)}\n  registered: {', '.join(schedules)}\n"
         "  or a file of your own: my_file.py:MySchedule, plan.csv"
     )
-
-
-def registered(name: str) -> str:
-    """Return the name of a registered schedule.
-
-    Raises:
-        LoadError: if there is none of this name; the message lists them.
-    """
-    if name in schedules:
-        return name
-    close = get_close_matches(name.lower(), schedules, n=1)
-    guess = f"; did you mean {close[0]}?" if close else ": only those that come with pipelab are taken here"
-    raise LoadError(f"{name!r} is no registered schedule{guess}\n  registered: {', '.join(schedules)}")
 
 
 def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
@@ -108,10 +95,8 @@ def _guess(target: str) -> str:
     """Return what else may have been meant: a registered schedule, a file that is here, or a class in one."""
     word = target.replace("::", ":").split(":")[0].removesuffix(".py")
     files = {path.stem.lower(): path for path in sorted(Path().glob("*.py"))}
-    close = get_close_matches(target.lower(), [*schedules, *map(str.lower, _CLASSES)], n=1)
-    if close:
-        names = {each.lower(): name for name, kind in schedules.items() for each in (name, kind.__name__)}
-        return f"; did you mean {names[close[0]]}?"
+    if close := schedules.nearest(target):
+        return f"; did you mean {close}?"
     for path in files.values():
         if f"\nclass {target}(" in path.read_text(encoding="utf-8", errors="replace"):
             return f"; did you mean {path}:{target}?"

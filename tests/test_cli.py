@@ -336,6 +336,20 @@ def test_numbers_of_micro_batches_that_are_none_are_refused(pipelab_command, num
         assert f"--microbatches {numbers}: expected whole numbers, at least 1, such as 8 or 2,4,8" in error
 
 
+@pytest.mark.parametrize("words", ["gpipe -m 2 4 8", "-m 2 4 8 gpipe", "-m 2, 4, 8 gpipe", "gpipe -m 2,4 8"])
+def test_numbers_of_micro_batches_with_spaces_between_are_told_how_to_stand(pipelab_command, words):
+    for command in ("compare", "run"):
+        code, _, error = pipelab_command(command, *words.split())
+        assert code == 1
+        assert "several numbers of micro-batches stand together, with commas: -m 2,4,8" in error
+
+
+def test_a_number_without_an_option_is_no_schedule(pipelab_command):
+    code, _, error = pipelab_command("compare", "gpipe", "-r", "2", "4")
+    assert code == 1
+    assert error.startswith("4: a number is no schedule; several numbers of micro-batches stand together")
+
+
 def test_a_table_is_no_picture(pipelab_command, folder):
     code, _, error = pipelab_command("compare", "gpipe", "-m", "2,4", "-o", "table.svg")
     assert code == 1
@@ -501,6 +515,35 @@ def test_a_schedule_that_cannot_be_made_gets_its_line(pipelab_command, folder, o
     assert "Traceback" not in error
     if line:
         assert f"mine.py, line {line}" in error
+
+
+NEEDY = RIGHT.replace("Chatty(MySchedule)", "Needy(MySchedule)").replace('words="none"', "words, *, loud")
+
+
+def test_a_parameter_without_a_default_is_asked_for_by_name(pipelab_command, folder):
+    Path("mine.py").write_text(NEEDY)
+    code, _, error = pipelab_command("check", "mine.py:Needy")
+    assert code == 1
+    assert error.startswith("Needy needs a value for words and loud: its __init__ has no default\n")
+    assert "mine.py, line 15, in __init__: def __init__(self, ranks, microbatches, words, *, loud):" in error
+    assert error.endswith("  try: --set words=... --set loud=...\n")
+    error = pipelab_command("check", "mine.py:Needy", "--set", "loud=1")[2]
+    assert error.startswith("Needy needs a value for words: its __init__ has no default\n")
+    assert pipelab_command("check", "mine.py:Needy", "--set", "loud=1", "--set", "words=few")[0] == 0
+
+
+def test_sizes_are_given_by_name_wherever_they_stand(pipelab_command, folder):
+    Path("mine.py").write_text(RIGHT.replace('ranks, microbatches, words="none"', 'words="x", microbatches=1, ranks=2'))
+    assert "Chatty(x) is right: 64 actions" in pipelab_command("check", "mine.py:Chatty")[1]
+
+
+def test_an_init_that_takes_no_sizes_gets_its_line(pipelab_command, folder):
+    Path("mine.py").write_text(RIGHT.replace('ranks, microbatches, words="none"', "ranks"))
+    code, _, error = pipelab_command("check", "mine.py:Chatty")
+    assert code == 1
+    assert error.startswith("Chatty(ranks) cannot be given a number of ranks and one of micro-batches: too many")
+    assert "mine.py, line 15, in __init__: def __init__(self, ranks):" in error
+    assert "try: def __init__(self, ranks, microbatches)" in error
 
 
 def test_any_cost_can_be_given(pipelab_command):

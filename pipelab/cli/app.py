@@ -127,7 +127,7 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
     With several numbers of micro-batches (`-m 2,4,8`), a table: the times are those of the whole batch, which is the
     same in every column.
     """
-    counts = sizes.counts
+    counts = sizes.counts_beside(targets)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)
         _show(pipelab.compare(*traces, names=targets), save)
@@ -149,7 +149,7 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     Two ranks by default, so that a laptop has a core for each; with `--emulate`, which needs no cores, four. With
     several numbers of micro-batches (`-m 2,4,8`), a table over one batch.
     """
-    counts = sizes.counts
+    counts = sizes.counts_beside(targets)
     if len(counts) <= 1:
         plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
         comparison, results = measure(targets, plans, work)

@@ -196,15 +196,9 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
 def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
     if inspect.isabstract(kind):
         raise LoadError(f"{kind.__name__} has no method actions(self, rank): write one that yields F(m) and B(m)")
-    parameters = inspect.signature(kind).parameters
-    taken = [name for name in parameters if name not in ("ranks", "microbatches")]
-    strangers = [name for name in options if name not in taken]
-    if strangers and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        raise LoadError(
-            f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
-        )
+    arguments = _arguments(kind, ranks, microbatches, options)
     try:
-        schedule = kind(ranks, microbatches, **options)
+        schedule = kind(*arguments.args, **arguments.kwargs)
         repr(schedule)
     except PipelabError:
         raise
@@ -212,7 +206,47 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
         raise LoadError(
             f"making {kind.__name__}(ranks={ranks}, microbatches={microbatches}) raised {type(error).__name__}: "
             f"{error}\n"
-            f"  at {students_line(error)}\n"
+            f"  at {students_line(error, kind.__init__)}\n"
             "  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
         ) from error
     return schedule
+
+
+def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> inspect.BoundArguments:
+    """Return what a schedule's class is called with: the sizes by name if it names them, else in this order.
+
+    Raises:
+        LoadError: if it takes something else, or needs something more.
+    """
+    signature = inspect.signature(kind)
+    parameters = signature.parameters.values()
+    sizes = {"ranks": ranks, "microbatches": microbatches}
+    taken = [each.name for each in parameters if each.name not in sizes]
+    strangers = [name for name in options if name not in taken]
+    if strangers and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        raise LoadError(
+            f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
+        )
+    place = students_line(TypeError(), kind.__init__)
+    try:
+        if sizes.keys() <= signature.parameters.keys():
+            given = signature.bind_partial(**sizes, **options)
+        else:
+            given = signature.bind_partial(*sizes.values(), **options)
+    except TypeError as error:
+        raise LoadError(
+            f"{kind.__name__}{signature} cannot be given a number of ranks and one of micro-batches: {error}\n"
+            f"  at {place}\n  try: def __init__(self, ranks, microbatches)"
+        ) from error
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    missing = [
+        each.name
+        for each in parameters
+        if each.name not in given.arguments and each.default is each.empty and each.kind not in optional
+    ]
+    if missing:
+        raise LoadError(
+            f"{kind.__name__} needs a value for {' and '.join(missing)}: its __init__ has no default\n  at {place}\n"
+            f"  try: {' '.join(f'--set {name}=...' for name in missing)}"
+        )
+    return given

@@ -41,15 +41,22 @@ Targets = Annotated[
     list[str], typer.Argument(help="one or more of: a name, my_file.py:MySchedule, plan.csv", show_default=False)
 ]
 Save = Annotated[
-    list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; repeatable")
+    list[Path] | None,
+    typer.Option(
+        "--save", "-o", help="write it to this file: html svg png pdf json txt; csv writes the plan; repeatable"
+    ),
 ]
 SaveComparison = Annotated[
     list[Path] | None,
-    typer.Option("--save", "-o", help="write it to this file: html svg png pdf txt; a table: csv txt; repeatable"),
+    typer.Option("--save", "-o", help="write it to this file: html svg png pdf txt csv; a table: csv txt; repeatable"),
 ]
 SaveRun = Annotated[
     list[Path] | None,
-    typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; a table: csv txt; repeatable"),
+    typer.Option(
+        "--save",
+        "-o",
+        help="write it to this file: html svg png pdf txt csv; of one run, json too; a table: csv txt; repeatable",
+    ),
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
 _Replicas = Annotated[

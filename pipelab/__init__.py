@@ -62,6 +62,7 @@ from pipelab.errors import (
 from pipelab.faults import Fault
 from pipelab.plan import Plan
 from pipelab.replication import replicate
+from pipelab.reporting import report_to_torchrun
 from pipelab.schedule import Schedule
 from pipelab.simulation import Cost, simulate
 from pipelab.trace import Event, Trace, Transfer
@@ -139,6 +140,8 @@ __all__ = [
     "simulate",
     "split",
 ]
+
+report_to_torchrun()
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {

@@ -192,9 +192,10 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="what your script takes", show_default=False)] = None,
 ) -> None:
     """Run a script in several processes on this machine, one per rank: torchrun, whose line it prints."""
-    from pipelab.cli.launching import become
+    from pipelab.cli.launching import launch_script
 
-    become(script, ranks, arguments or [])
+    if not launch_script(script, ranks, arguments or []):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 import subprocess
@@ -10,9 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import pipelab
-from pipelab.cli import app, targets
+from pipelab.cli import app, measuring, targets
 from pipelab.errors import LoadError
 
 RIGHT = """
@@ -301,6 +303,22 @@ def test_run_over_micro_batches_measures_one_batch_and_verifies_every_run(pipela
     losses = [float(row["loss"]) for row in table]
     assert losses == pytest.approx([losses[0]] * 4)
     assert Path("table.txt").read_text().startswith("time of a step, ms")
+
+
+def test_run_shows_on_a_terminal_how_far_it_is_and_is_quiet_in_a_pipe(pipelab_command, monkeypatch):
+    work = ("run", "naive", "gpipe", "-m", "2,4", "--emulate", "1", "1", "-r", "2", "--steps", "2", "--batch", "4")
+    _, piped, error = pipelab_command(*work)
+    assert error == ""
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        measuring, "Console", lambda **_: Console(file=screen, force_terminal=True, color_system=None, width=100)
+    )
+    _, output, _ = pipelab_command(*work)
+    assert output.splitlines()[0] == piped.splitlines()[0]  # what is printed is no other
+    shown = screen.getvalue()
+    assert "Naive(ranks=2, microbatches=2)" in shown
+    assert "verifying GPipe(ranks=2, microbatches=4)" in shown  # the gradients' turn is part of it
+    assert "100%" in shown
 
 
 def test_a_table_tells_who_refuses_a_size(pipelab_command, folder):

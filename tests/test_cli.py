@@ -15,6 +15,7 @@ from rich.console import Console
 
 import pipelab
 from pipelab.cli import app, measuring, targets
+from pipelab.draw import wording
 from pipelab.errors import LoadError
 
 RIGHT = """
@@ -549,6 +550,14 @@ def test_what_the_documents_show_is_what_the_command_prints(pipelab_command, fol
     for command, printed in shown:
         _, output, error = pipelab_command(*command.split())
         assert (output + error).strip() == printed.strip()
+
+
+def test_every_heading_of_a_table_is_explained():
+    explained = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    name, *heads = wording.table(pipelab.compare(pipelab.ZBH2(4, 8)))[0]
+    assert "own spans" in heads
+    for head in heads:
+        assert f"\n| {head} |" in explained, f"{head}, beside {name}"
 
 
 def test_settings_are_python_literals_or_text():

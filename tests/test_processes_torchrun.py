@@ -62,6 +62,8 @@ def test_where_nobody_said_anything_the_one_that_ended_first_is_named(failure, c
 def test_what_another_process_heard_of_a_dead_one_is_told_with_how_it_ended(failure):
     failures = {1: failure(1, 1, HEARD), 2: failure(2, -11), 0: failure(0, -15)}
     assert decisive(failures) == f"pipelab: rank 2 ended first, killed by SIGSEGV; rank 1 says:\n{HEARD}"
+    ended = {0: failure(0, -15), 1: failure(1, 1, HEARD)}  # torchrun's own SIGTERM is no beginning
+    assert decisive(ended) == f"pipelab: rank 1 says:\n{HEARD}"
     assert decisive({1: failure(1, 1, HEARD)}) == f"pipelab: rank 1 says:\n{HEARD}"
 
 

@@ -46,8 +46,9 @@ def decisive(failures: Mapping[int, ProcessFailure]) -> str:
         alike = len(own) == len(failures) > 1 and len(set(told.values())) == 1
         return _message("every rank failed alike" if alike else f"rank {own[0]} failed first", told[own[0]])
     silent = [rank for rank in order if rank not in told]
-    silent = [rank for rank in silent if failures[rank].exitcode != -signal.SIGTERM] or silent
-    ended = f"rank {silent[0]} ended first, {_how(failures[silent[0]].exitcode)}" if silent else ""
+    struck = [rank for rank in silent if failures[rank].exitcode != -signal.SIGTERM]
+    first = next(iter(struck or ([] if told else silent)), None)
+    ended = "" if first is None else f"rank {first} ended first, {_how(failures[first].exitcode)}"
     if not told:
         return f"pipelab: {ended}"
     witness = next(iter(told))

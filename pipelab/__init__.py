@@ -55,12 +55,14 @@ from pipelab.errors import (
     SplitError,
     StageError,
     StepTimeoutError,
+    UnknownScheduleError,
     UsageError,
     VerificationError,
 )
 from pipelab.faults import Fault
 from pipelab.plan import Plan
 from pipelab.replication import replicate
+from pipelab.reporting import report_to_torchrun
 from pipelab.schedule import Schedule
 from pipelab.simulation import Cost, simulate
 from pipelab.trace import Event, Trace, Transfer
@@ -124,6 +126,7 @@ __all__ = [
     "StepTimeoutError",
     "Trace",
     "Transfer",
+    "UnknownScheduleError",
     "UsageError",
     "VerificationError",
     "W",
@@ -137,6 +140,8 @@ __all__ = [
     "simulate",
     "split",
 ]
+
+report_to_torchrun()
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,14 +74,23 @@ class Comparison:
         return figure.plot_comparison(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the comparison; the suffix says as what: `html`, `svg`, `png`, `pdf` or `txt`. Return the path.
+        """Write the comparison; the suffix says as what: `html`, `svg`, `png`, `pdf`, `txt` or `csv`. Return the path.
+
+        In `csv` stands the table, `rows`: a line for each trace; where a figure is per rank, rank after rank.
 
         Raises:
             FormatError: if the suffix is none of these.
         """
+        path = Path(path)
+        if path.suffix.lower() == ".csv":
+            with path.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(field.name for field in fields(Row))
+                writer.writerows(map(_cells, self.rows))
+            return path
         from pipelab import draw
 
-        return draw.save_comparison(self, Path(path))
+        return draw.save_comparison(self, path)
 
     def __str__(self) -> str:
         """Return the table and the timelines as text, without colour."""
@@ -161,6 +171,12 @@ def _row(trace: Trace, name: str) -> Row:
         busy_share=tuple(busy / makespan if makespan else 0.0 for busy in trace.busy),
         spans=trace.spans,
     )
+
+
+def _cells(row: Row) -> list[str]:
+    """Return a row's figures as text, those of all ranks with spaces between."""
+    figures = (getattr(row, field.name) for field in fields(row))
+    return [" ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in figures]
 
 
 def critical_path(trace: Trace) -> tuple[Event, ...]:

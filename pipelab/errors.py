@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,9 +35,11 @@ __all__ = [
     "SplitError",
     "StageError",
     "StepTimeoutError",
+    "UnknownScheduleError",
     "UsageError",
     "VerificationError",
     "require_size",
+    "require_suffix",
 ]
 
 
@@ -58,6 +61,14 @@ class FormatError(PipelabError):
 
 class LoadError(PipelabError):
     """A student's file could not be imported, or does not hold the schedule that was asked for."""
+
+
+class UnknownScheduleError(LoadError, KeyError):
+    """No schedule is registered under this name."""
+
+    def __str__(self) -> str:
+        """Return the message as it is: a `KeyError` alone would quote it."""
+        return str(self.args[0])
 
 
 class MissingProgramError(PipelabError):
@@ -195,3 +206,17 @@ def require_size(name: str, value: object) -> None:
     """
     if type(value) is not int or value < 1:
         raise SizeError(f"{name}={value!r}: expected a whole number, at least 1")
+
+
+def require_suffix(path: Path, what: str, known: Sequence[str]) -> str:
+    """Return a file name's suffix in small letters, if it is one that can be written.
+
+    Raises:
+        FormatError: naming those that can.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in known:
+        raise FormatError(
+            f"{path.name}: {what} is not written as {suffix or 'no suffix'}; use one of {' '.join(known)}"
+        )
+    return suffix

@@ -504,3 +504,29 @@ def test_the_drawing_in_every_docstring_is_what_simulate_gives(name):
     assert [rank for rank, _ in drawn] == list(range(len(drawn)))
     microbatches = 1 + max(int(number) for _, lane in drawn for number in re.findall(r"[FBIW](\d+)", lane))
     assert [lane for _, lane in drawn] == drawing(drawn_trace(kind, len(drawn), microbatches))
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [("1F1B", "1f1b"), ("OneFOneB", "1f1b"), ("zb_h1", "zb-h1"), ("GPipe", "gpipe"), ("zbh2", "zb-h2")],
+)
+def test_a_name_that_is_not_registered_is_told_with_the_nearest(asked, nearest):
+    with pytest.raises(KeyError) as refusal:
+        _ = schedules[asked]
+    assert isinstance(refusal.value, pipelab.UnknownScheduleError)
+    first, registered = str(refusal.value).splitlines()
+    assert first == f"{asked!r} is no registered schedule; did you mean {nearest}?"
+    assert registered == f"  registered: {', '.join(schedules)}"
+
+
+def test_a_name_that_is_near_to_none_is_told_without_a_guess():
+    with pytest.raises(KeyError, match=r"^'quantum' is no registered schedule\n"):
+        _ = schedules["quantum"]
+    with pytest.raises(KeyError, match=r"^7 is no registered schedule\n"):
+        _ = schedules[7]
+
+
+def test_schedules_are_looked_for_as_in_any_dict():
+    assert "1F1B" not in schedules
+    assert schedules.get("1F1B") is None
+    assert schedules.get("1f1b") is pipelab.OneFOneB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 import subprocess
@@ -10,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import pipelab
-from pipelab.cli import app, targets
+from pipelab.cli import app, measuring, targets
+from pipelab.draw import wording
 from pipelab.errors import LoadError
 
 RIGHT = """
@@ -303,6 +306,22 @@ def test_run_over_micro_batches_measures_one_batch_and_verifies_every_run(pipela
     assert Path("table.txt").read_text().startswith("time of a step, ms")
 
 
+def test_run_shows_on_a_terminal_how_far_it_is_and_is_quiet_in_a_pipe(pipelab_command, monkeypatch):
+    work = ("run", "naive", "gpipe", "-m", "2,4", "--emulate", "1", "1", "-r", "2", "--steps", "2", "--batch", "4")
+    _, piped, error = pipelab_command(*work)
+    assert error == ""
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        measuring, "Console", lambda **_: Console(file=screen, force_terminal=True, color_system=None, width=100)
+    )
+    _, output, _ = pipelab_command(*work)
+    assert output.splitlines()[0] == piped.splitlines()[0]  # what is printed is no other
+    shown = screen.getvalue()
+    assert "Naive(ranks=2, microbatches=2)" in shown
+    assert "verifying GPipe(ranks=2, microbatches=4)" in shown  # the gradients' turn is part of it
+    assert "100%" in shown
+
+
 def test_a_table_tells_who_refuses_a_size(pipelab_command, folder):
     Path("mine.py").write_text(
         RIGHT.replace(
@@ -336,10 +355,87 @@ def test_numbers_of_micro_batches_that_are_none_are_refused(pipelab_command, num
         assert f"--microbatches {numbers}: expected whole numbers, at least 1, such as 8 or 2,4,8" in error
 
 
+@pytest.mark.parametrize("words", ["gpipe -m 2 4 8", "-m 2 4 8 gpipe", "-m 2, 4, 8 gpipe", "gpipe -m 2,4 8"])
+def test_numbers_of_micro_batches_with_spaces_between_are_told_how_to_stand(pipelab_command, words):
+    for command in ("compare", "run"):
+        code, _, error = pipelab_command(command, *words.split())
+        assert code == 1
+        assert "several numbers of micro-batches stand together, with commas: -m 2,4,8" in error
+
+
+def test_a_number_without_an_option_is_no_schedule(pipelab_command):
+    code, _, error = pipelab_command("compare", "gpipe", "-r", "2", "4")
+    assert code == 1
+    assert error.startswith("4: a number is no schedule; several numbers of micro-batches stand together")
+
+
 def test_a_table_is_no_picture(pipelab_command, folder):
     code, _, error = pipelab_command("compare", "gpipe", "-m", "2,4", "-o", "table.svg")
     assert code == 1
     assert "use one of .csv .txt" in error
+
+
+# --- what is saved
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be simulated, measured or compared."""
+
+    def work(*_: object) -> None:
+        raise AssertionError("work before the file was refused")
+
+    for name in ("simulate", "measure", "measure_sweep"):
+        monkeypatch.setattr(app, name, work)
+    monkeypatch.setattr(pipelab, "compare", work)
+
+
+@pytest.mark.parametrize(
+    ("command", "known"),
+    [
+        ("simulate gpipe", ".html .svg .png .pdf .txt .json .csv"),
+        ("draw gpipe", ".html .svg .png .pdf .txt .json .csv"),
+        ("draw gpipe --graph", ".dot .gv .svg .png .pdf"),
+        ("compare gpipe 1f1b", ".html .svg .png .pdf .txt .csv"),
+        ("compare gpipe -m 2,4", ".csv .txt"),
+        ("run gpipe", ".html .svg .png .pdf .txt .csv .json"),
+        ("run gpipe 1f1b", ".html .svg .png .pdf .txt .csv"),
+        ("run gpipe -m 2,4", ".csv .txt"),
+    ],
+)
+@pytest.mark.usefixtures("no_work")
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_command, folder, command, known):
+    code, output, error = pipelab_command(*command.split(), "--save", "x.foo")
+    assert code == 1
+    assert output == ""
+    assert f"is not written as .foo; use one of {known}\n" in error
+    code, _, error = pipelab_command(*command.split(), "--save", f"nowhere/x{known.split()[0]}")
+    assert code == 1
+    assert "there is no folder nowhere" in error
+
+
+def test_a_plan_is_written_as_pytorch_loads_it(pipelab_command, folder):
+    Path("mine.py").write_text(RIGHT)
+    for command in ("draw", "simulate"):
+        code, output, _ = pipelab_command(command, "mine.py:MySchedule", "-r", "2", "-m", "2", "--save", "plan.csv")
+        assert code == 0
+        assert output.splitlines()[-1] == "wrote plan.csv"
+        assert Path("plan.csv").read_text().splitlines() == ["0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1"]
+        Path("plan.csv").rename(f"{command}.csv")
+    assert "8 actions, no fault" in pipelab_command("check", "draw.csv")[1]
+
+
+def test_a_comparison_is_written_as_a_table_of_its_figures(pipelab_command, folder):
+    assert pipelab_command("compare", "gpipe", "1f1b", "-o", "c.csv")[0] == 0
+    first, second = csv.DictReader(Path("c.csv").read_text().splitlines())
+    assert (first["name"], first["source"], first["makespan"]) == ("gpipe", "simulated", "33.0")
+    assert second["peak_activations"] == "4 3 2 1"
+    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
+    assert pipelab_command("run", "1f1b", *work, "-o", "r.csv", "-o", "r.json", "-o", "r.txt")[0] == 0
+    predicted, measured = csv.DictReader(Path("r.csv").read_text().splitlines())
+    assert (predicted["source"], measured["source"]) == ("simulated", "measured")
+    assert measured["makespan"] == str(pipelab.Trace.load("r.json").makespan)
+    assert "predicted" in Path("r.txt").read_text()
 
 
 # --- what a target may be
@@ -456,6 +552,14 @@ def test_what_the_documents_show_is_what_the_command_prints(pipelab_command, fol
         assert (output + error).strip() == printed.strip()
 
 
+def test_every_heading_of_a_table_is_explained():
+    explained = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    name, *heads = wording.table(pipelab.compare(pipelab.ZBH2(4, 8)))[0]
+    assert "own spans" in heads
+    for head in heads:
+        assert f"\n| {head} |" in explained, f"{head}, beside {name}"
+
+
 def test_settings_are_python_literals_or_text():
     assert targets.settings(["a=1", "b=[1, 2]", "c=text", "d=None"]) == {"a": 1, "b": [1, 2], "c": "text", "d": None}
     with pytest.raises(LoadError):
@@ -501,6 +605,35 @@ def test_a_schedule_that_cannot_be_made_gets_its_line(pipelab_command, folder, o
     assert "Traceback" not in error
     if line:
         assert f"mine.py, line {line}" in error
+
+
+NEEDY = RIGHT.replace("Chatty(MySchedule)", "Needy(MySchedule)").replace('words="none"', "words, *, loud")
+
+
+def test_a_parameter_without_a_default_is_asked_for_by_name(pipelab_command, folder):
+    Path("mine.py").write_text(NEEDY)
+    code, _, error = pipelab_command("check", "mine.py:Needy")
+    assert code == 1
+    assert error.startswith("Needy needs a value for words and loud: its __init__ has no default\n")
+    assert "mine.py, line 15, in __init__: def __init__(self, ranks, microbatches, words, *, loud):" in error
+    assert error.endswith("  try: --set words=... --set loud=...\n")
+    error = pipelab_command("check", "mine.py:Needy", "--set", "loud=1")[2]
+    assert error.startswith("Needy needs a value for words: its __init__ has no default\n")
+    assert pipelab_command("check", "mine.py:Needy", "--set", "loud=1", "--set", "words=few")[0] == 0
+
+
+def test_sizes_are_given_by_name_wherever_they_stand(pipelab_command, folder):
+    Path("mine.py").write_text(RIGHT.replace('ranks, microbatches, words="none"', 'words="x", microbatches=1, ranks=2'))
+    assert "Chatty(x) is right: 64 actions" in pipelab_command("check", "mine.py:Chatty")[1]
+
+
+def test_an_init_that_takes_no_sizes_gets_its_line(pipelab_command, folder):
+    Path("mine.py").write_text(RIGHT.replace('ranks, microbatches, words="none"', "ranks"))
+    code, _, error = pipelab_command("check", "mine.py:Chatty")
+    assert code == 1
+    assert error.startswith("Chatty(ranks) cannot be given a number of ranks and one of micro-batches: too many")
+    assert "mine.py, line 15, in __init__: def __init__(self, ranks):" in error
+    assert "try: def __init__(self, ranks, microbatches)" in error
 
 
 def test_any_cost_can_be_given(pipelab_command):

@@ -13,7 +13,7 @@ from pipelab.errors import StageError
 
 def test_every_error_is_a_pipelab_error():
     for name in errors.__all__:
-        if name == "require_size":
+        if name.startswith("require_"):
             continue
         assert issubclass(getattr(errors, name), pipelab.PipelabError)
         assert getattr(errors, name).__doc__
@@ -58,6 +58,7 @@ def test_many_faults_alike_are_not_a_wall_of_text():
     [
         ScheduleError([Fault("missing", 0, None, None, "no F")], "the plan"),
         StageError("stage 1 raised", 1, 2, F(0, 2)),
+        pipelab.UnknownScheduleError("'1F1B' is no registered schedule"),
     ],
 )
 def test_an_error_crosses_processes(error):

@@ -38,7 +38,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.traversal", "pipelab.dependencies", "pipelab.list_scheduling"],
     ["pipelab.program"],
     ["pipelab.binding"],
-    ["pipelab.numbering", "pipelab.placement"],
+    ["pipelab.numbering", "pipelab.placement", "pipelab.reporting"],
     ["pipelab.faults"],
     ["pipelab.actions"],
     ["pipelab.errors", "pipelab.immutable"],

@@ -32,8 +32,17 @@ from pipelab.cli.options import (
     grouped,
     untimed,
 )
+from pipelab.cli.saving import (
+    COMPARISON,
+    GRAPH,
+    RUN,
+    TABLE,
+    TIMELINE,
+    require_folder,
+    require_writable,
+    save_timeline,
+)
 from pipelab.cli.sweeping import Cell, Table, sweep
-from pipelab.cli.targets import registered
 from pipelab.draw import text, wording
 from pipelab.errors import LoadError, PipelabError
 from pipelab.faults import ranges
@@ -98,26 +107,31 @@ def check(
 @grouped
 def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = None) -> None:
     """Show when everything would happen, and the bubble and the memory that follow."""
+    require_writable(save, TIMELINE)
     trace = simulate(untimed(sizes.find(target)), times.cost())
     typer.echo(text.timeline(trace))
     for path in save or []:
-        _wrote(trace.save(path))
+        _wrote(save_timeline(trace, path))
 
 
 @app.command()
 @grouped
 def draw(
     target: Target,
-    save: Annotated[list[Path], typer.Option("--save", "-o", help="html svg png pdf json txt; dot with --graph")],
+    save: Annotated[
+        list[Path],
+        typer.Option("--save", "-o", help="html svg png pdf json txt; csv: the plan; with --graph: dot svg png pdf"),
+    ],
     sizes: Sizes,
     times: Times,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
 ) -> None:
-    """Draw a schedule's timeline, a saved trace, or a dependency graph, into files."""
+    """Draw a schedule's timeline, a saved trace, or a dependency graph, into files; or write its plan."""
+    require_writable(save, GRAPH if graph else TIMELINE)
     subject = sizes.find(target)
     (trace,) = times.traces([subject], [target])
     for path in save:
-        _wrote(trace.plan.save_graph(path, times.cost()) if graph else trace.save(path))
+        _wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path))
 
 
 @app.command()
@@ -128,7 +142,8 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
     With several numbers of micro-batches (`-m 2,4,8`), a table: the times are those of the whole batch, which is the
     same in every column.
     """
-    counts = sizes.counts
+    counts = sizes.counts_beside(targets)
+    require_writable(save, COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)
         _show(pipelab.compare(*traces, names=targets), save)
@@ -150,14 +165,16 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     Two ranks by default, so that a laptop has a core for each; with `--emulate`, which needs no cores, four. With
     several numbers of micro-batches (`-m 2,4,8`), a table over one batch.
     """
-    counts = sizes.counts
+    counts = sizes.counts_beside(targets)
+    require_writable(save, TABLE if len(counts) > 1 else COMPARISON if len(targets) > 1 else RUN)
     if len(counts) <= 1:
         plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
         comparison, results = measure(targets, plans, work)
         _say(f"{', '.join(plan.name for plan in plans)} on this machine")
-        _show(comparison, [] if len(plans) == 1 else save)
+        traces = [path for path in save or [] if path.suffix.lower() == ".json"]
+        _show(comparison, [path for path in save or [] if path not in traces])
         _say(proof_of(results))
-        for path in save or [] if len(plans) == 1 else []:
+        for path in traces:
             _wrote(results[0].measured.save(path))
         return
     table, results = measure_sweep(
@@ -175,9 +192,10 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="what your script takes", show_default=False)] = None,
 ) -> None:
     """Run a script in several processes on this machine, one per rank: torchrun, whose line it prints."""
-    from pipelab.cli.launching import become
+    from pipelab.cli.launching import launch_script
 
-    become(script, ranks, arguments or [])
+    if not launch_script(script, ranks, arguments or []):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -210,10 +228,11 @@ def conformance(
     from pipelab.cli.conformance import show_conformance
     from pipelab.labs.references import Grid
 
+    if save is not None:
+        require_folder(save)
     sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
     grid = Grid(**{name: value for name, value in sizes.items() if value})
-    names = [registered(name) for name in schedule or pipelab.schedules]
-    if not show_conformance(names, grid, (2, 4) if processes else (), save).same:
+    if not show_conformance(schedule or list(pipelab.schedules), grid, (2, 4) if processes else (), save).same:
         raise typer.Exit(1)
 
 

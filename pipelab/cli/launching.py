@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipelab.errors import LoadError
 
-__all__ = ["become", "torchrun_line"]
+__all__ = ["launch_script", "torchrun_line"]
 
 
 def torchrun_line(script: str, ranks: int, arguments: list[str]) -> list[str]:
@@ -22,8 +22,10 @@ def torchrun_line(script: str, ranks: int, arguments: list[str]) -> list[str]:
     return ["torchrun", "--standalone", "--nproc-per-node", str(ranks), script, *arguments]
 
 
-def become(script: str, ranks: int, arguments: list[str]) -> None:
-    """Say what is run, and run it in place of this process: its exit code and its signals are the command's own.
+def launch_script(script: str, ranks: int, arguments: list[str]) -> bool:
+    """Say what is run, and run it, in this process: signals reach torchrun itself. Tell whether all went well.
+
+    If a process failed, the last lines say in few words which one, and why: torchrun's own report is long.
 
     Raises:
         LoadError: if there is no such script.
@@ -32,12 +34,15 @@ def become(script: str, ranks: int, arguments: list[str]) -> None:
         beside = ", ".join(sorted(found.name for found in Path(script).parent.glob("*.py"))[:8])
         raise LoadError(f"there is no file {script}" + (f"; beside it: {beside}" if beside else ""))
     line = torchrun_line(script, ranks, arguments)
-    environment = dict(os.environ)
     shown = shlex.join(line)
-    if "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-        shown = f"OMP_NUM_THREADS={environment['OMP_NUM_THREADS']} {shown}"
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+        shown = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {shown}"
     sys.stdout.write(shown + "\n")
     sys.stdout.flush()
-    # torchrun is `python -m torch.distributed.run`: this Python's own, wherever the word torchrun leads.
-    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *line[1:]], environment)  # noqa: S606
+    from pipelab.engine.processes.torchrun import torchrun
+
+    failed = torchrun(line[1:])
+    if failed:
+        sys.stderr.write(failed + "\n")
+    return not failed

@@ -99,9 +99,7 @@ def _run(jobs: Sequence[Job], steps: int) -> list[Result]:
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("running", total=len(jobs) * (1 if len(jobs) == 1 else steps))
-
-        def tell(job: Job) -> None:
-            progress.update(task, description=job.plan.name, advance=1)
-
-        return run_all(jobs, steps, tell)
+        task = progress.add_task("running", total=1)
+        results = run_all(jobs, steps, lambda now, share: progress.update(task, description=now, completed=share))
+        progress.update(task, completed=1)
+        return results

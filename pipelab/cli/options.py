@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
@@ -40,15 +41,22 @@ Targets = Annotated[
     list[str], typer.Argument(help="one or more of: a name, my_file.py:MySchedule, plan.csv", show_default=False)
 ]
 Save = Annotated[
-    list[Path] | None, typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; repeatable")
+    list[Path] | None,
+    typer.Option(
+        "--save", "-o", help="write it to this file: html svg png pdf json txt; csv writes the plan; repeatable"
+    ),
 ]
 SaveComparison = Annotated[
     list[Path] | None,
-    typer.Option("--save", "-o", help="write it to this file: html svg png pdf txt; a table: csv txt; repeatable"),
+    typer.Option("--save", "-o", help="write it to this file: html svg png pdf txt csv; a table: csv txt; repeatable"),
 ]
 SaveRun = Annotated[
     list[Path] | None,
-    typer.Option("--save", "-o", help="write it to this file: html svg png pdf json txt; a table: csv txt; repeatable"),
+    typer.Option(
+        "--save",
+        "-o",
+        help="write it to this file: html svg png pdf txt csv; of one run, json too; a table: csv txt; repeatable",
+    ),
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
 _Replicas = Annotated[
@@ -61,6 +69,7 @@ _Costs = Annotated[
         "--cost", help="name=value, any other cost, such as --cost 'forward=[1, 2]' or --cost per=stage; repeatable"
     ),
 ]
+_NUMBERS = re.compile(r",*\d[\d,]*")
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,21 @@ class SweepSizes:
         if not all(word.isdecimal() and int(word) for word in words) or (given is not None and not words):
             raise LoadError(f"--microbatches {given}: expected whole numbers, at least 1, such as 8 or 2,4,8")
         return list(dict.fromkeys(map(int, words)))
+
+    def counts_beside(self, targets: Sequence[str]) -> list[int]:
+        """The numbers of micro-batches that were given, none of them as a target: `-m 2 4 8` is a usual slip.
+
+        Raises:
+            LoadError: if a target is a number, saying where numbers stand.
+        """
+        numbers = [target.strip(",") for target in targets if _NUMBERS.fullmatch(target)]
+        if numbers:
+            together = ",".join([*map(str, self.counts), *numbers]) if self.counts else "2,4,8, for example"
+            raise LoadError(
+                f"{', '.join(numbers)}: a number is no schedule; several numbers of micro-batches stand together, "
+                f"with commas: -m {together}"
+            )
+        return self.counts
 
     def find(self, targets: Sequence[str], usual_ranks: int = 4) -> list[Schedule | Plan | Trace]:
         """Return what the targets name; of several, the sizes are for those that have none of their own."""

@@ -12,12 +12,15 @@ from typing import Generic, TypeVar
 from pipelab.analysis import compare
 from pipelab.draw import wording
 from pipelab.draw.tables import columns
-from pipelab.errors import FormatError, ScheduleError
+from pipelab.errors import ScheduleError, require_suffix
 from pipelab.trace import Trace
 
-__all__ = ["Cell", "Sweep", "Table", "sweep"]
+__all__ = ["SUFFIXES", "Cell", "Sweep", "Table", "sweep"]
 
 Made = TypeVar("Made")
+
+SUFFIXES = (".csv", ".txt")
+"""What a table is written as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +81,8 @@ class Table:
         Raises:
             FormatError: if the suffix is none of these.
         """
-        suffix = path.suffix.lower()
-        if suffix == ".txt":
-            path.write_text(self.text() + "\n", encoding="utf-8")
-        elif suffix == ".csv":
-            path.write_text(self._csv(), encoding="utf-8")
-        else:
-            raise FormatError(
-                f"{path.name}: a table of sizes is not written as {suffix or 'no suffix'}; use one of .csv .txt"
-            )
+        suffix = require_suffix(path, "a table of sizes", SUFFIXES)
+        path.write_text(self._csv() if suffix == ".csv" else self.text() + "\n", encoding="utf-8")
         return path
 
     def _rows(self, head: str, told: Callable[[Cell], str]) -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from pipelab.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace import Trace
 
-__all__ = ["find", "has_sizes", "registered", "settings"]
+__all__ = ["find", "has_sizes", "settings"]
 
 _MICROBATCHES = 8
 
@@ -56,19 +56,6 @@ def find(
         f"{target!r} is no schedule{_guess(target)}\n  registered: {', '.join(schedules)}\n"
         "  or a file of your own: my_file.py:MySchedule, plan.csv"
     )
-
-
-def registered(name: str) -> str:
-    """Return the name of a registered schedule.
-
-    Raises:
-        LoadError: if there is none of this name; the message lists them.
-    """
-    if name in schedules:
-        return name
-    close = get_close_matches(name.lower(), schedules, n=1)
-    guess = f"; did you mean {close[0]}?" if close else ": only those that come with pipelab are taken here"
-    raise LoadError(f"{name!r} is no registered schedule{guess}\n  registered: {', '.join(schedules)}")
 
 
 def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
@@ -108,10 +95,8 @@ def _guess(target: str) -> str:
     """Return what else may have been meant: a registered schedule, a file that is here, or a class in one."""
     word = target.replace("::", ":").split(":")[0].removesuffix(".py")
     files = {path.stem.lower(): path for path in sorted(Path().glob("*.py"))}
-    close = get_close_matches(target.lower(), [*schedules, *map(str.lower, _CLASSES)], n=1)
-    if close:
-        names = {each.lower(): name for name, kind in schedules.items() for each in (name, kind.__name__)}
-        return f"; did you mean {names[close[0]]}?"
+    if close := schedules.nearest(target):
+        return f"; did you mean {close}?"
     for path in files.values():
         if f"\nclass {target}(" in path.read_text(encoding="utf-8", errors="replace"):
             return f"; did you mean {path}:{target}?"
@@ -211,15 +196,9 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
 def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
     if inspect.isabstract(kind):
         raise LoadError(f"{kind.__name__} has no method actions(self, rank): write one that yields F(m) and B(m)")
-    parameters = inspect.signature(kind).parameters
-    taken = [name for name in parameters if name not in ("ranks", "microbatches")]
-    strangers = [name for name in options if name not in taken]
-    if strangers and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        raise LoadError(
-            f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
-        )
+    arguments = _arguments(kind, ranks, microbatches, options)
     try:
-        schedule = kind(ranks, microbatches, **options)
+        schedule = kind(*arguments.args, **arguments.kwargs)
         repr(schedule)
     except PipelabError:
         raise
@@ -227,7 +206,47 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
         raise LoadError(
             f"making {kind.__name__}(ranks={ranks}, microbatches={microbatches}) raised {type(error).__name__}: "
             f"{error}\n"
-            f"  at {students_line(error)}\n"
+            f"  at {students_line(error, kind.__init__)}\n"
             "  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
         ) from error
     return schedule
+
+
+def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> inspect.BoundArguments:
+    """Return what a schedule's class is called with: the sizes by name if it names them, else in this order.
+
+    Raises:
+        LoadError: if it takes something else, or needs something more.
+    """
+    signature = inspect.signature(kind)
+    parameters = signature.parameters.values()
+    sizes = {"ranks": ranks, "microbatches": microbatches}
+    taken = [each.name for each in parameters if each.name not in sizes]
+    strangers = [name for name in options if name not in taken]
+    if strangers and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        raise LoadError(
+            f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
+        )
+    place = students_line(TypeError(), kind.__init__)
+    try:
+        if sizes.keys() <= signature.parameters.keys():
+            given = signature.bind_partial(**sizes, **options)
+        else:
+            given = signature.bind_partial(*sizes.values(), **options)
+    except TypeError as error:
+        raise LoadError(
+            f"{kind.__name__}{signature} cannot be given a number of ranks and one of micro-batches: {error}\n"
+            f"  at {place}\n  try: def __init__(self, ranks, microbatches)"
+        ) from error
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    missing = [
+        each.name
+        for each in parameters
+        if each.name not in given.arguments and each.default is each.empty and each.kind not in optional
+    ]
+    if missing:
+        raise LoadError(
+            f"{kind.__name__} needs a value for {' and '.join(missing)}: its __init__ has no default\n  at {place}\n"
+            f"  try: {' '.join(f'--set {name}=...' for name in missing)}"
+        )
+    return given

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.draw import figure, page, text
-from pipelab.errors import FormatError
+from pipelab.errors import require_suffix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from pipelab.analysis import Comparison
     from pipelab.trace import Trace
 
-__all__ = ["save", "save_comparison", "show"]
+__all__ = ["COMPARISON_SUFFIXES", "TRACE_SUFFIXES", "save", "save_comparison", "show"]
 
 _FIGURES = (".svg", ".png", ".pdf")
-_SUFFIXES = ".html .svg .png .pdf .txt"
+_DRAWN = (".html", *_FIGURES, ".txt")
+TRACE_SUFFIXES = (*_DRAWN, ".json")
+"""What `Trace.save` writes: `json` by itself, the others here."""
+COMPARISON_SUFFIXES = (*_DRAWN, ".csv")
+"""What `Comparison.save` writes: `csv` by itself, the others here."""
 
 
 def save(trace: Trace, path: str | Path) -> Path:
@@ -48,7 +52,7 @@ def save(trace: Trace, path: str | Path) -> Path:
     return _write(
         path,
         "a trace",
-        f"{_SUFFIXES} .json",
+        TRACE_SUFFIXES,
         html=lambda: page.page(trace),
         txt=lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False),
         picture=lambda: figure.plot(trace),
@@ -67,7 +71,7 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
     return _write(
         path,
         "a comparison",
-        _SUFFIXES,
+        COMPARISON_SUFFIXES,
         html=lambda: page.comparison_page(comparison),
         txt=lambda: text.comparison(comparison, text.PLAIN_WIDTH, colour=False),
         picture=lambda: figure.plot_comparison(comparison),
@@ -104,7 +108,7 @@ def _in_notebook() -> bool:
 def _write(
     path: str | Path,
     what: str,
-    known: str,
+    known: Sequence[str],
     *,
     html: Callable[[], str],
     txt: Callable[[], str],
@@ -116,13 +120,11 @@ def _write(
         FormatError: if it is none of the known ones.
     """
     path = Path(path)
-    suffix = path.suffix.lower()
+    suffix = require_suffix(path, what, known)
     if suffix == ".html":
         path.write_text(html(), encoding="utf-8")
     elif suffix == ".txt":
         path.write_text(txt() + "\n", encoding="utf-8")
-    elif suffix in _FIGURES:
-        figure.write(picture(), path)
     else:
-        raise FormatError(f"{path.name}: {what} is not written as {suffix or 'no suffix'}; use one of {known}")
+        figure.write(picture(), path)
     return path

@@ -10,7 +10,7 @@ from pipelab.actions import KINDS
 from pipelab.analysis import critical_path
 from pipelab.draw import colours
 from pipelab.draw.wording import clean
-from pipelab.errors import FormatError, MissingProgramError
+from pipelab.errors import FormatError, MissingProgramError, require_suffix
 from pipelab.simulation import Cost, simulate
 
 if TYPE_CHECKING:
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from pipelab.plan import Plan
     from pipelab.trace import Trace
 
-__all__ = ["dot", "save"]
+__all__ = ["SUFFIXES", "dot", "save"]
 
 _TEXT = (".dot", ".gv")
 _PICTURES = (".svg", ".png", ".pdf")
+SUFFIXES = _TEXT + _PICTURES
+"""What `save` writes."""
 _MOST = 2_000
 """How many actions a picture may have: dot takes minutes for more, and nobody reads it."""
 
@@ -89,12 +91,7 @@ def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> 
     import graphviz
 
     path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix not in _TEXT + _PICTURES:
-        known = " ".join(_TEXT + _PICTURES)
-        raise FormatError(
-            f"{path.name}: a dependency graph is not written as {suffix or 'no suffix'}; use one of {known}"
-        )
+    suffix = require_suffix(path, "a dependency graph", SUFFIXES)
     actions = sum(map(len, plan.program.rows))
     if suffix in _PICTURES and actions > _MOST:
         raise FormatError(

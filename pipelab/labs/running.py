@@ -50,7 +50,7 @@ def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 
 
-def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[Job], None]) -> list[Result]:
+def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[str, float], None]) -> list[Result]:
     """Run each job for some steps; return for each the one of median length.
 
     Several jobs take turns, a step each, so that what else the machine does disturbs all of them alike.
@@ -58,18 +58,23 @@ def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[Job], None]) -> lis
     Args:
         jobs: what to run.
         steps: how many steps of each are measured; the first one after a pipeline was made is none of them.
-        tell: called before each turn.
+        tell: called before each turn, with what comes now, and the share of all turns that is behind, from 0 to 1.
     """
     turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
     traces: list[list[Trace]] = [[] for _ in jobs]
-    for _ in range(turns):
-        for job, measured in zip(jobs, traces, strict=True):
-            tell(job)
+    share = 1 / (len(jobs) * (turns + 1))  # and one turn to verify the gradients
+    for turn in range(turns):
+        for number, (job, measured) in enumerate(zip(jobs, traces, strict=True), turn * len(jobs)):
+            tell(job.plan.name, number * share)
             x, y = job.batch()
             with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
                 pipe.step(x, y)  # the first step warms up
                 measured.extend(pipe.step(x, y).trace for _ in range(each))
-    return [_result(job, measured) for job, measured in zip(jobs, traces, strict=True)]
+    results: list[Result] = []
+    for number, (job, measured) in enumerate(zip(jobs, traces, strict=True), turns * len(jobs)):
+        tell(f"verifying {job.plan.name}", number * share)
+        results.append(_result(job, measured))
+    return results
 
 
 def _result(job: Job, traces: list[Trace]) -> Result:

@@ -583,6 +583,18 @@ def test_the_command_is_installed_and_tells_its_version():
         ),
         (
             "    def actions",
+            "    def __init__(self, ranks):\n        super().__init__(ranks, 4)\n\n    def actions",
+            7,
+            "pipelab calls MySchedule(ranks, microbatches), but it is written MySchedule(ranks)",
+        ),
+        (
+            "    def actions",
+            "    def __init__(self, ranks, microbatches, cap):\n        pass\n\n    def actions",
+            7,
+            "MySchedule needs a value for cap",
+        ),
+        (
+            "    def actions",
             "    def __init__(self, ranks, microbatches):\n        1 / 0\n\n    def actions",
             8,
             "ZeroDivisionError",
@@ -631,7 +643,7 @@ def test_an_init_that_takes_no_sizes_gets_its_line(pipelab_command, folder):
     Path("mine.py").write_text(RIGHT.replace('ranks, microbatches, words="none"', "ranks"))
     code, _, error = pipelab_command("check", "mine.py:Chatty")
     assert code == 1
-    assert error.startswith("Chatty(ranks) cannot be given a number of ranks and one of micro-batches: too many")
+    assert error.startswith("pipelab calls Chatty(ranks, microbatches), but it is written Chatty(ranks)")
     assert "mine.py, line 15, in __init__: def __init__(self, ranks):" in error
     assert "try: def __init__(self, ranks, microbatches)" in error
 

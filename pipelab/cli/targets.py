@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelab.catalogue import schedules
 from pipelab.errors import LoadError, PipelabError
-from pipelab.faults import students_line
+from pipelab.faults import line_of_function, students_line
 from pipelab.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace import Trace
@@ -227,7 +227,7 @@ def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dic
         raise LoadError(
             f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
         )
-    place = students_line(TypeError(), kind.__init__)
+    place = line_of_function(kind.__init__)
     try:
         if sizes.keys() <= signature.parameters.keys():
             given = signature.bind_partial(**sizes, **options)
@@ -235,8 +235,9 @@ def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dic
             given = signature.bind_partial(*sizes.values(), **options)
     except TypeError as error:
         raise LoadError(
-            f"{kind.__name__}{signature} cannot be given a number of ranks and one of micro-batches: {error}\n"
-            f"  at {place}\n  try: def __init__(self, ranks, microbatches)"
+            f"pipelab calls {kind.__name__}(ranks, microbatches), but it is written {kind.__name__}{signature}\n"
+            f"  at {place}\n"
+            "  try: write def __init__(self, ranks, microbatches), and in it super().__init__(ranks, microbatches)"
         ) from error
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     missing = [

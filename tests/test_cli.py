@@ -645,7 +645,7 @@ def test_an_init_that_takes_no_sizes_gets_its_line(pipelab_command, folder):
     assert code == 1
     assert error.startswith("pipelab calls Chatty(ranks, microbatches), but it is written Chatty(ranks)")
     assert "mine.py, line 15, in __init__: def __init__(self, ranks):" in error
-    assert "try: def __init__(self, ranks, microbatches)" in error
+    assert "try: write def __init__(self, ranks, microbatches)" in error
 
 
 def test_any_cost_can_be_given(pipelab_command):

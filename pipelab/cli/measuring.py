@@ -100,6 +100,10 @@ def _run(jobs: Sequence[Job], steps: int) -> list[Result]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("running", total=1)
-        results = run_all(jobs, steps, lambda now, share: progress.update(task, description=now, completed=share))
+
+        def advance(now: str, share: float) -> None:
+            progress.update(task, description=now, completed=share, refresh=True)
+
+        results = run_all(jobs, steps, advance)
         progress.update(task, completed=1)
         return results

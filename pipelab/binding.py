@@ -79,7 +79,12 @@ def _meant(item: object) -> str:
     """Return the hint for what is no action: the action that was meant, where that can be seen."""
     if isinstance(item, str):
         with suppress(NotationError, ValueError):  # the latter: too many digits
-            return f"yield {_written(Action.parse(item))}, an action, not its text"
+            first, *others = [_written(Action.parse(word)) for word in item.replace(",", " ").split()]
+            return (
+                f"yield {first}, an action, not its text"
+                if not others
+                else (f"yield {first}, then {others[0]}{' and so on' * (len(others) > 1)}: actions, not their text")
+            )
     if isinstance(item, (tuple, list)) and 2 <= len(item) <= 3 and all(type(number) is int for number in item[1:]):
         kind = getattr(getattr(item[0], "__wrapped__", item[0]), "__name__", item[0])
         if isinstance(kind, str) and kind in _PER_MICROBATCH:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
+from pipelab.actions import Action
 from pipelab.completeness import complete, misplaced, missing
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError, SizeError, require_size
@@ -18,7 +19,7 @@ from pipelab.faults import Code, Fault, excerpt, shorten
 from pipelab.moves import as_yielded
 from pipelab.plan import Plan
 from pipelab.program import Program
-from pipelab.swaps import with_swap_hints
+from pipelab.slips import led_by_a_slip
 from pipelab.traversal import Traversal, traverse
 
 __all__ = ["Draftable", "as_plan", "check", "require_legal", "with_excerpt"]
@@ -37,6 +38,8 @@ _ORDER: tuple[Code, ...] = (
     "deadlock",
     "memory-cap",
 )
+_OF_ONE_ITEM: tuple[Code, ...] = ("not-an-action", "endless")
+"""What is wrong wherever a stage may be."""
 
 
 @runtime_checkable
@@ -73,8 +76,23 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
         return error.faults
+    slip, found = led_by_a_slip(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
+    return found if slip is None else [with_excerpt(plan, slip), *found]
+
+
+def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
+    """Return what is wrong with a plan, each fault by itself.
+
+    What may only look wrong is left out: without a placement nothing is known about stages, and what is missing on a
+    rank may be what stands there and cannot be read.
+    """
     program = plan.program
+    if any(fault.rank is None for fault in program.faults):  # of the placement
+        certain = [fault for fault in program.faults if fault.rank is None or fault.code in _OF_ONE_ITEM]
+        return _told(plan, certain)
+    unread = {fault.rank for fault in program.faults if _is_unread(fault)}
     incomplete, missing_values = missing(program)
+    incomplete = [fault for fault in incomplete if not unread or fault.rank not in (*unread, None)]
     walk = traverse(program, given=missing_values)
     disorder: list[Fault] = []
     if walk.stuck or program.written_reduces:
@@ -83,10 +101,20 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
             walk = traverse(program, given=missing_values, excused=excused)
         disorder += deadlocks(program, walk, missing_values, excused)
     over = [] if memory_cap is None else _over_cap(program, memory_cap)
-    found = with_swap_hints(program, [*program.faults, *misplaced(program)])
-    found += [*incomplete, *disorder, *over]
-    found.sort(key=lambda fault: _ORDER.index(fault.code))
-    return [with_excerpt(plan, fault) for fault in found]
+    return _told(plan, [*program.faults, *misplaced(program), *incomplete, *disorder, *over])
+
+
+def _is_unread(fault: Fault) -> bool:
+    """Tell whether an item cannot be read: it may be any action."""
+    if fault.code == "out-of-range" and isinstance(fault.action, Action):
+        return not {type(fault.action.microbatch), type(fault.action.stage)} <= {int, type(None)}
+    return fault.code in ("not-an-action", "ambiguous-stage")
+
+
+def _told(plan: Plan, faults: list[Fault]) -> list[Fault]:
+    """Return faults with their excerpts, worst kind first."""
+    faults.sort(key=lambda fault: _ORDER.index(fault.code))
+    return [with_excerpt(plan, fault) for fault in faults]
 
 
 def require_legal(plan: Plan) -> Traversal:

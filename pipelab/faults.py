@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Code", "Fault", "excerpt", "line_of", "ranges", "shorten", "students_line"]
+__all__ = ["Code", "Fault", "excerpt", "line_of", "line_of_function", "ranges", "shorten", "students_line"]
 
 Code = Literal[
     "missing",
@@ -70,7 +72,7 @@ class Fault:
 def shorten(thing: object, width: int = 60) -> str:
     """Return `repr(thing)` on one line, cut to `width` characters."""
     try:
-        text = " ".join(repr(thing).split())
+        text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(thing).split()))
     except Exception as error:  # noqa: BLE001 - a student's __repr__ may raise; the fault must still be told
         text = f"<{type(thing).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= width else text[: width - 1] + "…"
@@ -87,7 +89,7 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) ->
     line = mark = ""
     for around in (4, 2, 1, 0):
         first = max(0, position - around)
-        words = [shorten(item, 28) for item in row[first : position + around + 1]]
+        words = [_word(item) for item in row[first : position + around + 1]]
         marked = position - first
         lead = f"rank {rank} | {'… ' if first else ''}"
         line = lead + " ".join(words) + (" …" if position + around + 1 < len(row) else "")
@@ -95,6 +97,11 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) ->
         if len(line) <= width:
             break
     return f"{line}\n{mark}"
+
+
+def _word(item: object) -> str:
+    """Return how an item of a row is shown: a function by its name."""
+    return item.__name__ if callable(item) and hasattr(item, "__name__") else shorten(item, 28)
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -119,10 +126,17 @@ def students_line(error: BaseException, otherwise: Callable[..., object] | None 
         otherwise: the student's function that was called, for errors that are not raised by any of its lines.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(otherwise, "__code__", None)
-    if code is not None and all(_in_a_library(frame.filename) for frame in frames):
-        return line_of([traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)])
+    if otherwise is not None and all(_in_a_library(frame.filename) for frame in frames):
+        return line_of_function(otherwise) or line_of(frames)
     return line_of(frames)
+
+
+def line_of_function(function: object) -> str | None:
+    """Return where a student's function is written; `None` if it is a library's, or no function."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is None or _in_a_library(code.co_filename):
+        return None
+    return line_of([traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)])
 
 
 def line_of(every: Sequence[traceback.FrameSummary]) -> str:

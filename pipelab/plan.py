@@ -15,8 +15,8 @@ from pipelab.dependencies import dependency_graph
 from pipelab.errors import NotationError, require_size
 from pipelab.faults import shorten
 from pipelab.immutable import Immutable
-from pipelab.placement import Place, within
-from pipelab.program import Program, endless_limit
+from pipelab.placement import Place
+from pipelab.program import Program, endless_limit, named_sizes
 from pipelab.reduction import with_reduces
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Plan(Immutable):
             raise NotationError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
         taken = [_take(row, limit) for row in rows]
         if stages is None or microbatches is None:
-            named = _sizes([row for row, whole in taken if whole], len(taken))
+            named = named_sizes([row for row, whole in taken if whole], len(taken))
             stages = named[0] if stages is None else stages
             microbatches = named[1] if microbatches is None else microbatches
         written = tuple(row for row, _ in taken)
@@ -159,6 +159,11 @@ class Plan(Immutable):
     def written(self) -> tuple[tuple[object, ...], ...]:
         """The rows as they were written: stages and all-reduces left out, mistakes and all."""
         return self._written
+
+    @property
+    def place(self) -> Place | None:
+        """Which rank runs a stage, as it was given: `place(microbatch, stage)`."""
+        return self._place
 
     @cached_property
     def rows(self) -> tuple[tuple[Item, ...], ...]:
@@ -264,30 +269,6 @@ def _take(row: Iterable[object], limit: int) -> tuple[tuple[object, ...], bool]:
         return tuple(row), True
     taken = tuple(islice(row, limit))
     return taken, len(taken) < limit
-
-
-def _sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]:
-    """Return the (stages, micro-batches) that the rows name.
-
-    A slip such as `F(10**9)` must not lay out a table of that size: every (micro-batch, stage) takes two actions, so
-    numbers far above the number of actions are passed over here, and reported as out of range.
-    """
-    actions = [
-        half
-        for row in rows
-        for item in row
-        for half in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
-        if isinstance(half, Action)
-    ]
-    enough = max(1 << 12, 8 * len(actions))
-    stages = [action.stage for action in actions if within(action.stage, enough)]
-    microbatches = [action.microbatch for action in actions if within(action.microbatch, enough)]
-    stage_count = max(stages, default=ranks - 1) + 1
-    if any(action.stage is None for action in actions):
-        stage_count = max(stage_count, ranks)
-    stage_count = max(stage_count, 1)
-    microbatch_count = max(microbatches, default=0) + 1
-    return stage_count, min(microbatch_count, max(16 * enough // stage_count, 1))
 
 
 def _elided(row: Sequence[object], most: int = 24) -> str:

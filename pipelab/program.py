@@ -14,12 +14,12 @@ from pipelab.actions import KINDS, Action, Item, Pair
 from pipelab.binding import Refusal, bound
 from pipelab.faults import Fault
 from pipelab.numbering import Numbering
-from pipelab.placement import NO_RANK, Held, Place, ask, held_by_name, held_by_placement
+from pipelab.placement import NO_RANK, Held, Place, ask, held_by_name, held_by_placement, within
 
 if TYPE_CHECKING:
     from pipelab.traversal import Traversal
 
-__all__ = ["Program", "endless_limit"]
+__all__ = ["Program", "endless_limit", "named_sizes"]
 
 _PER_SLOT = KINDS[:4]
 """The kinds that run once for each slot: all but `R`."""
@@ -33,6 +33,30 @@ def endless_limit(stages: int, microbatches: int) -> int:
         320
     """
     return 8 * stages * microbatches + 64
+
+
+def named_sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]:
+    """Return the (stages, micro-batches) that the rows name.
+
+    A slip such as `F(10**9)` must not lay out a table of that size: every (micro-batch, stage) takes two actions, so
+    numbers far above the number of actions are passed over here, and reported as out of range.
+    """
+    actions = [
+        half
+        for row in rows
+        for item in row
+        for half in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
+        if isinstance(half, Action)
+    ]
+    enough = max(1 << 12, 8 * len(actions))
+    stages = [action.stage for action in actions if within(action.stage, enough)]
+    microbatches = [action.microbatch for action in actions if within(action.microbatch, enough)]
+    stage_count = max(stages, default=ranks - 1) + 1
+    if any(action.stage is None for action in actions):
+        stage_count = max(stage_count, ranks)
+    stage_count = max(stage_count, 1)
+    microbatch_count = max(microbatches, default=0) + 1
+    return stage_count, min(microbatch_count, max(16 * enough // stage_count, 1))
 
 
 @dataclass(slots=True)

@@ -235,6 +235,8 @@ OTHERWISE = "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the sched
         ("F3", "yield F(3), an action, not its text"),
         (" 2B1 ", "yield B(1, stage=2), an action, not its text"),
         ("forward 3", OTHERWISE),
+        ("F0, B0", "yield F(0), then B(0): actions, not their text"),
+        ("F0 F1 B0 B1", "yield F(0), then F(1) and so on: actions, not their text"),
         (("F", 3), "yield F(3), not a tuple of its parts"),
         ((F, 3), "yield F(3), not a tuple of its parts"),
         ((B, 3, 0), "yield B(3, stage=0), not a tuple of its parts"),
@@ -287,17 +289,128 @@ def swapped(plan):
 
 
 @pytest.mark.parametrize("size", [(2, 8), (4, 8), (8, 2), (4, 4)])
-def test_swapped_arguments_are_told_with_the_right_ones(size):
+def test_swapped_arguments_are_the_one_fault_with_the_right_ones(size):
     right = GPipe(*size).plan()
-    told = [fault for fault in check(swapped(right)) if fault.code in ("out-of-range", "wrong-rank")]
-    assert told
-    for fault in told:
-        kind, stage, microbatch = fault.action.kind, fault.action.microbatch, fault.action.stage
-        assert fault.hint == (
-            f"it is {kind}(microbatch, stage): did you swap them? "
-            f"{kind}({microbatch}, {stage}), in text {stage}{kind}{microbatch}, is right on rank {fault.rank}"
-        )
-        assert Action(kind, microbatch, stage) in right.rows[fault.rank]
+    (told,) = check(swapped(right))
+    assert told.code in ("out-of-range", "wrong-rank")
+    assert "micro-batch and stage of F and B are the wrong way round; the first: " in told.message
+    kind, stage, microbatch = told.action.kind, told.action.microbatch, told.action.stage
+    assert told.hint == (
+        f"it is {kind}(microbatch, stage): did you swap them? {kind}({microbatch}, {stage}), in text "
+        f"{stage}{kind}{microbatch}, is right on rank {told.rank}; then the schedule is right"
+    )
+    assert Action(kind, microbatch, stage) in right.rows[told.rank]
+    assert "^" in told.excerpt
+
+
+@given(catalogue_plans().map(unpaired).filter(lambda plan: plan.ranks > 1 and not plan.program.reduces))
+def test_swapped_arguments_of_any_schedule_are_one_fault_at_most(plan):
+    rows = [[Action(each.kind, each.stage, each.microbatch) for each in row] for row in plan.rows]
+    assert len(check(Plan(rows, plan.stages, plan.microbatches, placement(plan)))) <= 1
+
+
+def test_what_a_swap_does_not_explain_is_told_after_it():
+    class Forgets(pipelab.Schedule):
+        """Swaps all numbers, and forgets the last backward."""
+
+        def actions(self, rank):
+            for m in range(self.microbatches):
+                yield F(rank, m)
+            for m in range(self.microbatches - 1):
+                yield B(rank, m)
+
+    swap, *others = check(Forgets(ranks=2, microbatches=4))
+    assert swap.hint.endswith("; what would still be wrong follows")
+    assert [fault.message for fault in others] == [
+        f"micro-batch 3 has no backward on stage {rank} (rank {rank})" for rank in range(2)
+    ]
+
+
+def test_one_swap_among_right_actions_is_told_without_its_consequences():
+    rows = [[F(0, 0), F(0, 1), B(0, 0), B(1, 0)], [F(0, 1), B(0, 1), F(1, 1), B(1, 1)]]
+    (fault,) = check(Plan(rows, 2, 2, by_stage))
+    assert (fault.code, fault.rank, fault.position) == ("wrong-rank", 0, 1)
+    assert fault.message == "1F0 is on rank 0, but micro-batch 0 of stage 1 is placed on rank 1"
+    assert "F(1, 0), in text 0F1, is right on rank 0; then the schedule is right" in fault.hint
+
+
+class AsPlaced(pipelab.Schedule):
+    """All forwards, then all backwards, without a word of stages."""
+
+    def actions(self, rank):
+        yield from [F(m) for m in range(self.microbatches)]
+        yield from [B(m) for m in range(self.microbatches)]
+
+
+class Valley(pipelab.Schedule):
+    """Down the ranks and back up, every stage named."""
+
+    stages_per_rank = 2
+
+    def actions(self, rank):
+        down, up = rank, self.stages - 1 - rank
+        for m in range(self.microbatches):
+            yield from (F(m, down), F(m, up), B(m, up), B(m, down))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (AsPlaced, lambda self, stage, microbatch: stage % self.ranks),
+        (AsPlaced, lambda self, stage, microbatch: stage),  # with 8 micro-batches, a rank that does not exist
+        (Valley, lambda self, stage, microbatch: min(stage, self.stages - 1 - stage)),
+    ],
+)
+def test_a_place_with_its_parameters_swapped_is_the_one_fault(kind, place):
+    mine = type("Mine", (kind,), {"place": place})
+    (fault,) = check(mine(ranks=4, microbatches=8))
+    assert (fault.code, fault.rank) == ("wrong-rank", None)
+    assert fault.message.startswith("place has its two parameters the wrong way round: pipelab calls place(microbatch,")
+    assert f"\n  at {__file__}, line {place.__code__.co_firstlineno}" in fault.message
+    assert fault.hint == "write def place(self, microbatch, stage); then the schedule is right"
+
+
+def test_a_plans_place_with_its_parameters_swapped_is_told_as_a_function():
+    fault = check(Plan(AsPlaced(2, 4).draft().written, 2, 4, lambda stage, microbatch: stage))[0]
+    assert fault.hint.startswith("write def place(microbatch, stage);")
+
+
+def test_pipelabs_own_placement_is_never_taken_for_swapped():
+    class ByMicrobatch(pipelab.Schedule):
+        """Every rank runs whole micro-batches: right, if the placement were turned round."""
+
+        def actions(self, rank):
+            for m in range(rank, self.microbatches, self.ranks):
+                yield from [F(m, s) for s in range(self.stages)]
+                yield from [B(m, s) for s in reversed(range(self.stages))]
+
+    faults = check(ByMicrobatch(2, 4))
+    assert {fault.code for fault in faults} == {"wrong-rank"}
+    assert not any("wrong way round" in fault.message for fault in faults)
+
+
+def test_a_rank_that_lists_everybodys_actions_is_told_once():
+    class Everybody(pipelab.Schedule):
+        def actions(self, rank):
+            yield from [F(m, s) for s in range(self.stages) for m in range(self.microbatches)]
+            yield from [B(m, s) for s in reversed(range(self.stages)) for m in range(self.microbatches)]
+
+    (fault,) = check(Everybody(ranks=3, microbatches=2))
+    assert fault.message == (
+        "every rank lists the same 12 actions, those of all ranks; "
+        "so 1F0 is on rank 0, but micro-batch 0 of stage 1 is placed on rank 1"
+    )
+    assert fault.hint == (
+        "actions(rank) gives one rank's actions: on rank 0, yield those of stage 0 alone; then the schedule is right"
+    )
+
+
+@pytest.mark.parametrize("item", [None, ["F0"], "F0", ("F", 0), F, F("0"), F(0.0)])
+def test_what_cannot_be_read_is_not_told_as_missing_too(item):
+    plan = Plan([[item, F(1), B(0), B(1)], [F(0), F(1), B(0)]], 2, 2, by_stage)
+    unread, missing = check(plan)
+    assert (unread.rank, unread.position) == (0, 0)
+    assert (missing.code, missing.rank) == ("missing", 1)
 
 
 def test_a_hint_to_swap_is_given_only_where_swapped_is_right():
@@ -403,9 +516,9 @@ def test_a_plan_without_any_action_lacks_everything():
 
 
 def test_all_faults_are_told_at_once_worst_kind_first():
-    plan = Plan([[F(0), "F1", B(5), F(0), B(0)], [B(0), F(0), F(1)]], 2, 2)
+    plan = Plan([[F(0), "F1", B(5), F(0), B(0)], [B(0), F(0), F(1)]], 2, 2, by_stage)
     assert codes(plan) == [
-        "not-an-action", "out-of-range", "duplicate", "missing", "missing", "missing", "unordered",
+        "not-an-action", "out-of-range", "duplicate", "missing", "unordered",
     ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.replication"],
     ["pipelab.schedule"],
     ["pipelab.checking"],
-    ["pipelab.deadlocks", "pipelab.completeness", "pipelab.swaps"],
+    ["pipelab.deadlocks", "pipelab.completeness", "pipelab.slips"],
     ["pipelab.plan"],
     ["pipelab.reduction"],
     ["pipelab.repairs"],

@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 from pipelab.actions import Action, Pair
 from pipelab.faults import Fault, shorten, students_line
+from pipelab.signatures import misfit
 
 __all__ = ["NO_RANK", "Held", "Place", "ask", "held_by_name", "held_by_placement", "within"]
 
@@ -26,10 +27,12 @@ def within(number: object, limit: int) -> TypeGuard[int]:
 
 def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[int], Fault | None]:
     """Return the rank of every slot, asking `place` for each; and the fault if it does not answer with ranks."""
+    if fault := misfit("place", place, "microbatch", "stage"):
+        return [], fault
     try:
         placed = [place(microbatch, stage) for microbatch in range(microbatches) for stage in range(stages)]
     except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
-        message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error)}"
+        message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error, place)}"
         return [], Fault("exception", None, None, None, message, "return a rank for every micro-batch and stage")
     strange = [slot for slot, rank in enumerate(placed) if not within(rank, ranks)]
     if not strange:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
-from pipelab.actions import Item
+from pipelab.actions import Action, Item, Pair
 from pipelab.checking import require_legal
 from pipelab.errors import ScheduleError, require_size
-from pipelab.faults import Fault, shorten, students_line
+from pipelab.faults import Fault, line_of_function, shorten, students_line
 from pipelab.plan import Plan
 from pipelab.program import endless_limit
+from pipelab.signatures import misfit
 
 __all__ = ["Schedule"]
 
@@ -100,16 +102,9 @@ class Schedule(ABC):
             ScheduleError: if the size is refused, or if `actions` raises.
         """
         name = self._name()
-        try:
-            reason = self.refusal(self.ranks, self.microbatches)
-            stages = self.stages
-            require_size("stages", stages)
-        except Exception as error:
-            hint = "a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
-            message = f"asking for its sizes raised {type(error).__name__}: {error}\n  at {students_line(error)}"
-            raise ScheduleError([Fault("exception", None, None, None, message, hint)], name) from error
-        if reason is not None:
-            raise ScheduleError([Fault("refused", None, None, None, reason)], name)
+        if unsound := self._unsound():
+            raise ScheduleError([unsound], name)
+        stages = self.stages
         limit = endless_limit(stages, self.microbatches) + 1
         rows: list[list[object]] = []
         faults: list[Fault] = []
@@ -125,6 +120,44 @@ class Schedule(ABC):
         if faults:
             raise ScheduleError(_told_once(faults), name) from cause
         return Plan(rows, stages, self.microbatches, self.place, name=name)
+
+    def _unsound(self) -> Fault | None:
+        """Return why the schedule cannot be asked for its actions at this size; `None` if it can."""
+        if not (hasattr(self, "ranks") and hasattr(self, "microbatches")):
+            message = f"{type(self).__name__} has no sizes: its __init__ does not call the one of Schedule"
+            return _at(message, type(self).__init__, "call super().__init__(ranks, microbatches) there, first")
+        return (
+            misfit("refusal", self.refusal, "ranks", "microbatches")
+            or self._refused()
+            or self._without_stages()
+            or misfit("actions", self.actions, "rank")
+        )
+
+    def _refused(self) -> Fault | None:
+        """Return that the size is refused, or what is wrong with asking for it."""
+        asked = f"refusal({self.ranks}, {self.microbatches})"
+        try:
+            reason: object = self.refusal(self.ranks, self.microbatches)
+        except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
+            message = f"{asked} raised {type(error).__name__}: {error}"
+            return _at(message, students_line(error, self.refusal), "mend that line")
+        if reason is None or isinstance(reason, str):
+            return None if reason is None else Fault("refused", None, None, None, reason)
+        hint = "return None where the size is right, and else the reason, as a text"
+        return _at(f"{asked} returned {shorten(reason)}", self.refusal, hint)
+
+    def _without_stages(self) -> Fault | None:
+        """Return what is wrong with asking for the number of stages."""
+        written = getattr(type(self).stages, "fget", type(self).stages)
+        try:
+            stages: object = self.stages
+            if callable(stages):
+                return _at("stages is a method, not a number", written, "write @property above def stages(self)")
+            require_size("stages", stages)
+        except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
+            message = f"asking for stages raised {type(error).__name__}: {error}"
+            return _at(message, students_line(error, written), "return how many stages there are, a whole number")
+        return None
 
     def plan(self) -> Plan:
         """Return the plan, checked.
@@ -149,17 +182,37 @@ class Schedule(ABC):
         return f"{type(self).__name__}(ranks={self.ranks}, microbatches={self.microbatches}{per_rank})"
 
 
+def _at(message: str, where: str | Callable[..., object], hint: str) -> Fault:
+    """Return the fault of a method of the student's: at a line, or where it is written."""
+    line = where if isinstance(where, str) else line_of_function(where)
+    return Fault("exception", None, None, None, message + (f"\n  at {line}" if line else ""), hint)
+
+
 def _iterable(returned: Any) -> Iterable[object]:
-    """Return what `actions` returned, if it can be iterated over.
+    """Return what `actions` returned, if that is some actions in order.
 
     Raises:
         TypeError: otherwise, saying what to do.
     """
-    if isinstance(returned, Iterable) and not isinstance(returned, str):
+    guess = "did you mean to yield the actions, or to return a list of them?"
+    if isinstance(returned, Sequence) and not isinstance(returned, str) and any(map(_is_row, returned)):
+        rows = sum(map(_is_row, returned))
+        raise TypeError(
+            f"actions(rank) returned {rows} list{'s' if rows > 1 else ''} within a list, {shorten(returned)}: it is "
+            "asked for the actions of one rank, in one list; return that rank's, or join them"
+        )
+    if isinstance(returned, (Mapping, AbstractSet)):
+        guess = f"a {type(returned).__name__} has no order; return the list of one rank's actions"
+    elif isinstance(returned, Iterable) and not isinstance(returned, str):
         return returned
-    guess = returned is None or isinstance(returned, str)
-    hint = ": did you mean to yield the actions, or to return a list of them?" if guess else ""
-    raise TypeError(f"actions(rank) returned {shorten(returned)}, which is not a sequence of actions{hint}")
+    elif callable(returned):
+        guess = "did you mean to call it?"
+    raise TypeError(f"actions(rank) returned {shorten(returned)}, which is not a sequence of actions: {guess}")
+
+
+def _is_row(item: object) -> bool:
+    """Tell whether something is a list of actions."""
+    return isinstance(item, (list, tuple)) and bool(item) and all(isinstance(each, (Action, Pair)) for each in item)
 
 
 def _raised(schedule: Schedule, rank: int, row: list[object], error: Exception) -> Fault:

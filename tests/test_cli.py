@@ -479,6 +479,18 @@ def test_the_command_is_installed_and_tells_its_version():
         ),
         (
             "    def actions",
+            "    def __init__(self, ranks):\n        super().__init__(ranks, 4)\n\n    def actions",
+            7,
+            "pipelab calls MySchedule(ranks, microbatches), but it is written MySchedule(ranks)",
+        ),
+        (
+            "    def actions",
+            "    def __init__(self, ranks, microbatches, cap):\n        pass\n\n    def actions",
+            7,
+            "MySchedule needs cap too",
+        ),
+        (
+            "    def actions",
             "    def __init__(self, ranks, microbatches):\n        1 / 0\n\n    def actions",
             8,
             "ZeroDivisionError",

@@ -39,6 +39,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.program"],
     ["pipelab.binding"],
     ["pipelab.numbering", "pipelab.placement"],
+    ["pipelab.signatures"],
     ["pipelab.faults"],
     ["pipelab.actions"],
     ["pipelab.errors", "pipelab.immutable"],

@@ -214,7 +214,7 @@ def test_a_pipeline_without_its_sizes_is_told_to_call_super():
         def __init__(self):
             pass
 
-    with pytest.raises(ScheduleError, match=r"calls super\(\).__init__\(ranks, microbatches\) first"):
+    with pytest.raises(ScheduleError, match=r"call super\(\).__init__\(ranks, microbatches\) there, first"):
         replicate(Sizeless(), 2)
 
 

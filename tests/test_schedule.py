@@ -28,6 +28,10 @@ class Interleaved(pipelab.Schedule):
                 yield B(m, s)
 
 
+def forever():
+    """What a student may return instead of calling it."""
+
+
 def imported(tmp_path, body):
     """Write a student's file and import its schedule `Mine`."""
     path = tmp_path / "homework.py"
@@ -80,7 +84,10 @@ def test_a_forgotten_yield_and_a_forgotten_rank_are_told_at_the_students_functio
                 "def actions(self, rank):\n                return 'F0 B0'",
                 "'F0 B0', which is not a sequence of actions",
             ),
-            ("def actions(self):\n                yield F(0)", "takes 1 positional argument"),
+            (
+                "def actions(self):\n                yield F(0)",
+                "pipelab calls actions(self, rank), but it is written Mine.actions(self)",
+            ),
         )
     ):
         folder = tmp_path / str(number)
@@ -188,6 +195,137 @@ def test_an_error_inside_place_is_told_once_with_the_students_line(tmp_path):
         "place(microbatch, stage) raised IndexError: list index out of range\n"
         f"  at {path}, line 7, in place: return [0][stage]"
     )
+
+
+WRONG_SIGNATURES = [
+    ("def place(self, stage)", "place(self, microbatch, stage)"),
+    ("def place(microbatch, stage)", "place(self, microbatch, stage)"),
+    ("def place(self)", "place(self, microbatch, stage)"),
+    ("def place(self, microbatch, stage, rank)", "place(self, microbatch, stage)"),
+    ("def actions(self)", "actions(self, rank)"),
+    ("def actions(self, rank, m)", "actions(self, rank)"),
+    ("def refusal(self, ranks)", "refusal(self, ranks, microbatches)"),
+]
+
+
+@pytest.mark.parametrize(("written", "expected"), WRONG_SIGNATURES)
+def test_a_method_with_other_parameters_is_told_at_the_students_line(tmp_path, written, expected):
+    mine, path = imported(
+        tmp_path,
+        f"""
+        class Mine(pipelab.GPipe):
+            {written}:
+                return 0
+        """,
+    )
+    fault = the_fault(mine(2, 2))
+    name = expected.partition("(")[0]
+    assert str(fault) == (
+        f"exception: pipelab calls {expected}, but it is written {written.replace('def ', 'Mine.')}\n"
+        f"  at {path}, line 6, in {name}: {written}:\n"
+        f"  try: write def {expected}"
+    )
+
+
+def test_a_place_with_other_parameters_hides_no_other_reason_and_makes_up_none():
+    class Mine(pipelab.Schedule):
+        stages_per_rank = 2
+
+        def place(self, stage):
+            return stage % self.ranks
+
+        def actions(self, rank):
+            yield from (F(0), "F0")
+
+    assert [fault.code for fault in check(Mine(2, 2))] == ["exception", "not-an-action", "not-an-action"]
+
+
+def test_what_stands_where_a_method_should_is_told():
+    class Mine(pipelab.GPipe):
+        place = (0, 1)
+
+    assert the_fault(Mine(2, 2)).message == "place is (0, 1), not a method"
+
+
+def test_stages_without_property_are_told_to_be_one(tmp_path):
+    mine, path = imported(
+        tmp_path,
+        """
+        class Mine(pipelab.GPipe):
+            def stages(self):
+                return self.ranks
+        """,
+    )
+    fault = the_fault(mine(2, 2))
+    assert fault.message == f"stages is a method, not a number\n  at {path}, line 6, in stages: def stages(self):"
+    assert fault.hint == "write @property above def stages(self)"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"), [("2.0", "stages=2.0: expected a whole number"), ("1 // 0", "ZeroDivisionError")]
+)
+def test_a_wrong_number_of_stages_is_told_at_the_students_line(tmp_path, body, words):
+    mine, path = imported(
+        tmp_path,
+        f"""
+        class Mine(pipelab.GPipe):
+            @property
+            def stages(self):
+                return {body}
+        """,
+    )
+    fault = the_fault(mine(2, 2))
+    assert words in fault.message
+    assert f"at {path}, line " in fault.message
+
+
+@pytest.mark.parametrize(("body", "words"), [("ranks > 1", "returned True"), ("ranks % 0", "raised ZeroDivisionError")])
+def test_a_refusal_that_is_no_reason_is_told_at_the_students_line(tmp_path, body, words):
+    mine, path = imported(
+        tmp_path,
+        f"""
+        class Mine(pipelab.GPipe):
+            @classmethod
+            def refusal(cls, ranks, microbatches):
+                return {body}
+        """,
+    )
+    fault = the_fault(mine(2, 2))
+    assert fault.code == "exception"
+    assert f"refusal(2, 2) {words}" in fault.message
+    assert f"at {path}, line " in fault.message
+
+
+def test_sizes_that_an_init_forgets_are_told_at_that_init():
+    class Mine(pipelab.GPipe):
+        def __init__(self, ranks, microbatches):
+            self.extra = ranks * microbatches
+
+    (fault,) = check(Mine(2, 2))
+    assert fault.message.startswith("Mine has no sizes: its __init__ does not call the one of Schedule\n  at ")
+    assert f"{__file__}, line {Mine.__init__.__code__.co_firstlineno}, in __init__" in fault.message
+    assert fault.hint == "call super().__init__(ranks, microbatches) there, first"
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([[F(0), B(0)], [F(0), B(0)]], "returned 2 lists within a list, [[F0, B0], [F0, B0]]: it is asked for the"),
+        ({0: [F(0), B(0)]}, "is not a sequence of actions: a dict has no order; return the list of one rank's"),
+        ({F(0)}, "is not a sequence of actions: a set has no order"),
+        (F(0), "returned F0, which is not a sequence of actions: did you mean to yield the actions, or to return a"),
+        (forever, "is not a sequence of actions: did you mean to call it?"),
+    ],
+)
+def test_what_actions_should_not_return_is_told_with_what_they_should(returned, words):
+    class Mine(pipelab.Schedule):
+        def actions(self, rank):
+            return returned
+
+    fault = the_fault(Mine(2, 1))
+    assert words in fault.message
+    assert " at 0x" not in fault.message
+    assert f"{__file__}, line {Mine.actions.__code__.co_firstlineno}" in fault.message
 
 
 @pytest.mark.parametrize("nonsense", [None, "0", -1, 2, 0.0, True, [0], {}, float("nan")])

@@ -14,6 +14,7 @@ from pipelab.list_scheduling import Moment, Priority, least_caps, list_schedule
 from pipelab.plan import Plan
 from pipelab.program import Program
 from pipelab.schedule import Schedule
+from pipelab.signatures import misfit
 
 __all__ = ["Greedy", "policies"]
 
@@ -131,6 +132,8 @@ class Greedy(Schedule):
         Raises:
             ScheduleError: if the memory cap cannot work, with the smallest that does; if the priority raises.
         """
+        if callable(self.priority) and (fault := misfit("priority", self.priority, "action", "rank", "moment")):
+            raise ScheduleError([fault], self._name())
         try:
             self._rows  # noqa: B018 - worked out here, where its errors are not taken for those of `actions`
         except PipelabError:

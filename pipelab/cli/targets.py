@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelab.catalogue import schedules
 from pipelab.errors import LoadError, PipelabError
-from pipelab.faults import students_line
+from pipelab.faults import line_of_function, students_line
 from pipelab.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace import Trace
@@ -219,6 +219,10 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
             f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
         )
     try:
+        inspect.signature(kind).bind(ranks, microbatches, **options)
+    except TypeError as error:
+        raise LoadError(_how_to_make(kind, options)) from error
+    try:
         schedule = kind(ranks, microbatches, **options)
         repr(schedule)
     except PipelabError:
@@ -227,7 +231,26 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
         raise LoadError(
             f"making {kind.__name__}(ranks={ranks}, microbatches={microbatches}) raised {type(error).__name__}: "
             f"{error}\n"
-            f"  at {students_line(error)}\n"
+            f"  at {students_line(error, kind.__init__)}\n"
             "  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
         ) from error
     return schedule
+
+
+def _how_to_make(kind: type[Schedule], options: dict[str, Any]) -> str:
+    """Return why a schedule cannot be made of its sizes: what it needs besides, or what it should take."""
+    written = inspect.signature(kind)
+    line = f"\n  at {line_of_function(kind.__init__)}"
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        name
+        for name, each in list(written.parameters.items())[2:]
+        if each.default is each.empty and each.kind not in free and name not in options
+    ]
+    if needed and [*written.parameters][:2] == ["ranks", "microbatches"]:
+        settings = " ".join(f"--set {name}=…" for name in needed)
+        return f"{kind.__name__} needs {', '.join(needed)} too{line}\n  try: {settings}, or give it a default"
+    return (
+        f"pipelab calls {kind.__name__}(ranks, microbatches), but it is written {kind.__name__}{written}{line}\n"
+        "  try: write def __init__(self, ranks, microbatches), and in it super().__init__(ranks, microbatches)"
+    )

@@ -104,13 +104,20 @@ class Cost:
         """Return the costs that a trace shows: the median time of each kind of action on each stage.
 
         The median leaves out what disturbed a few actions. Where the backward is split, a full one is taken to last as
-        long as its two parts. Transfers are not fitted: their times are not in the actions'.
+        long as its two parts.
+
+        Two things it cannot know. Transfers are left out, as their times are not in the actions': give `latency` or
+        `bandwidth` yourself where they matter, with `dataclasses.replace`. And it has one number for each stage that
+        ran, which says nothing of a model cut otherwise: it predicts other orders of the same stages, and a plan with
+        another number of stages is refused.
 
         Example:
             >>> import pipelab
             >>> trace = pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[3, 4], backward=6, per="stage"))
             >>> Cost.fit(trace).forward
             (3.0, 4.0)
+            >>> pipelab.simulate(pipelab.OneFOneB(2, 4), Cost.fit(trace)).makespan
+            49.0
         """
         typical = {
             kind: [median(times) if times else 0.0 for times in each]
@@ -203,7 +210,9 @@ class Cost:
         if isinstance(value, Sequence):
             if len(value) != stages:
                 raise CostError(
-                    f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage"
+                    f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage; costs "
+                    f"that Cost.fit took from a trace hold for its {len(value)} stages alone: run the model once with "
+                    f"{stages}, and fit that trace"
                 )
             return [float(number) for number in value]
         return [value * share] * stages

@@ -8,7 +8,7 @@ from strategies import catalogue_plans, costs, legal_cases, reduced
 
 import pipelab
 from pipelab import Cost, Plan, simulate
-from pipelab.errors import SizeError
+from pipelab.errors import CostError, SizeError
 
 SPLIT = Plan.parse(["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1W0 1I1 1W1"])
 REPLICATED = Plan.parse(["0F0 0B0 0R", "0F1 0B1 0R"])
@@ -53,6 +53,16 @@ def test_one_slow_action_does_not_change_the_fit():
     starts[0][0] -= 100
     slow = pipelab.Trace(trace.plan, starts, trace.ends)
     assert Cost.fit(slow).forward == (1,)
+
+
+def test_a_fit_for_other_stages_is_refused_with_the_next_move():
+    fitted = Cost.fit(simulate(pipelab.GPipe(2, 4)))
+    with pytest.raises(CostError) as refusal:
+        simulate(pipelab.GPipe(4, 4), fitted)
+    assert str(refusal.value) == (
+        "forward has 2 numbers for 4 stages: give one number, or one per stage; costs that Cost.fit took from a trace "
+        "hold for its 2 stages alone: run the model once with 4, and fit that trace"
+    )
 
 
 def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():

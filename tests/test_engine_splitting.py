@@ -72,7 +72,13 @@ def test_stages_hold_the_models_own_layers_in_order():
     stages = split(model, 3)
     assert [layer for module in stages.modules for layer in module] == list(model)
     assert len(stages) == 3
-    assert repr(stages) == "Stages(3, 2, 2 layers)"
+
+
+def test_stages_show_their_layers_and_parameters_in_few_characters():
+    model = nn.Sequential(nn.Linear(99, 100), nn.ReLU(), nn.Linear(100, 120), nn.Linear(120, 9_000), nn.LazyLinear(2))
+    stages = split(model, 4)
+    assert stages.sizes == (2, 1, 1, 1)
+    assert repr(stages) == "Stages(2, 1, 1, 1 layers; 10k, 12.1k, 1.09M, 0 parameters)"
 
 
 def test_a_split_by_parameters_evens_the_parameters_out():

@@ -378,9 +378,12 @@ def test_a_timeout_that_is_none_is_refused(timeout):
         Pipeline(plain.mlp(4), GPipe(2, 2), mse, timeout=timeout)
 
 
-def test_a_pipeline_tells_its_plan_and_devices():
-    with Pipeline(plain.mlp(4), GPipe(2, 2), mse, devices=["cpu", "cpu"]) as pipe:
-        assert repr(pipe) == "Pipeline(GPipe(ranks=2, microbatches=2), on cpu, cpu)"
+def test_a_pipeline_tells_its_plan_its_stages_and_devices():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with Pipeline(model, GPipe(2, 2), mse, devices=["cpu", "cpu"]) as pipe:
+        assert repr(pipe) == (
+            "Pipeline(GPipe(ranks=2, microbatches=2), Stages(2, 1 layers; 20, 10 parameters), on cpu, cpu)"
+        )
 
 
 @pytest.mark.parametrize(

@@ -242,8 +242,8 @@ class Pipeline(ModuleHabits):
         self._guard.close()
 
     def __repr__(self) -> str:
-        """Return the plan and the devices."""
-        return f"Pipeline({self.plan.name}, on {', '.join(map(str, self.devices))})"
+        """Return the plan, what each stage holds, and the devices."""
+        return f"Pipeline({self.plan.name}, {self.stages}, on {', '.join(map(str, self.devices))})"
 
     def surroundings(self) -> Surroundings:
         """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""

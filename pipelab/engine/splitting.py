@@ -11,6 +11,7 @@ from torch import nn
 from pipelab.engine.layer_times import layer_times
 from pipelab.engine.partition import cut
 from pipelab.engine.relocation import move
+from pipelab.engine.sizes import count_parameters, short
 from pipelab.engine.tracing import TracedStages
 from pipelab.errors import SplitError, require_size
 
@@ -72,8 +73,9 @@ class Stages:
         return len(self.modules)
 
     def __repr__(self) -> str:
-        """Return the number of layers in each stage."""
-        return f"Stages({', '.join(map(str, self.sizes))} layers)"
+        """Return the numbers of layers and of parameters in each stage."""
+        numbers = map(short, map(count_parameters, self.modules))
+        return f"Stages({', '.join(map(str, self.sizes))} layers; {', '.join(numbers)} parameters)"
 
 
 class _Traced(Stages):
@@ -156,6 +158,10 @@ def split(
 ) -> Stages:
     """Cut a model into contiguous stages.
 
+    A pipeline is as slow as its slowest stage, and as many layers are not as much work: an activation function counts
+    as a layer, and so does a head ten times as wide as the rest. What each stage holds is shown by the stages, and by a
+    pipeline that was made of them; where it is uneven, cut by parameters or, best, by measured time.
+
     Args:
         model: an `nn.Sequential`, whose layers are dealt out; a list of modules, one per stage; or any other model,
             with an example, which PyTorch's tracer then cuts.
@@ -170,7 +176,15 @@ def split(
     Example:
         >>> from torch import nn
         >>> split(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), into=3)
-        Stages(7, 7, 6 layers)
+        Stages(7, 7, 6 layers; 140, 140, 120 parameters)
+
+        Even in layers, uneven in parameters: the last layer is as large as all the others.
+
+        >>> model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)), nn.Linear(16, 100))
+        >>> split(model, into=2)
+        Stages(4, 3 layers; 1088, 2244 parameters)
+        >>> split(model, into=2, by="parameters")
+        Stages(6, 1 layers; 1632, 1700 parameters)
 
     Raises:
         SplitError: if there are fewer layers than stages, if a parameter is used by two stages (with its name and both
@@ -232,7 +246,7 @@ def _weights(layers: Sequence[nn.Module], by: Balance, times: Callable[[], list[
     if by == "layers":
         return [1.0] * len(layers)
     if by == "parameters":
-        return [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
+        return [float(count_parameters(layer)) for layer in layers]
     return times()
 
 

@@ -273,6 +273,27 @@ def test_the_page_of_65536_actions_opens_and_zooms_to_single_actions(opened):
 
 
 @pytest.mark.browser
+def test_a_comparison_fits_a_window_of_1280_pixels_with_every_label_inside_its_bar(opened):
+    traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.GPipe, pipelab.OneFOneB, pipelab.ZBV)]
+    tab = opened(page.comparison_page(pipelab.compare(*traces)))
+    tab.set_viewport_size({"width": 1280, "height": 900})
+    tab.wait_for_function("document.querySelector('#timelines svg').clientWidth < 1085")
+    for place in ("html", ".figures", ".scroller"):
+        wider = "places => places.filter(place => place.scrollWidth > place.clientWidth).length"
+        assert tab.locator(place).evaluate_all(wider) == 0
+    corners = "boxes => boxes.map(b => b.getBoundingClientRect()).map(b => [b.left, b.right, b.top, b.bottom])"
+    for timeline, trace in zip(tab.locator("#timelines svg").all(), traces, strict=True):
+        bars = timeline.locator(".bar").evaluate_all(corners)
+        labels = timeline.locator(".label").evaluate_all(corners)
+        assert len(labels) == len(bars) == len(trace.events)
+        for (left, right, top, bottom), (first, last, upper, lower) in zip(labels, bars, strict=True):
+            assert first <= left + 1
+            assert right <= last + 1
+            assert upper <= top + 1
+            assert bottom <= lower + 1
+
+
+@pytest.mark.browser
 def test_timelines_on_one_axis_zoom_together(opened):
     traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.Naive, pipelab.OneFOneB)]
     tab = opened(page.comparison_page(pipelab.compare(*traces)))

@@ -151,7 +151,8 @@ class Timeline {
     const from = left / this.scale, to = (left + width) / this.scale;
     const ranges = this.trace.ranks.map((rank) => [above(rank.ends, from), above(rank.starts, to)]);
     const few = ranges.reduce((sum, [first, last]) => sum + last - first, 0) <= FEW;
-    // Where full labels do not fit, the micro-batch alone, as the colour says the kind; never without the stage.
+    // Where full labels do not fit, the micro-batch alone, as the colour says the kind; never without the stage;
+    // where not even that fits, from the bottom to the top of the bar.
     const widest = Math.max(1, ...this.trace.ranks.map((rank) => decode(this.trace, rank.codes.at(-1) ?? 0).label.length));
     const short = !this.trace.namesStages && this.trace.typical * this.scale < widest * 7.5 + 3;
     const paths = new Map();
@@ -173,9 +174,9 @@ class Timeline {
         }
         const text = short && action.microbatch !== null ? String(action.microbatch) : action.label;
         const begin = Math.max(box.x, 0), visible = Math.min(box.x + box.width, width) - begin;
-        if (text.length * 7.5 + 3 <= visible && box.height >= 12) {
-          labels.append(element("text", { class: "label", x: begin + visible / 2, y: box.y + box.height / 2, style: `fill:var(--${action.letter}-ink)` }, text));
-        }
+        const x = begin + visible / 2, y = box.y + box.height / 2, long = text.length * 7.5 + 3;
+        const place = long <= visible && box.height >= 12 ? {} : long <= box.height && visible >= 13 ? { transform: `rotate(-90 ${x} ${y})` } : null;
+        if (place) labels.append(element("text", { class: "label", x, y, ...place, style: `fill:var(--${action.letter}-ink)` }, text));
       }
     });
     if (paths.size) lanes.append(...this.ground(ranges));

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import islice
@@ -203,11 +203,27 @@ def _iterable(returned: Any) -> Iterable[object]:
         )
     if isinstance(returned, (Mapping, AbstractSet)):
         guess = f"a {type(returned).__name__} has no order; return the list of one rank's actions"
+    elif isinstance(returned, Generator):
+        return _yielded(returned)
     elif isinstance(returned, Iterable) and not isinstance(returned, str):
         return returned
     elif callable(returned):
         guess = "did you mean to call it?"
     raise TypeError(f"actions(rank) returned {shorten(returned)}, which is not a sequence of actions: {guess}")
+
+
+def _yielded(generator: Generator[object, None, object]) -> Iterator[object]:
+    """Yield what a generator yields, and refuse what it returns, which would be lost.
+
+    Raises:
+        TypeError: saying what to do.
+    """
+    lost = yield from generator
+    if lost is not None:
+        raise TypeError(
+            f"actions(rank) returned {shorten(lost)}, but it also has a yield, and then nobody sees what it returns: "
+            "yield from it"
+        )
 
 
 def _is_row(item: object) -> bool:

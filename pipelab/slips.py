@@ -21,6 +21,10 @@ __all__ = ["led_by_a_slip"]
 
 _OF_PLACE: tuple[Code, ...] = ("out-of-range", "wrong-rank", "ambiguous-stage")
 """What a slip in a stage, a micro-batch or a placement looks like."""
+_ALL_THERE: tuple[Code, ...] = (*_OF_PLACE, "missing")
+"""What is left of none of it where everything stands in its place."""
+_MOST_PER_RANK = 16
+"""How many stages per rank a student may have meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ def _slips(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
     yield from _numbers_swapped(plan, faults)
     yield from _place_swapped(plan)
     yield from _everybodys_actions(plan, faults)
+    yield from _more_stages(plan, faults)
+    yield from _counted_from_one(plan, faults)
+    yield from _too_far(plan, faults)
 
 
 def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
@@ -69,14 +76,21 @@ def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
     ]
     right = [fault for fault in shown if _right_if_swapped(plan.program, fault.rank, fault.action)]
     if right:
-        yield _Slip(_swap_told(right), _rewritten(plan, lambda *_: True), _OF_PLACE)
+        yield _Slip(_swap_told(right), _rewritten(plan, lambda _rank, _at, action: _turned(action)), _OF_PLACE)
     wrong_anyway = {fault.rank for fault in shown if fault not in right}
     right = [fault for fault in right if fault.rank not in wrong_anyway]
     if right:
         kinds = {(fault.rank, fault.action.kind) for fault in right if isinstance(fault.action, Action)}
         places = {(fault.rank, fault.position) for fault in right}
-        yield _Slip(_swap_told(right), _rewritten(plan, lambda rank, _, action: (rank, action.kind) in kinds))
-        yield _Slip(_swap_told(right), _rewritten(plan, lambda rank, position, _: (rank, position) in places))
+
+        def of_kinds(rank: int, _: int, action: Action) -> Action:
+            return _turned(action) if _can_be_swapped(action) and (rank, action.kind) in kinds else action
+
+        def in_places(rank: int, position: int, action: Action) -> Action:
+            return _turned(action) if (rank, position) in places else action
+
+        yield _Slip(_swap_told(right), _rewritten(plan, of_kinds))
+        yield _Slip(_swap_told(right), _rewritten(plan, in_places))
 
 
 def _can_be_swapped(action: object) -> TypeGuard[Action]:
@@ -123,19 +137,22 @@ def _swap_told(shown: Sequence[Fault]) -> Fault:
     return replace(first, message=message, hint=hint)
 
 
-def _rewritten(plan: Plan, chosen: Callable[[int, int, Action], bool]) -> Plan:
-    """Return the plan with the numbers of the chosen actions the other way round."""
+def _rewritten(plan: Plan, change: Callable[[int, int, Action], Action]) -> Plan:
+    """Return the plan with every action changed: `change(rank, position, action)`."""
 
     def other(rank: int, position: int, item: object) -> object:
         if isinstance(item, Pair):
             halves = (other(rank, position, half) for half in (item.forward, item.backward))
             return Pair(*halves)  # type: ignore[arg-type]  # an action stays an action
-        if _can_be_swapped(item) and chosen(rank, position, item):
-            return Action(item.kind, item.stage, item.microbatch)
-        return item
+        return change(rank, position, item) if isinstance(item, Action) else item
 
     rows = [[other(rank, at, item) for at, item in enumerate(row)] for rank, row in enumerate(plan.written)]
     return Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
+
+
+def _turned(action: Action) -> Action:
+    """Return an action with micro-batch and stage the other way round, if it has both."""
+    return Action(action.kind, action.stage, action.microbatch) if _can_be_swapped(action) else action
 
 
 def _place_swapped(plan: Plan) -> Iterator[_Slip]:
@@ -187,4 +204,58 @@ def _everybodys_actions(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
         f"stage{'s' if len(here) > 1 else ''} {ranges(here)} alone"
     )
     meant = Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
-    yield _Slip(replace(shown, message=message, hint=hint), meant, (*_OF_PLACE, "missing"))
+    yield _Slip(replace(shown, message=message, hint=hint), meant, _ALL_THERE)
+
+
+def _more_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
+    """Try as many stages per rank as the actions name, where a class does not say that it has several."""
+    shown = next((fault for fault in faults if fault.code == "out-of-range" and _can_be_swapped(fault.action)), None)
+    named = [fault.action.stage for fault in faults if isinstance(fault.action, Action)]
+    highest = max((stage for stage in named if within(stage, _MOST_PER_RANK * plan.ranks)), default=-1)
+    if shown is None or highest < plan.stages or plan.place is None:
+        return
+    per_rank = highest // plan.ranks + 1
+    meant = Plan(plan.written, per_rank * plan.ranks, plan.microbatches, plan.place, plan.name)
+    hint = f"write stages_per_rank = {per_rank} in the class: stages 0 to {meant.stages - 1}"
+    yield _Slip(replace(shown, hint=hint), meant, _ALL_THERE)
+
+
+def _counted_from_one(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
+    """Try micro-batches, and stages, that are all one less."""
+
+    def earlier(_rank: int, _at: int, action: Action) -> Action:
+        return Action(action.kind, _less(action.microbatch), action.stage)
+
+    def lower(_rank: int, _at: int, action: Action) -> Action:
+        return Action(action.kind, action.microbatch, _less(action.stage))
+
+    out = [fault for fault in faults if fault.code == "out-of-range" and isinstance(fault.action, Action)]
+    late = [fault for fault in out if getattr(fault.action, "microbatch", None) == plan.microbatches]
+    high = [fault for fault in out if getattr(fault.action, "stage", None) == plan.stages]
+    if late:
+        yield _one_too_high(late[0], "micro-batches", plan.microbatches, _rewritten(plan, earlier))
+    if high:
+        yield _one_too_high(high[0], "stages", plan.stages, _rewritten(plan, lower))
+
+
+def _less(number: int | None) -> int | None:
+    return number - 1 if type(number) is int else number
+
+
+def _one_too_high(shown: Fault, what: str, limit: int, meant: Plan) -> _Slip:
+    message = f"{what} are counted from 1 here, and from 0 everywhere: {shown.message}"
+    hint = f"count from 0: range({limit}), not range(1, {limit + 1})"
+    return _Slip(replace(shown, message=message, hint=hint), meant, _ALL_THERE)
+
+
+def _too_far(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
+    """Try the plan without what is out of range: a loop that runs too far."""
+    out = [fault for fault in faults if fault.code == "out-of-range" and fault.rank is not None]
+    if len(out) < 2:
+        return
+    places = {(fault.rank, fault.position) for fault in out}
+    rows = [[item for at, item in enumerate(row) if (rank, at) not in places] for rank, row in enumerate(plan.written)]
+    message = f"{len(out)} actions are too many, a loop runs too far; the first: {out[0].message}"
+    hint = f"end the loop earlier: without them, all {plan.microbatches} micro-batches are complete"
+    meant = Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
+    yield _Slip(replace(out[0], message=message, hint=hint), meant, _ALL_THERE)

@@ -405,6 +405,57 @@ def test_a_rank_that_lists_everybodys_actions_is_told_once():
     )
 
 
+class Gpipe:
+    """All forwards, then all backwards: of which numbers, the class below says."""
+
+    def actions(self, rank):
+        yield from [F(*numbers) for numbers in self.numbers(rank)]
+        yield from [B(*numbers) for numbers in self.numbers(rank)]
+
+
+class FromOne(Gpipe, pipelab.Schedule):
+    def numbers(self, rank):
+        return [(m,) for m in range(1, self.microbatches + 1)]
+
+
+class StagesFromOne(Gpipe, pipelab.Schedule):
+    def numbers(self, rank):
+        return [(m, rank + 1) for m in range(self.microbatches)]
+
+
+class TooFar(Gpipe, pipelab.Schedule):
+    def numbers(self, rank):
+        return [(m,) for m in range(self.microbatches + rank)]
+
+
+class TwoEach(Valley):
+    stages_per_rank = 1
+
+    def actions(self, rank):
+        for m in range(self.microbatches):
+            yield from (F(m, rank), F(m, rank + self.ranks))
+        for m in reversed(range(self.microbatches)):
+            yield from (B(m, rank + self.ranks), B(m, rank))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "hint"),
+    [
+        (FromOne, "micro-batches are counted from 1 here, and from 0 everywhere: F4 on", "range(4), not range(1, 5)"),
+        (StagesFromOne, "stages are counted from 1 here, and from 0 everywhere: 3F0 on", "range(3), not range(1, 4)"),
+        (TooFar, "6 actions are too many, a loop runs too far; the first: F4 on rank 1", "end the loop earlier"),
+        (TwoEach, "3F0 on rank 0 names stage 3; there are 3", "write stages_per_rank = 2 in the class: stages 0 to 5"),
+    ],
+)
+def test_a_slip_in_counting_is_the_one_fault(kind, message, hint):
+    (fault,) = check(kind(ranks=3, microbatches=4))
+    assert fault.code == "out-of-range"
+    assert fault.message.startswith(message)
+    assert hint in fault.hint
+    assert fault.hint.endswith("; then the schedule is right")
+    assert "^" in fault.excerpt
+
+
 @pytest.mark.parametrize("item", [None, ["F0"], "F0", ("F", 0), F, F("0"), F(0.0)])
 def test_what_cannot_be_read_is_not_told_as_missing_too(item):
     plan = Plan([[item, F(1), B(0), B(1)], [F(0), F(1), B(0)]], 2, 2, by_stage)

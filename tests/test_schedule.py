@@ -197,6 +197,18 @@ def test_an_error_inside_place_is_told_once_with_the_students_line(tmp_path):
     )
 
 
+def test_a_return_beside_a_yield_is_told_as_lost():
+    class Mine(pipelab.Schedule):
+        def actions(self, rank):
+            if rank == 0:
+                return [F(0), B(0)]
+            yield from (F(0), B(0))
+
+    message = the_fault(Mine(2, 1)).message
+    assert "returned [F0, B0], but it also has a yield, and then nobody sees what it returns: yield from it" in message
+    assert f"{__file__}, line {Mine.actions.__code__.co_firstlineno}" in message
+
+
 WRONG_SIGNATURES = [
     ("def place(self, stage)", "place(self, microbatch, stage)"),
     ("def place(microbatch, stage)", "place(self, microbatch, stage)"),

@@ -29,12 +29,14 @@ from gpu_setting import Setting
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 
+_CONNECTIONS = "32"
+"""The driver's hardware queues: with its usual eight, one rank's stream may have to wait in line with another's."""
+
 
 def main(arguments: list[str]) -> int:
     """Measure, write what was found after every part, and return how many parts failed."""
     options = _options(arguments)
-    # Before the driver is asked for anything: with fewer, one rank's stream may have to wait in line with another's.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS)  # before the driver is asked for anything
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU: torch.cuda.is_available() is False; to see that everything runs: --device cpu --quick")
     out = _folder(options)
@@ -121,6 +123,7 @@ def _environment() -> dict[str, str]:
     return {
         "GLOO_SOCKET_IFNAME": "lo",  # a machine that reaches nothing outside has no other way
         "NCCL_SOCKET_IFNAME": "lo",
+        "CUDA_DEVICE_MAX_CONNECTIONS": _CONNECTIONS,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",

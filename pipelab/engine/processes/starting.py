@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,22 +53,12 @@ def start(job: Job) -> Started:
     global _made  # noqa: PLW0603 - it counts for the process
     plan = job.plan
     parts = parts_of(plan)
-    for stage, ranks in plan.replicas.items():
-        if len(ranks) > 1:
-            require_replicable(stage, job.stages.modules[stage], ranks, job.replicated_buffers)
-    if len(parts) > 1:
-        _require_plain_loss(job.loss_fn, plan.replicas[plan.stages - 1])
+    _require_replicable(job)
     rank, size = identify(plan.ranks)
     if isinstance(job.devices, str) or (job.devices is not None and len(job.devices) != size):
         rank_devices(job.devices, size)  # says so
     device = device_of(job.devices, rank)
-    facts = facts_of_this_process() | {
-        "runs_on": str(device),
-        "gpu": gpu_of(device),
-        "plan": describe_plan(plan),
-        "model": describe_model(job.stages.modules),
-        "reduction": job.reduction,
-    }
+    facts = _facts(job, device)
     base = open_store(job.timeout)
     _made += 1
     store = corner(base, str(_made))
@@ -79,19 +70,14 @@ def start(job: Job) -> Started:
     watched, meeting = (corner(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
     watch = Watch(rank, Notices(watched, rank, everyone), job.timeout, threads)
     limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
-    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
-    for stage in held:
-        job.stages.place_stage(stage, device)  # parameters stay the same objects
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one
-        torch.cuda.current_stream(device).synchronize()
+    held = _place(job, rank, device)
 
     def meet() -> Connections:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             connections = connect(meeting, rank, size, device, backend, parts, limit)
             if connections.replicas is not None:
-                for stage in held:
-                    _begin_alike(job.stages.modules[stage], connections.replicas, connections.carrier)
+                for module in held:
+                    _begin_alike(module, connections.replicas, connections.carrier)
             return connections
 
     connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
@@ -105,6 +91,42 @@ def start(job: Job) -> Started:
     engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels, job.replicated_buffers)
     home = ManyProcesses(plan, job.stages, engine, rank, device)
     return Started(engine, home, [RankDevice(each) for each in on], runners, threads)
+
+
+def _require_replicable(job: Job) -> None:
+    """Refuse what cannot be on several ranks.
+
+    Raises:
+        EngineError: naming the stage, or the loss.
+    """
+    for stage, ranks in job.plan.replicas.items():
+        if len(ranks) > 1:
+            require_replicable(stage, job.stages.modules[stage], ranks, job.replicated_buffers)
+    last = job.plan.replicas[job.plan.stages - 1]
+    if len(last) > 1:
+        _require_plain_loss(job.loss_fn, last)
+
+
+def _facts(job: Job, device: torch.device) -> dict[str, Any]:
+    """Return what the others should know: where this process runs, and what it was given."""
+    return facts_of_this_process() | {
+        "runs_on": str(device),
+        "gpu": gpu_of(device),
+        "plan": describe_plan(job.plan),
+        "model": describe_model(job.stages.modules),
+        "reduction": job.reduction,
+    }
+
+
+def _place(job: Job, rank: int, device: torch.device) -> list[nn.Module]:
+    """Bring this process's stages to its device, their parameters the same objects as before; return them."""
+    held = [stage for stage, ranks in job.plan.replicas.items() if rank in ranks]
+    for stage in held:
+        job.stages.place_stage(stage, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one
+        torch.cuda.current_stream(device).synchronize()
+    return [job.stages.modules[stage] for stage in held]
 
 
 def _require_plain_loss(loss_fn: object, ranks: Sequence[int]) -> None:

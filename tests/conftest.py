@@ -6,11 +6,43 @@ HYPOTHESIS_PROFILE=thorough python -m pytest tests        many more examples, ne
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from pipelab.cli import app
 
 settings.register_profile(
     "ci", max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pipelab_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run the command in this process; return its exit code, output and error output."""
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pipelab", *arguments])
+        code = 0
+        try:
+            app.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        finally:
+            targets_loaded = [name for name in sys.modules if name in {"mine", "broken"}]
+            for name in targets_loaded:
+                del sys.modules[name]
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command

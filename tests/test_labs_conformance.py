@@ -6,6 +6,7 @@ import io
 import re
 from inspect import signature
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,6 +209,24 @@ def test_the_table_shows_both_orders_of_the_first_sizes_that_differ() -> None:
 
 
 # PyTorch in processes of its own
+
+
+def test_what_this_pytorch_refuses_is_not_sent_to_its_processes(monkeypatch) -> None:
+    gpipe = native.load().schedules.ScheduleGPipe
+    made = gpipe.__init__
+
+    def as_in_torch_2_10(schedule, stage, n_microbatches, **options):
+        if n_microbatches < stage.num_stages:
+            raise ValueError(f"Number of microbatches ({n_microbatches}) is less than {stage.num_stages} stages")
+        made(schedule, stage, n_microbatches, **options)
+
+    monkeypatch.setattr(gpipe, "__init__", as_in_torch_2_10)
+    sent = Mock(side_effect=EngineError("no processes here"))
+    monkeypatch.setattr("pipelab.labs.conformance.run_in_processes", sent)
+    with pytest.raises(EngineError, match="no processes here"):
+        conformance(["naive"], Grid(ranks=(1, 2), microbatches=(2,)), processes=(2,))
+    (jobs, _), _ = sent.call_args
+    assert [(job.kind, job.one_at_a_time) for job in jobs] == [("_PipelineScheduleRuntime", False)]
 
 
 @pytest.mark.dist

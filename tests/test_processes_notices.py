@@ -17,6 +17,7 @@ import torch.distributed as dist
 import pipelab.engine.processes.watch
 from pipelab import BatchError, PipelineClosedError, RankError, StepTimeoutError
 from pipelab.engine.processes.notices import Notice, Notices
+from pipelab.engine.processes.store import AnsweringStore
 from pipelab.engine.processes.watch import Doing, Watch
 
 HERE = {"host": "node-a", "processes": "pid:[1]"}
@@ -41,6 +42,58 @@ class Gone:
             raise dist.DistNetworkError("Connection was likely closed")
 
         return lost
+
+
+class Silent:
+    """A store that no network leads to: whoever asks it waits."""
+
+    def __init__(self):
+        self.asked = 0
+        self.back = threading.Event()
+
+    def __getattr__(self, name):
+        def stuck(*_):
+            self.asked += 1
+            self.back.wait()
+
+        return stuck
+
+
+@pytest.fixture
+def silent():
+    store = Silent()
+    yield store
+    store.back.set()
+
+
+def test_an_answering_store_passes_on_what_the_store_answers_and_raises():
+    store = AnsweringStore(dist.HashStore(), timeout=1)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    assert store.check(["a"])
+    assert not store.check(["a", "b"])
+    assert store.compare_set("b", "", "2") == b"2"
+    with pytest.raises(dist.DistNetworkError, match="likely closed"):
+        AnsweringStore(Gone(), timeout=1).check(["a"])
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once(silent, monkeypatch):
+    monkeypatch.setattr("pipelab.engine.processes.store._SHORTEST_SECONDS", 0.2)
+    notices = Notices(AnsweringStore(silent, timeout=0.1), 0, everyone(os.getpid(), os.getpid()))
+    words = "this job's store has not answered for 0.2 s: its host, or the network to it, is gone"
+    assert notices.news() == Notice(-1, words, alive=False)
+    began = time.monotonic()
+    watch = Watch(0, notices, timeout=50, threads=1)
+    with pytest.raises(RankError, match=f"^{words}\n  rank 0 computes$"):
+        watch.attend(lambda: time.sleep(1), Doing(lambda: "computes"))
+    watch.close()
+    assert time.monotonic() - began < 20
+    assert silent.asked == 1
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [(1, 10), (60, 60), (900, 300), (None, 300)])
+def test_a_store_may_take_as_long_as_a_step_within_limits(timeout, seconds):
+    assert AnsweringStore(dist.HashStore(), timeout).seconds == seconds
 
 
 def test_the_first_to_fail_is_the_one_that_all_are_told_of():

@@ -6,10 +6,8 @@ import json
 import subprocess
 import sys
 
-import plain
 import processes
 import pytest
-import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipelab.engine.processes.torchrun import decisive
@@ -148,40 +146,3 @@ def test_launch_repeats_at_the_end_what_failed(tmp_path, end, last):
     assert "pipelab: rank 1 " in found.stderr
     assert "FAILED" in found.stderr  # torchrun's own report stands above
     assert "elastic_launch(" not in found.stderr  # but not torchrun's own traceback
-
-
-ON_TWO_MACHINES = """
-import json, os
-import plain, torch
-from torch.nn.functional import mse_loss
-import pipelab
-
-x, y = plain.batch(16)
-with pipelab.Pipeline(plain.mlp(8), pipelab.OneFOneB(4, 8), mse_loss, engine="torch") as pipe:
-    loss = float(pipe.step(x, y).loss)
-    print(json.dumps([int(os.environ["GROUP_RANK"]), loss, pipe.verify(x, y).exact]), flush=True)
-"""
-
-
-@pytest.mark.dist
-def test_two_agents_of_torchrun_make_one_pipeline(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(ON_TWO_MACHINES)
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{processes.free_port()}", "--rdzv-id", "two")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meeting]
-    agents = [
-        subprocess.Popen([*command, str(script)], env=processes.environment(), stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    try:
-        said = [agent.communicate(timeout=120)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0]
-    found = [json.loads(line) for out in said for line in out.splitlines()]
-    assert sorted(machine for machine, _, _ in found) == [0, 0, 1, 1]
-    assert all(exact for _, _, exact in found)
-    (loss,) = {loss for _, loss, _ in found}
-    x, y = plain.batch(16)
-    assert loss == pytest.approx(float(torch.nn.functional.mse_loss(plain.mlp(8)(x), y).detach()), rel=1e-6)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +13,6 @@ from rich.table import Table as Columns
 from rich.text import Text
 
 import pipelab
-from pipelab.analysis import Comparison
 from pipelab.checking import as_plan
 from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of
 from pipelab.cli.options import (
@@ -32,6 +28,7 @@ from pipelab.cli.options import (
     grouped,
     untimed,
 )
+from pipelab.cli.printing import folded, number, say, show, wrote
 from pipelab.cli.saving import (
     COMPARISON,
     GRAPH,
@@ -43,7 +40,7 @@ from pipelab.cli.saving import (
     save_timeline,
 )
 from pipelab.cli.sweeping import Cell, Table, sweep
-from pipelab.draw import text, wording
+from pipelab.draw import text
 from pipelab.errors import LoadError, PipelabError
 from pipelab.faults import ranges
 from pipelab.plan import Plan
@@ -96,11 +93,11 @@ def check(
         raise pipelab.ScheduleError(faults, name)
     plan = simulate(subject).plan
     actions = sum(len(row) for row in plan.program.rows)
-    _say(f"{name} is right: {actions} actions, no fault")
-    _say(f"every micro-batch passes all {plan.stages} stages once forward and once backward; no rank gets stuck")
+    say(f"{name} is right: {actions} actions, no fault")
+    say(f"every micro-batch passes all {plan.stages} stages once forward and once backward; no rank gets stuck")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:
-        _say(f"the gradients of stages {ranges(replicated)}, which are on several ranks, are all-reduced")
+        say(f"the gradients of stages {ranges(replicated)}, which are on several ranks, are all-reduced")
 
 
 @app.command(name="simulate")
@@ -111,7 +108,7 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
     trace = simulate(untimed(sizes.find(target)), times.cost())
     typer.echo(text.timeline(trace))
     for path in save or []:
-        _wrote(save_timeline(trace, path))
+        wrote(save_timeline(trace, path))
 
 
 @app.command()
@@ -131,7 +128,7 @@ def draw(
     subject = sizes.find(target)
     (trace,) = times.traces([subject], [target])
     for path in save:
-        _wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path))
+        wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path))
 
 
 @app.command()
@@ -146,15 +143,15 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
     require_writable(save, COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)
-        _show(pipelab.compare(*traces, names=targets), save)
+        show(pipelab.compare(*traces, names=targets), save)
         return
     cost = times.cost()
     made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
-    _say(
-        f"One batch, the same in every column: for all of it a {cost.per} takes {_number(cost.forward)} forward and "
-        f"{_number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''}, for a micro-batch its share."
+    say(
+        f"One batch, the same in every column: for all of it a {cost.per} takes {number(cost.forward)} forward and "
+        f"{number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''}, for a micro-batch its share."
     )
-    _show(Table(made.cells, targets, counts, made.refusals), save)
+    show(Table(made.cells, targets, counts, made.refusals), save)
 
 
 @app.command()
@@ -170,19 +167,19 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     if len(counts) <= 1:
         plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
         comparison, results = measure(targets, plans, work)
-        _say(f"{', '.join(plan.name for plan in plans)} on this machine")
+        say(f"{', '.join(plan.name for plan in plans)} on this machine")
         traces = [path for path in save or [] if path.suffix.lower() == ".json"]
-        _show(comparison, [path for path in save or [] if path not in traces])
-        _say(proof_of(results))
+        show(comparison, [path for path in save or [] if path not in traces])
+        say(proof_of(results))
         for path in traces:
-            _wrote(results[0].measured.save(path))
+            wrote(results[0].measured.save(path))
         return
     table, results = measure_sweep(
         targets, counts, lambda name, count: sizes.schedule(name, count, work.usual_ranks).plan(), work
     )
-    _say(f"One batch on this machine, {sizes.ranks or work.usual_ranks} ranks; median of {work.steps} steps")
-    _show(table, save)
-    _say(proof_of(results))
+    say(f"One batch on this machine, {sizes.ranks or work.usual_ranks} ranks; median of {work.steps} steps")
+    show(table, save)
+    say(proof_of(results))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -236,55 +233,13 @@ def conformance(
         raise typer.Exit(1)
 
 
-def _show(shown: Comparison | Table, save: list[Path] | None) -> None:
-    """Print what lies side by side, and write it."""
-    if isinstance(shown, Table):
-        typer.echo(f"\n{shown.text(_width())}\n")
-    else:
-        typer.echo(text.comparison(shown))
-    for path in save or []:
-        _wrote(shown.save(path))
-
-
-def _say(sentence: str) -> None:
-    """Print prose, lines broken between words."""
-    typer.echo("\n".join(textwrap.fill(line, _width()) for line in sentence.splitlines()))
-
-
-def _width() -> int:
-    """Return how many characters a line of the terminal has."""
-    return shutil.get_terminal_size((text.PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else text.PLAIN_WIDTH
-
-
-def _number(value: float | Sequence[float]) -> str:
-    """Return a cost in words."""
-    return ", ".join(map(wording.number, value)) if isinstance(value, Sequence) else wording.number(value)
-
-
-def _folded(message: str) -> str:
-    """Return a message for a terminal: long lines broken between words and indented, rows of actions as they are."""
-    if not sys.stderr.isatty():
-        return message
-    width = shutil.get_terminal_size().columns
-    lines: list[str] = []
-    for line in message.splitlines():
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        rows = " | " in line or not line.strip(" ^")
-        lines.append(line if rows else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
-    return "\n".join(lines)
-
-
-def _wrote(path: Path) -> None:
-    typer.echo(f"wrote {path}")
-
-
 def main() -> None:
     """Run the command line; pipelab's own errors are told in words, without a traceback."""
     try:
         app()
     except PipelabError as error:
         lead = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
-        typer.echo(_folded(f"{lead}{error}"), err=True)
+        typer.echo(folded(f"{lead}{error}"), err=True)
         sys.exit(1)
     except OSError as error:
         typer.echo(f"{error.filename or 'a file'}: {error.strerror or error}", err=True)

@@ -203,11 +203,13 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
     except PipelabError:
         raise
     except Exception as error:
+        unmade = isinstance(error, AttributeError) and isinstance(error.obj, kind)
         raise LoadError(
             f"making {kind.__name__}(ranks={ranks}, microbatches={microbatches}) raised {type(error).__name__}: "
             f"{error}\n"
-            f"  at {students_line(error, kind.__init__)}\n"
-            "  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
+            f"  at {students_line(error, kind.__init__)}"
+            + "\n  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
+            * unmade
         ) from error
     return schedule
 

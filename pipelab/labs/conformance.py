@@ -213,9 +213,9 @@ def _with_processes(lines: list[Line], pairs: Sequence[tuple[str, Reference]], r
     """Add what PyTorch's classes do in processes of their own, with two micro-batches for each rank."""
     grid = Grid(ranks=(ranks,), microbatches=(2 * ranks,), stages_per_rank=(2,))
     todo: list[tuple[int, Plan]] = []
-    for index, (name, _) in enumerate(pairs):
+    for index, (name, reference) in enumerate(pairs):
         plan = _plan(next(iter(grid.of(name))))
-        if plan is not None and lines[index].sizes:  # else: PyTorch cannot run it
+        if plan is not None and reference.runs(plan):
             todo.append((index, plan))
     if not todo:
         return lines

@@ -90,6 +90,14 @@ class Reference:
             plan.microbatches,
         )
 
+    def runs(self, plan: Plan) -> bool:
+        """Tell whether PyTorch runs a plan's size, or the plan."""
+        try:
+            self.executed(plan)
+        except NativeRefusalError:
+            return False
+        return True
+
     def step(self, plan: Plan, theirs: Plan) -> Outcome:
         """Let PyTorch run a step on one rank: its class where the plan has one rank, else the order it executes."""
         modules, task = list(same_model(plan.stages)), same_task(plan.microbatches)

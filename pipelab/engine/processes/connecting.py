@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipelab.engine.hardware import RankDevice, rank_devices
-from pipelab.engine.processes.joining import corner
 from pipelab.engine.processes.parts import Part
+from pipelab.engine.processes.store import corner
 
 __all__ = ["Connections", "backend_of", "connect", "device_of", "gpu_of"]
 

@@ -10,14 +10,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Worker"]
+__all__ = ["Outcome", "Worker"]
 
 _LEAVING_SECONDS = 5.0
 """How long a process that ends waits for a thread that is still in PyTorch."""
+_SETTLING_SECONDS = 0.25
+"""How long it then waits for PyTorch's own threads, which let go of tensors just after such a thread comes back."""
+
+
+Outcome: TypeAlias = tuple[Any, BaseException | None]
+"""What a job returned, or the error that it raised."""
+_Jobs: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Outcome]] | None]"
 
 
 class Worker:
@@ -30,18 +37,19 @@ class Worker:
 
     def __init__(self, name: str, threads: int) -> None:
         """Start the thread."""
-        self.done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._jobs: _Jobs = queue.SimpleQueue()
         idle = threading.Event()
-        arguments = (self._jobs, self.done, idle, threads)
+        arguments = (self._jobs, idle, threads)
         self.thread = threading.Thread(target=_live, args=arguments, name=name, daemon=True)
         _idle[self.thread] = idle
         self.thread.start()
 
-    def do(self, job: Callable[[], Any]) -> None:
-        """Do a job; `done` gets what it returned, or the error that it raised."""
+    def do(self, job: Callable[[], Any]) -> queue.SimpleQueue[Outcome]:
+        """Do a job; what comes back gets what it returned, or the error that it raised."""
+        done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         _idle[self.thread].clear()
-        self._jobs.put(job)
+        self._jobs.put((job, done))
+        return done
 
     def end(self) -> None:
         """End the thread after its present job."""
@@ -52,18 +60,19 @@ _idle: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.We
 """For each worker's thread, whether it has nothing to do."""
 
 
-def _live(jobs: queue.SimpleQueue[Any], done: queue.SimpleQueue[Any], idle: threading.Event, threads: int) -> None:
+def _live(jobs: _Jobs, idle: threading.Event, threads: int) -> None:
     """Do one job after another."""
     torch.get_num_threads()  # a thread's first use takes over the default; from then on its own number holds
     torch.set_num_threads(threads)
-    while (job := jobs.get()) is not None:
+    while (given := jobs.get()) is not None:
+        job, done = given
         try:
-            outcome: tuple[Any, BaseException | None] = (job(), None)
+            outcome: Outcome = (job(), None)
         except BaseException as error:  # noqa: BLE001 - a worker must report everything, SystemExit included
             outcome = (None, error)
         idle.set()
         done.put(outcome)
-        del job, outcome  # an idle worker holds on to nothing
+        del given, job, done, outcome  # an idle worker holds on to nothing
     idle.set()
 
 
@@ -79,9 +88,12 @@ def _leave() -> None:
         return
     _leaving.append(True)
     deadline = time.monotonic() + _LEAVING_SECONDS
-    for idle in list(_idle.values()):
+    stuck = [idle for idle in list(_idle.values()) if not idle.is_set()]
+    for idle in stuck:
         idle.wait(max(0.0, deadline - time.monotonic()))
-    if not all(idle.is_set() for idle in _idle.values()):
+    if stuck and all(idle.is_set() for idle in stuck):
+        time.sleep(_SETTLING_SECONDS)
+    elif stuck:
         atexit._run_exitfuncs()  # noqa: SLF001 - what was registered before this would be left out
         sys.stdout.flush()
         sys.stderr.flush()

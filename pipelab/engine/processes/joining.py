@@ -6,14 +6,15 @@ told by name, on every process, before any of them opens a connection to another
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import ipaddress
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipelab.engine import native
-from pipelab.engine.processes.notices import Notices, Store
+from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.signals import told_before_the_end
+from pipelab.engine.processes.store import Store
 from pipelab.errors import EngineError, RankError
 from pipelab.plan import Plan
 
-__all__ = ["corner", "describe_model", "describe_plan", "identify", "introduce", "open_store"]
-
-_NO_TIMEOUT = timedelta(days=30)
-"""What PyTorch is told where nothing should time out: it wants a number."""
+__all__ = ["describe_model", "describe_plan", "facts_of_this_process", "identify", "introduce"]
 
 
 def identify(ranks: int) -> tuple[int, int]:
@@ -58,33 +56,6 @@ def identify(ranks: int) -> tuple[int, int]:
             f"  or on several machines: --nnodes times --nproc-per-node must be {ranks}"
         )
     return rank, size
-
-
-def open_store(timeout: float | None) -> Any:
-    """Return the store that all processes share: torchrun's, or that of the process group that is there already.
-
-    Once opened it stays open: where torchrun has none, it lives in the process of rank 0.
-    """
-    if not _opened and dist.is_initialized():
-        return native.default_store()
-    if not _opened:
-        meet = dist.rendezvous  # type: ignore[attr-defined]  # its stubs leave it out
-        _opened.append(next(iter(meet("env://", timeout=duration(timeout))))[0])
-    return _opened[0]
-
-
-_opened: list[Any] = []
-"""The store, once this process has opened it."""
-
-
-def corner(store: Any, name: str) -> Any:
-    """Return a part of a store, in which names are its own."""
-    return dist.PrefixStore(f"pipelab/{name}", store)  # type: ignore[attr-defined]  # its stubs leave it out
-
-
-def duration(timeout: float | None) -> timedelta:
-    """Return a number of seconds as PyTorch takes it; `None` is for ever."""
-    return _NO_TIMEOUT if timeout is None else timedelta(seconds=timeout)
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
@@ -125,7 +96,8 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
         timeout: seconds to wait for the others.
 
     Raises:
-        RankError: if a process does not come, or if one has something else; every process raises it.
+        RankError: if a process does not come, if one has something else, or if one cannot be reached from another
+            host; every process raises it.
     """
     brief = {key: _digest(value) if key in _LONG else value for key, value in facts.items()}
     for key in _LONG:
@@ -141,6 +113,7 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
             told = _difference(store, key, others, everyone)
             Notices(store, rank, everyone).tell(others[0], told, alive=True)
             raise RankError(told, others[0])
+    _require_addresses(everyone)
     return everyone
 
 
@@ -224,16 +197,48 @@ def facts_of_this_process() -> dict[str, Any]:
         "torch": torch.__version__.partition("+")[0],
         "host": socket.gethostname(),
         "processes": _processes(),
+        "address": _address(),
+        "networks": [name for _, name in socket.if_nameindex() if name != "lo"],
         "pid": os.getpid(),
     }
 
 
 def _processes() -> str:
-    """Return which numbering of processes this one's number belongs to: a container has its own."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
+    """Return which numbering of processes this one's number belongs to: a machine's, or a container's on it."""
+    found = ""
+    with contextlib.suppress(OSError):
+        found = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        found += f" {os.readlink('/proc/self/ns/pid')}"
+    return found
+
+
+def _address() -> str:
+    """Return the address that gloo offers to other hosts: what this host's own name stands for; "" if it is told."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError:
+        return "127.0.0.1"  # gloo's own way out
+
+
+def _require_addresses(everyone: Sequence[dict[str, Any]]) -> None:
+    """Refuse several hosts of which one would offer the others an address that leads back to themselves.
+
+    Raises:
+        RankError: naming the first such rank, and what to set.
+    """
+    if len({each["host"] for each in everyone}) == 1:
+        return
+    for rank, each in enumerate(everyone):
+        if each["address"] and ipaddress.ip_address(each["address"].partition("%")[0]).is_loopback:
+            raise RankError(
+                f"rank {rank} cannot be reached from other hosts: the name of its host, {each['host']}, stands for "
+                f"{each['address']} there, which gloo would offer them\n"
+                f"  try: GLOO_SOCKET_IFNAME=NAME torchrun ..., on each host with its network device's name: "
+                f"{', '.join(each['networks']) or 'see ip address'} on {each['host']}",
+                rank,
+            )
 
 
 def _digest(value: Any) -> str:

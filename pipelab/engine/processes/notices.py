@@ -16,28 +16,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["Notice", "Notices", "Store", "linger"]
+from pipelab.engine.processes.store import SilentStoreError, Store
+
+__all__ = ["Notice", "Notices", "linger"]
 
 _LINGERING_SECONDS = 3.0
 """How long a process that fails waits for the others to hear of it, before it raises and perhaps ends."""
-
-
-class Store(Protocol):
-    """What all processes of a job share: torchrun's store, or a corner of it."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> bytes:
-        """Return a value, waiting for it."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Tell whether all of these are there."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value if there is none yet; return what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +61,8 @@ class Notices:
         """Return who failed first; `None` if nobody did, as far as is known."""
         try:
             return Notice(**json.loads(self._store.get("failed"))) if self._store.check(["failed"]) else None
+        except SilentStoreError as error:
+            return Notice(-1, f"{error}: its host, or the network to it, is gone", alive=False)
         except RuntimeError:
             return Notice(0, "the process that holds this job's store is gone: rank 0, or torchrun itself", alive=False)
 

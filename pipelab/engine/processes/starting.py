@@ -18,17 +18,15 @@ from pipelab.engine.processes.bringing import spread
 from pipelab.engine.processes.connecting import Connections, backend_of, connect, device_of, gpu_of
 from pipelab.engine.processes.engine import TorchEngine
 from pipelab.engine.processes.joining import (
-    corner,
     describe_model,
     describe_plan,
-    duration,
     facts_of_this_process,
     identify,
     introduce,
-    open_store,
 )
 from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.parts import parts_of
+from pipelab.engine.processes.store import AnsweringStore, corner, duration, open_store
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.whole import ManyProcesses
 from pipelab.engine.replicas import Runners, require_replicable
@@ -62,13 +60,13 @@ def start(job: Job) -> Started:
     base = open_store(job.timeout)
     _made += 1
     store = corner(base, str(_made))
-    everyone = introduce(store, rank, size, facts, job.timeout)
+    everyone = introduce(AnsweringStore(store, job.timeout), rank, size, facts, job.timeout)
     backend = backend_of(everyone)
     threads = job.intra_op_threads or torch.get_num_threads()
     # A process that waits for one thing of a store waits with it for all others. So the watch has a connection of its
     # own, and so has the worker, who may be stuck with it.
     watched, meeting = (corner(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
-    watch = Watch(rank, Notices(watched, rank, everyone), job.timeout, threads)
+    watch = Watch(rank, Notices(AnsweringStore(watched, job.timeout), rank, everyone), job.timeout, threads)
     limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
     held = _place(job, rank, device)
 

@@ -18,11 +18,11 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from pipelab.engine.processes.hand import Worker
+from pipelab.engine.processes.hand import Outcome, Worker
 from pipelab.engine.processes.notices import Notice, Notices
 from pipelab.engine.processes.signals import told_before_the_end
 from pipelab.errors import (
@@ -101,10 +101,10 @@ class Watch:
         if self.over:
             raise PipelineClosedError(self.over)
         self._calls += 1
-        self._worker.do(work)
+        done = self._worker.do(work)
         try:
             with told_before_the_end(lambda: self._last_words(doing), for_good=lambda: self._failed):
-                outcome: tuple[Result, BaseException | None] = self._await(doing)
+                outcome: tuple[Result, BaseException | None] = self._await(done, doing)
                 result, error = outcome
                 if error is not None and not isinstance(error, BatchError):
                     self._fail(error, doing)
@@ -139,7 +139,7 @@ class Watch:
         frame = frames.get(self._worker.thread.ident or 0)
         return f", at {line_of(traceback.extract_stack(frame))}" if frame else ""
 
-    def _await(self, doing: Doing) -> tuple[Any, BaseException | None]:
+    def _await(self, done: queue.SimpleQueue[Outcome], doing: Doing) -> Outcome:
         """Wait for the worker, looking at the notices and at the clock now and then.
 
         Raises:
@@ -153,7 +153,7 @@ class Watch:
         )
         while True:
             try:
-                return self._worker.done.get(timeout=pause)
+                return done.get(timeout=pause)
             except queue.Empty:
                 pass
             if notice := self._notices.news():
@@ -166,7 +166,7 @@ class Watch:
                 seen, quiet_since = doing.progress(), time.monotonic()
             elif quiet >= _PATIENCE_SECONDS and (gone := self._notices.gone()):
                 try:  # what it gave before it left may still be on its way
-                    return self._worker.done.get(timeout=_RUMOUR_SECONDS)
+                    return done.get(timeout=_RUMOUR_SECONDS)
                 except queue.Empty:
                     self._hear(self._notices.tell(*gone), doing)
             elif self.timeout is not None and quiet >= self.timeout:

@@ -1,0 +1,125 @@
+"""The store that all processes of a job share: torchrun's, or the one that rank 0 holds.
+
+caller's thread   ask ── waits, but not for ever ──────────────── answer, or SilentStoreError
+                    │                                                ▲
+the store's thread  └─ may be stuck: a network that is cut says nothing ─┘
+"""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from pipelab.engine import native
+from pipelab.engine.processes.hand import Worker
+
+__all__ = ["AnsweringStore", "SilentStoreError", "Store", "corner", "duration", "open_store"]
+
+Answer = TypeVar("Answer")
+
+_NO_TIMEOUT = timedelta(days=30)
+"""What PyTorch is told where nothing should time out: it wants a number."""
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 10.0, 300.0
+"""How long a store may take to answer, at least and at most, whatever timeout a pipeline has."""
+
+
+class Store(Protocol):
+    """What all processes of a job share: torchrun's store, or a corner of it."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value, waiting for it."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all of these are there."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value if there is none yet; return what is there."""
+
+
+class SilentStoreError(dist.DistStoreError):
+    """The store was asked and does not answer: what holds it hangs, or no network leads to it."""
+
+
+class AnsweringStore:
+    """A store that answers in time or raises: PyTorch's waits for ever where the network is cut.
+
+    Args:
+        store: what to ask; this object alone asks it.
+        timeout: seconds that an answer may take: 10 at least, and at most 300, which `None` means too.
+    """
+
+    def __init__(self, store: Store, timeout: float | None) -> None:
+        """Start the thread that asks."""
+        self._store = store
+        self.seconds = min(max(timeout or _LONGEST_SECONDS, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+        self._silent = False
+        self._worker = Worker("pipelab-store", threads=1)
+        weakref.finalize(self, self._worker.end)
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Return a value, waiting for it."""
+        return self._ask(lambda: self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all of these are there."""
+        return self._ask(lambda: self._store.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value if there is none yet; return what is there."""
+        return self._ask(lambda: self._store.compare_set(key, expected, desired))
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
+        """Return what the store answers.
+
+        Raises:
+            SilentStoreError: if it does not answer, or has not answered before: its thread is stuck.
+            RuntimeError: what the store itself raises.
+        """
+        try:
+            answer, error = self._worker.do(question).get(timeout=0 if self._silent else self.seconds)
+        except queue.Empty:
+            self._silent = True
+            raise SilentStoreError(f"this job's store has not answered for {self.seconds:g} s") from None
+        if error is not None:
+            raise error
+        found: Answer = answer
+        return found
+
+
+def open_store(timeout: float | None) -> Any:
+    """Return the store that all processes share: torchrun's, or that of the process group that is there already.
+
+    Once opened it stays open: where torchrun has none, it lives in the process of rank 0.
+    """
+    if not _opened and dist.is_initialized():
+        return native.default_store()
+    if not _opened:
+        meet = dist.rendezvous  # type: ignore[attr-defined]  # its stubs leave it out
+        _opened.append(next(iter(meet("env://", timeout=duration(timeout))))[0])
+    return _opened[0]
+
+
+_opened: list[Any] = []
+"""The store, once this process has opened it."""
+
+
+def corner(store: Any, name: str) -> Any:
+    """Return a part of a store, in which names are its own."""
+    return dist.PrefixStore(f"pipelab/{name}", store)  # type: ignore[attr-defined]  # its stubs leave it out
+
+
+def duration(timeout: float | None) -> timedelta:
+    """Return a number of seconds as PyTorch takes it; `None` is for ever."""
+    return _NO_TIMEOUT if timeout is None else timedelta(seconds=timeout)

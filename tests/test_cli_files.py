@@ -1,0 +1,88 @@
+"""What the command line saves, and what it refuses to."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from commands import RIGHT
+
+import pipelab
+from pipelab.cli import app
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be simulated, measured or compared."""
+
+    def work(*_: object) -> None:
+        raise AssertionError("work before the file was refused")
+
+    for name in ("simulate", "measure", "measure_sweep"):
+        monkeypatch.setattr(app, name, work)
+    monkeypatch.setattr(pipelab, "compare", work)
+
+
+@pytest.mark.parametrize(
+    ("command", "known"),
+    [
+        ("simulate gpipe", ".html .svg .png .pdf .txt .json .csv"),
+        ("draw gpipe", ".html .svg .png .pdf .txt .json .csv"),
+        ("draw gpipe --graph", ".dot .gv .svg .png .pdf"),
+        ("compare gpipe 1f1b", ".html .svg .png .pdf .txt .csv"),
+        ("compare gpipe -m 2,4", ".csv .txt"),
+        ("run gpipe", ".html .svg .png .pdf .txt .csv .json"),
+        ("run gpipe 1f1b", ".html .svg .png .pdf .txt .csv"),
+        ("run gpipe -m 2,4", ".csv .txt"),
+    ],
+)
+@pytest.mark.usefixtures("no_work")
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_command, folder, command, known):
+    code, output, error = pipelab_command(*command.split(), "--save", "x.foo")
+    assert code == 1
+    assert output == ""
+    assert f"is not written as .foo; use one of {known}\n" in error
+    code, _, error = pipelab_command(*command.split(), "--save", f"nowhere/x{known.split()[0]}")
+    assert code == 1
+    assert "there is no folder nowhere" in error
+
+
+def test_a_plan_is_written_as_pytorch_loads_it(pipelab_command, folder):
+    Path("mine.py").write_text(RIGHT)
+    for command in ("draw", "simulate"):
+        code, output, _ = pipelab_command(command, "mine.py:MySchedule", "-r", "2", "-m", "2", "--save", "plan.csv")
+        assert code == 0
+        assert output.splitlines()[-1] == "wrote plan.csv"
+        assert Path("plan.csv").read_text().splitlines() == ["0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1"]
+        Path("plan.csv").rename(f"{command}.csv")
+    assert "8 actions, no fault" in pipelab_command("check", "draw.csv")[1]
+
+
+def test_a_comparison_is_written_as_a_table_of_its_figures(pipelab_command, folder):
+    assert pipelab_command("compare", "gpipe", "1f1b", "-o", "c.csv")[0] == 0
+    first, second = csv.DictReader(Path("c.csv").read_text().splitlines())
+    assert (first["name"], first["source"], first["makespan"]) == ("gpipe", "simulated", "33.0")
+    assert second["peak_activations"] == "4 3 2 1"
+    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
+    assert pipelab_command("run", "1f1b", *work, "-o", "r.csv", "-o", "r.json", "-o", "r.txt")[0] == 0
+    predicted, measured = csv.DictReader(Path("r.csv").read_text().splitlines())
+    assert (predicted["source"], measured["source"]) == ("simulated", "measured")
+    assert measured["makespan"] == str(pipelab.Trace.load("r.json").makespan)
+    assert "predicted" in Path("r.txt").read_text()
+
+
+@pytest.mark.dot
+def test_draw_makes_dependency_graphs(pipelab_command, folder):
+    code, _, _ = pipelab_command("draw", "1f1b", "-r", "2", "-m", "2", "--graph", "-o", "g.svg")
+    assert code == 0
+    assert "<svg" in Path("g.svg").read_text()
+
+
+def test_files_that_cannot_be_read_or_written_are_told(pipelab_command, folder):
+    Path("plan.csv").write_bytes(b"\xff\xfe0F0")
+    assert "plan.csv is not text" in pipelab_command("check", "plan.csv")[2]
+    code, _, error = pipelab_command("draw", "gpipe", "-o", "nowhere/x.txt")
+    assert code == 1
+    assert "nowhere" in error
+    assert "Traceback" not in error

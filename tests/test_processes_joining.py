@@ -1,0 +1,93 @@
+"""What processes tell of themselves before they connect, and what is refused then."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from pipelab import RankError
+from pipelab.engine.processes.joining import facts_of_this_process, introduce
+
+SAME = {"plan": {"sizes": [2, 2, 2], "rows": ["", ""]}, "model": [], "reduction": "mean"}
+
+
+def met(*facts):
+    """Let as many processes meet, which have these facts; return what each was told."""
+    store = dist.HashStore()
+    found = [None] * len(facts)
+
+    def come(rank):
+        try:
+            found[rank] = introduce(store, rank, len(facts), facts_of_this_process() | SAME | facts[rank], 20)
+        except RankError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(facts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+FIRST = {"host": "first", "address": "10.0.0.1", "networks": ["eth0"]}
+SECOND = {"host": "second", "address": "10.0.0.2", "networks": ["eth0", "wlan0"]}
+
+
+def test_every_process_learns_what_all_have():
+    first, second = met(FIRST, SECOND)
+    assert first == second
+    assert [each["host"] for each in first] == ["first", "second"]
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
+def test_a_host_that_offers_others_an_address_of_its_own_is_refused_on_all_before_they_connect(address):
+    first, second = met(FIRST, SECOND | {"address": address})
+    assert isinstance(first, RankError)
+    assert str(first) == str(second)
+    assert first.rank == 1
+    assert str(first).startswith(
+        f"rank 1 cannot be reached from other hosts: the name of its host, second, stands for {address}"
+    )
+    assert str(first).endswith("with its network device's name: eth0, wlan0 on second")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (FIRST, FIRST | {"address": "127.0.1.1"}),  # one host
+        (FIRST, SECOND | {"address": ""}),  # gloo was told
+        (FIRST, SECOND | {"address": "fe80::1%eth0"}),
+    ],
+)
+def test_addresses_that_do_no_harm_are_let_be(first, second):
+    assert all(isinstance(each, list) for each in met(first, second))
+
+
+def test_the_address_is_what_the_hosts_name_stands_for_unless_gloo_is_told(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    asked = []
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: asked.append(args) or [(0, 0, 0, "", ("10.1.2.3", 0))])
+    assert facts_of_this_process()["address"] == "10.1.2.3"
+    assert asked == [("here", None)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: (_ for _ in ()).throw(socket.gaierror("unknown")))
+    assert facts_of_this_process()["address"] == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert facts_of_this_process()["address"] == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process numbers are told apart by what only Linux tells")
+def test_process_numbers_of_two_machines_are_not_mixed_up_where_both_have_one_name():
+    facts = facts_of_this_process()
+    assert facts["pid"] == os.getpid()
+    boot, space, numbering = facts["processes"].partition(" ")
+    assert (len(boot), space) == (36, " ")
+    assert numbering.startswith("pid:[")
+    assert json.loads(json.dumps(facts)) == facts

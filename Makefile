@@ -26,7 +26,7 @@ test: .venv/dev.stamp ## run all tests
 	@echo "pipelab: tests that start several processes, one after the other"; alone=0; \
 	CUDA_VISIBLE_DEVICES= $(PYTEST) -m dist $(ARGS) || alone=$$?; \
 	echo "pipelab: all other tests, on all cores"; shared=0; \
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not dist" $(ARGS) || shared=$$?; \
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not dist" $(ARGS) || shared=$$?; \
 	ongpu=5; if command -v nvidia-smi >/dev/null; then \
 		echo "pipelab: tests on the GPU"; ongpu=0; $(PYTEST) -m gpu $(ARGS) || ongpu=$$?; \
 	fi; \

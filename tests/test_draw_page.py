@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -166,6 +167,14 @@ def browser():
         chromium.close()
 
 
+def wait_until(tab, holds):
+    """Wait until an expression holds. Playwright's own waiting needs an eval, which the page forbids."""
+    deadline = time.monotonic() + 20
+    while not tab.evaluate(holds):
+        assert time.monotonic() < deadline, holds
+        tab.wait_for_timeout(20)
+
+
 @pytest.fixture
 def opened(browser, tmp_path):
     """Return a function that opens a page and fails the test on anything the browser complains about."""
@@ -277,7 +286,7 @@ def test_a_comparison_fits_a_window_of_1280_pixels_with_every_label_inside_its_b
     traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.GPipe, pipelab.OneFOneB, pipelab.ZBV)]
     tab = opened(page.comparison_page(pipelab.compare(*traces)))
     tab.set_viewport_size({"width": 1280, "height": 900})
-    tab.wait_for_function("document.querySelector('#timelines svg').clientWidth < 1085")
+    wait_until(tab, "document.querySelector('#timelines svg').clientWidth < 1085")
     for place in ("html", ".figures", ".scroller"):
         wider = "places => places.filter(place => place.scrollWidth > place.clientWidth).length"
         assert tab.locator(place).evaluate_all(wider) == 0
@@ -302,7 +311,7 @@ def test_timelines_on_one_axis_zoom_together(opened):
     tab.locator(".scroller").first.focus()
     tab.keyboard.press("+")
     tab.keyboard.press("Home")  # goes to 0F0, and so to time 0
-    tab.wait_for_function("[...document.querySelectorAll('.scroller')].every(each => each.scrollLeft === 0)")
+    wait_until(tab, "[...document.querySelectorAll('.scroller')].every(each => each.scrollLeft === 0)")
     for timeline in tab.locator("#timelines svg").all():
         after = timeline.locator(".bar").evaluate_all(scale)
         assert after == pytest.approx([before[0] * 1.5] * len(after), rel=0.01)

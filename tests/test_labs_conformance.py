@@ -27,19 +27,21 @@ from pipelab.labs.same_work import same_model, same_task
 WHOLE = [name for name, kind in schedules.items() if all(len(on) == 1 for on in kind(2, 4).plan().replicas.values())]
 """The schedules that keep each stage on one rank, which is what PyTorch can run."""
 
+GRID = Grid(ranks=(1, 2, 3, 4), microbatches=(1, 2, 3, 4, 6, 8), stages_per_rank=(2,))
+"""Enough for the numbers; orders are compared at every size by a test of their own."""
 SMALL = Grid(ranks=(1, 2, 3), microbatches=(2, 3, 4, 6), stages_per_rank=(2,), most_work=8)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_order_is_pytorchs_and_every_gradient_has_the_same_bits(name: str) -> None:
-    report = conformance([name], Grid())
+    report = conformance([name], GRID)
     assert report.torch == torch.__version__
     for line in report.lines:
         assert [str(difference) for difference in line.differences] == []
         assert [each for each in line.numbers if not (each.same_gradients and each.same_loss)] == []
         assert line.not_ours == 0
-        assert line.sizes >= 20
-        assert len(line.numbers) >= 10
+        assert line.sizes >= 8
+        assert len(line.numbers) >= 5
     assert report.same
 
 

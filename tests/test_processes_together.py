@@ -118,14 +118,21 @@ with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     )
 
 # [3] stages that give several tensors, of several types, over the wire
+def same(ours, theirs):
+    return ours is theirs if ours is None or theirs is None else torch.equal(ours, theirs)
+
+
 class Two(nn.Module):
     def __init__(self, first):
         super().__init__()
-        self.linear, self.first = nn.Linear(6, 6), first
+        self.linear, self.aside, self.sometimes, self.first = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), first
 
     def forward(self, given):
         x, seen = (given, torch.zeros(len(given), dtype=torch.int64)) if self.first else (given["x"], given["seen"])
-        return {"x": self.linear(x), "seen": seen + 1, "skip": x}
+        if not self.first and x.sum() > 0:
+            x = x + given["sometimes"]
+        more = {"aside": self.aside(x), "sometimes": self.sometimes(x)}  # the next stage uses it never, and not always
+        return {"x": self.linear(x), "seen": seen + 1, "skip": x, **more}
 
 
 class Last(nn.Module):
@@ -152,7 +159,8 @@ there = dict(twins[rank].named_parameters())
 say(
     case="trees",
     loss=torch.equal(ours.loss, theirs.loss),
-    gradients=all(torch.equal(here[name].grad, there[name].grad) for name in here),
+    gradients=all(same(here[name].grad, there[name].grad) for name in here),
+    none=[name for name in here if here[name].grad is None],
     keys=list(state)[:2],
 )
 
@@ -322,9 +330,10 @@ def test_transfers_are_measured_and_end_before_they_are_needed(said):
 
 
 def test_dictionaries_of_tensors_travel_with_what_learns_and_what_does_not(said):
-    for (fact,) in said("trees"):
+    for rank, (fact,) in enumerate(said("trees")):
         assert fact["loss"]
         assert fact["gradients"]
+        assert fact["none"][:2] == ["aside.weight", "aside.bias"] * (rank < 3)  # what nobody uses has no gradient
         assert fact["keys"] == ["0.linear.weight", "0.linear.bias"]
 
 

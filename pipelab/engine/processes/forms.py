@@ -66,8 +66,9 @@ class Form:
         return [part.room(device) for part in self.parts if part is not None]
 
     def room_for_gradients(self, device: torch.device) -> list[torch.Tensor]:
-        """Return empty tensors for the gradients that come back for a value of this form."""
-        return [part.room(device) for part in self._learning] or [_token(device)]
+        """Return empty tensors for what comes back for a value of this form: see `parcels_of_gradients`."""
+        room = [part.room(device) for part in self._learning]
+        return room if len(room) == 1 else [*room, torch.zeros(max(1, len(room)), dtype=torch.uint8, device=device)]
 
     def parcels(self, value: Any, device: torch.device) -> list[torch.Tensor]:
         """Return the tensors of a value as they travel."""
@@ -81,24 +82,29 @@ class Form:
         return rebuild([None if part is None else next(rest) for part in self.parts], self.spec)
 
     def gradients(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return gradients as a stage takes them: one for each tensor of the value, `None` where none is wanted."""
-        rest = iter(tensors)
+        """Return gradients as a stage takes them: one for each tensor of the value, or `None`."""
+        count = len(self._learning)
+        there = tensors[-1].tolist() if count > 1 else [1]
+        rest = iter([tensor if came else None for tensor, came in zip(tensors[:count], there, strict=False)])
         found = [next(rest) if part.learns else None for part in self.parts if part is not None]
         return found[0] if len(found) == 1 else found
 
     def parcels_of_gradients(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
         """Return those of a stage's input gradients that the stage before wants, as they travel; a missing one is zero.
 
-        Where it wants none, a token travels: the backwards of frozen stages keep their place in the plan.
+        Of several, marks travel with them: which of them there are, as the stage may not have used all. Where none is
+        wanted they travel alone: the backwards of frozen stages keep their place in the plan.
         """
         every = gradients if isinstance(gradients, list) else [gradients]
         parts = [part for part in self.parts if part is not None]
-        found = [
-            part.room(device).zero_() if gradient is None else part.laid(gradient, device)
-            for part, gradient in zip(parts, every, strict=True)
-            if part.learns
+        wanted = [(part, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
+        parcels = [
+            part.room(device).zero_() if gradient is None else part.laid(gradient, device) for part, gradient in wanted
         ]
-        return found or [_token(device)]
+        if len(wanted) != 1:
+            there = [gradient is not None for _, gradient in wanted]
+            parcels.append(torch.tensor(there or [True], dtype=torch.uint8, device=device))
+        return parcels
 
     @property
     def _learning(self) -> list[TensorForm]:
@@ -135,8 +141,3 @@ def form_of(value: Any, giver: str, learns: Sequence[bool] | None = None) -> For
         for part in parts
     ]
     return Form(spec, tuple(forms))
-
-
-def _token(device: torch.device) -> torch.Tensor:
-    """Return what travels where there is nothing to tell but that it is done."""
-    return torch.zeros(1, dtype=torch.uint8, device=device)

@@ -76,12 +76,13 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
         return error.faults
-    slip, found = led_by_a_slip(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
-    return found if slip is None else [with_excerpt(plan, slip), *found]
+    slip, meant, found = led_by_a_slip(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
+    told = [with_excerpt(meant, fault) for fault in found]
+    return told if slip is None else [with_excerpt(plan, slip), *told]
 
 
 def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
-    """Return what is wrong with a plan, each fault by itself.
+    """Return what is wrong with a plan, each fault by itself, worst kind first, without excerpts.
 
     What may only look wrong is left out: without a placement nothing is known about stages, and what is missing on a
     rank may be what stands there and cannot be read.
@@ -89,7 +90,7 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
     program = plan.program
     if any(fault.rank is None for fault in program.faults):  # of the placement
         certain = [fault for fault in program.faults if fault.rank is None or fault.code in _OF_ONE_ITEM]
-        return _told(plan, certain)
+        return sorted(certain, key=_severity)
     unread = {fault.rank for fault in program.faults if _is_unread(fault)}
     incomplete, missing_values = missing(program)
     incomplete = [fault for fault in incomplete if not unread or fault.rank not in (*unread, None)]
@@ -101,7 +102,7 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
             walk = traverse(program, given=missing_values, excused=excused)
         disorder += deadlocks(program, walk, missing_values, excused)
     over = [] if memory_cap is None else _over_cap(program, memory_cap)
-    return _told(plan, [*program.faults, *misplaced(program), *incomplete, *disorder, *over])
+    return sorted([*program.faults, *misplaced(program), *incomplete, *disorder, *over], key=_severity)
 
 
 def _is_unread(fault: Fault) -> bool:
@@ -111,10 +112,8 @@ def _is_unread(fault: Fault) -> bool:
     return fault.code in ("not-an-action", "ambiguous-stage")
 
 
-def _told(plan: Plan, faults: list[Fault]) -> list[Fault]:
-    """Return faults with their excerpts, worst kind first."""
-    faults.sort(key=lambda fault: _ORDER.index(fault.code))
-    return [with_excerpt(plan, fault) for fault in faults]
+def _severity(fault: Fault) -> int:
+    return _ORDER.index(fault.code)
 
 
 def require_legal(plan: Plan) -> Traversal:

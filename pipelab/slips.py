@@ -38,22 +38,22 @@ class _Slip:
 
 def led_by_a_slip(
     plan: Plan, faults: Sequence[Fault], judge: Callable[[Plan], list[Fault]]
-) -> tuple[Fault | None, list[Fault]]:
-    """Return the slip that explains the most faults, if any does, and the faults that it leaves.
+) -> tuple[Fault | None, Plan, list[Fault]]:
+    """Return the slip that explains the most faults, if any does, the plan that was meant, and what is wrong with it.
 
     Args:
         plan: what is wrong.
         faults: all that is wrong with it.
         judge: returns the faults of another plan.
     """
-    best: tuple[Fault | None, list[Fault]] = (None, list(faults))
+    best: tuple[Fault | None, Plan, list[Fault]] = (None, plan, list(faults))
     if not any(fault.code in _OF_PLACE for fault in faults):
         return best
     for slip in _slips(plan, faults):
         left = judge(slip.meant)
-        if len(left) < len(best[1]) and not any(fault.code in slip.clears for fault in left):
+        if len(left) < len(best[2]) and not any(fault.code in slip.clears for fault in left):
             then = "then the schedule is right" if not left else "what would still be wrong follows"
-            best = replace(slip.told, hint=f"{slip.told.hint}; {then}"), left
+            best = replace(slip.told, hint=f"{slip.told.hint}; {then}"), slip.meant, left
         if not left:
             break
     return best

@@ -158,7 +158,7 @@ def test_nothing_that_takes_time_still_draws():
     trace = pipelab.simulate(pipelab.OneFOneB(2, 300), Cost(forward=0, backward=0, latency=1))
     drawn = text.timeline(trace, 120, colour=False)
     assert "bubble 100.0 %" in drawn
-    assert all(set(row) <= set("·┄ more0123456789") for row in lanes(drawn))
+    assert all(set(row) <= set("·▏┄ more0123456789") for row in lanes(drawn))
 
 
 def test_a_measured_trace_begins_at_zero():
@@ -262,3 +262,13 @@ def test_an_unknown_suffix_lists_the_known_ones(one_f_one_b, tmp_path):
         one_f_one_b.save(tmp_path / "timeline.gif")
     with pytest.raises(pipelab.PipelabError, match=r"no suffix; use one of \.html"):
         pipelab.compare(one_f_one_b).save(tmp_path / "timeline")
+
+
+def test_an_action_shorter_than_a_character_is_a_thin_line_that_is_explained():
+    cost = Cost(forward=[1, 1, 1, 0.1], backward=[1, 1, 1, 0.1], latency=1)
+    drawn = text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 8), cost), width=110, colour=False)
+    (last,) = [line for line in drawn.splitlines() if line.startswith("rank 3")]
+    assert sum(last.count(mark) for mark in "▏FB") >= 8  # of 16, two may share a column
+    assert drawn.endswith("▏ actions too short to be drawn")
+    assert "▏" in text.comparison(pipelab.compare(pipelab.OneFOneB(4, 8), cost=cost), width=110, colour=False)
+    assert "▏" not in text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 8)), width=110, colour=False)

@@ -96,3 +96,10 @@ def test_the_loss_is_a_tensor_like_any_other(pipe, tmp_path):
     torch.save({"loss": loss}, tmp_path / "loss.pt")
     assert torch.equal(torch.load(tmp_path / "loss.pt")["loss"], loss)
     torch.testing.assert_close(loss, torch.tensor(loss.item()))
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_says_how_to_get_the_loss_alone(pipe, without):
+    with without(), pytest.raises(pipelab.UsageError, match=r"loss_fn\(pipe.forward\(x\), y\) for the loss alone"):
+        pipe.step(*plain.batch(4))
+    assert all(parameter.grad is None for parameter in pipe.parameters())

@@ -349,6 +349,13 @@ except pipelab.EngineError as error:
     ], found.stderr
 
 
+def test_a_pipeline_in_threads_under_torchrun_warns_that_every_process_runs_all_of_it(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="torchrun started 2 processes, and each of them runs all ranks of this pip"):
+        Pipeline(plain.mlp(2), pipelab.GPipe(2, 2), mse).close()
+
+
 def test_what_travels_is_described_for_people():
     from pipelab.engine.processes.agreement import describe_batch
 

@@ -517,3 +517,8 @@ def test_a_backward_hook_is_refused_where_the_tracer_would_lose_it():
     model.get_submodule(next(name for name, _ in model.named_children())).register_full_backward_hook(lambda *_: None)
     with pytest.raises(SplitError, match=r"layer '.*' has 1 backward hook .* tracer leaves it out"):
         split(model, into=2, example=torch.randn(2, 6))
+
+
+def test_a_model_wrapped_for_data_parallelism_is_asked_for_what_it_wraps():
+    with pytest.raises(SplitError, match=r"DataParallel runs the whole model on every device.*model\.module"):
+        split(nn.DataParallel(plain.mlp(2)), into=2)

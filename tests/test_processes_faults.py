@@ -229,7 +229,9 @@ def test_an_interruption_is_told_to_the_others(ends):
 def test_a_process_that_leaves_is_missed(ends):
     first, left, last = ends("leaves")
     assert left["kind"] == ""
-    told = r"^rank 1 is gone: it closed its pipeline\n  rank \d waits for all processes in step\(x, y\)$"
+    told = (
+        r"^rank 1 is gone: it closed its pipeline without this call\n  rank \d waits for all processes in step\(x, y\)$"
+    )
     assert_told([first, last], "RankError", told)
 
 

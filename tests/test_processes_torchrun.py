@@ -51,7 +51,7 @@ def test_an_error_that_all_processes_have_is_told_once(failure):
         (-9, "killed by SIGKILL, as the system does where memory runs out"),
         (-11, "killed by SIGSEGV"),
         (-99, "killed by signal 99"),
-        (7, "with exit code 7: what it said itself stands above"),
+        (7, "with exit code 7: what it said itself, if anything, stands above"),
     ],
 )
 def test_where_nobody_said_anything_the_one_that_ended_first_is_named(failure, code, how):
@@ -65,6 +65,11 @@ def test_what_another_process_heard_of_a_dead_one_is_told_with_how_it_ended(fail
     ended = {0: failure(0, -15), 1: failure(1, 1, HEARD)}  # torchrun's own SIGTERM is no beginning
     assert decisive(ended) == f"pipelab: rank 1 says:\n{HEARD}"
     assert decisive({1: failure(1, 1, HEARD)}) == f"pipelab: rank 1 says:\n{HEARD}"
+
+
+def test_a_process_that_waited_in_vain_is_not_called_the_one_that_failed(failure):
+    words = "StepTimeoutError: nothing moved on rank 1 for 6 s: it waits; rank 0 has not come to this call"
+    assert decisive({1: failure(1, 1, words)}) == f"pipelab: rank 1 gave up waiting first:\n{words}"
 
 
 def test_sigterm_counts_where_there_is_nothing_else(failure):
@@ -130,7 +135,10 @@ def test_what_the_script_itself_recorded_stays(tmp_path):
     ("end", "last"),
     [
         ("raise ValueError('odd')", "ValueError: odd\n  at SCRIPT, line 5, in <module>: raise ValueError('odd')"),
-        ("os._exit(7)", "pipelab: rank 1 ended first, with exit code 7: what it said itself stands above"),
+        (
+            "os._exit(7)",
+            "pipelab: rank 1 ended first, with exit code 7: what it said itself, if anything, stands above",
+        ),
         ("pipelab.OneFOneB(0, 1)", "SizeError: ranks=0: expected a whole number, at least 1"),
     ],
 )

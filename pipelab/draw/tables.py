@@ -58,4 +58,6 @@ def _wrapped(heads: Sequence[str], widths: Sequence[int]) -> list[tuple[str, ...
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    """Cut a text in its middle: names of one schedule differ at their ends."""
+    tail = min(12, width // 3)
+    return text if len(text) <= width else f"{text[: width - 1 - tail]}…{text[-tail:]}"

@@ -26,13 +26,15 @@ PLAIN_WIDTH = 120
 _ALL_RANKS = 16
 """Up to so many ranks, each has a line; of more, the first and the last have."""
 _FIRST_RANKS, _LAST_RANKS = 8, 4
+_SHORT = "▏"
+"""Where one action or more are, all of them shorter than a character."""
 
 
 def timeline(trace: Trace, width: int | None = None, colour: bool | None = None) -> str:
     """Return a timeline: one line per rank, time from left to right, `·` where a rank is idle.
 
-    Every action is drawn to scale. What is too wide is drawn smaller while the numbers can be read, then loses its
-    middle, with a count of what is left out.
+    Every action is drawn to scale; one that is shorter than a character is a thin line. What is too wide is drawn
+    smaller while the numbers can be read, then loses its middle, with a count of what is left out.
 
     Args:
         trace: what to draw.
@@ -55,7 +57,7 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
     head = _wrapped(f"{wording.headline(trace)}: {wording.figures(trace)}", width)
     lines = [*head, *_rows(lanes, ruler, gutter, colour)]
     lines += _axis(ruler, gutter, wording.unit(trace))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_legend(lines)])
 
 
 def _wrapped(head: str, width: int) -> list[str]:
@@ -112,7 +114,7 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
             lines += [*_axis(ruler, gutter, wording.unit(lanes.trace)), ""]
     if whole:
         lines += _axis(common, gutter, wording.unit(comparison.traces[0]))
-    return "\n".join(lines).rstrip()
+    return "\n".join([*lines, *_legend(lines)]).rstrip()
 
 
 def _terminal(width: int | None, colour: bool | None) -> tuple[int, bool]:
@@ -156,7 +158,8 @@ def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour
     stop = min(end, ruler.column(lanes.span))  # on a shared axis, a lane ends with its own trace
     first = lanes.since(rank, (begin - 0.5) / ruler.scale) if begin else 0
     last = max(first, lanes.until(rank, (end - 0.5) / ruler.scale) if end < ruler.columns else lanes.count(rank))
-    parts: list[str] = []
+    row = ["·"] * (stop - begin)
+    short: list[int] = []
     at = begin
     waiting: Bar | None = None  # the forward of a pair that shares its slot with the next action
     for bar in lanes.bars(rank, first, last):
@@ -170,10 +173,14 @@ def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour
         else:
             text = cell(bar.label, until - start)
         if text:
-            parts += ["·" * (start - at), _painted(text, bar) if colour else text]
+            row[start - begin : until - begin] = [_painted(text, bar) if colour else text, *[""] * (len(text) - 1)]
             at = until
-    parts += ["·" * (stop - at), " " * (end - max(stop, at))]
-    return first, last, "".join(parts)
+        else:
+            short.append(start - begin)
+    for place in short:
+        if place < len(row) and row[place] == "·":
+            row[place] = _SHORT
+    return first, last, "".join(row) + " " * (end - max(stop, begin))
 
 
 def cell(label: str, width: int) -> str:
@@ -211,6 +218,11 @@ def _painted(text: str, bar: Bar) -> str:
     paper = colours.of(bar.action)
     front = 231 if colours.ink(paper) == "#FFFFFF" else 16
     return f"\x1b[38;5;{front};48;5;{colours.ansi(paper)}m{text}\x1b[0m"
+
+
+def _legend(lines: Sequence[str]) -> list[str]:
+    """Explain what only some timelines have."""
+    return [f"{_SHORT} actions too short to be drawn"] if any(_SHORT in line for line in lines) else []
 
 
 def _axis(ruler: Ruler, gutter: int, unit: str) -> list[str]:

@@ -139,14 +139,14 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def headline(trace: Trace, name: str | None = None) -> str:
-    """Return what a trace is called: a name of its own, or its plan's and where the times come from.
+    """Return what a trace is called: a name of its own, or its plan's, where the times come from, and its note.
 
     Example:
         >>> import pipelab
         >>> headline(pipelab.simulate(pipelab.GPipe(4, 8)))
         'GPipe(ranks=4, microbatches=8), simulated'
     """
-    return clean(f"{trace.name}, {trace.source}" if name is None else name)
+    return clean(", ".join(filter(None, (trace.name, trace.source, trace.note))) if name is None else name)
 
 
 def clean(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -132,6 +134,12 @@ class Started:
 
 def _threads(job: Job) -> Started:
     """Place the stages on their ranks' devices and start a worker thread for each rank."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        warnings.warn(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, and each of them runs all ranks of this pipeline "
+            "in threads: with engine='torch' each runs one rank",
+            stacklevel=3,
+        )
     devices = rank_devices(job.devices, job.plan.ranks)
     on = [each.device for each in devices]
     runners = Runners(job.stages.modules, job.plan.replicas, on, job.replicated_buffers)

@@ -22,7 +22,7 @@ from pipelab.engine.splitting import Stages, split
 from pipelab.engine.stage import Loss
 from pipelab.engine.step import Ran, Step
 from pipelab.engine.surroundings import Surroundings
-from pipelab.errors import BatchError, EngineError, LossError, require_size
+from pipelab.errors import BatchError, EngineError, LossError, UsageError, require_size
 from pipelab.plan import Plan
 
 if TYPE_CHECKING:
@@ -135,7 +135,13 @@ class Pipeline(ModuleHabits):
             StepTimeoutError: if nothing moved for `timeout` seconds.
             RankError: if another process failed, or is gone.
             PipelineClosedError: if the pipeline was closed.
+            UsageError: inside `torch.no_grad()`, where nobody means to make gradients.
         """
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "step(x, y) makes gradients, and this is inside torch.no_grad() or torch.inference_mode()\n"
+                "  try: loss_fn(pipe.forward(x), y) for the loss alone"
+            )
         run, loss = self.run(x, y)
         return Step(loss.total(), run, self.plan, self._engine.labels)
 

@@ -203,6 +203,11 @@ def split(
         return _given(list(model), into)
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return _sequential(model, into, by, example)
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise SplitError(
+            f"{type(model).__name__} runs the whole model on every device: give what it wraps, model.module\n"
+            "  try: pipelab.replicate(schedule, 2) for data parallelism over pipelines"
+        )
     if example is None:
         raise SplitError(
             f"{type(model).__name__} is no plain nn.Sequential, so it must be traced to be cut: pass an example of one "

@@ -95,7 +95,9 @@ def _difference(told: Sequence[tuple[str, str, int]]) -> str:
                 "script on the same batches, and makes every call of a pipeline"
             )
         return (
-            f"{ranks} was given other rows than rank 0, of the same shape: every process must see the same batches\n"
-            "  try: the same seed for what shuffles the data, torch.manual_seed(0) or a DataLoader's generator"
+            f"{ranks} {'was' if len(others) == 1 else 'were'} given other rows than rank 0, of the same shape: every "
+            "process must see the same batches, replicas too\n"
+            "  try: no DistributedSampler, and the same seed for what shuffles the data: torch.manual_seed(0) or a "
+            "DataLoader's generator"
         )
     return "the processes differ"

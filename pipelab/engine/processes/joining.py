@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import shlex
 import socket
 import sys
 import time
@@ -247,4 +248,4 @@ def _digest(value: Any) -> str:
 
 def _script() -> str:
     name = Path(sys.argv[0]).name
-    return name if name.endswith(".py") else "train.py"
+    return shlex.join([name, *sys.argv[1:]]) if name.endswith(".py") else "train.py"

@@ -211,7 +211,7 @@ class ProcessStage:
         except Exception as error:
             named = self._named(action)
             place = (self._rank, self.stage_index, named.microbatch or 0, passage.lane.runs_on)
-            raise stage_error(error, str(named), *place, partial=loss is not None) from error
+            raise stage_error(error, str(named), *place, partial=False) from error
         return made
 
     def _named(self, action: Action) -> Action:

@@ -44,7 +44,9 @@ def decisive(failures: Mapping[int, ProcessFailure]) -> str:
     own = [rank for rank in told if not told[rank].startswith("RankError: ")]
     if own:
         alike = len(own) == len(failures) > 1 and len(set(told.values())) == 1
-        return _message("every rank failed alike" if alike else f"rank {own[0]} failed first", told[own[0]])
+        return _message(
+            "every rank failed alike" if alike else f"rank {own[0]} {_did(told[own[0]])} first", told[own[0]]
+        )
     silent = [rank for rank in order if rank not in told]
     struck = [rank for rank in silent if failures[rank].exitcode != -signal.SIGTERM]
     first = next(iter(struck or ([] if told else silent)), None)
@@ -53,6 +55,11 @@ def decisive(failures: Mapping[int, ProcessFailure]) -> str:
         return f"pipelab: {ended}"
     witness = next(iter(told))
     return _message(f"{ended}; rank {witness} says" if ended else f"rank {witness} says", told[witness])
+
+
+def _did(words: str) -> str:
+    """Return what a process did that ended with these words: who waits in vain is not the one that failed."""
+    return "gave up waiting" if words.startswith("StepTimeoutError: ") else "failed"
 
 
 def _told(failure: ProcessFailure) -> str:
@@ -64,7 +71,7 @@ def _told(failure: ProcessFailure) -> str:
 def _how(code: int) -> str:
     """Return how a process ended, by its exit code: negative for a signal."""
     if code >= 0:
-        return f"with exit code {code}: what it said itself stands above"
+        return f"with exit code {code}: what it said itself, if anything, stands above"
     try:
         name = signal.Signals(-code).name
     except ValueError:

@@ -302,3 +302,44 @@ def test_under_torchrun_which_ends_the_others_they_speak_before_they_end(tmp_pat
     for rank in (0, 2, 3):
         assert re.search(rf"{GONE}\n  rank {rank} (waits|was)", without_prefix(found.stderr)), found.stderr
     assert "Signal 9 (SIGKILL) received" in found.stderr  # torchrun's own account names the first one too
+
+
+KILLED_ELSEWHERE = """
+import os, signal, time
+import plain, torch
+from torch import nn
+import pipelab
+from pipelab.engine.processes import joining
+
+rank = int(os.environ["RANK"])
+joining._processes = lambda: f"host {rank}"  # each process on a host of its own, where nobody can look for the others
+
+
+class Acts(nn.Module):
+    def __init__(self, stage):
+        super().__init__()
+        self.stage, self.seen = stage, 0
+
+    def forward(self, value):
+        self.seen += 1
+        if self.stage == 2 and self.seen == 5:  # 2F0 of the second step
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.stage == 1 and self.seen == 7:  # 1F1, as one forward was to learn shapes: meanwhile
+            time.sleep(0.7)
+        if self.stage == 0 and self.seen == 8:  # 0F2: for which rank 1 would wait next
+            time.sleep(2.5)
+        return value
+
+
+stages = [nn.Sequential(nn.Linear(6, 6), Acts(stage)) for stage in range(3)]
+with pipelab.Pipeline(stages, pipelab.GPipe(3, 4), nn.functional.mse_loss, engine="torch", timeout=60) as pipe:
+    for _ in range(2):
+        pipe.step(*plain.batch(8))
+"""
+
+
+def test_a_rank_that_cannot_be_sent_to_is_named_and_not_the_one_that_is_waited_for_next():
+    ended = processes.run_in(3, KILLED_ELSEWHERE)
+    for rank in (0, 1):
+        told = without_prefix(ended[rank].err)
+        assert "RankError: rank 2 is gone: a connection to it was lost" in told, processes.shown(ended)

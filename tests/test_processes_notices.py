@@ -216,9 +216,9 @@ def test_any_other_error_ends_the_pipeline(watch):
         watch.attend(lambda: 5, WORKS)
 
 
-def test_a_lost_connection_is_blamed_on_the_rank_that_was_waited_for(watch):
+def test_a_lost_connection_is_blamed_on_the_rank_that_a_value_was_exchanged_with(watch):
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:4711")
-    doing = Doing(lambda: "waits for rank 3", waits_for=lambda: 3)
+    doing = Doing(lambda: "waits for rank 3", meets=lambda: 3)
     expected = r"^rank 3 is gone: a connection to it was lost .*\n  rank 0 waits for rank 3$"
     with pytest.raises(RankError, match=expected) as told:
         watch.attend(raising(lost), doing)

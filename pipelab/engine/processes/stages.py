@@ -61,6 +61,7 @@ class ProcessStage:
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank: dict[int, int] = {}
         self._rank = rank
+        self._ranks = part.ranks
         self._microbatches = part.microbatches
         self._reducer = reducer
 
@@ -179,6 +180,7 @@ class ProcessStage:
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
+        self.passage.peer = self._ranks[peer]  # PyTorch's runtime opens these as soon as it has them
         lines = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # they have no gaps
         return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]
 

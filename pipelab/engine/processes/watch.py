@@ -57,12 +57,12 @@ class Doing:
     Attributes:
         told: says what this process is doing, as in "rank 0 waits …".
         progress: gives something that changes when the work gets on.
-        waits_for: gives the rank that the work waits for, if it can be known.
+        meets: gives the rank with which the work exchanges a value, if it does.
     """
 
     told: Callable[[], str]
     progress: Callable[[], object] = lambda: None
-    waits_for: Callable[[], int | None] = lambda: None
+    meets: Callable[[], int | None] = lambda: None
 
 
 class Watch:
@@ -194,7 +194,7 @@ class Watch:
                 time.sleep(_PAUSE_SECONDS / 8)
                 notice = self._notices.news()
         if notice is None:
-            suspect = doing.waits_for()
+            suspect = doing.meets()
             name = "another process" if suspect is None else f"rank {suspect}"
             lost = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
             notice = self._notices.tell(-1 if suspect is None else suspect, lost)

@@ -50,6 +50,7 @@ attempt("plan", lambda: pipeline(plan=GPipe(3, 4) if odd else None))
 attempt("sizes", lambda: pipeline(plan=OneFOneB(3, 5) if odd else None))
 attempt("model", lambda: pipeline(model=plain.mlp(6, width=8) if odd else None))
 attempt("reduction", lambda: pipeline(reduction="sum" if odd else "mean"))
+attempt("buffers", lambda: pipeline(replicated_buffers="lowest" if odd else "refuse"))
 
 
 # --- all the same, and then not
@@ -162,6 +163,7 @@ def assert_told(facts, kind, told):
         ("sizes", r"3 ranks, 3 stages, 5 micro-batches there, 3 ranks, 3 stages, 4 micro-batches on rank 0$"),
         ("model", r"^rank 1 has another model than rank 0: 0\.weight of stage 0: \[8, 8\] float32 there, 0\.weight of"),
         ("reduction", r"^rank 1 has reduction sum, rank 0 has reduction mean: "),
+        ("buffers", r"^rank 1 has replicated_buffers lowest, rank 0 has replicated_buffers refuse: "),
     ],
 )
 def test_what_differs_between_processes_is_told_on_all_of_them_before_they_connect(ends, case, told):

@@ -97,6 +97,25 @@ def run(what, at=6, **settings):
 attempt("raises", lambda: run(raises))
 attempt("narrow", lambda: run(lambda value: value[:, :4], at=None))
 attempt("narrow later", lambda: run(lambda value: value[:, :4]))
+
+
+class Reuses(nn.Module):
+    """Gives every micro-batch in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("room", torch.zeros(3, 6))
+
+    def forward(self, value):
+        return self.room.copy_(value.detach())
+
+
+def overwrites():
+    with pipeline([nn.Linear(6, 6), Reuses(), nn.Linear(6, 6)]) as pipe:
+        pipe.step(x, y)
+
+
+attempt("overwrites", overwrites)
 attempt("hangs", lambda: run(lambda value: time.sleep(2) or value, timeout=0.8))
 
 
@@ -211,6 +230,13 @@ def test_shapes_that_do_not_fit_are_found_before_they_are_sent(ends):
     first, second, third = ends("narrow later")
     assert_told([second], "StageError", told)
     assert_told([first, third], "RankError", told)
+
+
+def test_what_is_overwritten_after_it_was_given_is_refused_as_it_may_leave_before_or_after(ends):
+    first, failed, last = ends("overwrites")
+    told = r"1F0 on rank 1 gave a tensor that stage 1 wrote into afterwards: .*\n  try: clone"
+    assert_told([failed], "StageError", told)
+    assert_told([first, last], "RankError", told)
 
 
 def test_a_stage_that_hangs_is_given_up_on_every_process(ends):

@@ -202,6 +202,8 @@ class TorchEngine:
             if self._buffers is not None:
                 self._buffers.begin()
             self._runtime([(each,) for each in inputs])
+            for stage in self._stages:
+                stage.refuse_overwritten()
             if self._buffers is not None:
                 self._buffers.end()
 

@@ -197,6 +197,12 @@ def raising(error):
 WORKS = Doing(lambda: "was at work")
 
 
+def test_a_process_ends_well_where_its_store_was_never_asked():
+    code = "import torch.distributed as dist; from pipelab.engine.processes.store import AnsweringStore"
+    code += "; store = AnsweringStore(dist.HashStore(), None)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=processes.environment(), timeout=60)
+
+
 def test_what_is_looked_after_runs_in_a_thread_of_its_own_and_returns(watch):
     name = watch.attend(lambda: threading.current_thread().name, WORKS)
     assert name == "pipelab-rank-0"

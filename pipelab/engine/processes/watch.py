@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import queue
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -86,7 +87,7 @@ class Watch:
         self._calls = 0
         self._closer = weakref.finalize(self, self._worker.end)
         # At the process's end before its connections are gone: others should hear it before they lose one.
-        self._leaver = weakref.finalize(self, notices.leave, "its script ended")
+        self._leaver = weakref.finalize(self, _leave, notices)
 
     def attend(self, work: Callable[[], Result], doing: Doing) -> Result:
         """Run some work in the worker thread and wait for it; return what it returns.
@@ -231,6 +232,12 @@ class Watch:
         notice, gone = self._notices.news(), self._notices.gone()
         known = notice.told if notice else gone[1] if gone else "no other process has said why"
         return f"{known}\n  rank {self.rank} {doing.told()}"
+
+
+def _leave(notices: Notices) -> None:
+    """Tell the others that a pipeline is gone which was not closed: its process ends, or nobody holds it any more."""
+    ends = not threading.main_thread().is_alive()
+    notices.leave("its script ended" if ends else "it let go of its pipeline, which it did not close")
 
 
 def _is_lost_connection(error: BaseException) -> bool:

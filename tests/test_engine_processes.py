@@ -459,6 +459,27 @@ def test_an_output_whose_gradient_comes_back_for_some_micro_batches_only_is_refu
         pipe.step(*plain.batch(4))
 
 
+def test_an_output_that_is_put_together_otherwise_than_before_is_refused():
+    class Turns(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            made = super().forward(x)
+            named = {"a": made, "b": 2 * made}
+            return dict(reversed(named.items())) if self.calls == 3 else named  # the first call learns the shapes
+
+    class Takes(nn.Linear):
+        def forward(self, given):
+            return super().forward(given["a"]) + given["b"]
+
+    with (
+        Pipeline([Turns(6, 6), Takes(6, 6)], PLAN, mse, engine="torch") as pipe,
+        pytest.raises(StageError, match=r"^0F1 on rank 0 gives its tensors in .*'b', 'a'.* in .*'a', 'b'.* before: "),
+    ):
+        pipe.step(*plain.batch(4))
+
+
 def test_a_stage_keeps_nothing_of_a_step_for_another_stage_of_its_rank():
     model = plain.mlp(4)
     with Pipeline(model, PLAN, mse, engine="torch") as pipe:

@@ -50,6 +50,7 @@ attempt("plan", lambda: pipeline(plan=GPipe(3, 4) if odd else None))
 attempt("sizes", lambda: pipeline(plan=OneFOneB(3, 5) if odd else None))
 attempt("model", lambda: pipeline(model=plain.mlp(6, width=8) if odd else None))
 attempt("reduction", lambda: pipeline(reduction="sum" if odd else "mean"))
+attempt("buffers", lambda: pipeline(replicated_buffers="lowest" if odd else "refuse"))
 
 
 # --- all the same, and then not
@@ -96,6 +97,25 @@ def run(what, at=6, **settings):
 attempt("raises", lambda: run(raises))
 attempt("narrow", lambda: run(lambda value: value[:, :4], at=None))
 attempt("narrow later", lambda: run(lambda value: value[:, :4]))
+
+
+class Reuses(nn.Module):
+    """Gives every micro-batch in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("room", torch.zeros(3, 6))
+
+    def forward(self, value):
+        return self.room.copy_(value.detach())
+
+
+def overwrites():
+    with pipeline([nn.Linear(6, 6), Reuses(), nn.Linear(6, 6)]) as pipe:
+        pipe.step(x, y)
+
+
+attempt("overwrites", overwrites)
 attempt("hangs", lambda: run(lambda value: time.sleep(2) or value, timeout=0.8))
 
 
@@ -162,6 +182,7 @@ def assert_told(facts, kind, told):
         ("sizes", r"3 ranks, 3 stages, 5 micro-batches there, 3 ranks, 3 stages, 4 micro-batches on rank 0$"),
         ("model", r"^rank 1 has another model than rank 0: 0\.weight of stage 0: \[8, 8\] float32 there, 0\.weight of"),
         ("reduction", r"^rank 1 has reduction sum, rank 0 has reduction mean: "),
+        ("buffers", r"^rank 1 has replicated_buffers lowest, rank 0 has replicated_buffers refuse: "),
     ],
 )
 def test_what_differs_between_processes_is_told_on_all_of_them_before_they_connect(ends, case, told):
@@ -209,6 +230,13 @@ def test_shapes_that_do_not_fit_are_found_before_they_are_sent(ends):
     first, second, third = ends("narrow later")
     assert_told([second], "StageError", told)
     assert_told([first, third], "RankError", told)
+
+
+def test_what_is_overwritten_after_it_was_given_is_refused_as_it_may_leave_before_or_after(ends):
+    first, failed, last = ends("overwrites")
+    told = r"1F0 on rank 1 gave a tensor that stage 1 wrote into afterwards: .*\n  try: clone"
+    assert_told([failed], "StageError", told)
+    assert_told([first, last], "RankError", told)
 
 
 def test_a_stage_that_hangs_is_given_up_on_every_process(ends):
@@ -304,3 +332,44 @@ def test_under_torchrun_which_ends_the_others_they_speak_before_they_end(tmp_pat
     for rank in (0, 2, 3):
         assert re.search(rf"{GONE}\n  rank {rank} (waits|was)", without_prefix(found.stderr)), found.stderr
     assert "Signal 9 (SIGKILL) received" in found.stderr  # torchrun's own account names the first one too
+
+
+KILLED_ELSEWHERE = """
+import os, signal, time
+import plain, torch
+from torch import nn
+import pipelab
+from pipelab.engine.processes import joining
+
+rank = int(os.environ["RANK"])
+joining._processes = lambda: f"host {rank}"  # each process on a host of its own, where nobody can look for the others
+
+
+class Acts(nn.Module):
+    def __init__(self, stage):
+        super().__init__()
+        self.stage, self.seen = stage, 0
+
+    def forward(self, value):
+        self.seen += 1
+        if self.stage == 2 and self.seen == 5:  # 2F0 of the second step
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.stage == 1 and self.seen == 7:  # 1F1, as one forward was to learn shapes: meanwhile
+            time.sleep(0.7)
+        if self.stage == 0 and self.seen == 8:  # 0F2: for which rank 1 would wait next
+            time.sleep(2.5)
+        return value
+
+
+stages = [nn.Sequential(nn.Linear(6, 6), Acts(stage)) for stage in range(3)]
+with pipelab.Pipeline(stages, pipelab.GPipe(3, 4), nn.functional.mse_loss, engine="torch", timeout=60) as pipe:
+    for _ in range(2):
+        pipe.step(*plain.batch(8))
+"""
+
+
+def test_a_rank_that_cannot_be_sent_to_is_named_and_not_the_one_that_is_waited_for_next():
+    ended = processes.run_in(3, KILLED_ELSEWHERE)
+    for rank in (0, 1):
+        told = without_prefix(ended[rank].err)
+        assert "RankError: rank 2 is gone: a connection to it was lost" in told, processes.shown(ended)

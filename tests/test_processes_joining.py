@@ -12,9 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from pipelab import RankError
-from pipelab.engine.processes.joining import facts_of_this_process, introduce
+from pipelab.engine.processes.joining import _await, facts_of_this_process, introduce
 
-SAME = {"plan": {"sizes": [2, 2, 2], "rows": ["", ""]}, "model": [], "reduction": "mean"}
+SAME = {
+    "plan": {"sizes": [2, 2, 2], "rows": ["", ""]},
+    "model": [],
+    "reduction": "mean",
+    "replicated_buffers": "refuse",
+}
 
 
 def met(*facts):
@@ -34,6 +39,16 @@ def met(*facts):
     for thread in threads:
         thread.join()
     return found
+
+
+def test_a_process_that_comes_just_when_it_is_given_up_is_not_missed():
+    class Late(dist.HashStore):
+        def check(self, keys):
+            there = super().check(keys)
+            self.set("hello/1", json.dumps(SAME))  # it comes while one looks who is missing
+            return there
+
+    assert _await(Late(), ["hello/1"], timeout=0) is None
 
 
 FIRST = {"host": "first", "address": "10.0.0.1", "networks": ["eth0"]}

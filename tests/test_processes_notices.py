@@ -137,14 +137,33 @@ def test_where_the_store_is_gone_its_holder_is():
     notices.leave("it closed its pipeline")
 
 
-def test_a_process_says_that_it_ends_before_others_lose_their_connection_to_it():
+ENDS = """
+import os, sys
+import torch.distributed as dist
+from pipelab.engine.processes.notices import Notices
+from pipelab.engine.processes.watch import Watch
+
+facts = {"pid": os.getpid(), "host": "node-a", "processes": "pid:[1]"}
+notices = Notices(dist.FileStore(sys.argv[1], 2), 1, [facts, facts])
+watch = Watch(1, notices, timeout=1, threads=1)
+"""
+
+
+def test_a_process_says_that_it_ends_before_others_lose_their_connection_to_it(tmp_path):
+    file = str(tmp_path / "store")
+    store = dist.FileStore(file, 2)
+    subprocess.run([sys.executable, "-c", ENDS, file], check=True, env=processes.environment(), timeout=60)
+    assert Notices(store, 0, everyone(os.getpid(), os.getpid())).gone() == (1, "rank 1 is gone: its script ended")
+
+
+def test_a_process_that_lets_go_of_its_pipeline_says_that_and_not_that_it_ends():
     store = dist.HashStore()
     own, others = os.getpid(), Notices(store, 0, everyone(os.getpid(), os.getpid()))
     watch = Watch(1, Notices(store, 1, everyone(own, own)), timeout=1, threads=1)
     assert others.gone() is None
-    del watch  # as at the end of the process
+    del watch
     gc.collect()
-    assert others.gone() == (1, "rank 1 is gone: its script ended")
+    assert others.gone() == (1, "rank 1 is gone: it let go of its pipeline, which it did not close")
 
 
 def test_a_fork_of_a_process_does_not_leave_for_it():
@@ -197,6 +216,12 @@ def raising(error):
 WORKS = Doing(lambda: "was at work")
 
 
+def test_a_process_ends_well_where_its_store_was_never_asked():
+    code = "import torch.distributed as dist; from pipelab.engine.processes.store import AnsweringStore"
+    code += "; store = AnsweringStore(dist.HashStore(), None)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=processes.environment(), timeout=60)
+
+
 def test_what_is_looked_after_runs_in_a_thread_of_its_own_and_returns(watch):
     name = watch.attend(lambda: threading.current_thread().name, WORKS)
     assert name == "pipelab-rank-0"
@@ -216,9 +241,9 @@ def test_any_other_error_ends_the_pipeline(watch):
         watch.attend(lambda: 5, WORKS)
 
 
-def test_a_lost_connection_is_blamed_on_the_rank_that_was_waited_for(watch):
+def test_a_lost_connection_is_blamed_on_the_rank_that_a_value_was_exchanged_with(watch):
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:4711")
-    doing = Doing(lambda: "waits for rank 3", waits_for=lambda: 3)
+    doing = Doing(lambda: "waits for rank 3", meets=lambda: 3)
     expected = r"^rank 3 is gone: a connection to it was lost .*\n  rank 0 waits for rank 3$"
     with pytest.raises(RankError, match=expected) as told:
         watch.attend(raising(lost), doing)

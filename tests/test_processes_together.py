@@ -269,6 +269,25 @@ say(
     refused=refused,
     reduces=[str(event.action) for event in trace.events if event.action.kind == "R"],
 )
+
+# [5] what only its own process can see: a stage's state from earlier micro-batches, in no buffer
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 6), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (1 + self.calls / 10)
+
+
+stages = [nn.Linear(6, 6), Counts(), *plain.mlp(3)[::2]]
+with Pipeline(stages, pipelab.GPipe(4, 4), mse, engine="torch", timeout=30) as pipe:
+    try:
+        told = str(pipe.verify(x, y))
+    except pipelab.VerificationError as error:
+        told = str(error)
+    say(case="stateful", told=told, goes_on=bool(pipe.step(x, y).loss > 0))
 """
 
 
@@ -309,6 +328,13 @@ def test_outputs_of_a_step_stay_on_the_last_stages_process_and_those_of_a_forwar
 def test_every_process_verifies_all_parameters(said):
     for (fact,) in said("bits"):
         assert (fact["exact"], fact["compared"], fact["whole"]) == (True, 16, True)
+
+
+def test_a_difference_that_one_process_sees_is_told_alike_on_all_and_the_pipeline_goes_on(said):
+    facts = [fact for each in said("stateful") for fact in each]
+    assert len({fact["told"] for fact in facts}) == 1
+    assert re.match(r"the gradient of 0\.weight \(stage 0\) differs .*\nmicro-batch 0 is the first", facts[0]["told"])
+    assert all(fact["goes_on"] for fact in facts)
 
 
 def test_every_process_has_the_trace_of_all_with_the_error_of_its_clock(said):

@@ -86,6 +86,9 @@ class Home(Protocol):
     def gather_state(self) -> None:
         """Have the parameters and buffers of all stages here, as they are now."""
 
+    def first_to_say(self, words: str) -> str:
+        """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""
+
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the gradients of all stages, of which `parameters` are those held here; return their norm before."""
 
@@ -107,6 +110,10 @@ class OneProcess:
 
     def gather_state(self) -> None:
         """Do nothing: it is here."""
+
+    def first_to_say(self, words: str) -> str:
+        """Return it: nobody else could."""
+        return words
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip as PyTorch does."""

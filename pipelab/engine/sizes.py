@@ -22,10 +22,10 @@ def short(count: int) -> str:
     """Return a number in few characters.
 
     Example:
-        >>> short(1632), short(12_345), short(1_050_000)
-        ('1632', '12.3k', '1.05M')
+        >>> short(1632), short(12_345), short(999_900), short(1_050_000)
+        ('1632', '12.3k', '1M', '1.05M')
     """
     for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= max(unit, 10_000):
+        if count >= max(0.9995 * unit, 10_000):  # three digits of less would be rounded up to four
             return f"{count / unit:.3g}{name}"
     return str(count)

@@ -102,9 +102,12 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         differences = _differences(ours, reference)
         wrong = [name for name, gradient in ours.items() if not differences[name] <= _tolerance(pipe, gradient)]
         worst = max(differences.values(), default=0.0)
+        seen = ""
         if wrong and not draws:
-            allowed = _tolerance(pipe, ours[wrong[0]])
-            raise VerificationError(_explanation(pipe, x, y, wrong, differences[wrong[0]], allowed, rewind))
+            seen = _difference(wrong, differences[wrong[0]], _tolerance(pipe, ours[wrong[0]]))
+        # Each process has a reference of its own: where a stage's state is in one process only, that one sees it.
+        if seen := pipe.home.first_to_say(seen):
+            raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
         unproven = _unproven(pipe.stages.model, draws)
         whole = None if unproven else _whole_batch_difference(pipe, x, y, reference)
     return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven, compared=not wrong)
@@ -163,29 +166,31 @@ def _backward(pipe: Pipeline, loss: Loss, output: Any) -> None:
         value.backward(loss.gradient(0, value))
 
 
-def _explanation(
-    pipe: Pipeline, x: Any, y: Any, wrong: list[str], difference: float, allowed: float, rewind: Any
-) -> str:
-    """Say which parameters differ, and find the first micro-batch that alone makes a difference."""
-    lines = [
+def _difference(wrong: list[str], difference: float, allowed: float) -> str:
+    """Say which parameters' gradients differ: the first one by how much, and how many."""
+    return (
         f"the gradient of {wrong[0]} differs from the plain model's by {difference:.1e} (2-norm, relative; "
         f"allowed {allowed:.0e}); {len(wrong)} parameter{'s differ' if len(wrong) > 1 else ' differs'} in all"
-    ]
+    )
+
+
+def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Any) -> str:
+    """Find the first micro-batch that alone makes a difference."""
     for microbatch in range(pipe.plan.microbatches):
         pipe.run(x, y, only=microbatch)
         pipe.home.gather_gradients()
-        ours = {each: _gradient(parameter) for each, parameter in _named(pipe)}
+        ours = {name: _gradient(parameter) for name, parameter in _named(pipe)}
         rewind()
-        plain = _plain(pipe, x, y, microbatch)
+        differences = _differences(ours, _plain(pipe, x, y, microbatch))
         rewind()
-        for each, off in _differences(ours, plain).items():
-            if not off <= _tolerance(pipe, ours[each]):
-                lines.append(f"micro-batch {microbatch} is the first that differs, at {each}")
-                lines.append("try: look for state that the stage keeps from one micro-batch to the next")
-                return "\n".join(lines)
-    lines.append("every micro-batch alone is right: they differ only together")
-    lines.append("try: look for state that a stage keeps from one micro-batch to the next")
-    return "\n".join(lines)
+        wrong = [name for name, off in differences.items() if not off <= _tolerance(pipe, ours[name])]
+        seen = f"micro-batch {microbatch} is the first that differs, at {wrong[0]}" if wrong else ""
+        if seen := pipe.home.first_to_say(seen):
+            return f"{seen}\ntry: look for state that the stage keeps from one micro-batch to the next"
+    return (
+        "every micro-batch alone is right: they differ only together\n"
+        "try: look for state that a stage keeps from one micro-batch to the next"
+    )
 
 
 @contextmanager

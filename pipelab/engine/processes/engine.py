@@ -26,7 +26,7 @@ from pipelab.engine.processes.passage import Passage
 from pipelab.engine.processes.reducing import Reducer
 from pipelab.engine.processes.stages import ProcessStage
 from pipelab.engine.processes.watch import Doing, Watch
-from pipelab.engine.processes.wording import awaited_rank, doing
+from pipelab.engine.processes.wording import doing, met_rank
 from pipelab.engine.replicas import Buffers, refuse_lost_hooks
 from pipelab.engine.stage import Loss, Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
@@ -104,7 +104,7 @@ class TorchEngine:
         self._clock = Clock()
         self._passage: Passage | None = None
         self._call = "begin"
-        self._doing = Doing(self._told, self._progress, lambda: awaited_rank(plan, self._passage))
+        self._doing = Doing(self._told, self._progress, lambda: met_rank(plan, self._passage))
 
     def run(
         self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
@@ -202,6 +202,8 @@ class TorchEngine:
             if self._buffers is not None:
                 self._buffers.begin()
             self._runtime([(each,) for each in inputs])
+            for stage in self._stages:
+                stage.refuse_overwritten()
             if self._buffers is not None:
                 self._buffers.end()
 

@@ -106,6 +106,36 @@ class Form:
             parcels.append(torch.tensor(there or [True], dtype=torch.uint8, device=device))
         return parcels
 
+    def misfit(self, value: Any, giver: str, rows: int) -> str:
+        """Return how a value differs from this form, which others of as many rows had; "" if it does not.
+
+        Args:
+            value: what a stage gave.
+            giver: which stage.
+            rows: of how many rows.
+        """
+        parts, spec = take_apart(value)
+        if len(parts) != len(self.parts) or not all(map(_fits, parts, self.parts)):
+            return (
+                f"gives {form_of(value, giver)}, where micro-batches of {rows} rows gave {self} before: between "
+                "processes a stage's output has one shape and type\n  try: engine='threads', where it may change"
+            )
+        if spec != self.spec:
+            new, old = (" ".join(str(each).split()) for each in (spec, self.spec))
+            return (
+                f"gives its tensors in {new}, where micro-batches of {rows} rows gave them in {old} before: "
+                "between processes a stage's output is always put together alike, with keys in the same order\n"
+                "  try: engine='threads', where that may change"
+            )
+        learns = [part.requires_grad for part in parts if part is not None]
+        if learns != self.learns:
+            return (
+                f"gives tensors with a history {learns}, where micro-batches of {rows} rows gave {self.learns} before: "
+                "between processes the same gradients come back for every micro-batch\n"
+                "  try: engine='threads', where that may change"
+            )
+        return ""
+
     @property
     def _learning(self) -> list[TensorForm]:
         return [part for part in self.parts if part is not None and part.learns]
@@ -141,3 +171,9 @@ def form_of(value: Any, giver: str, learns: Sequence[bool] | None = None) -> For
         for part in parts
     ]
     return Form(spec, tuple(forms))
+
+
+def _fits(part: Any, expected: TensorForm | None) -> bool:
+    if expected is None:
+        return part is None
+    return isinstance(part, torch.Tensor) and part.shape == expected.shape and part.dtype == expected.dtype

@@ -39,6 +39,7 @@ class Worker:
         """Start the thread."""
         self._jobs: _Jobs = queue.SimpleQueue()
         idle = threading.Event()
+        idle.set()
         arguments = (self._jobs, idle, threads)
         self.thread = threading.Thread(target=_live, args=arguments, name=name, daemon=True)
         _idle[self.thread] = idle

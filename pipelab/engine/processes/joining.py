@@ -119,7 +119,7 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
 
 
 _LONG = ("plan", "model")
-_SAME = ("pipelab", "torch", "plan", "model", "reduction")
+_SAME = ("pipelab", "torch", "plan", "model", "reduction", "replicated_buffers")
 
 
 def _await(store: Store, keys: list[str], timeout: float | None) -> None:
@@ -132,8 +132,7 @@ def _await(store: Store, keys: list[str], timeout: float | None) -> None:
     pause = 0.005
     while not _there(store, keys):
         waited = time.monotonic() - began
-        if timeout is not None and waited > timeout:
-            missing = _missing(store, keys)
+        if timeout is not None and waited > timeout and (missing := _missing(store, keys)):
             raise RankError(
                 f"rank {missing} made no Pipeline within {waited:.3g} s, for which the others wait\n"
                 "  it failed before, or it makes none: look at its own output",

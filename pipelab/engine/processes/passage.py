@@ -38,6 +38,9 @@ class Passage:
         waited: per action, nanoseconds spent waiting for a value from another rank.
         position: how many actions are done.
         computing: whether one is running, rather than waited for.
+        waiting: whether what the next one needs from another rank is being waited for.
+        peer: the rank to which a value was last about to be sent, or from which one was about to be received, since the
+            last action.
     """
 
     row: Sequence[Action]
@@ -55,6 +58,8 @@ class Passage:
     waited: list[int] = field(default_factory=list)
     position: int = 0
     computing: bool = False
+    waiting: bool = False
+    peer: int | None = None
 
     def __post_init__(self) -> None:
         """Make room for the outputs and the waits."""
@@ -68,12 +73,14 @@ class Passage:
     def wait(self, wait: Callable[[], None]) -> None:
         """Wait for what the next action needs from another rank; note how long that took."""
         asked = time.perf_counter_ns()
+        self.waiting = True
         wait()
+        self.waiting = False
         self.waited[self.position] = time.perf_counter_ns() - asked
 
     def timed(self, work: Callable[[], Any]) -> Any:
         """Run the next action between two readings of the clock."""
-        self.computing = True
+        self.computing, self.peer = True, None
         here.began = self.lane.mark()
         self.begun.append(here.began)
         made = work()

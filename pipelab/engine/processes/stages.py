@@ -23,12 +23,11 @@ from pipelab.engine.explaining import stage_error
 from pipelab.engine.finite import refuse_nan
 from pipelab.engine.instructions import Act
 from pipelab.engine.processes.connecting import Connections
-from pipelab.engine.processes.forms import Form, form_of
+from pipelab.engine.processes.forms import Form
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
 from pipelab.engine.processes.reducing import Reducer
 from pipelab.engine.stage import Stage
-from pipelab.engine.trees import take_apart
 from pipelab.errors import StageError
 
 __all__ = ["ProcessStage"]
@@ -61,6 +60,7 @@ class ProcessStage:
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank: dict[int, int] = {}
         self._rank = rank
+        self._ranks = part.ranks
         self._microbatches = part.microbatches
         self._reducer = reducer
 
@@ -71,13 +71,28 @@ class ProcessStage:
         self.gradients: dict[int, Any] = {}
         self.made: dict[int, Any] = {}
         self.back: dict[int, Any] = {}
+        self.sent: list[tuple[int, torch.Tensor, int]] = []
         passage.kept[self.stage_index] = {}
 
     def end(self) -> None:
         """Let go of the step, and of all that is left of it."""
         del self.passage
-        for values in (self.given, self.gradients, self.made, self.back):
+        for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
+
+    def refuse_overwritten(self) -> None:
+        """After all is sent, refuse a stage that wrote into an output of its own: nobody knows what left.
+
+        Raises:
+            StageError: naming the output.
+        """
+        for microbatch, parcel, version in self.sent:
+            if _version(parcel) != version:
+                raise self._error(
+                    microbatch,
+                    f"gave a tensor that stage {self.stage_index} wrote into afterwards: it may have been sent before "
+                    "that or after\n  try: clone what the stage keeps and goes on writing into, before it returns it",
+                )
 
     # --- what the runtime computes
 
@@ -156,7 +171,9 @@ class ProcessStage:
     def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of a micro-batch's output."""
         form = self.passage.form(self.stage_index, microbatch)
-        return self._ops(dist.isend, form.parcels(self.made.pop(microbatch), self.device), self.stage_index + 1)
+        parcels = form.parcels(self.made.pop(microbatch), self.device)
+        self.sent += [(microbatch, parcel, _version(parcel)) for parcel in parcels]
+        return self._ops(dist.isend, parcels, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for the gradients of a micro-batch's output."""
@@ -179,6 +196,7 @@ class ProcessStage:
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
+        self.passage.peer = self._ranks[peer]  # PyTorch's runtime opens these as soon as it has them
         lines = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # they have no gaps
         return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]
 
@@ -225,31 +243,13 @@ class ProcessStage:
             StageError: with both.
         """
         form: Form = self.passage.form(self.stage_index, microbatch)
-        parts, _ = take_apart(made)
-        same = len(parts) == len(form.parts) and all(
-            part is None if expected is None else _fits(part, expected)
-            for part, expected in zip(parts, form.parts, strict=True)
-        )
-        action = self._named(F(microbatch, self.stage_index))
-        if not same:
-            raise StageError(
-                f"{action} on rank {self._rank} gives {form_of(made, f'stage {self.stage_index}')}, where "
-                f"micro-batches of {self.passage.counts[microbatch]} rows gave {form} before: between processes a "
-                "stage's output has one shape and type\n  try: engine='threads', where it may change",
-                self._rank,
-                self.stage_index,
-                str(action),
-            )
-        learns = [part.requires_grad for part in parts if part is not None]
-        if learns != form.learns:
-            raise StageError(
-                f"{action} on rank {self._rank} gives tensors with a history {learns}, where micro-batches of "
-                f"{self.passage.counts[microbatch]} rows gave {form.learns} before: between processes the same "
-                "gradients come back for every micro-batch\n  try: engine='threads', where that may change",
-                self._rank,
-                self.stage_index,
-                str(action),
-            )
+        if misfit := form.misfit(made, f"stage {self.stage_index}", self.passage.counts[microbatch]):
+            raise self._error(microbatch, misfit)
+
+    def _error(self, microbatch: int, told: str) -> StageError:
+        """Return what is wrong about a forward."""
+        action = str(self._named(F(microbatch, self.stage_index)))
+        return StageError(f"{action} on rank {self._rank} {told}", self._rank, self.stage_index, action)
 
 
 class _Local:
@@ -261,5 +261,6 @@ class _Local:
         self.value = value
 
 
-def _fits(part: Any, expected: Any) -> bool:
-    return isinstance(part, torch.Tensor) and part.shape == expected.shape and part.dtype == expected.dtype
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory was written into; 0 for one of inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - there is no public way

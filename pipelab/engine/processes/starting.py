@@ -113,6 +113,7 @@ def _facts(job: Job, device: torch.device) -> dict[str, Any]:
         "plan": describe_plan(job.plan),
         "model": describe_model(job.stages.modules),
         "reduction": job.reduction,
+        "replicated_buffers": job.replicated_buffers,
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import queue
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -57,12 +58,12 @@ class Doing:
     Attributes:
         told: says what this process is doing, as in "rank 0 waits …".
         progress: gives something that changes when the work gets on.
-        waits_for: gives the rank that the work waits for, if it can be known.
+        meets: gives the rank with which the work exchanges a value, if it does.
     """
 
     told: Callable[[], str]
     progress: Callable[[], object] = lambda: None
-    waits_for: Callable[[], int | None] = lambda: None
+    meets: Callable[[], int | None] = lambda: None
 
 
 class Watch:
@@ -86,7 +87,7 @@ class Watch:
         self._calls = 0
         self._closer = weakref.finalize(self, self._worker.end)
         # At the process's end before its connections are gone: others should hear it before they lose one.
-        self._leaver = weakref.finalize(self, notices.leave, "its script ended")
+        self._leaver = weakref.finalize(self, _leave, notices)
 
     def attend(self, work: Callable[[], Result], doing: Doing) -> Result:
         """Run some work in the worker thread and wait for it; return what it returns.
@@ -194,7 +195,7 @@ class Watch:
                 time.sleep(_PAUSE_SECONDS / 8)
                 notice = self._notices.news()
         if notice is None:
-            suspect = doing.waits_for()
+            suspect = doing.meets()
             name = "another process" if suspect is None else f"rank {suspect}"
             lost = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
             notice = self._notices.tell(-1 if suspect is None else suspect, lost)
@@ -231,6 +232,12 @@ class Watch:
         notice, gone = self._notices.news(), self._notices.gone()
         known = notice.told if notice else gone[1] if gone else "no other process has said why"
         return f"{known}\n  rank {self.rank} {doing.told()}"
+
+
+def _leave(notices: Notices) -> None:
+    """Tell the others that a pipeline is gone which was not closed: its process ends, or nobody holds it any more."""
+    ends = not threading.main_thread().is_alive()
+    notices.leave("its script ended" if ends else "it let go of its pipeline, which it did not close")
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.processes.agreement import agree, gathered
@@ -73,6 +74,11 @@ class ManyProcesses:
         self._settle()
         self._engine.attend(lambda: self._each("verify(x, y)", _bring_gradients), "verify(x, y)")
 
+    def first_to_say(self, words: str) -> str:
+        """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""
+        found: str = self._engine.attend(lambda: self._first_to_say(words), "verify(x, y)")
+        return found
+
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
         # A replicated stage has the same gradients on all its ranks: it counts once.
@@ -97,6 +103,13 @@ class ManyProcesses:
         group = self._engine.group
         agree(group, "clip_grad_norm_()", f"norm_type {norm_type}")
         return gathered(own, group)
+
+    def _first_to_say(self, words: str) -> str:
+        group = self._engine.group
+        agree(group, "verify(x, y)", "compared what it knows")
+        told = [""] * dist.get_world_size(group)
+        dist.all_gather_object(told, words, group=group)
+        return next(filter(None, told), "")
 
     def _settle(self) -> None:
         """Wait for what the caller has launched on this process's device: another thread will read what it makes."""

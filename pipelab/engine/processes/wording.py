@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelab.engine.processes.passage import Passage
 from pipelab.plan import Plan
 
-__all__ = ["awaited_rank", "doing"]
+__all__ = ["doing", "met_rank"]
 
 
 def doing(plan: Plan, call: str, passage: Passage | None) -> str:
@@ -32,10 +32,15 @@ def doing(plan: Plan, call: str, passage: Passage | None) -> str:
     return f"waits, before {place}, for what {numbering.action(giver)} on rank {rank} gives"
 
 
-def awaited_rank(plan: Plan, passage: Passage | None) -> int | None:
-    """Return the rank whose value this process waits for, if it waits for one rank's."""
+def met_rank(plan: Plan, passage: Passage | None) -> int | None:
+    """Return the rank with which this process exchanges a value now: one that it waits for, or else sends to, say.
+
+    At the end of the row it waits for all that it has sent, to whichever rank: then it is nobody in particular.
+    """
     if passage is None or passage.computing or passage.position >= len(passage.row):
         return None
+    if not passage.waiting:
+        return passage.peer
     giver = _giver(plan, passage)
     return None if giver is None else plan.program.rank_of[giver]
 

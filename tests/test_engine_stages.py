@@ -223,3 +223,66 @@ def test_other_number_types_pass_between_stages(dtype):
         pipe.step(x, y)
         assert plain.equal(plain.taken(model), expected)
         pipe.verify(x, y)
+
+
+class WritesAgain(nn.Module):
+    """Writes every micro-batch's output into the same memory, as code that saves allocations does."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.view = view
+        self.register_buffer("room", torch.zeros(4, 6), persistent=False)
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            return x * 2
+        room = self.room[: len(x)] if self.view else self.room
+        return room.copy_(x * 2)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_evaluation_never_gives_what_a_stage_has_overwritten(view, place):
+    x, _ = plain.batch(16)
+    stages = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    stages[place] = WritesAgain(view)
+    with Pipeline(stages, GPipe(2, 4), mse) as pipe:
+        found = told = None
+        try:
+            found = pipe.forward(x)
+        except StageError as error:
+            told = str(error)
+    if told is None:  # the next stage had finished every time
+        assert (place, view) == (0, True)
+        torch.testing.assert_close(found, stages[1](x * 2).detach())
+    else:
+        assert "wrote into an output that it had given for an earlier micro-batch" in told
+
+
+@pytest.mark.parametrize(
+    "first", [nn.Identity(), nn.ReLU(inplace=True), nn.Flatten()], ids=lambda each: type(each).__name__
+)
+def test_an_evaluation_may_pass_on_what_it_was_given_and_write_into_its_own(first):
+    x, _ = plain.batch(16)
+    stages = [first, nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True))]
+    with Pipeline(stages, GPipe(2, 4), mse) as pipe:
+        found = pipe.forward(x.clone())
+    torch.testing.assert_close(found, nn.Sequential(*stages)(x).detach())
+
+
+class Constant(nn.Module):
+    """Gives the same rows for every micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, x):
+        return self.rows.expand(len(x), -1)
+
+
+def test_an_evaluation_may_give_the_same_memory_again_if_nobody_writes_into_it():
+    x, _ = plain.batch(16)
+    stages = [Constant(), nn.Linear(6, 6)]
+    with Pipeline(stages, GPipe(2, 4), mse) as pipe:
+        torch.testing.assert_close(pipe.forward(x), stages[1](stages[0](x)).detach())

@@ -9,6 +9,7 @@ The autograd graph of a micro-batch lives from its forward to its backward, with
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from pipelab.engine.autograd import run_backward
 from pipelab.engine.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
-from pipelab.errors import LossError
+from pipelab.errors import EngineError, LossError
 
 __all__ = ["Loss", "Stage"]
 
@@ -157,9 +158,25 @@ class Stage:
         """Run what `backward_input` left of one micro-batch (`W`): the gradients of the stage's weights."""
         weight_gradients(kept.pop(microbatch))
 
-    def evaluate(self, _microbatch: int, given: Any, _kept: dict[int, Any], _loss: Loss | None) -> Any:
-        """Run one micro-batch forward, keeping nothing."""
-        return self.module(map_tensors(torch.clone, given) if self.clones_input else given)
+    def evaluate(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
+        """Run one micro-batch forward, without gradients; keep nothing but what an output's memory looked like.
+
+        Raises:
+            EngineError: if the stage writes into an output that it has given for an earlier micro-batch.
+        """
+        earlier = [each for handed in kept.values() for each in handed if each.tensor() is not None]
+        in_use = [each.tensor() for each in earlier]  # it stays so until the stage has run
+        made = self.module(map_tensors(torch.clone, given) if self.clones_input else given)
+        outputs = [tensor for tensor in tensors_of(made) if not tensor.is_inference()]
+        places = {tensor.data_ptr() for tensor in outputs}
+        for each, tensor in zip(earlier, in_use, strict=True):
+            if tensor is not None and tensor._version != each.version and tensor.data_ptr() in places:  # noqa: SLF001 - there is no public way
+                raise EngineError(
+                    "the stage wrote into an output that it had given for an earlier micro-batch, which may still be "
+                    "read\n  try: clone what the stage keeps and goes on writing into, before it returns it"
+                )
+        kept[microbatch] = [_Handed(weakref.ref(tensor), tensor._version) for tensor in outputs]  # noqa: SLF001
+        return made
 
     def _starts(
         self, microbatch: int, output: Any, gradients: Any, loss: Loss
@@ -177,6 +194,14 @@ class Stage:
             if grad is not None and tensor.requires_grad
         ]
         return [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """An output that others may still read, and how often its memory had been written into when it was given."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
 
 
 def _handed_back(gradients: list[torch.Tensor | None]) -> Any:

@@ -13,6 +13,7 @@ from pipelab.engine.partition import cut
 from pipelab.engine.relocation import move
 from pipelab.engine.sizes import count_parameters, short
 from pipelab.engine.tracing import TracedStages
+from pipelab.engine.uncuttable import BACKWARD_HOOKS, refuse_hooks, refuse_shared
 from pipelab.errors import SplitError, require_size
 
 __all__ = ["Stages", "split"]
@@ -37,7 +38,7 @@ class Stages:
         self.model = model
         self.modules = list(modules)
         self.sizes = tuple(sizes)
-        _refuse_shared(self.modules, model)
+        refuse_shared(self.modules, model)
         self.require_no_lost_hooks()
 
     def place(self, devices: Sequence[torch.device]) -> None:
@@ -58,7 +59,7 @@ class Stages:
         Raises:
             SplitError: naming the module and the kind of hook.
         """
-        _refuse_hooks("the whole model", self.model, "it is never run as a whole: register the hook on a layer")
+        refuse_hooks("the whole model", self.model, "it is never run as a whole: register the hook on a layer")
 
     def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:  # noqa: ARG002
         """Return the stages to evaluate with, in the model's present training mode; here, the same."""
@@ -105,7 +106,7 @@ class _Traced(Stages):
         """
         for name, module in self.model.named_modules():
             what = f"layer {name!r}" if name else "the model"
-            _refuse_hooks(what, module, "PyTorch's tracer leaves it out: give a list of stage modules", _BACKWARD_HOOKS)
+            refuse_hooks(what, module, "PyTorch's tracer leaves it out: give a list of stage modules", BACKWARD_HOOKS)
 
     def require_rows(self, counts: Sequence[int]) -> None:
         """Refuse other row counts than the example's, and another training mode.
@@ -253,50 +254,3 @@ def _weights(layers: Sequence[nn.Module], by: Balance, times: Callable[[], list[
     if by == "parameters":
         return [float(count_parameters(layer)) for layer in layers]
     return times()
-
-
-def _refuse_shared(modules: Sequence[nn.Module], model: nn.Module) -> None:
-    """Refuse a parameter or a buffer that two stages use.
-
-    Raises:
-        SplitError: with its name and both stages.
-    """
-    names = {id(tensor): name for name, tensor in reversed(_state(model))}
-    owner: dict[int, int] = {}
-    for stage, module in enumerate(modules):
-        for name, tensor in _state(module):
-            first = owner.setdefault(id(tensor), stage)
-            if first != stage:
-                what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                raise SplitError(
-                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}: a {what} "
-                    "lives on one stage; cut the model elsewhere, or give each stage its own"
-                )
-
-
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", *_BACKWARD_HOOKS)
-
-
-def _refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str] = _HOOKS) -> None:
-    """Refuse a module that carries hooks of these kinds.
-
-    Raises:
-        SplitError: naming the kind, and why it would be lost.
-    """
-    for kind in kinds:
-        count = len(getattr(module, kind))
-        if count:
-            words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
-            raise SplitError(
-                f"{what} has {count} {words} hook{'s' if count > 1 else ''} that a pipeline would not call, because "
-                f"{reason}, or take it off with handle.remove()"
-            )
-
-
-def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the module's parameters and buffers, each under every name that it has."""
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]

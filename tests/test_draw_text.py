@@ -158,7 +158,7 @@ def test_nothing_that_takes_time_still_draws():
     trace = pipelab.simulate(pipelab.OneFOneB(2, 300), Cost(forward=0, backward=0, latency=1))
     drawn = text.timeline(trace, 120, colour=False)
     assert "bubble 100.0 %" in drawn
-    assert all(set(row) <= set("·▏┄ more0123456789") for row in lanes(drawn))
+    assert all(set(row) <= set("·┄ more0123456789") for row in lanes(drawn))
 
 
 def test_a_measured_trace_begins_at_zero():

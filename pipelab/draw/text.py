@@ -175,7 +175,7 @@ def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour
         if text:
             row[start - begin : until - begin] = [_painted(text, bar) if colour else text, *[""] * (len(text) - 1)]
             at = until
-        else:
+        elif bar.end > bar.start:
             short.append(start - begin)
     for place in short:
         if place < len(row) and row[place] == "·":

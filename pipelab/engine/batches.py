@@ -47,7 +47,8 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
     if rows < microbatches:
         raise BatchError(
             f"a batch of {rows} row{'s' if rows != 1 else ''} cannot fill {microbatches} micro-batches: "
-            f"use at most {rows} micro-batches, or a batch of at least {microbatches} rows"
+            f"use at most {rows} micro-batch{'es' if rows != 1 else ''}, or a batch of at least {microbatches} rows; "
+            "drop_last=True leaves a DataLoader's short last batch out"
         )
     each, more = divmod(rows, microbatches)
     return [each + (index < more) for index in range(microbatches)]

@@ -39,8 +39,9 @@ def report_to_torchrun() -> None:
 
 
 def _words(error: Exception) -> str:
-    """Return what an error says; of one that is not pipelab's own, also where it was raised."""
-    place = "" if isinstance(error, PipelabError) else f"\n  at {students_line(error)}"
+    """Return what an error says, and where it was raised, if it does not say so itself."""
+    says_where = isinstance(error, PipelabError) and "\n  at " in str(error)
+    place = "" if says_where else f"\n  at {students_line(error)}"
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -108,9 +108,15 @@ def test_a_process_leaves_the_error_that_ends_it_and_shows_it_as_ever(tmp_path):
     assert told.startswith("Traceback")
 
 
-def test_pipelabs_own_errors_are_left_as_they_are(tmp_path):
+def test_pipelabs_own_errors_are_left_with_the_scripts_line_unless_they_name_one(tmp_path):
     left, _ = left_by(tmp_path, "import pipelab\npipelab.simulate(pipelab.Plan.parse(['0F0']))\n")
     assert left["message"]["message"].startswith("ScheduleError: 1 fault in Plan(ranks=1, ")
+    assert left["message"]["message"].endswith(
+        "train.py, line 2, in <module>: pipelab.simulate(pipelab.Plan.parse(['0F0']))"
+    )
+    own = "import pipelab\nraise pipelab.StageError('1F0 failed\\n  at mine.py, line 7', 1, 1, '1F0')\n"
+    (tmp_path / "own").mkdir()
+    assert left_by(tmp_path / "own", own)[0]["message"]["message"] == "StageError: 1F0 failed\n  at mine.py, line 7"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,11 @@ def test_what_the_script_itself_recorded_stays(tmp_path):
             "os._exit(7)",
             "pipelab: rank 1 ended first, with exit code 7: what it said itself, if anything, stands above",
         ),
-        ("pipelab.OneFOneB(0, 1)", "SizeError: ranks=0: expected a whole number, at least 1"),
+        (
+            "pipelab.OneFOneB(0, 1)",
+            "SizeError: ranks=0: expected a whole number, at least 1\n"
+            "  at SCRIPT, line 5, in <module>: pipelab.OneFOneB(0, 1)",
+        ),
     ],
 )
 def test_launch_repeats_at_the_end_what_failed(tmp_path, end, last):

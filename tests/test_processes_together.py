@@ -288,6 +288,18 @@ with Pipeline(stages, pipelab.GPipe(4, 4), mse, engine="torch", timeout=30) as p
     except pipelab.VerificationError as error:
         told = str(error)
     say(case="stateful", told=told, goes_on=bool(pipe.step(x, y).loss > 0))
+
+# [6] a loss that is another one in one process, and of the whole batch only
+def loss_fn(output, target):
+    return mse(output, target) * (2 if rank == 2 and len(target) == ROWS else 1)
+
+
+with Pipeline(plain.mlp(4), pipelab.GPipe(4, 4), loss_fn, engine="torch", timeout=30) as pipe:
+    try:
+        told = str(pipe.verify(x, y))
+    except pipelab.VerificationError as error:
+        told = str(error)
+    say(case="whole", told=told, goes_on=bool(pipe.step(x, y).loss > 0))
 """
 
 
@@ -334,6 +346,14 @@ def test_a_difference_that_one_process_sees_is_told_alike_on_all_and_the_pipelin
     facts = [fact for each in said("stateful") for fact in each]
     assert len({fact["told"] for fact in facts}) == 1
     assert re.match(r"the gradient of 0\.weight \(stage 0\) differs .*\nmicro-batch 0 is the first", facts[0]["told"])
+    assert all(fact["goes_on"] for fact in facts)
+
+
+def test_a_difference_from_the_whole_batch_that_one_process_sees_is_told_alike_on_all(said):
+    facts = [fact for each in said("whole") for fact in each]
+    assert len(facts) == 4
+    assert len({fact["told"] for fact in facts}) == 1
+    assert "their sum is not the whole batch's" in facts[0]["told"]
     assert all(fact["goes_on"] for fact in facts)
 
 

@@ -109,20 +109,25 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         if seen := pipe.home.first_to_say(seen):
             raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
         unproven = _unproven(pipe.stages.model, draws)
-        whole = None if unproven else _whole_batch_difference(pipe, x, y, reference)
+        whole, seen = (None, "") if unproven else _whole_batch_difference(pipe, x, y, reference)
+        if seen := pipe.home.first_to_say(seen):
+            raise VerificationError(seen)
     return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven, compared=not wrong)
 
 
-def _whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str, torch.Tensor]) -> float | None:
+def _whole_batch_difference(
+    pipe: Pipeline, x: Any, y: Any, reference: dict[str, torch.Tensor]
+) -> tuple[float | None, str]:
     """Return how far the micro-batches' gradients are from those of the whole batch at once.
 
-    Raises:
-        VerificationError: if they are far: the loss does not average as `reduction` says.
+    Returns:
+        The difference, `None` where the model cannot be run so; and if they are far, for the loss does not average as
+        `reduction` says, what to say of that.
     """
     model = pipe.stages.model
     devices = set(pipe.home.devices)
     if len(devices) > 1 or isinstance(model, nn.ModuleList):
-        return None
+        return None, ""
     (device,) = devices
     if pipe.stages.is_traced and isinstance(x, (tuple, list)):
         output = model(*_moved(_batch(pipe, x), device))
@@ -131,15 +136,15 @@ def _whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str,
     _backward(pipe, Loss(pipe.loss_fn, [_moved(y, device)], [1.0]), output)
     differences = _differences(reference, {name: _gradient(parameter) for name, parameter in _named(pipe)})
     name = max(differences, key=lambda each: differences[each])
-    if not differences[name] <= _whole_batch_tolerance(pipe):
-        reduction = pipe.reduction if isinstance(pipe.reduction, str) else "a function"
-        raise VerificationError(
-            f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
-            f"{name} differs by {differences[name]:.1e} (2-norm, relative)\n"
-            f"  reduction is {reduction!r}; it must say how loss_fn averages over rows\n"
-            "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch"
-        )
-    return differences[name]
+    if differences[name] <= _whole_batch_tolerance(pipe):
+        return differences[name], ""
+    reduction = pipe.reduction if isinstance(pipe.reduction, str) else "a function"
+    return differences[name], (
+        f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
+        f"{name} differs by {differences[name]:.1e} (2-norm, relative)\n"
+        f"  reduction is {reduction!r}; it must say how loss_fn averages over rows\n"
+        "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch"
+    )
 
 
 def _plain(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:

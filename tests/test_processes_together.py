@@ -164,6 +164,30 @@ say(
     keys=list(state)[:2],
 )
 
+# no gradient comes back through a stage that cuts it off: what is before has none, rather than zeros
+class Cut(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+some = [nn.Linear(6, 6), nn.Linear(6, 6), Cut(6, 6), nn.Linear(6, 6)]
+for schedule in (pipelab.ZBH1(4, 4), pipelab.Interleaved1F1B(4, 4), pipelab.replicate(pipelab.GPipe(2, 4), 2)):
+    found = []
+    cut = schedule.plan()
+    for engine in ("threads", "torch"):
+        stages = [copy.deepcopy(each) for each in (some[1:3] if cut.stages == 2 else some * (cut.stages // 4))]
+        with Pipeline(stages, cut, mse, engine=engine, timeout=60) as pipe:
+            for _ in range(2):  # the second step finds gradients of the first
+                pipe.step(x, y)
+            held = {stage for stage, ranks in cut.replicas.items() if rank in ranks}
+        found.append({f"{stage} {n}": p.grad for stage in held for n, p in stages[stage].named_parameters()})
+    say(
+        case="cut",
+        none=sorted(name for name, gradient in found[1].items() if gradient is None),
+        expected=sorted(name for name, gradient in found[0].items() if gradient is None),
+        gradients=all(g is found[0][name] or torch.allclose(g, found[0][name]) for name, g in found[1].items()),
+    )
+
 # values lie in memory as they do in the threads engine, and the backwards of a frozen stage keep their place
 class Turns(nn.Module):
     def __init__(self, frozen):
@@ -381,6 +405,17 @@ def test_dictionaries_of_tensors_travel_with_what_learns_and_what_does_not(said)
         assert fact["gradients"]
         assert fact["none"][:2] == ["aside.weight", "aside.bias"] * (rank < 3)  # what nobody uses has no gradient
         assert fact["keys"] == ["0.linear.weight", "0.linear.bias"]
+
+
+def test_what_is_before_a_stage_that_cuts_its_input_off_has_no_gradient(said):
+    facts = said("cut")
+    assert [[fact["none"] for fact in facts[rank]] for rank in (0, 3)] == [
+        [["0 bias", "0 weight"], ["0 bias", "0 weight", "4 bias", "4 weight"], ["0 bias", "0 weight"]],
+        [[], ["3 bias", "3 weight"], []],
+    ]
+    for fact in (fact for each in facts for fact in each):
+        assert fact["none"] == fact["expected"]
+        assert fact["gradients"]
 
 
 def test_values_lie_in_memory_as_in_the_threads_engine_so_that_sums_are_the_same_bit_for_bit(said):

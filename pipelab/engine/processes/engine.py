@@ -168,6 +168,8 @@ class TorchEngine:
             self._go(passage, own)
             # [4] times and losses to everybody
             ran = share(self.group, self.plan, self._part, passage, loss, self._clock)
+            if loss is not None:
+                passage.drop_zeros(ran.reached)
         self._passage = None
         return ran
 

@@ -90,9 +90,10 @@ class Form:
         return found[0] if len(found) == 1 else found
 
     def parcels_of_gradients(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
-        """Return those of a stage's input gradients that the stage before wants, as they travel; a missing one is zero.
+        """Return those of a stage's input gradients that the stage before wants, as they travel.
 
-        Of several, marks travel with them: which of them there are, as the stage may not have used all. Where none is
+        A missing one is zero; `Passage.drop_zeros` sees to it that parameters which got nothing else have none. Of
+        several, marks travel with them: which of them there are, as the stage may not have used all. Where none is
         wanted they travel alone: the backwards of frozen stages keep their place in the plan.
         """
         every = gradients if isinstance(gradients, list) else [gradients]

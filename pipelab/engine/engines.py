@@ -86,6 +86,9 @@ class Home(Protocol):
     def gather_state(self) -> None:
         """Have the parameters and buffers of all stages here, as they are now."""
 
+    def stepped(self) -> None:
+        """Note that a training step has run."""
+
     def first_to_say(self, words: str) -> str:
         """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""
 
@@ -110,6 +113,9 @@ class OneProcess:
 
     def gather_state(self) -> None:
         """Do nothing: it is here."""
+
+    def stepped(self) -> None:
+        """Do nothing: all stages learn here."""
 
     def first_to_say(self, words: str) -> str:
         """Return it: nobody else could."""

@@ -143,6 +143,7 @@ class Pipeline(ModuleHabits):
                 "  try: loss_fn(pipe.forward(x), y) for the loss alone"
             )
         run, loss = self.run(x, y)
+        self.home.stepped()
         return Step(loss.total(), run, self.plan, self._engine.labels)
 
     def run(self, x: Any, y: Any, only: int | None = None) -> tuple[Ran, Loss]:

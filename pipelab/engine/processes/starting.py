@@ -14,6 +14,7 @@ from pipelab.engine.engines import Job, Started
 from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.keeping import overwrite
 from pipelab.engine.lanes import lanes_for
+from pipelab.engine.processes.behind import first_behind
 from pipelab.engine.processes.bringing import spread
 from pipelab.engine.processes.connecting import Connections, backend_of, connect, device_of, gpu_of
 from pipelab.engine.processes.engine import TorchEngine
@@ -56,11 +57,13 @@ def start(job: Job) -> Started:
     if isinstance(job.devices, str) or (job.devices is not None and len(job.devices) != size):
         rank_devices(job.devices, size)  # says so
     device = device_of(job.devices, rank)
-    facts = _facts(job, device)
+    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
+    facts = _facts(job, device, held)
     base = open_store(job.timeout)
     _made += 1
     store = corner(base, str(_made))
     everyone = introduce(AnsweringStore(store, job.timeout), rank, size, facts, job.timeout)
+    _require_up_to_date(everyone)
     backend = backend_of(everyone)
     threads = job.intra_op_threads or torch.get_num_threads()
     # A process that waits for one thing of a store waits with it for all others. So the watch has a connection of its
@@ -68,14 +71,14 @@ def start(job: Job) -> Started:
     watched, meeting = (corner(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
     watch = Watch(rank, Notices(AnsweringStore(watched, job.timeout), rank, everyone), job.timeout, threads)
     limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
-    held = _place(job, rank, device)
+    _place(job, held, device)
 
     def meet() -> Connections:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             connections = connect(meeting, rank, size, device, backend, parts, limit)
             if connections.replicas is not None:
-                for module in held:
-                    _begin_alike(module, connections.replicas, connections.carrier)
+                for stage in held:
+                    _begin_alike(job.stages.modules[stage], connections.replicas, connections.carrier)
             return connections
 
     connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
@@ -105,7 +108,7 @@ def _require_replicable(job: Job) -> None:
         _require_plain_loss(job.loss_fn, last)
 
 
-def _facts(job: Job, device: torch.device) -> dict[str, Any]:
+def _facts(job: Job, device: torch.device, held: Sequence[int]) -> dict[str, Any]:
     """Return what the others should know: where this process runs, and what it was given."""
     return facts_of_this_process() | {
         "runs_on": str(device),
@@ -114,18 +117,32 @@ def _facts(job: Job, device: torch.device) -> dict[str, Any]:
         "model": describe_model(job.stages.modules),
         "reduction": job.reduction,
         "replicated_buffers": job.replicated_buffers,
+        "behind": first_behind(job.stages, held),
     }
 
 
-def _place(job: Job, rank: int, device: torch.device) -> list[nn.Module]:
-    """Bring this process's stages to its device, their parameters the same objects as before; return them."""
-    held = [stage for stage, ranks in job.plan.replicas.items() if rank in ranks]
+def _require_up_to_date(everyone: Sequence[dict[str, Any]]) -> None:
+    """Refuse, on all processes alike, to train a stage that another process has trained in an earlier pipeline.
+
+    Raises:
+        EngineError: naming the rank and the stage.
+    """
+    for rank, each in enumerate(everyone):
+        if each["behind"] is not None:
+            raise EngineError(
+                f"rank {rank} has stage {each['behind']} as it was before an earlier pipeline, in which another "
+                "process trained it\n"
+                "  try: the earlier pipeline's pipe.state_dict(), in every process: it brings the model up to date"
+            )
+
+
+def _place(job: Job, held: Sequence[int], device: torch.device) -> None:
+    """Bring this process's stages to its device, their parameters the same objects as before."""
     for stage in held:
         job.stages.place_stage(stage, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one
         torch.cuda.current_stream(device).synchronize()
-    return [job.stages.modules[stage] for stage in held]
 
 
 def _require_plain_loss(loss_fn: object, ranks: Sequence[int]) -> None:

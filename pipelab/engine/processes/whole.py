@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.processes.agreement import agree, gathered
+from pipelab.engine.processes.behind import Behind
 from pipelab.engine.processes.bringing import Courier
 from pipelab.engine.splitting import Stages
 from pipelab.plan import Plan
@@ -41,6 +42,7 @@ class ManyProcesses:
         self._stages = stages
         self._engine = engine
         self._rank = rank
+        self._behind = Behind(stages, self.held)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -68,11 +70,16 @@ class ManyProcesses:
     def _gather_state(self, call: str) -> None:
         self._settle()
         self._engine.attend(lambda: self._each(call, Courier.bring_state), call)
+        self._behind.catch_up()
 
     def gather_gradients(self) -> None:
         """Bring every stage's gradients here from the process that holds it."""
         self._settle()
         self._engine.attend(lambda: self._each("verify(x, y)", _bring_gradients), "verify(x, y)")
+
+    def stepped(self) -> None:
+        """Note that the other processes' stages are about to learn."""
+        self._behind.step()
 
     def first_to_say(self, words: str) -> str:
         """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""

@@ -33,7 +33,7 @@ class Schedule(ABC):
 
     Example:
         >>> import pipelab
-        >>> from pipelab import B, F
+        >>> from pipelab import B, F, I, W
         >>> class AllThenAll(pipelab.Schedule):
         ...     def actions(self, rank):
         ...         for m in range(self.microbatches):
@@ -43,7 +43,7 @@ class Schedule(ABC):
         >>> AllThenAll(ranks=2, microbatches=2).plan().rows
         ((0F0, 0F1, 0B0, 0B1), (1F0, 1F1, 1B0, 1B1))
 
-        Two stages on every rank, down the ranks and back up:
+        Two stages on every rank, down the ranks and back up, and the backward in two halves:
 
         >>> class Valley(pipelab.Schedule):
         ...     stages_per_rank = 2
@@ -52,9 +52,9 @@ class Schedule(ABC):
         ...     def actions(self, rank):
         ...         down, up = rank, self.stages - 1 - rank
         ...         for m in range(self.microbatches):
-        ...             yield from (F(m, down), F(m, up), B(m, up), B(m, down))
+        ...             yield from (F(m, down), F(m, up), I(m, up), I(m, down), W(m, up), W(m, down))
         >>> Valley(ranks=2, microbatches=1).plan().rows
-        ((0F0, 3F0, 3B0, 0B0), (1F0, 2F0, 2B0, 1B0))
+        ((0F0, 3F0, 3I0, 0I0, 3W0, 0W0), (1F0, 2F0, 2I0, 1I0, 2W0, 1W0))
 
     Raises:
         SizeError: if a number is not a positive whole number.

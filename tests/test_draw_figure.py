@@ -93,6 +93,22 @@ def test_different_units_get_axes_of_their_own():
     assert [ax.get_xlim()[1] for ax in drawn.axes] == [9, 360]
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (
+            "GPipe(ranks=2, microbatches=2), measured on two machines, one of them with a GPU, clocks within 0.05 ms "
+            "of rank 0's",
+            "GPipe(ranks=2, microbatches=2), measured on two machines, one of them … within 0.05 ms of rank 0's",
+        ),
+        ("x" * 200, f"{'x' * 70} … {'x' * 27}"),
+    ],
+)
+def test_a_long_title_is_cut_between_words_and_keeps_its_end(trace, name, shown):
+    (ax,) = figure.plot_comparison(pipelab.compare(trace, names=[name])).axes
+    assert ax.get_title(loc="left").splitlines()[0] == shown
+
+
 def test_the_title_holds_the_figures_and_the_legend_the_kinds(trace):
     ax = figure.plot(trace)
     assert "makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1" in ax.get_title(loc="left")

@@ -122,7 +122,7 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str = "") -> None:
     from matplotlib.ticker import MaxNLocator
 
     if len(name) > 100:
-        name = f"{name[:70]}…{name[-29:]}"
+        name = f"{name[:70].rsplit(' ', 1)[0]} … {name[-27:].split(' ', 1)[-1]}"  # between words, if it has any
     ax.set_title(f"{name}\n{wording.figures(trace)}", loc="left", fontsize=10, linespacing=1.4, parse_math=False)
     ax.set_xlabel(f"time ({wording.unit(trace)}){note}", loc="left", parse_math=False)
     if trace.ranks <= 40:

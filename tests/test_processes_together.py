@@ -164,6 +164,46 @@ say(
     keys=list(state)[:2],
 )
 
+# tensors of any type, with gaps, and such that are the same numbers many times
+class Gives(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 48)
+
+    def forward(self, x):
+        made = self.linear(x)
+        first, *rest = made.chunk(3, dim=-1)
+        small, whole = made.detach().to(torch.float8_e4m3fn), (made.detach().abs() * 10).to(torch.uint16)
+        return first, rest, made[:, :1].expand(-1, 16), torch.complex(made, made), small, whole
+
+
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 6)
+
+    def forward(self, given):
+        first, (second, third), same, phases, small, whole = given
+        scores = torch.softmax(first @ second.t(), dim=-1) @ third + same.sum(-1, keepdim=True) / 100
+        made = self.linear(scores + phases.imag.sum(-1, keepdim=True) + small.float().sum(-1, keepdim=True) / 1e3)
+        return made + whole.float().mean(), small
+
+
+plan, found = pipelab.replicate(pipelab.OneFOneB(2, 3), 2).plan(), []
+for engine in ("threads", "torch"):
+    torch.manual_seed(0)
+    stages = [Gives(), Takes()]
+    with Pipeline(stages, plan, lambda made, y: mse(made[0], y), engine=engine, timeout=60) as pipe:
+        pipe.step(x, y)
+        made = pipe.forward(x)
+    found.append(([p.grad for p in stages[rank % 2].parameters()], made))
+say(
+    case="kinds",
+    gradients=[torch.equal(*both) for both in zip(found[0][0], found[1][0])],
+    made=[torch.equal(one.float(), other.float()) for one, other in zip(found[0][1], found[1][1])],
+    dtype=str(found[1][1][1].dtype),
+)
+
 # no gradient comes back through a stage that cuts it off: what is before has none, rather than zeros
 class Cut(nn.Linear):
     def forward(self, x):
@@ -405,6 +445,12 @@ def test_dictionaries_of_tensors_travel_with_what_learns_and_what_does_not(said)
         assert fact["gradients"]
         assert fact["none"][:2] == ["aside.weight", "aside.bias"] * (rank < 3)  # what nobody uses has no gradient
         assert fact["keys"] == ["0.linear.weight", "0.linear.bias"]
+
+
+def test_tensors_of_every_type_travel_and_lie_with_their_gaps_as_in_the_threads_engine(said):
+    for (fact,) in said("kinds"):
+        assert fact["gradients"] == [True, True]
+        assert (fact["made"], fact["dtype"]) == ([True, True], "torch.float8_e4m3fn")
 
 
 def test_what_is_before_a_stage_that_cuts_its_input_off_has_no_gradient(said):

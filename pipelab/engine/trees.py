@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["map_tensors", "on_the_processor", "rebuild", "take_apart", "tensors_of"]
+__all__ = ["map_leaves", "map_tensors", "rebuild", "take_apart", "tensors_of"]
 
 Spec = Any
 
@@ -32,12 +32,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return the value with `function` applied to every tensor in it."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    return pytree.tree_map_only(torch.Tensor, function, value)
+    return map_leaves(torch.Tensor, function, value)
 
 
-def on_the_processor(value: Any) -> Any:
-    """Return the value with every tensor in it on the processor, without history."""
-    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+def map_leaves(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the value with `function` applied to every leaf of a kind."""
+    return pytree.tree_map_only(kind, function, value)
 
 
 def take_apart(value: object) -> tuple[list[Any], Spec]:

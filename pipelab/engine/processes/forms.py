@@ -8,7 +8,7 @@ process, and buffers and random state are put back afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,15 +18,31 @@ from pipelab.errors import EngineError
 
 __all__ = ["Form", "form_of"]
 
+_MOST_ROOM = 8
+"""How many times a tensor's own room its gaps may take: one row of a thousand had better lie by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """A tensor's shape, type and strides, and whether its gradient is wanted."""
+    """A tensor's shape and type, how it lies in memory, and whether its gradient is wanted.
+
+    Attributes:
+        strides: those with which it travels, without gaps.
+        gaps: those that it had where it was made, if they leave gaps or repeat what is there: of a slice, say.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...]
     learns: bool
+    gaps: tuple[int, ...] | None = None
+
+    @property
+    def gradient(self) -> TensorForm:
+        """The form of its gradient, which autograd lays like the tensor, or where that has gaps, row by row."""
+        if self.gaps is None:
+            return self
+        return replace(self, strides=torch.empty(self.shape, device="meta").stride(), gaps=None)
 
     def room(self, device: torch.device) -> torch.Tensor:
         """Return an empty tensor of this form, without gaps."""
@@ -34,10 +50,20 @@ class TensorForm:
 
     def laid(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the numbers of a tensor as they lie in such a room: the order of later sums depends on it."""
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() == self.strides and tensor.device == device:
             return tensor
         return self.room(device).copy_(tensor)
+
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that has travelled as it lay where it was made: the order of later sums depends on it."""
+        if self.gaps is None:
+            return tensor
+        for dimension, stride in enumerate(self.gaps):
+            if stride == 0:
+                tensor = tensor.narrow(dimension, 0, 1)
+        room = torch.empty_strided(tensor.shape, self.gaps, dtype=tensor.dtype, device=tensor.device)
+        return room.copy_(tensor).expand(self.shape)
 
     def __str__(self) -> str:
         """Return shape and type, such as `[4, 6] float32`."""
@@ -77,8 +103,8 @@ class Form:
 
     def value(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value whose tensors these are, those that learn as the next stage must see them."""
-        wanted = iter(self.learns)
-        rest = (tensor.detach().requires_grad_(next(wanted)) for tensor in tensors)
+        pairs = zip((part for part in self.parts if part is not None), tensors, strict=True)
+        rest = (part.spread(tensor.detach()).requires_grad_(part.learns) for part, tensor in pairs)
         return rebuild([None if part is None else next(rest) for part in self.parts], self.spec)
 
     def gradients(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -98,7 +124,7 @@ class Form:
         """
         every = gradients if isinstance(gradients, list) else [gradients]
         parts = [part for part in self.parts if part is not None]
-        wanted = [(part, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
+        wanted = [(part.gradient, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
         parcels = [
             part.room(device).zero_() if gradient is None else part.laid(gradient, device) for part, gradient in wanted
         ]
@@ -139,20 +165,19 @@ class Form:
 
     @property
     def _learning(self) -> list[TensorForm]:
-        return [part for part in self.parts if part is not None and part.learns]
+        return [part.gradient for part in self.parts if part is not None and part.learns]
 
     def __str__(self) -> str:
         """Return the parts, such as `[4, 6] float32`."""
         return ", ".join(map(str, self.parts))
 
 
-def form_of(value: Any, giver: str, learns: Sequence[bool] | None = None) -> Form:
+def form_of(value: Any, giver: str) -> Form:
     """Return the form of a value.
 
     Args:
         value: what a stage gave.
         giver: which stage, for the message.
-        learns: for each tensor, whether its gradient is wanted; by default, if it has a history.
 
     Raises:
         EngineError: if it holds anything but tensors.
@@ -164,14 +189,27 @@ def form_of(value: Any, giver: str, learns: Sequence[bool] | None = None) -> For
             f"{giver} gives {type(stranger).__name__} among its outputs: between processes only tensors travel, in "
             "tuples, lists and dicts; make it a tensor, or use engine='threads'"
         )
-    wanted = iter([part.requires_grad for part in parts if part is not None] if learns is None else learns)
     forms = [
         None
         if part is None
-        else TensorForm(tuple(part.shape), part.dtype, torch.empty_like(part).stride(), next(wanted))
+        else TensorForm(tuple(part.shape), part.dtype, torch.empty_like(part).stride(), part.requires_grad, _gaps(part))
         for part in parts
     ]
     return Form(spec, tuple(forms))
+
+
+def _gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return a tensor's strides if it leaves small gaps, or repeats what is there by a stride of 0; else `None`."""
+    strides = tensor.stride()
+    lazy = tensor.is_conj() or tensor.is_neg()  # operations make such a tensor whole first, without gaps
+    if lazy or strides == torch.empty_like(tensor).stride() or not tensor.numel():
+        return None
+    reach = 0  # how far the dimensions below go
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, tensor.shape, strict=True) if stride):
+        if stride <= reach and size > 1:
+            return None  # numbers that share memory, as those of overlapping windows: each travels
+        reach += stride * (size - 1)
+    return strides if reach < _MOST_ROOM * tensor.numel() else None
 
 
 def _fits(part: Any, expected: TensorForm | None) -> bool:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from pipelab.engine.device_clock import HOST, StepClock
 from pipelab.engine.processes.agreement import gathered
 from pipelab.engine.processes.clocks import Clock
+from pipelab.engine.processes.packing import pack, unpack
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
 from pipelab.engine.stage import Loss
-from pipelab.engine.trees import on_the_processor
 from pipelab.plan import Plan
 
 __all__ = ["ProcessRun", "share"]
@@ -148,10 +148,10 @@ def _outputs(group: dist.ProcessGroup, homes: Sequence[int], passage: Passage) -
     """Return the outputs of all micro-batches, from the processes that hold the last stage."""
     outputs: list[Any] = [None] * len(homes)
     for home in sorted(set(homes)):
-        box: list[Any] = [on_the_processor(passage.outputs)]
+        box: list[Any] = [pack(passage.outputs)]
         dist.broadcast_object_list(box, group=group, group_src=home)
         turns = [microbatch for microbatch, rank in enumerate(homes) if rank == home]
-        for microbatch, output in zip(turns, box[0], strict=True):
+        for microbatch, output in zip(turns, unpack(box[0]), strict=True):
             outputs[microbatch] = output
     return outputs
 

@@ -13,9 +13,10 @@ from pipelab.engine.explaining import stage_error
 from pipelab.engine.keeping import unchanged
 from pipelab.engine.lanes import Lane
 from pipelab.engine.processes.forms import Form, form_of
+from pipelab.engine.processes.packing import pack, unpack
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.stage import Stage
-from pipelab.engine.trees import on_the_processor, tensors_of
+from pipelab.engine.trees import take_apart, tensors_of
 from pipelab.errors import EngineError
 
 __all__ = ["learn_forms"]
@@ -64,13 +65,14 @@ def learn_forms(
                 value = _try(part, place, runners[stage], microbatch, value, lane, learning=learning)
                 forms[stage] = form_of(value, f"stage {stage}")
                 if there != here:
-                    sent = (forms[stage].learns, on_the_processor(value))
+                    sent = (forms[stage].parts, pack(value))
                     dist.send_object_list([sent], group=group, group_dst=there)
             elif place == there:
                 box: list[Any] = [None]
                 dist.recv_object_list(box, group=group, group_src=here)
-                learns, value = box[0]
-                forms[stage] = form_of(value, f"stage {stage}", learns)
+                parts, packed = box[0]
+                value = unpack(packed)
+                forms[stage] = Form(take_apart(value)[1], parts)
                 value = forms[stage].value(tensors_of(value))
         found[count] = forms
     return found

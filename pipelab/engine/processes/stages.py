@@ -201,7 +201,8 @@ class ProcessStage:
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
         self.passage.peer = self._ranks[peer]  # PyTorch's runtime opens these as soon as it has them
-        lines = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]  # they have no gaps
+        # They have no gaps, so they go as bytes: not every backend knows every type.
+        lines = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]
 
     def _arrived(self, found: Any, put_together: Any) -> Any:

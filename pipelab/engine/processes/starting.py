@@ -59,7 +59,7 @@ def start(job: Job) -> Started:
     device = device_of(job.devices, rank)
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
     facts = _facts(job, device, held)
-    base = open_store(job.timeout)
+    base = open_store(rank, size, job.timeout)
     _made += 1
     store = corner(base, str(_made))
     everyone = introduce(AnsweringStore(store, job.timeout), rank, size, facts, job.timeout)

@@ -7,6 +7,7 @@ the store's thread  └─ may be stuck: a network that is cut says nothing ─�
 
 from __future__ import annotations
 
+import os
 import queue
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from pipelab.engine import native
 from pipelab.engine.processes.hand import Worker
+from pipelab.errors import EngineError, RankError
 
 __all__ = ["AnsweringStore", "SilentStoreError", "Store", "corner", "duration", "open_store"]
 
@@ -98,21 +100,50 @@ class AnsweringStore:
         return found
 
 
-def open_store(timeout: float | None) -> Any:
+def open_store(rank: int, size: int, timeout: float | None) -> Any:
     """Return the store that all processes share: torchrun's, or that of the process group that is there already.
 
     Once opened it stays open: where torchrun has none, it lives in the process of rank 0.
+
+    Raises:
+        EngineError: if nobody says where it is.
+        RankError: if rank 0 does not open it.
     """
     if not _opened and dist.is_initialized():
         return native.default_store()
-    if not _opened:
+    if not _opened and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         meet = dist.rendezvous  # type: ignore[attr-defined]  # its stubs leave it out
         _opened.append(next(iter(meet("env://", timeout=duration(timeout))))[0])
+    if not _opened:
+        _opened.append(_rank_0s_store(rank, size, timeout))
     return _opened[0]
 
 
 _opened: list[Any] = []
 """The store, once this process has opened it."""
+
+
+def _rank_0s_store(rank: int, size: int, timeout: float | None) -> Any:
+    """Return a store in the process of rank 0: what has started the processes, such as mpirun, has none for them."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise EngineError(
+            f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is: a host and a number\n"
+            "  try: torchrun, which sets both, or set them to rank 0's host and a free port, the same in every process"
+        )
+    try:
+        # PyTorch would wait here until all have come, and not say who has not.
+        store = dist.TCPStore  # type: ignore[attr-defined]  # its stubs leave it out
+        return store(host, int(port), size, rank == 0, duration(timeout), wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        if rank == 0:
+            raise RankError(f"rank 0 cannot open a store for all processes at {host}:{port}: {error}", 0) from error
+        within = "" if timeout is None else f" within {timeout:g} s"
+        raise RankError(
+            f"rank 0 has opened no store at {host}:{port}{within}, where all processes meet\n"
+            "  it made no Pipeline, or failed before, or no network leads there: look at its own output",
+            0,
+        ) from error
 
 
 def corner(store: Any, name: str) -> Any:

@@ -279,6 +279,17 @@ def test_a_priority_whose_answers_cannot_be_compared_is_told(answer):
         Greedy(1, 3, priority=priority).plan()
 
 
+@pytest.mark.parametrize("answer", [lambda nan: nan, lambda nan: (0, nan), lambda nan: (1, [nan])])
+def test_a_priority_that_returns_nan_is_told_with_the_action_and_the_moment(answer):
+    def priority(action, rank, moment):
+        return answer(float("nan") if action == F(1, 0) else 0.0)
+
+    (fault,) = check(Greedy(1, 3, priority=priority, memory_cap=1))
+    assert fault.code == "exception"
+    assert f"it returned {answer(float('nan'))} for 0F1 on rank 0 at time 0, and NaN is neither" in fault.message
+    assert "test_greedy.py" in fault.message
+
+
 def test_a_priority_with_too_few_parameters_is_told():
     (fault,) = check(Greedy(2, 2, priority=lambda action: 0))
     assert "pipelab calls priority(action, rank, moment), but it is written <lambda>(action)" in fault.message

@@ -127,14 +127,33 @@ def test_the_middle_ranks_wait_as_the_table_says_if_input_gradients_take_as_long
     assert max(trace.makespan - busy for busy in trace.busy) == bubble
 
 
-@given(dualpipes(), st.lists(costs(), min_size=3, max_size=3), st.sampled_from([0, 0.25, 0.5, 1]))
-def test_where_forwards_take_longest_the_middle_ranks_wait_for_them(schedule, times, overlap):
-    weights, inputs, forward = sorted(times)
-    backward = inputs + weights
-    together = forward + backward - overlap * min(forward, backward)
-    cost = Cost(forward=forward, backward=backward, input_grad=inputs, weight_grad=weights, pair=together)
-    wait = (schedule.ranks / 2 - 1) * (together + forward - 2 * weights)
-    assert middle_waits(simulate(schedule, cost)) == [wait, wait]
+def timed(forward, inputs, weights, pair):
+    return Cost(forward=forward, backward=inputs + weights, input_grad=inputs, weight_grad=weights, pair=pair)
+
+
+def general_wait(schedule, forward, inputs, weights, pair):
+    return (schedule.ranks / 2 - 1) * (pair + forward - weights - min(inputs, weights))
+
+
+@given(dualpipes(), costs(), costs(), costs(), st.sampled_from([0, 0.25, 0.5, 1]))
+def test_where_forwards_take_as_long_as_input_gradients_the_middle_ranks_wait_for_them(
+    schedule, one, other, weights, overlap
+):
+    forward, inputs = max(one, other), min(one, other)
+    pair = forward + inputs + weights - overlap * min(forward, inputs + weights)
+    wait = general_wait(schedule, forward, inputs, weights, pair)
+    assert middle_waits(simulate(schedule, timed(forward, inputs, weights, pair))) == [wait, wait]
+
+
+@pytest.mark.parametrize(
+    ("times", "waits"),
+    [((1, 3, 1, 4), 4), ((1, 1, 1, 1), 2), ((2, 1, 1, 1), 3)],
+    ids=["short forward", "pair shorter than its backward", "and than its forward"],
+)
+def test_for_other_times_they_may_wait_longer(times, waits):
+    schedule = DualPipe(4, 8)
+    assert middle_waits(simulate(schedule, timed(*times))) == [waits, waits]
+    assert waits > general_wait(schedule, *times)
 
 
 @given(dualpipes(), costs(), costs())

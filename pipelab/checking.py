@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from pipelab.actions import Action
 from pipelab.completeness import complete, misplaced, missing
 from pipelab.deadlocks import deadlocks
-from pipelab.errors import ScheduleError, SizeError, require_size
+from pipelab.errors import ScheduleError, require_caps
 from pipelab.faults import Code, Fault, excerpt, shorten
 from pipelab.moves import as_yielded
 from pipelab.plan import Plan
@@ -199,12 +199,7 @@ def _over_cap(program: Program, memory_cap: int | Sequence[int]) -> list[Fault]:
     """Find, for each rank, the first forward that makes it hold more activations than allowed."""
     numbering = program.numbering
     slots = numbering.slots
-    ranks = len(program.rows)
-    caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * ranks
-    if len(caps) != ranks:
-        raise SizeError(f"memory_cap has {len(caps)} numbers for {ranks} ranks: give one number, or one per rank")
-    for cap in caps:
-        require_size("memory_cap", cap)
+    caps = require_caps(memory_cap, len(program.rows))
     faults: list[Fault] = []
     for rank, row in enumerate(program.rows):
         held = 0

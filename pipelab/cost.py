@@ -152,7 +152,7 @@ class Cost:
         Raises:
             SizeError: if `microbatches` is not a positive whole number.
         """
-        require_size("microbatches", microbatches)
+        microbatches = require_size("microbatches", microbatches)
 
         def share(value: Number | None) -> Number | None:
             if isinstance(value, Sequence):

@@ -6,10 +6,11 @@ nothing else.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipelab.faults import Fault
@@ -38,6 +39,7 @@ __all__ = [
     "UnknownScheduleError",
     "UsageError",
     "VerificationError",
+    "require_caps",
     "require_size",
     "require_suffix",
 ]
@@ -198,14 +200,32 @@ class VerificationError(EngineError):
     """The pipeline's gradients are not those of the plain model."""
 
 
-def require_size(name: str, value: object) -> None:
-    """Refuse anything but a positive whole number.
+def require_size(name: str, value: Any) -> int:
+    """Return a positive whole number, NumPy's as Python's own; refuse anything else.
 
     Raises:
         SizeError: naming the argument and what it was.
     """
-    if type(value) is not int or value < 1:
+    try:
+        size = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        size = 0
+    if size < 1:
         raise SizeError(f"{name}={value!r}: expected a whole number, at least 1")
+    return size
+
+
+def require_caps(memory_cap: Any, ranks: int) -> list[int]:
+    """Return the memory cap of every rank, from one number or one per rank.
+
+    Raises:
+        SizeError: if it is neither.
+    """
+    if not isinstance(memory_cap, Sequence) or isinstance(memory_cap, str):
+        return [require_size("memory_cap", memory_cap)] * ranks
+    if len(memory_cap) != ranks:
+        raise SizeError(f"memory_cap has {len(memory_cap)} numbers for {ranks} ranks: give one number, or one per rank")
+    return [require_size("memory_cap", cap) for cap in memory_cap]
 
 
 def require_suffix(path: Path, what: str, known: Sequence[str]) -> str:

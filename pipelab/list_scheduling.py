@@ -145,7 +145,7 @@ class _Run:
         moment = Moment(now, self.memory.held[rank], row[-1] if row else None)
         slots, stages = self.numbering.slots, self.numbering.stages
         liked = [
-            (self.priority(action, rank, moment), -(code % slots // stages), code % stages, code)
+            (self._likes(action, rank, moment), -(code % slots // stages), code % stages, code)
             for code, action in offers
         ]
         for *_, code in _from_the_best(liked):
@@ -159,6 +159,20 @@ class _Run:
             self.busy[rank] = True
             heappush(self.events, (now + self.lasts[code], True, code))
             return
+
+    def _likes(self, action: Action, rank: int, moment: Moment) -> Any:
+        """Return how much a rank likes an action.
+
+        Raises:
+            ValueError: if that is NaN, or holds it: the order would be arbitrary.
+        """
+        answer = self.priority(action, rank, moment)
+        if _holds_nan(answer):
+            when = f"{action} on rank {rank} at time {moment.time:g}"
+            raise ValueError(
+                f"it returned {shorten(answer)} for {when}, and NaN is neither more nor less than a number"
+            )
+        return answer
 
     def _end(self, code: int, now: float) -> None:
         """Free the rank, give up the activation if that was its backward, and send on what was made."""
@@ -181,6 +195,13 @@ class _Run:
         for needer in needers:
             way = 0.0 if self._rank(needer) == rank else self.delays[value]
             heappush(self.events, (now + way, False, needer))
+
+
+def _holds_nan(answer: Any) -> bool:
+    """Tell whether an answer is NaN, or a tuple or list that holds it."""
+    if isinstance(answer, (tuple, list)):
+        return any(map(_holds_nan, answer))
+    return bool(answer != answer)  # noqa: PLR0124 - true of NaN alone, of whatever type
 
 
 def _from_the_best(liked: list[tuple[Any, int, int, int]]) -> list[tuple[Any, int, int, int]]:

@@ -75,9 +75,9 @@ class Plan(Immutable):
     ) -> None:
         """Take the rows as they are; endless ones are cut off."""
         if stages is not None:
-            require_size("stages", stages)
+            stages = require_size("stages", stages)
         if microbatches is not None:
-            require_size("microbatches", microbatches)
+            microbatches = require_size("microbatches", microbatches)
         limit = _LONGEST_ROW
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1

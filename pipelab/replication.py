@@ -22,7 +22,7 @@ class Replicated(Schedule):
 
     def __init__(self, schedule: Schedule | Plan, replicas: int) -> None:
         """Keep the pipeline that is copied, and take its sizes."""
-        require_size("replicas", replicas)
+        replicas = require_size("replicas", replicas)
         if not isinstance(schedule, Plan) and not hasattr(schedule, "microbatches"):
             schedule = as_plan(schedule)  # says what is wrong with whatever has no sizes
         per_rank = getattr(schedule, "stages_per_rank", -(-schedule.stages // schedule.ranks))

@@ -68,14 +68,11 @@ class Schedule(ABC):
 
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
         """Keep the sizes."""
-        require_size("ranks", ranks)
-        require_size("microbatches", microbatches)
-        if stages_per_rank is None:
-            stages_per_rank = self.stages_per_rank
-        require_size("stages_per_rank", stages_per_rank)
-        self.ranks = ranks
-        self.microbatches = microbatches
-        self.stages_per_rank = stages_per_rank
+        self.ranks = require_size("ranks", ranks)
+        self.microbatches = require_size("microbatches", microbatches)
+        self.stages_per_rank = require_size(
+            "stages_per_rank", self.stages_per_rank if stages_per_rank is None else stages_per_rank
+        )
 
     @abstractmethod
     def actions(self, rank: int) -> Iterable[Item]:

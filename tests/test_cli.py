@@ -102,6 +102,8 @@ def test_a_policy_is_set_by_name(pipelab_command):
     assert code == 0
     assert output.startswith("Greedy(ranks=2, microbatches=4, priority='forward-first', memory_cap=(3, 2), split=True)")
     assert "expected 'backward-first'" in pipelab_command("check", "greedy", "--set", "priority=fast")[2]
+    error = pipelab_command("check", "greedy", "--set", "memory_cap=many")[2]
+    assert "memory_cap='many': expected a whole number, at least 1" in error
 
 
 def test_costs_reach_the_simulation(pipelab_command):

@@ -286,3 +286,28 @@ def test_an_evaluation_may_give_the_same_memory_again_if_nobody_writes_into_it()
     stages = [Constant(), nn.Linear(6, 6)]
     with Pipeline(stages, GPipe(2, 4), mse) as pipe:
         torch.testing.assert_close(pipe.forward(x), stages[1](stages[0](x)).detach())
+
+
+class Selects(nn.Module):
+    """Gives a dense tensor that learns, and a sparse one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x), x.detach().relu().to_sparse()
+
+
+class Adds(nn.Module):
+    def forward(self, given):
+        dense, sparse = given
+        return dense + sparse.to_dense()
+
+
+def test_a_sparse_tensor_passes_between_stages_in_a_step_and_in_an_evaluation():
+    x, y = plain.batch(8)
+    model = nn.Sequential(Selects(), Adds())
+    with Pipeline(model, GPipe(2, 4), mse) as pipe:
+        torch.testing.assert_close(pipe.step(x, y).outputs, model(x).detach())
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 
+import numpy as np
 import pytest
 
 import pipelab
 from pipelab import B, F, Fault, Plan, ScheduleError, errors
-from pipelab.errors import StageError
+from pipelab.errors import StageError, require_size
 
 
 def test_every_error_is_a_pipelab_error():
@@ -66,3 +68,15 @@ def test_an_error_crosses_processes(error):
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
+def test_a_size_is_returned_as_pythons_own_number(value):
+    size = require_size("ranks", value)
+    assert (size, type(size)) == (3, int)
+
+
+@pytest.mark.parametrize("value", [0, np.int64(0), True, np.True_, 3.0, np.float64(3), "3", [3], np.array([3]), None])
+def test_a_size_is_a_whole_number_from_one_on(value):
+    with pytest.raises(pipelab.SizeError, match=re.escape(f"ranks={value!r}: expected a whole number, at least 1")):
+        require_size("ranks", value)

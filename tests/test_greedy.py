@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from zlib import crc32
 
+import numpy as np
 import oracle
 import pytest
 from hypothesis import given
@@ -279,6 +280,17 @@ def test_a_priority_whose_answers_cannot_be_compared_is_told(answer):
         Greedy(1, 3, priority=priority).plan()
 
 
+@pytest.mark.parametrize("answer", [lambda nan: nan, lambda nan: (0, nan), lambda nan: (1, [nan])])
+def test_a_priority_that_returns_nan_is_told_with_the_action_and_the_moment(answer):
+    def priority(action, rank, moment):
+        return answer(float("nan") if action == F(1, 0) else 0.0)
+
+    (fault,) = check(Greedy(1, 3, priority=priority, memory_cap=1))
+    assert fault.code == "exception"
+    assert f"it returned {answer(float('nan'))} for 0F1 on rank 0 at time 0, and NaN is neither" in fault.message
+    assert "test_greedy.py" in fault.message
+
+
 def test_a_priority_with_too_few_parameters_is_told():
     (fault,) = check(Greedy(2, 2, priority=lambda action: 0))
     assert "pipelab calls priority(action, rank, moment), but it is written <lambda>(action)" in fault.message
@@ -288,6 +300,19 @@ def test_a_priority_with_too_few_parameters_is_told():
 def test_a_cap_is_a_positive_whole_number_or_one_per_rank(cap):
     with pytest.raises(SizeError, match="memory_cap"):
         Greedy(2, 2, memory_cap=cap)
+
+
+@pytest.mark.parametrize("word", ["x", "22", ""])
+def test_a_word_is_no_list_of_caps(word):
+    with pytest.raises(SizeError, match=f"memory_cap='{word}': expected a whole number, at least 1"):
+        Greedy(2, 2, memory_cap=word)
+
+
+@pytest.mark.parametrize(("cap", "shown"), [(np.int64(2), "2"), ([np.int64(2), 1], "(2, 1)")])
+def test_a_cap_may_be_another_librarys_whole_number(cap, shown):
+    schedule = Greedy(2, 4, memory_cap=cap)
+    assert repr(schedule) == f"Greedy(ranks=2, microbatches=4, memory_cap={shown})"
+    assert check(schedule) == check(schedule, memory_cap=cap) == []
 
 
 def test_a_cost_is_a_cost_and_fits_the_stages():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import textwrap
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -386,6 +387,13 @@ def test_a_size_that_is_no_positive_whole_number_is_refused(which, size):
     sizes = {"ranks": 2, "microbatches": 2} | {which: size}
     with pytest.raises(SizeError, match=f"{which}={size!r}: expected a whole number, at least 1"):
         pipelab.GPipe(**sizes)
+
+
+def test_sizes_may_be_another_librarys_whole_numbers():
+    ranks, microbatches, stages_per_rank = np.arange(2, 5)
+    schedule = pipelab.LoopedBFS(ranks, microbatches, stages_per_rank)
+    assert repr(schedule) == "LoopedBFS(ranks=2, microbatches=3, stages_per_rank=4)"
+    assert schedule.plan() == pipelab.LoopedBFS(2, 3, 4).plan()
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))

@@ -19,7 +19,7 @@ class DelayedBackward(Schedule):
     It reads like 1F1B, and on the last rank it nearly is. But every rank keeps the same two micro-batches in flight,
     where 1F1B warms up with more of them on the earlier ranks; so the ranks mostly wait for each other.
 
-    Makespan `(P * (M - 1) + 1) * (F + B)` for `P` ranks and `M >= 2` micro-batches: nearly naive's `P * M * (F + B)`.
+    Makespan `(P * (M - 1) + 1) * (F + B)` for `P` ranks and `M >= 2` micro-batches: nearly naive's `M * P * (F + B)`.
     Peak `min(M, 2)` activations.
 
     Example:

@@ -30,8 +30,10 @@ class DualPipe(Schedule):
     `W` a weight gradient's within the backward `B = I + W`. Simulated with a pair as one slot (`Cost(pair=FB)`), that
     is how long the two ranks in the middle wait, if `F = I >= W` and `FB >= B`. The makespan is that, plus the
     all-reduces, plus these ranks' work: `M * (F + B)` less what their `M - P - 1` pairs save, `F + B - FB` each. Ranks
-    towards the ends have fewer pairs to save time with: they work longer and wait less. For `F > I` the table counts
-    too little: the wait is `(P / 2 - 1) * (FB + F - 2 * W)`.
+    towards the ends have fewer pairs to save time with: they work longer and wait less. If `F >= I` and
+    `FB >= max(F, B)`, whatever `W` is, the two in the middle wait `(P / 2 - 1) * (FB + F - W - min(I, W))`: longer than
+    the table says where `F > I` or `W > I`. Where `F < I`, or where a pair is quicker than one of its halves, they may
+    wait longer still.
 
     With a pair as a forward, then a backward (`Cost(pair=None)`), and `F = I >= W`, the makespan is `M * (F + B) +
     (P / 2 - 1) * (F + I - W)`: less than for `FB = F + B`, because the forward's output need not wait for the pair's

@@ -23,12 +23,12 @@ class DualPipeV(VShaped):
     at the middle: what comes from the other direction there is here on its way back up. So a rank holds two stages of
     its own, and no parameters twice.
 
-    Times per stage, as the source counts them, `FB` being an overlapped pair's: with `M >= 2 * P` micro-batches and
-    `F = I >= W`, the last rank waits `(P - 1) * (FB + B - 3 * W)` and works `2 * M * (F + B)` less what its pairs save,
-    `(2 * M - 2 * P - 1) * (F + B - FB)`; the makespan is the sum. Where a pair is simulated as a forward, then a
-    backward (`Cost(pair=None)`), it is `2 * M * (F + B) + (P - 1) * (F + I - W)`: less than for `FB = F + B`, because
-    the forward's output need not wait for the pair's end. Rank `r` holds `min(2 * M, M + 1 + r, 2 * P + 1)` stage
-    activations, each half a rank's share.
+    Times per stage, as the source counts them, `FB` being an overlapped pair's: with `M >= 2 * P` micro-batches,
+    `F = I >= W` and `FB >= B`, the last rank waits `(P - 1) * (FB + B - 3 * W)` and works `2 * M * (F + B)` less what
+    its pairs save, `(2 * M - 2 * P - 1) * (F + B - FB)`; the makespan is the sum. Where a pair is simulated as a
+    forward, then a backward (`Cost(pair=None)`), it is `2 * M * (F + B) + (P - 1) * (F + I - W)`: less than for
+    `FB = F + B`, because the forward's output need not wait for the pair's end. Rank `r` holds
+    `min(2 * M, M + 1 + r, 2 * P + 1)` stage activations, each half a rank's share.
 
     The order is that of PyTorch's `ScheduleDualPipeV`, which asks for `M >= 2 * P`; here every number of micro-batches
     will do.

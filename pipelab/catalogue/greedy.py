@@ -8,7 +8,7 @@ from typing import Any
 
 from pipelab.actions import Action
 from pipelab.cost import Cost
-from pipelab.errors import PipelabError, PolicyError, ScheduleError, SizeError, require_size
+from pipelab.errors import PipelabError, PolicyError, ScheduleError, require_caps
 from pipelab.faults import Fault, students_line
 from pipelab.list_scheduling import Moment, Priority, least_caps, list_schedule
 from pipelab.plan import Plan
@@ -113,12 +113,11 @@ class Greedy(Schedule):
             raise PolicyError(f"priority={priority!r}: expected {known}, or a function of (action, rank, moment)")
         if cost is not None and not isinstance(cost, Cost):
             raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
-        if isinstance(memory_cap, Sequence) and len(memory_cap) != ranks:
-            raise SizeError(f"memory_cap has {len(memory_cap)} numbers for {ranks} ranks: give one, or one per rank")
-        for cap in memory_cap if isinstance(memory_cap, Sequence) else [] if memory_cap is None else [memory_cap]:
-            require_size("memory_cap", cap)
         self.priority = priority
-        self.memory_cap = tuple(memory_cap) if isinstance(memory_cap, Sequence) else memory_cap
+        self.memory_cap: int | tuple[int, ...] | None = None
+        if memory_cap is not None:
+            caps = require_caps(memory_cap, self.ranks)
+            self.memory_cap = tuple(caps) if isinstance(memory_cap, Sequence) else caps[0]
         self.cost = cost or Cost()
         self.split = split
 
@@ -167,7 +166,7 @@ class Greedy(Schedule):
         """
         if self.memory_cap is None:
             return None
-        caps = [self.memory_cap] * self.ranks if isinstance(self.memory_cap, int) else list(self.memory_cap)
+        caps = require_caps(self.memory_cap, self.ranks)
         least = least_caps(program)
         small = [rank for rank in range(self.ranks) if caps[rank] < least[rank]]
         if small:

@@ -20,9 +20,10 @@ class Interleaved1F1B(Looped):
     the next round starts; backwards likewise, from the last stage on.
 
     Makespan `(M + (P - 1) / v) * (F + B)` for `P` ranks with `v` stages each and `M >= P` micro-batches, where `F` and
-    `B` are the times of a rank's whole share of the model; bubble `(P - 1) / (v * M + P - 1)`. With fewer micro-batches
-    a rank waits for them to come round again: `(P + (M - 1) / v) * (F + B)`. The price: rank `r` holds up to
-    `(v - 1) * L + 2 * (P - 1 - r) + 1` stage activations, `L` being the longest round, and `v` times as much travels.
+    `B` are the times of a rank's whole share of the model; bubble `(P - 1) / (v * M + P - 1)`. With `M < P` a rank
+    waits for them to come round again: `(P + (M - 1) / v) * (F + B)`. The price: rank `r` holds
+    `min(v * M, (v - 1) * L + 2 * (P - 1 - r) + 1)` stage activations, `L` being the longest round, and `v` times as
+    much travels.
 
     The paper, and Megatron-LM, ask for a multiple of `P` micro-batches, PyTorch for a multiple of the number of rounds;
     here rounds may differ by one micro-batch, which costs no time, so every number will do.

@@ -19,9 +19,9 @@ class InterleavedZeroBubble(Looped):
     Micro-batches go in interleaved 1F1B's rounds, with half its lead; rank `r` puts its weight gradients off by `r`
     input gradients. With one stage per rank it is ZB-H1.
 
-    Makespan `M * (F + I + W) + (P - 1) / v * (F + I - W)` for `P` ranks with `v` stages each and `M >= P` micro-batches
-    if `W` is at most `F` and `I`; else the smallest of the three takes the place of `W`. Every rank holds at most
-    `(v - 1) * L + P` stage activations, `L` being the longest round.
+    Makespan `M * (F + I + W) + (P - 1) / v * (F + I - min(F, I, W))` for `P` ranks with `v` stages each and `M >= P`
+    micro-batches; mostly `W` is the smallest of the three. Every rank holds `min(v * M, (v - 1) * L + P)` stage
+    activations, `L` being the longest round.
 
     The order is that of PyTorch's `ScheduleInterleavedZeroBubble`, which asks for a multiple of the number of rounds;
     here every number of micro-batches will do.

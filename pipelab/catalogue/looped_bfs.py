@@ -22,7 +22,7 @@ class LoopedBFS(Looped):
     while the others still compute.
 
     Makespan `(M + (P - 1) / v) * (F + B)` for `P` ranks with `v` stages each and `M >= P` micro-batches, bubble
-    `(P - 1) / (v * M + P - 1)`: the same as interleaved 1F1B's. With fewer micro-batches the makespan is
+    `(P - 1) / (v * M + P - 1)`: the same as interleaved 1F1B's. With `M < P` the makespan is
     `(P + (M - 1) / v) * (F + B)`. Every rank holds all `v * M` stage activations.
 
     Example:

@@ -19,7 +19,7 @@ class Naive(Schedule):
     One rank works at a time. `Naive(ranks, 1)` sends the whole batch at once, as a model split by hand with `.to()`
     does.
 
-    Makespan `M * P * (F + B)` for `P` ranks and `M` micro-batches, bubble `1 - 1/P`, peak 1 activation per rank.
+    Makespan `M * P * (F + B)` for `P` ranks and `M` micro-batches, bubble `1 - 1 / P`, peak 1 activation per rank.
 
     Example:
         >>> import pipelab

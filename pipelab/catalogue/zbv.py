@@ -21,13 +21,13 @@ class ZBV(VShaped):
     what 1F1B's rank 0 holds: ZB-H2's gain, in 1F1B's memory.
 
     With `M >= 2 * P - 1` micro-batches and `F = I = W` every rank's own span is `M * (F + I + W)`, without a bubble,
-    and the makespan is `(P - 1) * F / 2` more, because the ranks do not start at once. Every rank holds `2 * P` stage
-    activations, each half a rank's share: `P` of 1F1B's. With fewer micro-batches, rank `r` holds `min(2 * M, M + 1 +
-    r, 2 * P)`.
+    and the makespan longer by `(P - 1) * F / 2`, because the ranks do not start at once. Every rank holds `2 * P` stage
+    activations, each half a rank's share: `P` of 1F1B's. With fewer micro-batches, rank `r` holds
+    `min(2 * M, M + 1 + r, 2 * P)`.
 
-    The order is PyTorch's: fixed, and fitted to equal times. Where `F = I > W`, rank `r` waits
-    `(P - 1 - r) * (F - W)` within its span, and the makespan is `M * (F + I + W) + (P - 1) * max(F / 2, F - W)`; where
-    `F` and `I` differ too, all ranks wait. The paper lays the actions out anew for measured times.
+    The order is PyTorch's: fixed, and fitted to equal times. Where `F = I >= W`, rank `r` waits `(P - 1 - r) * (F - W)`
+    within its span, and the makespan is `M * (F + I + W) + (P - 1) * max(F / 2, F - W)`; where `F` and `I` differ too,
+    all ranks wait. The paper lays the actions out anew for measured times.
 
     Example:
         >>> import pipelab

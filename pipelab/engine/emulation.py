@@ -151,7 +151,7 @@ def emulated(
         SizeError: if `stages` is not a positive whole number.
         CostError: if a time is negative, there is not one per stage, or a part is longer than the whole.
     """
-    require_size("stages", stages)
+    stages = require_size("stages", stages)
     forward, backward = _each("forward_ms", forward_ms, stages), _each("backward_ms", backward_ms, stages)
     half = [time / 2 for time in backward]
     inputs = half if input_grad_ms is None else _each("input_grad_ms", input_grad_ms, stages)

@@ -56,7 +56,7 @@ def devices(n: int) -> list[torch.device | RankDevice]:
     Raises:
         SizeError: if `n` is not a positive whole number.
     """
-    require_size("n", n)
+    n = require_size("n", n)
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * n
     gpus = torch.cuda.device_count()

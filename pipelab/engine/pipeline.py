@@ -101,7 +101,7 @@ class Pipeline(ModuleHabits):
         if replicated_buffers not in ("refuse", "lowest"):
             raise EngineError(f"replicated_buffers={replicated_buffers!r}: expected 'refuse' or 'lowest'")
         if intra_op_threads is not None:
-            require_size("intra_op_threads", intra_op_threads)
+            intra_op_threads = require_size("intra_op_threads", intra_op_threads)
         self.plan = as_plan(schedule)
         require_legal(self.plan)
         _require_loss(loss_fn, reduction)

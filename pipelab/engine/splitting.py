@@ -191,7 +191,7 @@ def split(
         SplitError: if there are fewer layers than stages, if a parameter is used by two stages (with its name and both
             stages), or if an example is needed and missing.
     """
-    require_size("into", into)
+    into = require_size("into", into)
     if isinstance(model, Stages):
         if len(model) != into:
             raise SplitError(

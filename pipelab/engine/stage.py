@@ -167,7 +167,8 @@ class Stage:
         earlier = [each for handed in kept.values() for each in handed if each.tensor() is not None]
         in_use = [each.tensor() for each in earlier]  # it stays so until the stage has run
         made = self.module(map_tensors(torch.clone, given) if self.clones_input else given)
-        outputs = [tensor for tensor in tensors_of(made) if not tensor.is_inference()]
+        # Only a strided tensor lies in one place, which can be asked for: a sparse one has no storage of its own.
+        outputs = [each for each in tensors_of(made) if each.layout is torch.strided and not each.is_inference()]
         places = {tensor.data_ptr() for tensor in outputs}
         for each, tensor in zip(earlier, in_use, strict=True):
             if tensor is not None and tensor._version != each.version and tensor.data_ptr() in places:  # noqa: SLF001 - there is no public way

@@ -102,7 +102,11 @@ def open_store(timeout: float | None) -> Any:
     """Return the store that all processes share: torchrun's, or that of the process group that is there already.
 
     Once opened it stays open: where torchrun has none, it lives in the process of rank 0.
+
+    Raises:
+        EngineError: naming what this torch lacks.
     """
+    native.load()
     if not _opened and dist.is_initialized():
         return native.default_store()
     if not _opened:

@@ -8,6 +8,7 @@ stage 2, forward, micro-batch 0.
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -26,7 +27,8 @@ _WORDS: dict[Kind, str] = {
     "W": "weight gradient",
     "R": "all-reduce",
 }
-_NOTATION = re.compile(r"(?P<stage>\d+)?(?:(?P<kind>[FBIW])(?P<microbatch>\d+)|(?P<reduce>R))")
+_NUMBER = "[0-9]{1,4300}"  # Python reads no more digits
+_NOTATION = re.compile(rf"(?P<stage>{_NUMBER})?(?:(?P<kind>[FBIW])(?P<microbatch>{_NUMBER})|(?P<reduce>R|REDUCE_GRAD))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read one action in PyTorch's notation.
+        """Read one action in PyTorch's notation, in which `2R` is `2REDUCE_GRAD`: both are read.
 
         Example:
             >>> Action.parse("3W1")
@@ -72,7 +74,8 @@ class Action:
         match = _NOTATION.fullmatch(text.strip())
         if match is None:
             raise NotationError(
-                f"{text!r} is not an action: expected [stage]kind[micro-batch], such as 2F0, 2B0, 2I0, 2W0 or 2R"
+                f"{reprlib.repr(text)} is not an action: expected [stage]kind[micro-batch], "
+                "such as 2F0, 2B0, 2I0, 2W0 or 2R"
             )
         stage = None if match["stage"] is None else int(match["stage"])
         if match["reduce"]:

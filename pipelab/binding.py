@@ -78,7 +78,7 @@ def _out_of_range(rank: int, item: Action, number: str, limit: int) -> Refusal:
 def _meant(item: object) -> str:
     """Return the hint for what is no action: the action that was meant, where that can be seen."""
     if isinstance(item, str):
-        with suppress(NotationError, ValueError):  # the latter: too many digits
+        with suppress(NotationError, ValueError):  # the latter: no word at all
             first, *others = [_written(Action.parse(word)) for word in item.replace(",", " ").split()]
             return (
                 f"yield {first}, an action, not its text"

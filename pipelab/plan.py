@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Iterable, Sequence, Sized
 from functools import cached_property
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.actions import Action, Item, Pair, parse_item
+from pipelab.csv_notation import read_rows, write_rows
 from pipelab.dependencies import dependency_graph
 from pipelab.errors import NotationError, require_size
 from pipelab.faults import shorten
@@ -114,25 +114,22 @@ class Plan(Immutable):
     def from_csv(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a file in PyTorch's CSV notation (`compute_only`): one line per rank; empty cells are idle.
 
+        A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are passed over.
+
         Raises:
-            NotationError: if a cell is not an action; the message names its line and column.
+            NotationError: if a cell is not an action, with its line and column; if a line between others is empty; or
+                if the file is not text in UTF-8.
         """
-        rows: list[list[Item]] = []
-        with Path(path).open(newline="") as file:
-            for line, cells in enumerate(csv.reader(file), 1):
-                rows.append(
-                    [
-                        parse_item(cell, f"{path}, line {line}, column {column}")
-                        for column, cell in enumerate(cells, 1)
-                        if cell.strip()
-                    ]
-                )
-        return cls(rows, name=Path(path).name)
+        return cls(read_rows(path), name=Path(path).name)
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan in the CSV notation that PyTorch's runtime loads (`compute_only`); return the path."""
-        with Path(path).open("w", newline="") as file:
-            csv.writer(file).writerows([str(item) for item in row] for row in self.rows)
+        """Write the plan in PyTorch's CSV notation (`compute_only`), which `from_csv` reads back; return the path.
+
+        PyTorch's runtime loads such a file if every stage is on one rank, every rank has a stage, and no `R` is listed.
+        A plan with replicated stages is for pipelab alone: its all-reduces are written in PyTorch's own word, as
+        `2REDUCE_GRAD`, but PyTorch's runtime refuses a stage that is on two ranks.
+        """
+        write_rows(path, self.rows)
         return Path(path)
 
     @property

@@ -52,10 +52,24 @@ def test_a_pair_is_written_as_pytorch_writes_it():
     assert str(F(3, stage=0) & B(1, stage=3)) == "(0F3;3B1)OVERLAP_F_B"
 
 
-@pytest.mark.parametrize("text", ["", "F", "0F", "F-1", "2R1", "0f0", "X0", "0F0 0F1", "F1.0", "0.5F1", "-1F0"])
+@pytest.mark.parametrize(("text", "action"), [("2REDUCE_GRAD", R(2)), (" REDUCE_GRAD ", R())])
+def test_pytorchs_whole_word_for_an_all_reduce_is_read_too(text, action):
+    assert Action.parse(text) == action
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F", "0F", "F-1", "2R1", "0f0", "X0", "0F0 0F1", "F1.0", "0.5F1", "-1F0", "0F\u0663"]
+)
 def test_anything_else_is_no_action(text):
     with pytest.raises(NotationError, match=r"is not an action: expected \[stage\]kind\[micro-batch\], such as 2F0"):
         Action.parse(text)
+
+
+@pytest.mark.parametrize("text", ["0F" + "9" * 5000, "9" * 5000 + "R", "F" * 5000])
+def test_a_number_that_python_does_not_read_is_told_in_few_words(text):
+    with pytest.raises(NotationError, match="is not an action") as refusal:
+        Action.parse(text)
+    assert len(str(refusal.value)) < 200
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,16 @@ def test_a_size_that_only_pipelab_accepts_is_counted_with_pytorchs_words() -> No
     assert "greater than or equal to the number of stages (3)" in line.refusal
 
 
+def test_a_size_that_pipelab_refuses_is_counted_and_told_with_its_reason() -> None:
+    text, same = shown(["dualpipe"], Grid(ranks=(3,), microbatches=(3, 4)))
+    assert same
+    words = "dualpipe: pipelab refuses 2 sizes: 3 ranks and 3 micro-batches: DualPipe sends half of the micro-batches"
+    assert words in " ".join(text.split())
+    (line,) = conformance(["dualpipe"], Grid(ranks=(2,), microbatches=(2, 3, 4))).lines
+    assert (line.sizes, line.refused, line.refused_here, line.not_ours) == (0, 1, 2, 0)
+    assert line.refusal_here.startswith("2 ranks and 2 micro-batches: ")
+
+
 class BothWays(Schedule):
     """The second half of the micro-batches goes through the ranks the other way round: every stage is on two ranks."""
 
@@ -177,14 +187,24 @@ def test_what_the_documentation_prints_is_what_its_code_prints(capsys) -> None:
     assert capsys.readouterr().out == printed
 
 
+def test_the_documentation_names_every_size_of_the_grid_and_every_schedule_without_a_class() -> None:
+    page, grid = " ".join(PAGE.split()), Grid()
+    for sizes, what in ((grid.ranks, "ranks"), (grid.microbatches, "micro-batches")):
+        *most, last = map(str, sizes)
+        assert f"{', '.join(most)} and {last} {what}" in page
+    assert f"ranks times micro-batches is at most {grid.most_work}" in page
+    *most, last = [f"`{name}`" for name in WHOLE if name not in NATIVE]
+    assert f"{', '.join(most)} and {last}. Two of them" in page
+
+
 # The command's table
 
 
-def shown(names: list[str], **options: object) -> tuple[str, bool]:
+def shown(names: list[str], grid: Grid = SMALL, **options: object) -> tuple[str, bool]:
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(showing, "Console", lambda: Console(file=output, width=80))
-        report = showing.show_conformance(names, SMALL, **options)  # type: ignore[arg-type]
+        report = showing.show_conformance(names, grid, **options)  # type: ignore[arg-type]
     return output.getvalue(), report.same
 
 

@@ -40,7 +40,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.binding"],
     ["pipelab.numbering", "pipelab.placement", "pipelab.reporting"],
     ["pipelab.signatures"],
-    ["pipelab.faults"],
+    ["pipelab.faults", "pipelab.csv_notation"],
     ["pipelab.actions"],
     ["pipelab.errors", "pipelab.immutable"],
 ]

@@ -55,16 +55,61 @@ def test_the_csv_is_pytorchs(tmp_path):
     ]
 
 
+def test_an_all_reduce_is_written_with_pytorchs_own_word_and_reads_back(tmp_path):
+    plan = pipelab.DualPipe(2, 4).plan()
+    written = plan.to_csv(tmp_path / "plan.csv").read_text()
+    assert [line.split(",")[-1] for line in written.splitlines()] == ["0REDUCE_GRAD", "0REDUCE_GRAD"]
+    assert Plan.from_csv(tmp_path / "plan.csv") == plan
+    (tmp_path / "short.csv").write_text(written.replace("REDUCE_GRAD", "R"))
+    assert Plan.from_csv(tmp_path / "short.csv") == plan
+
+
+def read(folder, content):
+    """Return the plan of a file with this content, text or bytes."""
+    path = folder / "plan.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return Plan.from_csv(path)
+
+
 def test_blank_cells_are_idle(tmp_path):
-    path = tmp_path / "plan.csv"
-    path.write_text("0F0,, 0B0 ,\n,1F0,1B0\n")
-    assert Plan.from_csv(path) == Plan.parse(["0F0 0B0", "1F0 1B0"])
+    assert read(tmp_path, "0F0,, 0B0 ,\n,1F0,1B0\n") == Plan.parse(["0F0 0B0", "1F0 1B0"])
 
 
-def test_a_blank_line_is_a_rank_without_actions(tmp_path):
-    path = tmp_path / "plan.csv"
-    Plan([[F(0, 0), B(0, 0)], []], 1, 1).to_csv(path)
-    assert Plan.from_csv(path).rows == ((F(0, 0), B(0, 0)), ())
+@pytest.mark.parametrize("idle", [{0}, {1}, {2}, {1, 2}, {0, 1, 2}])
+def test_a_rank_without_actions_reads_back_wherever_it_is(tmp_path, idle):
+    plan = Plan([[] if rank in idle else [F(0, rank), B(0, rank)] for rank in range(3)], 3, 1)
+    assert Plan.from_csv(plan.to_csv(tmp_path / "plan.csv")).rows == plan.rows
+
+
+@pytest.mark.parametrize("idle", ['""', ",", ",,,"])
+def test_a_line_of_empty_cells_is_a_rank_without_actions(tmp_path, idle):
+    assert read(tmp_path, f"0F0,0B0\n{idle}\n").rows == ((F(0, 0), B(0, 0)), ())
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n\r\n \r\n", "\n\t\n"])
+def test_empty_lines_at_the_end_of_a_file_are_no_ranks(tmp_path, end):
+    assert read(tmp_path, f"0F0,0B0\n1F0,1B0{end}").ranks == 2
+
+
+@pytest.mark.parametrize("content", ["0F0,0B0\n\n1F0,1B0\n", "0F0,0B0\n \n\n1F0,1B0\n"])
+def test_an_empty_line_between_ranks_is_told_with_its_number(tmp_path, content):
+    with pytest.raises(NotationError, match=r'plan\.csv, line 2 is empty.*\n.*"" for a rank without actions'):
+        read(tmp_path, content)
+
+
+def test_the_mark_that_spreadsheets_begin_a_file_with_is_passed_over(tmp_path):
+    assert read(tmp_path, b"\xef\xbb\xbf0F0,0B0\r\n") == Plan.parse(["0F0 0B0"])
+
+
+@pytest.mark.parametrize("content", ["0F0,é0B0\n".encode("latin-1"), "0F0,0B0\n".encode("utf-16")])
+def test_a_file_in_another_encoding_is_told_so(tmp_path, content):
+    with pytest.raises(NotationError, match=r"plan\.csv is not text in UTF-8"):
+        read(tmp_path, content)
+
+
+def test_a_cell_that_is_too_long_to_be_one_is_told_with_its_line(tmp_path):
+    with pytest.raises(NotationError, match=r"plan\.csv, line 2: field larger than field limit"):
+        read(tmp_path, "0F0,0B0\n" + "9" * 200_000)
 
 
 def test_a_bad_cell_is_told_with_file_line_and_column(tmp_path):

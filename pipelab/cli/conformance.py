@@ -45,7 +45,7 @@ def show_conformance(
         table.add_row(*_cells(line))
     console.print(table)
     for note in [_LEGEND, *_notes(report)]:
-        console.print(note, style="dim", highlight=False)
+        console.print(note, style="dim", highlight=False, markup=False)
     for line in report.lines:
         for difference in line.differences[:_MOST_TOLD]:
             console.print(f"\n{difference}", soft_wrap=True, highlight=False, markup=False)
@@ -87,18 +87,20 @@ def _cells(line: Line) -> list[str]:
 
 
 def _notes(report: Report) -> list[str]:
-    """Return the sizes that only one side accepts, and the processes that PyTorch ran in, in words."""
+    """Return the sizes that one side refuses, and the processes that PyTorch ran in, in words."""
     notes = []
     for line in report.lines:
         if line.refused:
             words = line.refusal.partition(": ")[2]
             more = f"pipelab accepts {_sizes(line.refused)} more"
             notes.append(f"{line.schedule}: {more}, which PyTorch does not run: {words}")
+        if line.refused_here:
+            notes.append(f"{line.schedule}: pipelab refuses {_sizes(line.refused_here)}: {line.refusal_here}")
         if line.not_ours:
             notes.append(f"{line.schedule}: PyTorch accepts {_sizes(line.not_ours)} more.")
     processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})
     where = f", and in {' and '.join(map(str, processes))} processes with gloo" if processes else ""
-    return [f"PyTorch ran in one process{where}.", *notes]
+    return [f"PyTorch ran in one process{where}.", *dict.fromkeys(notes)]  # two references may tell the same
 
 
 def _sizes(number: int) -> str:

@@ -65,10 +65,7 @@ def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
         LoadError: if others were given.
     """
     file = _existing(path)
-    try:
-        found = Plan.from_csv(file) if path.endswith(".csv") else Trace.load(file)
-    except UnicodeDecodeError as error:
-        raise LoadError(f"{path} is not text: {error}") from error
+    found = Plan.from_csv(file) if path.endswith(".csv") else Trace.load(file)
     superfluous = [option for option, value in given.items() if value]
     if superfluous:
         plan = found if isinstance(found, Plan) else found.plan

@@ -1,7 +1,7 @@
 """The door to PyTorch's own pipelining: every private name that pipelab uses of it stands here, and only here.
 
 `torch.distributed.pipelining` has no public way to run an order of one's own. A contract test holds what is expected of
-these names; where a torch has moved one, `load` says which.
+these names, which stand in one table; where a torch has moved one, `load` says which.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,61 +42,108 @@ class Native:
         runtime: the schedule class that runs any order.
         schedules: the module, whose public `Schedule...` classes are PyTorch's native schedules.
         stage: a stage of a pipeline.
-        stage_backward_input: the input gradient of a stage alone (`I`).
-        stage_backward_weight: its weight gradients, from what the former kept (`W`).
     """
 
     action: Any
     runtime: Any
     schedules: Any
     stage: Any
-    stage_backward_input: Any
-    stage_backward_weight: Any
 
 
-_NAMES = {
-    "action": ("schedules", "_Action"),
-    "runtime": ("schedules", "_PipelineScheduleRuntime"),
-    "stage": ("stage", "PipelineStage"),
-    "stage_backward_input": ("_backward", "stage_backward_input"),
-    "stage_backward_weight": ("_backward", "stage_backward_weight"),
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+_STAGE = "torch.distributed.pipelining.stage"
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "torch.distributed": ("HashStore", "PrefixStore", "rendezvous"),
+    "torch.distributed.distributed_c10d": ("_get_default_store",),
+    _SCHEDULES: (
+        "_Action",
+        "_Action.from_str",
+        "_Action.computation_type",
+        "_Action.is_compute_op",
+        "_ComputationType",
+        "_ComputationType.UNSHARD",
+        "_ComputationType.RESHARD",
+        "_ComputationType.REDUCE_GRAD",
+        "PipelineScheduleSingle._initialize_stage",
+        "PipelineScheduleSingle._step_microbatches",
+        "PipelineScheduleMulti._initialize_stages",
+        "PipelineScheduleMulti._step_microbatches",
+        "_PipelineScheduleRuntime._initialize_stages",
+        "_PipelineScheduleRuntime._prepare_schedule_with_comms",
+        "_PipelineScheduleRuntime._step_microbatches",
+        "logger",
+    ),
+    _STAGE: (
+        "PipelineStage._get_init_p2p_neighbors_ops",
+        "PipelineStage.has_backward",
+        "PipelineStage.is_first",
+        "PipelineStage.is_last",
+        "PipelineStage.forward_one_chunk",
+        "PipelineStage.backward_one_chunk",
+        "PipelineStage.backward_weight_one_chunk",
+        "PipelineStage.get_fwd_recv_ops",
+        "PipelineStage.get_fwd_send_ops",
+        "PipelineStage.get_bwd_recv_ops",
+        "PipelineStage.get_bwd_send_ops",
+        "PipelineStage.set_local_fwd_input",
+        "PipelineStage.set_local_bwd_input",
+        "PipelineStage.get_local_bwd_output",
+        "PipelineStage.scale_grads",
+        "PipelineStage.perform_reduce_grad",
+        "PipelineStage.clear_runtime_states",
+    ),
 }
+"""By module, what pipelab calls, reads or replaces. Of a stage: what a schedule asks of it, and pipelab's answer to."""
 
-_METHODS = {
-    "PipelineScheduleSingle": ("_initialize_stage", "_step_microbatches"),
-    "PipelineScheduleMulti": ("_initialize_stages",),
-    "_PipelineScheduleRuntime": ("_prepare_schedule_with_comms", "_step_microbatches"),
-}
-"""What pipelab calls, or replaces, of the classes in `schedules`."""
+_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops", "pipeline_order", "pipeline_order_with_comms", "rank")
+"""What a runtime has once it is made and given an order."""
 
 
 @cache
 def load() -> Native:
-    """Return PyTorch's pipelining.
+    """Return PyTorch's pipelining, after a look at every name that pipelab needs of it.
 
     Raises:
         EngineError: naming what this torch lacks.
     """
-    found: dict[str, Any] = {}
-    for attribute, (module, name) in _NAMES.items():
-        where = f"torch.distributed.pipelining.{module}"
-        try:
-            found[attribute] = getattr(import_module(where), name)
-        except (ImportError, AttributeError):
-            raise _missing(f"{where}.{name}") from None
-    native = Native(schedules=import_module("torch.distributed.pipelining.schedules"), **found)
-    for kind, methods in _METHODS.items():
-        for method in methods:
-            if not hasattr(getattr(native.schedules, kind, None), method):
-                raise _missing(f"{native.schedules.__name__}.{kind}.{method}")
-    return native
+    for module, names in _NAMES.items():
+        for name in names:
+            try:
+                resolve_name(f"{module}:{name}")
+            except (ImportError, AttributeError):
+                raise _missing(f"{module}.{name}") from None
+    schedules = import_module(_SCHEDULES)
+    runtime = schedules._PipelineScheduleRuntime  # noqa: SLF001 - there is no public way
+    found = Native(schedules._Action, runtime, schedules, import_module(_STAGE).PipelineStage)  # noqa: SLF001 - see above
+    made = _smallest_runtime(found)
+    for name in _OF_A_RUNTIME:
+        if not hasattr(made, name):
+            raise _missing(f"{_SCHEDULES}._PipelineScheduleRuntime().{name}")
+    return found
+
+
+def _smallest_runtime(found: Native) -> Any:
+    """Return a runtime with an order for one stage, which is never run.
+
+    Raises:
+        EngineError: if this torch makes runtimes in another way.
+    """
+    stage = SimpleNamespace(stage_index=0, num_stages=1, group_rank=0, group_size=1)
+    try:
+        return _runtime(found, [stage], 1, {0: ["0F0", "0B0"]})
+    except Exception as error:
+        raise EngineError(
+            f"torch {torch.__version__} does not take an order as pipelab gives it ({type(error).__name__}: {error}): "
+            f"{_TRY}"
+        ) from error
+
+
+_TRY = "use torch 2.10 to 2.13, or engine='threads'"
 
 
 def _missing(name: str) -> EngineError:
-    return EngineError(
-        f"torch {torch.__version__} has no {name}, which pipelab runs plans with: "
-        "use torch 2.10 to 2.13, or engine='threads'"
-    )
+    return EngineError(f"torch {torch.__version__} has no {name}, which pipelab runs plans with: {_TRY}")
 
 
 def schedule_class(name: str) -> Any:
@@ -139,8 +188,14 @@ def order_table(schedule: Any) -> tuple[tuple[str, ...], ...]:
     """Return what a schedule's own table says of every rank, idle slots and gradient reductions left out.
 
     It is made beside the loop that runs, and is not what is executed: `Schedule1F1B`'s last rank is wrong in it.
+
+    Raises:
+        EngineError: if this torch's schedules have no such table.
     """
-    table: dict[int, Sequence[Any]] = schedule.pipeline_order
+    try:
+        table: dict[int, Sequence[Any]] = schedule.pipeline_order
+    except AttributeError:
+        raise _missing(f"{_SCHEDULES}.{type(schedule).__name__}().pipeline_order") from None
     return tuple(
         tuple(str(action) for action in table[rank] if action is not None and action.is_compute_op)
         for rank in sorted(table)
@@ -155,7 +210,12 @@ def local_stage(module: torch.nn.Module, index: int, count: int, device: torch.d
 
 
 def default_store() -> Any:
-    """Return the store of the process group that is there already."""
+    """Return the store of the process group that is there already.
+
+    Raises:
+        EngineError: naming what this torch lacks.
+    """
+    load()
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
 
 
@@ -177,12 +237,8 @@ def order_runner(
     """
     found = load()
     found.schedules.logger.addFilter(_quiet)
-    runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
+    runtime = _runtime(found, stages, microbatches, rows)
     runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
-    runtime._has_backward = True  # noqa: SLF001 - the stages know the loss, the runtime does not
-    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
-        {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}
-    )
     orders, kinds = runtime.pipeline_order_with_comms, found.schedules._ComputationType  # noqa: SLF001 - see above
     order: list[Any] = []
     done = 0
@@ -199,6 +255,15 @@ def order_runner(
         runtime._step_microbatches(inputs)  # noqa: SLF001 - `step` cuts the batch evenly, or not at all
 
     return run
+
+
+def _runtime(found: Native, stages: Sequence[Any], microbatches: int, rows: Mapping[int, Sequence[str]]) -> Any:
+    """Return a runtime that has been given an order."""
+    runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
+    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
+        {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}
+    )
+    return runtime
 
 
 def _quiet(record: logging.LogRecord) -> bool:

@@ -137,11 +137,8 @@ class TracedStages:
             yield
         finally:
             for layer, attributes in zip(layers, before, strict=True):
-                for name in ("forward", "_orig_forward"):
-                    if name in attributes:
-                        vars(layer)[name] = attributes[name]
-                    else:
-                        vars(layer).pop(name, None)
+                vars(layer).clear()
+                vars(layer).update(attributes)
 
     def unit_times(self, repeats: int = 5) -> list[float]:
         """Return the median seconds between the starts of the layers, forward; backward is taken to be proportional."""

@@ -84,7 +84,9 @@ class Line:
         sizes: at how many sizes orders were compared.
         refused: how many sizes of the grid PyTorch refuses and pipelab does not.
         refusal: what PyTorch says to the first of them.
-        not_ours: how many sizes pipelab refuses.
+        refused_here: how many sizes pipelab refuses.
+        refusal_here: what it says to the first of them.
+        not_ours: how many of them PyTorch accepts.
         differences: where orders differ.
         numbers: the steps that were compared.
     """
@@ -94,6 +96,8 @@ class Line:
     sizes: int = 0
     refused: int = 0
     refusal: str = ""
+    refused_here: int = 0
+    refusal_here: str = ""
     not_ours: int = 0
     differences: tuple[Difference, ...] = ()
     numbers: tuple[Numbers, ...] = ()
@@ -161,19 +165,20 @@ def _line(name: str, reference: Reference, grid: Grid, advance: Callable[[], obj
     """Compare one schedule with one reference at every size."""
     differences: list[Difference] = []
     numbers: list[Numbers] = []
-    compared = refused = not_ours = 0
-    refusal = ""
+    refusals: list[str] = []
+    refusals_here: list[str] = []
+    compared = not_ours = 0
     for schedule in grid.of(name):
         advance()
         plan = _plan(schedule)
-        if plan is None:
+        if isinstance(plan, str):
+            refusals_here.append(plan)
             not_ours += reference.has(schedule)
             continue
         try:
             theirs = reference.executed(plan)
         except NativeRefusalError as error:
-            refused += 1
-            refusal = refusal or str(error)
+            refusals.append(str(error))
             continue
         compared += 1
         difference = first_difference(plan, theirs)
@@ -181,17 +186,32 @@ def _line(name: str, reference: Reference, grid: Grid, advance: Callable[[], obj
             differences.append(difference)
         if plan.ranks * plan.microbatches <= grid.most_work:
             numbers.append(_numbers(plan, reference.step(plan, theirs), 1))
-    return Line(name, reference.name, compared, refused, refusal, not_ours, tuple(differences), tuple(numbers))
+    return Line(
+        name,
+        reference.name,
+        compared,
+        *_counted(refusals),
+        *_counted(refusals_here),
+        not_ours,
+        tuple(differences),
+        tuple(numbers),
+    )
 
 
-def _plan(schedule: Schedule) -> Plan | None:
-    """Return a schedule's plan; nothing where it refuses its size."""
+def _counted(words: Sequence[str]) -> tuple[int, str]:
+    """Return how many there are, and the first."""
+    return len(words), words[0] if words else ""
+
+
+def _plan(schedule: Schedule) -> Plan | str:
+    """Return a schedule's plan; where it refuses its size, what it says."""
     try:
         return schedule.plan()
     except ScheduleError as error:
-        if any(fault.code != "refused" for fault in error.faults):
+        (first, *others) = error.faults
+        if first.code != "refused" or others:
             raise
-        return None
+        return first.message
 
 
 def _numbers(plan: Plan, theirs: Outcome, processes: int) -> Numbers:
@@ -215,7 +235,7 @@ def _with_processes(lines: list[Line], pairs: Sequence[tuple[str, Reference]], r
     todo: list[tuple[int, Plan]] = []
     for index, (name, reference) in enumerate(pairs):
         plan = _plan(next(iter(grid.of(name))))
-        if plan is not None and reference.runs(plan):
+        if isinstance(plan, Plan) and reference.runs(plan):
             todo.append((index, plan))
     if not todo:
         return lines

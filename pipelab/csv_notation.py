@@ -1,0 +1,72 @@
+"""Plans as files in PyTorch's CSV notation (`compute_only`): one line for each rank, one cell for each action."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipelab.actions import Action, Item, parse_item
+from pipelab.errors import NotationError
+
+__all__ = ["read_rows", "write_rows"]
+
+_IDLE = ("",)
+"""The cells of a rank without actions, which is written `""`: an empty line would look like the end of the file."""
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
+    """Read every rank's actions. Empty cells are idle; empty lines at the end of the file are passed over.
+
+    Raises:
+        NotationError: if a cell is not an action, with its line and column; if a line between others is empty, which
+            may or may not be a rank; or if the file is not text in UTF-8.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise NotationError(
+            f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as CSV in UTF-8"
+        ) from error
+    rows: list[list[Item]] = []
+    lines = csv.reader(io.StringIO(text, newline=""))
+    empty = 0
+    try:
+        for cells in lines:
+            if _is_empty(cells):
+                empty = empty or lines.line_num
+            elif empty:
+                raise NotationError(
+                    f"{path}, line {empty} is empty, and others follow: is it a rank?\n"
+                    '  try: "" for a rank without actions; otherwise take the line out'
+                )
+            else:
+                rows.append(_items(cells, f"{path}, line {lines.line_num}"))
+    except csv.Error as error:
+        raise NotationError(f"{path}, line {lines.line_num}: {error}") from error
+    return rows
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Iterable[object]]) -> None:
+    """Write every rank's actions; `read_rows` reads the same."""
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([_cell(item) for item in row] or _IDLE for row in rows)
+
+
+def _is_empty(cells: list[str]) -> bool:
+    """Tell whether a line has nothing but blanks: no cell, not even an idle one."""
+    return not cells or (len(cells) == 1 and tuple(cells) != _IDLE and not cells[0].strip())
+
+
+def _items(cells: list[str], where: str) -> list[Item]:
+    """Return the actions of a line."""
+    return [parse_item(cell, f"{where}, column {column}") for column, cell in enumerate(cells, 1) if cell.strip()]
+
+
+def _cell(item: object) -> str:
+    """Return what stands for an action in PyTorch's notation, which has a longer word for `R`."""
+    if isinstance(item, Action) and item.kind == "R":
+        return f"{'' if item.stage is None else item.stage}REDUCE_GRAD"
+    return str(item)

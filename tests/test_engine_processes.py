@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import networkx
 import plain
@@ -533,13 +534,22 @@ def test_a_closed_pipeline_leaves_no_connections_behind():
     def groups():
         return len(distributed_c10d._world.pg_map)
 
-    before = groups()
+    def threads():
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        return names.count("pt_gloo_runloop")
+
+    before, threads_before = groups(), threads()
     for _ in range(3):
         with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
             pipe.step(*plain.batch(4))
+            pipe.state_dict()
             assert groups() == before + 1
+            assert threads() > threads_before
         assert groups() == before
+        assert threads() == threads_before  # they would let go of tensors while the process ends, which aborts it
         pipe.close()  # once more does no harm
+        with pytest.raises(PipelineClosedError):
+            pipe.step(*plain.batch(4))
 
 
 def test_a_pipeline_that_failed_leaves_its_connections_alone():

@@ -138,6 +138,11 @@ class TorchEngine:
         self._watch.close(error)
         if clean:  # after a failure something may be under way for ever
             self._connections.close()
+            # The threads of a group end with the last reference to it. Left to the end of the process, they might let
+            # go of tensors while Python is being taken down, which aborts the process.
+            self._reducers.clear()
+            self._stages.clear()
+            del self._connections, self._buffers, self._runtime, self.group
 
     def _run(
         self,
@@ -168,8 +173,6 @@ class TorchEngine:
             self._go(passage, own)
             # [4] times and losses to everybody
             ran = share(self.group, self.plan, self._part, passage, loss, self._clock)
-            if loss is not None:
-                passage.drop_zeros(ran.reached)
         self._passage = None
         return ran
 

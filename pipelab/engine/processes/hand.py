@@ -19,7 +19,7 @@ __all__ = ["Outcome", "Worker"]
 _LEAVING_SECONDS = 5.0
 """How long a process that ends waits for a thread that is still in PyTorch."""
 _SETTLING_SECONDS = 0.25
-"""How long it then waits for PyTorch's own threads, which let go of tensors just after such a thread comes back."""
+"""How long it then waits for PyTorch's own threads, which let go of tensors a little later than it."""
 
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
@@ -83,7 +83,8 @@ def _leave() -> None:
 
     One that came back while Python is being taken down would abort the process. Most come back soon: the processes that
     they wait for end too, which closes their connections. Where one does not, the process ends here, as failed as its
-    pipeline is, after all else that wants to be done at the end.
+    pipeline is, after all else that wants to be done at the end. Threads of PyTorch's own, which end with a pipeline
+    that is closed, get a moment to let go of what it has just sent where it is not.
     """
     if _leaving:
         return
@@ -92,13 +93,13 @@ def _leave() -> None:
     stuck = [idle for idle in list(_idle.values()) if not idle.is_set()]
     for idle in stuck:
         idle.wait(max(0.0, deadline - time.monotonic()))
-    if stuck and all(idle.is_set() for idle in stuck):
-        time.sleep(_SETTLING_SECONDS)
-    elif stuck:
+    if not all(idle.is_set() for idle in stuck):
         atexit._run_exitfuncs()  # noqa: SLF001 - what was registered before this would be left out
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+    elif any(thread.is_alive() for thread in list(_idle)):
+        time.sleep(_SETTLING_SECONDS)
 
 
 _leaving: list[bool] = []

@@ -102,6 +102,7 @@ def test_different_units_get_axes_of_their_own():
             "GPipe(ranks=2, microbatches=2), measured on two machines, one of them … within 0.05 ms of rank 0's",
         ),
         ("x" * 200, f"{'x' * 70} … {'x' * 27}"),
+        (f"A {'x' * 200} B", f"A {'x' * 68} … {'x' * 25} B"),
     ],
 )
 def test_a_long_title_is_cut_between_words_and_keeps_its_end(trace, name, shown):

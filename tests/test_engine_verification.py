@@ -12,7 +12,8 @@ from torch import nn
 
 from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules
 from pipelab.engine.hardware import RankDevice
-from pipelab.engine.verification import Verification, _tolerance
+from pipelab.engine.proof import Verification
+from pipelab.engine.verification import _tolerance
 from pipelab.errors import BatchError, StageError, VerificationError
 
 mse = nn.functional.mse_loss

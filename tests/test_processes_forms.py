@@ -1,4 +1,4 @@
-"""The form of what travels between processes: what arrives lies in memory as it did where it was made."""
+"""The form of what travels between processes: what arrives has the numbers that left, however they lay."""
 
 from __future__ import annotations
 
@@ -6,59 +6,75 @@ import pytest
 import torch
 
 from pipelab.engine.processes.forms import form_of
+from pipelab.engine.processes.packing import pack, unpack
+from pipelab.errors import EngineError
 
 CPU = torch.device("cpu")
 
-
-def arrives(value):
-    """Return what a process makes of a value that has travelled, and the form."""
-    form = form_of(value, "stage 0")
-    room = form.room(CPU)
-    for place, parcel in zip(room, form.parcels(value, CPU), strict=True):
-        assert place.stride() == parcel.stride()
-        place.as_strided((place.numel(),), (1,)).copy_(parcel.as_strided((parcel.numel(),), (1,)))
-    return form.value(room), form
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda t: t,
-        lambda t: t.transpose(0, 2),
-        lambda t: t[:, 1:3],
-        lambda t: t[:, :, ::2].transpose(0, 1),
-        lambda t: t.chunk(3, dim=1)[1],
-        lambda t: t[:, :1].expand(-1, 9, -1),
-        lambda t: t.unsqueeze(1)[:, :, 0:5],
-        lambda t: t[0, 0, 0],
-        lambda t: t[:, :0],
-    ],
-)
-def test_a_tensor_has_the_numbers_and_the_strides_that_it_had(cut):
-    made = cut(torch.randn(4, 6, 8, requires_grad=True))
-    there, form = arrives(made)
-    assert torch.equal(there, made)
-    assert there.stride() == made.stride()
-    assert there.is_leaf
-    assert there.requires_grad
-    there.sum().backward()  # its gradient comes in the room that is made for it
-    (parcel,) = form.parcels_of_gradients(there.grad, CPU)
-    assert parcel.stride() == form.room_for_gradients(CPU)[0].stride() == there.grad.stride()
+CUTS = [
+    lambda t: t,
+    lambda t: t.transpose(0, 2),
+    lambda t: t[:, 1:3],
+    lambda t: t[:, :, ::2].transpose(0, 1),
+    lambda t: t[:, :1].expand(-1, 9, -1),
+    lambda t: t.flatten().unfold(0, 6, 2),  # windows that overlap
+    lambda t: t[0, 0, 0],
+    lambda t: t[:, :0],
+    lambda t: torch.complex(t, t).conj(),
+    lambda t: torch.complex(t, t).conj().imag,
+    lambda t: t.to(torch.float8_e4m3fn),
+    lambda t: (t.abs() * 10).to(torch.uint16),
+    lambda t: t > 0,
+]
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda t: t[:, 0, :1],  # four of 192
-        lambda t: t.flatten().unfold(0, 6, 2),  # windows that overlap
-        lambda t: torch.complex(t, t).conj(),
-        lambda t: torch.complex(t, t).conj().imag,
-    ],
-)
-def test_what_would_take_much_room_or_shares_memory_or_is_lazy_arrives_without_gaps(cut):
+def as_bytes(tensor):
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_tensor_arrives_with_its_numbers(cut):
     made = cut(torch.randn(4, 6, 8))
-    there, _ = arrives(made)
-    assert torch.equal(there, made)
-    assert there.is_contiguous()
+    form = form_of(made, "stage 0")
+    (place,), (parcel,) = form.room(CPU), form.parcels(made, CPU)
+    as_bytes(place).copy_(as_bytes(parcel))
+    there = form.value([place])
+    assert torch.equal(there.float(), made.float()) if there.dtype.itemsize == 1 else torch.equal(there, made)
+    assert (there.dtype, there.shape) == (made.dtype, made.shape)
     assert not there.is_conj()
     assert not there.is_neg()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_is_packed_can_be_unpacked(cut):
+    made = {"name": "x", "both": (cut(torch.randn(4, 6, 8)), None)}
+    there = unpack(pack(made))
+    (ours, _), (theirs, _) = there["both"], made["both"]
+    assert torch.equal(ours.to(torch.complex64), theirs.to(torch.complex64))
+    assert (there["name"], ours.dtype) == ("x", theirs.dtype)
+
+
+@pytest.mark.parametrize("there", [[True, False], [False, False], [True, True]])
+def test_gradients_come_with_the_knowledge_which_of_them_there_are(there):
+    made = [torch.randn(3, requires_grad=True), torch.ones(2, dtype=torch.int64), torch.randn(4, requires_grad=True)]
+    form = form_of(made, "stage 0")
+    gradients = [torch.ones(3) if there[0] else None, None, torch.ones(4) if there[1] else None]
+    back = form.gradients(form.parcels_of_gradients(gradients, CPU))
+    assert [each is not None for each in back] == [there[0], False, there[1]]
+    alone = form_of(made[0], "stage 0")
+    assert (alone.gradients(alone.parcels_of_gradients(gradients[0], CPU)) is not None) == there[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized|.*sparse|.*nested")
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda t: t.to_sparse(),
+        lambda t: torch.nested.nested_tensor([t[0]]),
+        lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    ],
+)
+def test_tensors_that_are_not_plain_are_refused(odd):
+    with pytest.raises(EngineError, match="stage 0 gives a sparse, nested or quantized tensor: between processes only"):
+        form_of(odd(torch.randn(4, 6)), "stage 0")
+    assert str(unpack(pack(odd(torch.zeros(4, 6))))) == str(odd(torch.zeros(4, 6)))  # the last stage may give them

@@ -122,7 +122,7 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str = "") -> None:
     from matplotlib.ticker import MaxNLocator
 
     if len(name) > 100:
-        name = f"{name[:70].rsplit(' ', 1)[0]} … {name[-27:].split(' ', 1)[-1]}"  # between words, if it has any
+        name = _without_middle(name)
     ax.set_title(f"{name}\n{wording.figures(trace)}", loc="left", fontsize=10, linespacing=1.4, parse_math=False)
     ax.set_xlabel(f"time ({wording.unit(trace)}){note}", loc="left", parse_math=False)
     if trace.ranks <= 40:
@@ -133,6 +133,16 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str = "") -> None:
         ax.set_ylabel("rank")
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "left", "right"]].set_visible(False)
+
+
+def _without_middle(name: str) -> str:
+    """Return the start and the end of a long name, cut between words if these are short."""
+    start, end = name[:70], name[-27:]
+    if " " in start[50:]:
+        start = start[: start.rindex(" ")]
+    if " " in end[:13]:
+        end = end[end.index(" ") + 1 :]
+    return f"{start} … {end}"
 
 
 def legend(traces: Sequence[Trace], ax: Axes) -> None:

@@ -26,7 +26,7 @@ from pipelab.errors import BatchError, EngineError, LossError, UsageError, requi
 from pipelab.plan import Plan
 
 if TYPE_CHECKING:
-    from pipelab.engine.verification import Verification
+    from pipelab.engine.proof import Verification
 
 __all__ = ["Pipeline", "Step"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipelab.engine.batches import row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.keeping import KeptBuffers, KeptRandomState
+from pipelab.engine.proof import Verification
 from pipelab.engine.stage import Loss
 from pipelab.engine.trees import map_tensors
 from pipelab.errors import VerificationError
@@ -20,7 +20,9 @@ from pipelab.errors import VerificationError
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
 
-__all__ = ["Verification", "verify"]
+__all__ = ["verify"]
+
+Found = TypeVar("Found")
 
 _TOLERANCE = 1e-6
 """Largest relative difference (2-norm, per parameter, float32) between orders of adding up the same micro-batches."""
@@ -36,53 +38,6 @@ _SMALLEST_SHARE = 1e-2
 attention's key bias) only rounding is left, and rounding differs from itself by a hundred per cent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """The proof that a pipeline's gradients are right.
-
-    Attributes:
-        parameters: how many parameters were compared.
-        microbatches: how many micro-batches the reference ran, one after another.
-        exact: whether all gradients are equal bit for bit.
-        largest_difference: the largest relative difference of a parameter's gradient, in the 2-norm.
-        whole_batch_difference: likewise, against the whole batch at once through the model; `None` where the model
-            cannot be run so (stages given as a list, or on several devices).
-        unproven: what cannot be proved, such as dropout.
-        compared: whether the gradients could be compared with the micro-batches' at all: where they differ, and random
-            numbers drawn in another order may be why, nothing is proved.
-    """
-
-    parameters: int
-    microbatches: int
-    exact: bool
-    largest_difference: float
-    whole_batch_difference: float | None = None
-    unproven: tuple[str, ...] = ()
-    compared: bool = True
-
-    def __str__(self) -> str:
-        """Return the proof as a sentence."""
-        not_proved = [f"not proved: {reason}" for reason in self.unproven]
-        if not self.compared:
-            could_not = (
-                f"gradients of {self.parameters} parameters could not be compared: they differ by up to "
-                f"{self.largest_difference:.1e} (2-norm, relative), and random numbers are drawn in another order"
-            )
-            return "\n".join([could_not, *not_proved])
-        how = (
-            "bit for bit"
-            if self.exact
-            else f"within {self.largest_difference:.1e} (2-norm, relative), as sums in another order are"
-        )
-        whole = self.whole_batch_difference
-        lines = [
-            f"gradients of {self.parameters} parameters equal to the same {self.microbatches} micro-batches "
-            f"one after another, {how}" + ("" if whole is None else f"; to the whole batch within {whole:.1e}"),
-            *not_proved,
-        ]
-        return "\n".join(lines)
-
-
 def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
     """Compare a pipeline's gradients with those of its stages run plainly, one micro-batch after another.
 
@@ -95,7 +50,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         ours = {name: _gradient(parameter) for name, parameter in _named(pipe)}
         rewind()
         before = KeptRandomState()
-        reference = _plain(pipe, x, y)
+        reference = _alike(pipe, lambda: (_plain(pipe, x, y), ""))
         draws = KeptRandomState() != before
         rewind()
         exact = all(torch.equal(gradient, reference[name]) for name, gradient in ours.items())
@@ -109,10 +64,24 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         if seen := pipe.home.first_to_say(seen):
             raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
         unproven = _unproven(pipe.stages.model, draws)
-        whole, seen = (None, "") if unproven else _whole_batch_difference(pipe, x, y, reference)
-        if seen := pipe.home.first_to_say(seen):
-            raise VerificationError(seen)
+        whole = _alike(pipe, lambda: (None, "") if unproven else _whole_batch_difference(pipe, x, y, reference))
     return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven, compared=not wrong)
+
+
+def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
+    """Look at something on all processes; if one of them fails, or has something to say, none of them is left waiting.
+
+    Raises:
+        VerificationError: with the words of the lowest rank that has any.
+    """
+    try:
+        found, seen = look()
+    except Exception as error:  # the model's own, or memory that runs out
+        pipe.home.first_to_say(f"{type(error).__name__} on another process: {error}")
+        raise
+    if told := pipe.home.first_to_say(seen):
+        raise VerificationError(told)
+    return found
 
 
 def _whole_batch_difference(

@@ -18,7 +18,8 @@ __all__ = ["Courier", "spread"]
 
 def spread(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> None:
     """Broadcast a contiguous tensor of any type, whatever the backend can count with."""
-    dist.broadcast(tensor.flatten().view(torch.uint8), group=group, group_src=source)
+    line = tensor.as_strided((tensor.numel(),), (1,))  # of a single number, the stride may be any
+    dist.broadcast(line.view(torch.uint8), group=group, group_src=source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ process, and buffers and random state are put back afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,31 +18,15 @@ from pipelab.errors import EngineError
 
 __all__ = ["Form", "form_of"]
 
-_MOST_ROOM = 8
-"""How many times a tensor's own room its gaps may take: one row of a thousand had better lie by itself."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """A tensor's shape and type, how it lies in memory, and whether its gradient is wanted.
-
-    Attributes:
-        strides: those with which it travels, without gaps.
-        gaps: those that it had where it was made, if they leave gaps or repeat what is there: of a slice, say.
-    """
+    """A tensor's shape, type and strides as it travels, and whether its gradient is wanted."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...]
     learns: bool
-    gaps: tuple[int, ...] | None = None
-
-    @property
-    def gradient(self) -> TensorForm:
-        """The form of its gradient, which autograd lays like the tensor, or where that has gaps, row by row."""
-        if self.gaps is None:
-            return self
-        return replace(self, strides=torch.empty(self.shape, device="meta").stride(), gaps=None)
 
     def room(self, device: torch.device) -> torch.Tensor:
         """Return an empty tensor of this form, without gaps."""
@@ -54,16 +38,6 @@ class TensorForm:
         if tensor.stride() == self.strides and tensor.device == device:
             return tensor
         return self.room(device).copy_(tensor)
-
-    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that has travelled as it lay where it was made: the order of later sums depends on it."""
-        if self.gaps is None:
-            return tensor
-        for dimension, stride in enumerate(self.gaps):
-            if stride == 0:
-                tensor = tensor.narrow(dimension, 0, 1)
-        room = torch.empty_strided(tensor.shape, self.gaps, dtype=tensor.dtype, device=tensor.device)
-        return room.copy_(tensor).expand(self.shape)
 
     def __str__(self) -> str:
         """Return shape and type, such as `[4, 6] float32`."""
@@ -94,7 +68,8 @@ class Form:
     def room_for_gradients(self, device: torch.device) -> list[torch.Tensor]:
         """Return empty tensors for what comes back for a value of this form: see `parcels_of_gradients`."""
         room = [part.room(device) for part in self._learning]
-        return room if len(room) == 1 else [*room, torch.zeros(max(1, len(room)), dtype=torch.uint8, device=device)]
+        marks = torch.zeros(max(1, len(room)), dtype=torch.uint8, device=device)
+        return [*room, marks] if _marked(room, device) else room
 
     def parcels(self, value: Any, device: torch.device) -> list[torch.Tensor]:
         """Return the tensors of a value as they travel."""
@@ -103,14 +78,14 @@ class Form:
 
     def value(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value whose tensors these are, those that learn as the next stage must see them."""
-        pairs = zip((part for part in self.parts if part is not None), tensors, strict=True)
-        rest = (part.spread(tensor.detach()).requires_grad_(part.learns) for part, tensor in pairs)
+        wanted = iter(self.learns)
+        rest = (tensor.detach().requires_grad_(next(wanted)) for tensor in tensors)
         return rebuild([None if part is None else next(rest) for part in self.parts], self.spec)
 
     def gradients(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return gradients as a stage takes them: one for each tensor of the value, or `None`."""
         count = len(self._learning)
-        there = tensors[-1].tolist() if count > 1 else [1]
+        there = tensors[-1].tolist() if len(tensors) > count else [1]
         rest = iter([tensor if came else None for tensor, came in zip(tensors[:count], there, strict=False)])
         found = [next(rest) if part.learns else None for part in self.parts if part is not None]
         return found[0] if len(found) == 1 else found
@@ -118,20 +93,19 @@ class Form:
     def parcels_of_gradients(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
         """Return those of a stage's input gradients that the stage before wants, as they travel.
 
-        A missing one is zero; `Passage.drop_zeros` sees to it that parameters which got nothing else have none. Of
-        several, marks travel with them: which of them there are, as the stage may not have used all. Where none is
-        wanted they travel alone: the backwards of frozen stages keep their place in the plan.
+        Marks travel with them: which of them there are, as the stage may not have used all of its input. A missing one
+        is zeros on the way. Marks alone travel where none is wanted: the backwards of frozen stages keep their place in
+        the plan. A single gradient between GPUs goes without: who reads a mark waits for the GPU.
         """
         every = gradients if isinstance(gradients, list) else [gradients]
         parts = [part for part in self.parts if part is not None]
-        wanted = [(part.gradient, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
+        wanted = [(part, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
         parcels = [
             part.room(device).zero_() if gradient is None else part.laid(gradient, device) for part, gradient in wanted
         ]
-        if len(wanted) != 1:
-            there = [gradient is not None for _, gradient in wanted]
-            parcels.append(torch.tensor(there or [True], dtype=torch.uint8, device=device))
-        return parcels
+        there = [gradient is not None for _, gradient in wanted]
+        marks = torch.tensor(there or [True], dtype=torch.uint8, device=device)
+        return [*parcels, marks] if _marked(parcels, device) else parcels
 
     def misfit(self, value: Any, giver: str, rows: int) -> str:
         """Return how a value differs from this form, which others of as many rows had; "" if it does not.
@@ -165,7 +139,7 @@ class Form:
 
     @property
     def _learning(self) -> list[TensorForm]:
-        return [part.gradient for part in self.parts if part is not None and part.learns]
+        return [part for part in self.parts if part is not None and part.learns]
 
     def __str__(self) -> str:
         """Return the parts, such as `[4, 6] float32`."""
@@ -189,27 +163,27 @@ def form_of(value: Any, giver: str) -> Form:
             f"{giver} gives {type(stranger).__name__} among its outputs: between processes only tensors travel, in "
             "tuples, lists and dicts; make it a tensor, or use engine='threads'"
         )
+    if not all(part is None or _is_plain(part) for part in parts):
+        raise EngineError(
+            f"{giver} gives a sparse, nested or quantized tensor: between processes only plain ones travel; use "
+            "to_dense(), to_padded_tensor() or dequantize(), or engine='threads'"
+        )
     forms = [
         None
         if part is None
-        else TensorForm(tuple(part.shape), part.dtype, torch.empty_like(part).stride(), part.requires_grad, _gaps(part))
+        else TensorForm(tuple(part.shape), part.dtype, torch.empty_like(part).stride(), part.requires_grad)
         for part in parts
     ]
     return Form(spec, tuple(forms))
 
 
-def _gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return a tensor's strides if it leaves small gaps, or repeats what is there by a stride of 0; else `None`."""
-    strides = tensor.stride()
-    lazy = tensor.is_conj() or tensor.is_neg()  # operations make such a tensor whole first, without gaps
-    if lazy or strides == torch.empty_like(tensor).stride() or not tensor.numel():
-        return None
-    reach = 0  # how far the dimensions below go
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, tensor.shape, strict=True) if stride):
-        if stride <= reach and size > 1:
-            return None  # numbers that share memory, as those of overlapping windows: each travels
-        reach += stride * (size - 1)
-    return strides if reach < _MOST_ROOM * tensor.numel() else None
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _marked(gradients: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Tell whether marks travel with these gradients."""
+    return len(gradients) != 1 or device.type == "cpu"
 
 
 def _fits(part: Any, expected: TensorForm | None) -> bool:

@@ -49,7 +49,6 @@ class ProcessRun:
         begun: per rank, when each action started, in nanoseconds on rank 0's clock.
         ended: per rank, when each ended.
         waited: per rank, how long each waited for a value from another rank.
-        reached: per stage, whether any gradient of its output came: not so before a stage that cuts its input off.
         outputs_on: the ranks whose processes have outputs; `None` where all have all.
         clock_error_ns: how far the clocks of two processes may be apart.
     """
@@ -59,7 +58,6 @@ class ProcessRun:
     begun: list[list[int]]
     ended: list[list[int]]
     waited: list[list[int]]
-    reached: list[bool]
     outputs_on: Sequence[int] | None
     clock_error_ns: int
 
@@ -106,7 +104,7 @@ def share(
 ) -> ProcessRun:
     """Exchange times and losses; of an evaluation, the outputs. All processes must call it.
 
-    The exchange is one collective operation of `3 * longest row + micro-batches + stages + 1` whole numbers from each.
+    The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each.
 
     Args:
         group: all processes.
@@ -118,18 +116,15 @@ def share(
     """
     homes = plan.program.placed[plan.stages - 1 :: plan.stages]  # where each micro-batch's output is
     if loss is None:
-        return ProcessRun(plan, _outputs(group, homes, passage), [], [], [], [], None, 0)
+        return ProcessRun(plan, _outputs(group, homes, passage), [], [], [], None, 0)
     longest = max(map(len, plan.program.rows))
     begun, ended = (_readings(passage, marks, clock) for marks in (passage.begun, passage.ended))
-    losses = slice(3 * longest, 3 * longest + plan.microbatches + 1)
-    mine = torch.zeros(losses.stop + plan.stages, dtype=torch.int64)
+    mine = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((begun, ended, passage.waited)):
         mine[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
-    mine[losses] = _losses(plan, part, passage)
-    mine[losses.stop :] = torch.tensor([stage in passage.handed_back for stage in range(plan.stages)])
+    mine[3 * longest :] = _losses(plan, part, passage)
     every = gathered(mine, group)
-    reached = _reached(every[:, losses.stop :].any(dim=0).tolist())
-    _take_losses(loss, every[:, losses], homes, passage.lane.runs_on.device)
+    _take_losses(loss, every[:, 3 * longest :], homes, passage.lane.runs_on.device)
     rows = every.tolist()
     begun_by, ended_by, waited_by = (
         [
@@ -141,7 +136,7 @@ def share(
     outputs: list[Any] = [None] * plan.microbatches
     for microbatch, output in zip(part.microbatches, passage.outputs, strict=True):
         outputs[microbatch] = output
-    return ProcessRun(plan, outputs, begun_by, ended_by, waited_by, reached, sorted(set(homes)), clock.error_ns)
+    return ProcessRun(plan, outputs, begun_by, ended_by, waited_by, sorted(set(homes)), clock.error_ns)
 
 
 def _outputs(group: dist.ProcessGroup, homes: Sequence[int], passage: Passage) -> list[Any]:
@@ -169,14 +164,6 @@ def _losses(plan: Plan, part: Part, passage: Passage) -> torch.Tensor:
             found[0] = _LOSS_TYPES.index(value.dtype)
             found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)
     return found
-
-
-def _reached(handed_back: list[bool]) -> list[bool]:
-    """Return, per stage, whether a gradient came from the loss, of stages that gave one of their input or did not."""
-    reached = [True]
-    for given in reversed(handed_back[1:]):
-        reached.append(reached[-1] and given)
-    return reached[::-1]
 
 
 def _take_losses(loss: Loss, numbers: torch.Tensor, homes: Sequence[int], device: torch.device) -> None:

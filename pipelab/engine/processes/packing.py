@@ -43,8 +43,8 @@ def unpack(value: Any) -> Any:
 
 def _packed(tensor: torch.Tensor) -> Any:
     plain = tensor.detach().cpu()
-    if plain.layout != torch.strided or plain.is_nested:
-        return plain
+    if plain.layout != torch.strided or plain.is_nested or plain.is_quantized:
+        return plain  # these are pickled as they are
     dense = torch.empty_like(plain).copy_(plain)
     content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     return _Packed(content, dense.dtype, tuple(dense.shape), dense.stride())

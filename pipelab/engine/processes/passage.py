@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from pipelab.actions import Action
 from pipelab.engine.clock import here
 from pipelab.engine.device_clock import StepClock
@@ -34,8 +32,6 @@ class Passage:
         watch_nan: whether to look for NaN and infinity after every action.
         around: what surrounds the caller: autocast, which holds in forwards.
         kept: per stage, what forwards keep for their backwards.
-        handed_back: the stages here that gave a gradient of their input, for some micro-batch.
-        without: per stage, the parameters that had no gradient before.
         outputs: per micro-batch, the model's output, on the last stage's process.
         begun: the clock at the start of each action.
         ended: the clock at the end of each action.
@@ -56,8 +52,6 @@ class Passage:
     watch_nan: bool = False
     around: Surroundings = PLAIN
     kept: dict[int, dict[int, Any]] = field(default_factory=dict)
-    handed_back: set[int] = field(default_factory=set)
-    without: dict[int, list[nn.Parameter]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     begun: list[Any] = field(default_factory=list)
     ended: list[Any] = field(default_factory=list)
@@ -75,16 +69,6 @@ class Passage:
     def form(self, stage: int, microbatch: int) -> Form:
         """Return the form of what a stage gives for a micro-batch."""
         return self.forms[self.counts[microbatch]][stage]
-
-    def drop_zeros(self, reached: Sequence[bool]) -> None:
-        """Take the gradients from parameters that got none: what stood in for them on the way here are zeros.
-
-        Args:
-            reached: per stage, whether any gradient of its output came.
-        """
-        for stage, parameters in self.without.items():
-            for parameter in () if reached[stage] else parameters:
-                parameter.grad = None
 
     def wait(self, wait: Callable[[], None]) -> None:
         """Wait for what the next action needs from another rank; note how long that took."""

@@ -73,7 +73,6 @@ class ProcessStage:
         self.back: dict[int, Any] = {}
         self.sent: list[tuple[int, torch.Tensor, int]] = []
         passage.kept[self.stage_index] = {}
-        passage.without[self.stage_index] = [each for each in self.submod.parameters() if each.grad is None]
 
     def end(self) -> None:
         """Let go of the step, and of all that is left of it."""
@@ -131,10 +130,7 @@ class ProcessStage:
             form = self.passage.form(self.stage_index, microbatch)
             gradients = self._arrived(self.gradients.pop(microbatch), form.gradients)
         kind, act = (B, self.runner.backward) if full_backward else (I, self.runner.backward_input)
-        back = self._run(kind(microbatch, self.stage_index), act, gradients)
-        if any(each is not None for each in (back if isinstance(back, list) else [back])):
-            self.passage.handed_back.add(self.stage_index)
-        self.back[microbatch] = back
+        self.back[microbatch] = self._run(kind(microbatch, self.stage_index), act, gradients)
 
     def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
         """Run what is left of one micro-batch's backward: the weights' gradients."""

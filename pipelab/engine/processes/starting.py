@@ -14,7 +14,6 @@ from pipelab.engine.engines import Job, Started
 from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.keeping import overwrite
 from pipelab.engine.lanes import lanes_for
-from pipelab.engine.processes.behind import first_behind
 from pipelab.engine.processes.bringing import spread
 from pipelab.engine.processes.connecting import Connections, backend_of, connect, device_of, gpu_of
 from pipelab.engine.processes.engine import TorchEngine
@@ -27,6 +26,7 @@ from pipelab.engine.processes.joining import (
 )
 from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.parts import parts_of
+from pipelab.engine.processes.stale import warn_of_stale
 from pipelab.engine.processes.store import AnsweringStore, corner, duration, open_store
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.whole import ManyProcesses
@@ -58,12 +58,12 @@ def start(job: Job) -> Started:
         rank_devices(job.devices, size)  # says so
     device = device_of(job.devices, rank)
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
-    facts = _facts(job, device, held)
+    facts = _facts(job, device)
     base = open_store(rank, size, job.timeout)
     _made += 1
     store = corner(base, str(_made))
     everyone = introduce(AnsweringStore(store, job.timeout), rank, size, facts, job.timeout)
-    _require_up_to_date(everyone)
+    warn_of_stale(job.stages, held)
     backend = backend_of(everyone)
     threads = job.intra_op_threads or torch.get_num_threads()
     # A process that waits for one thing of a store waits with it for all others. So the watch has a connection of its
@@ -108,7 +108,7 @@ def _require_replicable(job: Job) -> None:
         _require_plain_loss(job.loss_fn, last)
 
 
-def _facts(job: Job, device: torch.device, held: Sequence[int]) -> dict[str, Any]:
+def _facts(job: Job, device: torch.device) -> dict[str, Any]:
     """Return what the others should know: where this process runs, and what it was given."""
     return facts_of_this_process() | {
         "runs_on": str(device),
@@ -117,23 +117,7 @@ def _facts(job: Job, device: torch.device, held: Sequence[int]) -> dict[str, Any
         "model": describe_model(job.stages.modules),
         "reduction": job.reduction,
         "replicated_buffers": job.replicated_buffers,
-        "behind": first_behind(job.stages, held),
     }
-
-
-def _require_up_to_date(everyone: Sequence[dict[str, Any]]) -> None:
-    """Refuse, on all processes alike, to train a stage that another process has trained in an earlier pipeline.
-
-    Raises:
-        EngineError: naming the rank and the stage.
-    """
-    for rank, each in enumerate(everyone):
-        if each["behind"] is not None:
-            raise EngineError(
-                f"rank {rank} has stage {each['behind']} as it was before an earlier pipeline, in which another "
-                "process trained it\n"
-                "  try: the earlier pipeline's pipe.state_dict(), in every process: it brings the model up to date"
-            )
 
 
 def _place(job: Job, held: Sequence[int], device: torch.device) -> None:

@@ -30,6 +30,9 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 10.0, 300.0
 """How long a store may take to answer, at least and at most, whatever timeout a pipeline has."""
 
 
+_LAST_PORT = 65535
+
+
 class Store(Protocol):
     """What all processes of a job share: torchrun's store, or a corner of it."""
 
@@ -127,7 +130,7 @@ _opened: list[Any] = []
 def _rank_0s_store(rank: int, size: int, timeout: float | None) -> Any:
     """Return a store in the process of rank 0: what has started the processes, such as mpirun, has none for them."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > _LAST_PORT:
         raise EngineError(
             f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is: a host and a number\n"
             "  try: torchrun, which sets both, or set them to rank 0's host and a free port, the same in every process"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.processes.agreement import agree, gathered
-from pipelab.engine.processes.behind import Behind
 from pipelab.engine.processes.bringing import Courier
+from pipelab.engine.processes.stale import clear_stale, mark_stale
 from pipelab.engine.splitting import Stages
 from pipelab.plan import Plan
 
@@ -42,7 +42,6 @@ class ManyProcesses:
         self._stages = stages
         self._engine = engine
         self._rank = rank
-        self._behind = Behind(stages, self.held)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -70,7 +69,7 @@ class ManyProcesses:
     def _gather_state(self, call: str) -> None:
         self._settle()
         self._engine.attend(lambda: self._each(call, Courier.bring_state), call)
-        self._behind.catch_up()
+        clear_stale(self._stages, self.held)
 
     def gather_gradients(self) -> None:
         """Bring every stage's gradients here from the process that holds it."""
@@ -79,7 +78,7 @@ class ManyProcesses:
 
     def stepped(self) -> None:
         """Note that the other processes' stages are about to learn."""
-        self._behind.step()
+        mark_stale(self._stages, self.held)
 
     def first_to_say(self, words: str) -> str:
         """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""

@@ -1,0 +1,103 @@
+"""A model of which other processes train a part: whoever saves it too early, or trains that part here, is warned."""
+
+from __future__ import annotations
+
+import json
+
+import processes
+import pytest
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = """
+import copy, io, json, os, warnings
+import plain, torch
+from torch import nn
+import pipelab
+from pipelab import Pipeline
+
+mse = nn.functional.mse_loss
+rank = int(os.environ["RANK"])
+x, y = plain.batch(8)
+plan, other = pipelab.GPipe(2, 4).plan(), pipelab.Interleaved1F1B(2, 4).plan()
+
+
+def warned(work):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        work()
+    return [f"{os.path.basename(each.filename)}: {each.message}" for each in told]
+
+
+def train(pipe, optimizer):
+    optimizer.zero_grad()
+    pipe.step(x, y)
+    optimizer.step()
+
+
+found = {}
+model = plain.mlp(4)
+found["at first"] = warned(model.state_dict)
+with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1, fused=True)
+    train(pipe, optimizer)
+    found["trained"] = warned(model.state_dict)
+    found["traced"] = warned(lambda: model.state_dict(keep_vars=True))
+    found["verified"] = warned(lambda: (pipe.verify(x, y), model.state_dict()))
+    train(pipe, optimizer)
+    state = pipe.state_dict()
+    found["gathered"] = warned(model.state_dict)
+    train(pipe, optimizer)
+    found["loaded"] = warned(lambda: (model.load_state_dict(state), model.state_dict()))
+    train(pipe, optimizer)
+found["closed"] = warned(lambda: torch.save(model.state_dict(), io.BytesIO()))
+
+# the same stages here again: nothing is lost
+with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
+    found["again"] = warned(model.state_dict)
+    pipe.state_dict()
+    found["up to date again"] = warned(model.state_dict)
+hooks = len(model._state_dict_pre_hooks) + len(model._load_state_dict_post_hooks)
+# other stages than before: no harm without an optimizer
+for case in ("measured", "otherwise"):
+    with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
+        pipe.step(x, y)
+        if case == "otherwise":
+            torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Pipeline(model, other, mse, engine="torch", timeout=60) as pipe:
+            pipe.state_dict()
+    found[case] = [f"{os.path.basename(each.filename)}: {each.message}" for each in told]
+
+# stages that were given one by one; a scripted one takes no hooks
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    stages = [nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 6))]
+with Pipeline(stages, plan, mse, engine="torch", timeout=60) as pipe:
+    pipe.step(x, y)
+found["own stage"] = warned(stages[rank].state_dict)
+found["other stage"] = warned(stages[1 - rank].state_dict)
+print(json.dumps([found, hooks]))
+"""
+
+
+def test_a_model_that_is_stale_says_so_when_it_is_saved_or_trained_otherwise():
+    ended = processes.run_in(2, SCRIPT)
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, processes.shown(ended)
+    saved = (
+        "script.py: model.state_dict(): this process has trained 1 of 2 stages, and the others are here as they were "
+        "before\n  try: pipe.state_dict(), in every process, before the pipeline is closed: it brings the model up to "
+        "date as well"
+    )
+    anew = (
+        "script.py: stage 2 is here as it was before an earlier pipeline, in which another process trained it: it "
+        "begins anew from there\n  try: pipe.state_dict() of the earlier pipeline, in every process, before that is "
+        "closed"
+    )
+    for rank, each in enumerate(ended):
+        found, hooks = json.loads(each.out)
+        warned = {case: told for case, told in found.items() if told}
+        expected = {case: [saved] for case in ("trained", "closed", "again")}
+        assert warned == expected | ({"other stage": [saved]} if rank else {"otherwise": [anew]})
+        assert hooks == 0

@@ -17,6 +17,7 @@ from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError, require_caps
 from pipelab.faults import Code, Fault, excerpt, shorten
 from pipelab.moves import as_yielded
+from pipelab.numbering import Numbering
 from pipelab.plan import Plan
 from pipelab.program import Program
 from pipelab.slips import led_by_a_slip
@@ -64,7 +65,7 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
         >>> for fault in pipelab.check(pipelab.GPipe(ranks=2, microbatches=8), memory_cap=[8, 4]):
         ...     print(fault)
         memory-cap: 1F4 would be activation 5 in flight on rank 1 (cap 4)
-          try: run a backward before 1F4 on rank 1
+          try: let a backward come before 1F4 on rank 1, or begin with fewer forwards
             rank 1 | F0 F1 F2 F3 F4 F5 F6 F7 B0 …
                                  ^^
 
@@ -215,13 +216,24 @@ def _over_cap(program: Program, memory_cap: int | Sequence[int]) -> list[Fault]:
                             program.position(rank, index),
                             action,
                             f"{action} would be activation {held} in flight on rank {rank} (cap {caps[rank]})",
-                            f"run a backward before {action} on rank {rank}",
+                            _how_to_hold_less(numbering, row[:index], action, rank),
                         )
                     )
                     break
             elif code < 2 * slots or 3 * slots <= code < 4 * slots:
                 held -= 1
     return faults
+
+
+def _how_to_hold_less(numbering: Numbering, before: Sequence[int], action: Action, rank: int) -> str:
+    """Return what lets go of an activation before a forward: a weight gradient that could have run, or a backward."""
+    slots = numbering.slots
+    done = set(before)
+    for code in before:
+        if 2 * slots <= code < 3 * slots and code + slots not in done:
+            late = numbering.action(code + slots)
+            return f"run {late} before {action} on rank {rank}: an activation is held until its weight gradient is made"
+    return f"let a backward come before {action} on rank {rank}, or begin with fewer forwards"
 
 
 def with_excerpt(plan: Plan, fault: Fault) -> Fault:

@@ -40,7 +40,8 @@ class Cost:
         forward: time of `F`.
         backward: time of `B`.
         input_grad: time of `I`; half of `backward` if left out.
-        weight_grad: time of `W`; half of `backward` if left out.
+        weight_grad: time of `W`; half of `backward` if left out. Where `I` and `W` take another time together than
+            `backward`, schedules that split it and schedules that do not are compared at different work.
         pair: time of an overlapped pair as one slot, as the DualPipe paper counts it; if left out, a pair takes as
             long as its forward and its backward, one after the other.
         all_reduce: time of `R`.

@@ -129,10 +129,16 @@ def test_a_memory_cap_explains_itself():
     (fault,) = check(Plan.parse(["0F0 0F1 0B0 0B1"]), memory_cap=1)
     assert str(fault) == (
         "memory-cap: 0F1 would be activation 2 in flight on rank 0 (cap 1)\n"
-        "  try: run a backward before 0F1 on rank 0\n"
+        "  try: let a backward come before 0F1 on rank 0, or begin with fewer forwards\n"
         "    rank 0 | 0F0 0F1 0B0 0B1\n"
         "                 ^^^"
     )
+
+
+def test_a_memory_cap_names_the_weight_gradient_that_still_holds_an_activation():
+    (fault,) = check(Plan.parse(["0F0 0I0 0F1 0W0 0I1 0W1"]), memory_cap=1)
+    assert fault.hint == "run 0W0 before 0F1 on rank 0: an activation is held until its weight gradient is made"
+    assert check(Plan.parse(["0F0 0I0 0W0 0F1 0I1 0W1"]), memory_cap=1) == []
 
 
 def test_no_kind_of_fault_is_left_without_a_test_of_its_message():

@@ -300,7 +300,8 @@ def test_a_process_that_leaves_is_missed(ends):
     first, left, last = ends("leaves")
     assert left["kind"] == ""
     told = (
-        r"^rank 1 is gone: it closed its pipeline without this call\n  rank \d waits for all processes in step\(x, y\)$"
+        r"^rank 1 is gone: it closed its pipeline without this call, which every process must make\n"
+        r"  rank \d waits for all processes in step\(x, y\)$"
     )
     assert_told([first, last], "RankError", told)
 

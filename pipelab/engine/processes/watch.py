@@ -130,7 +130,7 @@ class Watch:
         if error is None:
             self.over = "this pipeline is closed: make a new one, or use it inside its with block"
             self._leaver.detach()
-            self._notices.leave("it closed its pipeline without this call")
+            self._notices.leave("it closed its pipeline without this call, which every process must make")
         else:
             self._end(f"rank {self.rank} is gone: its script raised {error!r}")
 

@@ -196,42 +196,37 @@ def test_a_process_that_makes_no_pipeline_is_missed(ends):
 
 
 ABSENT = """
-import os, time
+import os, sys, time
 import plain
 from torch import nn
 import pipelab
 
-if os.environ["RANK"] != os.environ["ABSENT"]:
-    try:
-        pipelab.Pipeline(plain.mlp(6), pipelab.GPipe(3, 3), nn.functional.mse_loss, engine="torch", timeout=2)
-    except pipelab.RankError as error:
-        print(error.rank, error)
-    if os.environ["RANK"] == "0":
-        time.sleep(3)  # the store is here, and the others still ask it
+os.environ["WORLD_SIZE"] = "3"  # the others do not come
+if sys.argv[1:] == ["only rank 1"]:
+    os.environ["RANK"] = "1"
+elif sys.argv[1:] == ["no port"]:
+    del os.environ["MASTER_PORT"]
+try:
+    pipelab.Pipeline(plain.mlp(6), pipelab.GPipe(3, 3), nn.functional.mse_loss, engine="torch", timeout=1)
+except pipelab.EngineError as error:
+    print(error)
+    if sys.argv[1:] == ["no rank 2"] and os.environ["RANK"] == "0":
+        time.sleep(2)  # the store is here, and rank 1 still asks it
 """
 
 
-@pytest.mark.parametrize("absent", [2, 0])
-def test_where_rank_0_holds_the_store_too_a_process_that_makes_no_pipeline_is_missed(absent):
+@pytest.mark.parametrize(
+    ("case", "come", "told"),
+    [
+        ("no rank 2", 2, r"rank 2 made no Pipeline within 1"),
+        ("only rank 1", 1, r"rank 0 has opened no store at 127\.0\.0\.1:\d+ within 1 s, where all processes meet\n"),
+        ("no port", 1, r"MASTER_ADDR='127\.0\.0\.1' and MASTER_PORT='' do not say where rank 0 is"),
+    ],
+)
+def test_where_rank_0_holds_the_store_too_processes_that_do_not_come_are_missed(case, come, told):
     """Such as under mpirun; torchrun has a store of its own."""
-    ended = processes.run_in(3, ABSENT, env=processes.environment(ABSENT=str(absent)))
-    others = [each.out for rank, each in enumerate(ended) if rank != absent]
-    told = (
-        r"2 rank 2 made no Pipeline within 2"
-        if absent
-        else r"0 rank 0 has opened no store at 127\.0\.0\.1:\d+ within 2 s"
-    )
-    assert [bool(re.match(told, out)) for out in others] == [True, True], processes.shown(ended)
-
-
-def test_without_a_place_to_meet_a_process_says_what_is_missing():
-    script = ABSENT.replace("pipelab.RankError", "pipelab.EngineError").replace("error.rank, error", "error")
-    (ended,) = processes.run_in(
-        1,
-        f"import os; del os.environ['MASTER_PORT']; os.environ['WORLD_SIZE'] = '3'\n{script}",
-        env=processes.environment(ABSENT="2"),
-    )
-    assert "MASTER_ADDR='127.0.0.1' and MASTER_PORT='' do not say where rank 0 is" in ended.out
+    ended = processes.run_in(come, ABSENT, case)
+    assert [bool(re.match(told, each.out)) for each in ended] == [True] * come, processes.shown(ended)
 
 
 @pytest.mark.parametrize(

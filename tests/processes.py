@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -71,7 +72,9 @@ def run_in(ranks: int, script: str, *arguments: str, seconds: float = 120, env: 
                 process.wait()
         for file in files:
             file.close()
-        texts = [out.read_text() for out in outs]
+        texts = [
+            re.sub(r"^\[Gloo\] .*\n", "", out.read_text(), flags=re.MULTILINE) for out in outs
+        ]  # torch 2.10 says it
         ended = [Ended(process.returncode, *texts[2 * rank : 2 * rank + 2]) for rank, process in enumerate(started)]
     assert not late, f"rank {late} did not end within {seconds} s:\n{shown(ended)}"
     return ended

@@ -56,6 +56,18 @@ def equal(ours, plain):
     return ours.keys() == plain.keys() and all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
+class Counts(nn.Module):
+    """A planted bug: what it computes depends on how often it was called, which is in no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 6), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.calls * self.linear(x)
+
+
 def mlp(layers, width=6, seed=0):
     """Return `layers` layers, a linear one and a tanh by turns, the same for the same seed."""
     torch.manual_seed(seed)

@@ -232,21 +232,9 @@ def test_what_dropout_and_batch_norm_do_not_let_it_prove_is_said():
         assert proof.exact
 
 
-class Counts(nn.Module):
-    """A planted bug: what it computes depends on how often it was called."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls = nn.Linear(6, 6), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.calls * self.linear(x)
-
-
 @pytest.mark.parametrize("other", [nn.Identity(), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Dropout(0.5).eval()], ids=str)
 def test_a_wrong_gradient_is_not_excused_by_layers_that_do_not_explain_it(other):
-    model = nn.Sequential(nn.Linear(6, 6), other, nn.Linear(6, 6), Counts())
+    model = nn.Sequential(nn.Linear(6, 6), other, nn.Linear(6, 6), plain.Counts())
     with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(VerificationError, match="differs from the plain"):
         pipe.verify(*plain.batch(8))
 

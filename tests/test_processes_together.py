@@ -372,17 +372,7 @@ say(
 )
 
 # [5] what only its own process can see: a stage's state from earlier micro-batches, in no buffer
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls = nn.Linear(6, 6), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x) * (1 + self.calls / 10)
-
-
-stages = [nn.Linear(6, 6), Counts(), *plain.mlp(3)[::2]]
+stages = [nn.Linear(6, 6), plain.Counts(), *plain.mlp(3)[::2]]
 with Pipeline(stages, pipelab.GPipe(4, 4), mse, engine="torch", timeout=30) as pipe:
     try:
         told = str(pipe.verify(x, y))

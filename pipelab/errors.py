@@ -224,7 +224,8 @@ def require_caps(memory_cap: Any, ranks: int) -> list[int]:
     if not isinstance(memory_cap, Sequence) or isinstance(memory_cap, str):
         return [require_size("memory_cap", memory_cap)] * ranks
     if len(memory_cap) != ranks:
-        raise SizeError(f"memory_cap has {len(memory_cap)} numbers for {ranks} ranks: give one number, or one per rank")
+        count = f"{len(memory_cap)} number{'' if len(memory_cap) == 1 else 's'}"
+        raise SizeError(f"memory_cap has {count} for {ranks} ranks: give one number, or one per rank")
     return [require_size("memory_cap", cap) for cap in memory_cap]
 
 

@@ -132,7 +132,8 @@ def _rank_0s_store(rank: int, size: int, timeout: float | None) -> Any:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:
         raise EngineError(
-            f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is: a host and a number\n"
+            f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is: a host, and a number up to "
+            f"{_LAST_PORT}\n"
             "  try: torchrun, which sets both, or set them to rank 0's host and a free port, the same in every process"
         )
     try:

@@ -112,7 +112,6 @@ def open_store(rank: int, size: int, timeout: float | None) -> Any:
         EngineError: if nobody says where it is; or naming what this torch lacks.
         RankError: if rank 0 does not open it.
     """
-    native.load()
     if not _opened and dist.is_initialized():
         return native.default_store()
     if not _opened and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

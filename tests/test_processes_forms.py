@@ -59,10 +59,11 @@ def test_gradients_come_with_the_knowledge_which_of_them_there_are(there):
     made = [torch.randn(3, requires_grad=True), torch.ones(2, dtype=torch.int64), torch.randn(4, requires_grad=True)]
     form = form_of(made, "stage 0")
     gradients = [torch.ones(3) if there[0] else None, None, torch.ones(4) if there[1] else None]
-    back = form.gradients(form.parcels_of_gradients(gradients, CPU))
+    back = form.gradients(form.parcels_of_gradients(gradients, CPU), form.which_came(gradients))
     assert [each is not None for each in back] == [there[0], False, there[1]]
     alone = form_of(made[0], "stage 0")
-    assert (alone.gradients(alone.parcels_of_gradients(gradients[0], CPU)) is not None) == there[0]
+    back = alone.gradients(alone.parcels_of_gradients(gradients[0], CPU), alone.which_came(gradients[0]))
+    assert (back is not None) == there[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized|.*sparse|.*nested")

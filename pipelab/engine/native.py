@@ -224,7 +224,7 @@ def order_runner(
     microbatches: int,
     rows: Mapping[int, Sequence[str]],
     reduces: Mapping[int, Sequence[int]],
-    receiving: Callable[[int, int, Callable[[], None]], None],
+    receiving: Callable[[int, int, list[Any]], None],
 ) -> Callable[[list[tuple[Any, ...]] | None], None]:
     """Lower an order onto PyTorch's runtime; return what runs this process's part of it, given the batch.
 
@@ -233,7 +233,7 @@ def order_runner(
         microbatches: how many there are.
         rows: every rank's computing actions, as PyTorch writes them.
         reduces: for this rank, the stages whose gradients are reduced before its so-many-th action.
-        receiving: called with a stage, a micro-batch, and what waits for its value from another rank.
+        receiving: called with a stage, a micro-batch, and what is under way for it from another rank, to be waited for.
     """
     found = load()
     found.schedules.logger.addFilter(_quiet)
@@ -278,17 +278,10 @@ _NOT_ASKED_FOR = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
 class _Receives(dict[tuple[int, int], list[Any]]):
     """Receives under way. The runtime takes them out to wait for them; here they are waited for before."""
 
-    def __init__(self, receiving: Callable[[int, int, Callable[[], None]], None]) -> None:
+    def __init__(self, receiving: Callable[[int, int, list[Any]], None]) -> None:
         super().__init__()
         self._receiving = receiving
 
     def pop(self, key: tuple[int, int], *_: Any) -> list[Any]:
-        works = super().pop(key)
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        if works:
-            self._receiving(*key, wait)
+        self._receiving(*key, super().pop(key))
         return []

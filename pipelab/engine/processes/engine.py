@@ -97,6 +97,7 @@ class TorchEngine:
         self._stages = [
             ProcessStage(runners[stage], part, rank, connections, self._reducers.get(stage)) for stage in held
         ]
+        self._marks = {stage.stage_index: stage.marks for stage in self._stages}
         action = plan.program.numbering.action
         self._row = [action(code) for code in plan.program.rows[rank]]
         self._runtime = lowered(part.plan, self._place, self._stages, self._receive)
@@ -142,6 +143,7 @@ class TorchEngine:
             # go of tensors while Python is being taken down, which aborts the process.
             self._reducers.clear()
             self._stages.clear()
+            self._marks.clear()
             del self._connections, self._buffers, self._runtime, self.group
 
     def _run(
@@ -208,13 +210,17 @@ class TorchEngine:
                 self._buffers.begin()
             self._runtime([(each,) for each in inputs])
             for stage in self._stages:
+                stage.marks.finish()
                 stage.refuse_overwritten()
             if self._buffers is not None:
                 self._buffers.end()
 
-    def _receive(self, stage: int, microbatch: int, wait: Callable[[], None]) -> None:  # noqa: ARG002 - the row says it
+    def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
+        """Wait for what comes from another rank for an action: for an evaluation's backwards nothing does."""
         assert self._passage is not None
-        self._passage.wait(wait)
+        works = works + self._marks[stage].under_way(microbatch)
+        if works:
+            self._passage.wait(works)
 
     def _shapes(self, inputs: list[Any], around: Surroundings, *, learning: bool) -> str:
         """Return what the forms of the values that travel depend on."""

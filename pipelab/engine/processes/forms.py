@@ -66,10 +66,8 @@ class Form:
         return [part.room(device) for part in self.parts if part is not None]
 
     def room_for_gradients(self, device: torch.device) -> list[torch.Tensor]:
-        """Return empty tensors for what comes back for a value of this form: see `parcels_of_gradients`."""
-        room = [part.room(device) for part in self._learning]
-        marks = torch.zeros(max(1, len(room)), dtype=torch.uint8, device=device)
-        return [*room, marks] if _marked(room, device) else room
+        """Return empty tensors for the gradients that come back for a value of this form."""
+        return [part.room(device) for part in self._learning]
 
     def parcels(self, value: Any, device: torch.device) -> list[torch.Tensor]:
         """Return the tensors of a value as they travel."""
@@ -82,30 +80,27 @@ class Form:
         rest = (tensor.detach().requires_grad_(next(wanted)) for tensor in tensors)
         return rebuild([None if part is None else next(rest) for part in self.parts], self.spec)
 
-    def gradients(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return gradients as a stage takes them: one for each tensor of the value, or `None`."""
-        count = len(self._learning)
-        there = tensors[-1].tolist() if len(tensors) > count else [1]
-        rest = iter([tensor if came else None for tensor, came in zip(tensors[:count], there, strict=False)])
+    def gradients(self, tensors: Sequence[torch.Tensor], there: Sequence[bool]) -> Any:
+        """Return gradients as a stage takes them: one for each tensor of the value, or `None`.
+
+        Args:
+            tensors: what arrived: see `parcels_of_gradients`.
+            there: which of them are gradients: see `which_came`.
+        """
+        rest = iter([tensor if came else None for tensor, came in zip(tensors, there, strict=True)])
         found = [next(rest) if part.learns else None for part in self.parts if part is not None]
         return found[0] if len(found) == 1 else found
 
-    def parcels_of_gradients(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
-        """Return those of a stage's input gradients that the stage before wants, as they travel.
+    def which_came(self, gradients: Any) -> list[bool]:
+        """Return which of the gradients that the stage before wants there are."""
+        return [gradient is not None for _, gradient in self._wanted(gradients)]
 
-        Marks travel with them: which of them there are, as the stage may not have used all of its input. A missing one
-        is zeros on the way. Marks alone travel where none is wanted: the backwards of frozen stages keep their place in
-        the plan. A single gradient between GPUs goes without: who reads a mark waits for the GPU.
-        """
-        every = gradients if isinstance(gradients, list) else [gradients]
-        parts = [part for part in self.parts if part is not None]
-        wanted = [(part, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
-        parcels = [
-            part.room(device).zero_() if gradient is None else part.laid(gradient, device) for part, gradient in wanted
+    def parcels_of_gradients(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
+        """Return those of a stage's input gradients that the stage before wants, as they travel; zeros for `None`."""
+        return [
+            part.room(device).zero_() if gradient is None else part.laid(gradient, device)
+            for part, gradient in self._wanted(gradients)
         ]
-        there = [gradient is not None for _, gradient in wanted]
-        marks = torch.tensor(there or [True], dtype=torch.uint8, device=device)
-        return [*parcels, marks] if _marked(parcels, device) else parcels
 
     def misfit(self, value: Any, giver: str, rows: int) -> str:
         """Return how a value differs from this form, which others of as many rows had; "" if it does not.
@@ -136,6 +131,11 @@ class Form:
                 "  try: engine='threads', where that may change"
             )
         return ""
+
+    def _wanted(self, gradients: Any) -> list[tuple[TensorForm, torch.Tensor | None]]:
+        every = gradients if isinstance(gradients, list) else [gradients]
+        parts = [part for part in self.parts if part is not None]
+        return [(part, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
 
     @property
     def _learning(self) -> list[TensorForm]:
@@ -179,11 +179,6 @@ def form_of(value: Any, giver: str) -> Form:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-
-
-def _marked(gradients: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Tell whether marks travel with these gradients."""
-    return len(gradients) != 1 or device.type == "cpu"
 
 
 def _fits(part: Any, expected: TensorForm | None) -> bool:

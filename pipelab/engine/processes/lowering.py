@@ -17,7 +17,7 @@ __all__ = ["lowered"]
 
 
 def lowered(
-    plan: Plan, rank: int, stages: Sequence[Any], receiving: Callable[[int, int, Callable[[], None]], None]
+    plan: Plan, rank: int, stages: Sequence[Any], receiving: Callable[[int, int, list[Any]], None]
 ) -> Callable[[list[tuple[Any, ...]] | None], None]:
     """Lower a plan; return what runs one rank's part of it on PyTorch's runtime, given the first stage's inputs.
 
@@ -28,7 +28,7 @@ def lowered(
         plan: the plan of one pipeline: every stage is on one rank, and every rank has something to do.
         rank: which rank.
         stages: the rank's stages, as PyTorch's runtime asks for them.
-        receiving: called with a stage, a micro-batch, and what waits for its value from another rank.
+        receiving: called with a stage, a micro-batch, and what is under way for it from another rank, to be waited for.
 
     Raises:
         EngineError: if this torch lacks what is needed.

@@ -70,11 +70,12 @@ class Passage:
         """Return the form of what a stage gives for a micro-batch."""
         return self.forms[self.counts[microbatch]][stage]
 
-    def wait(self, wait: Callable[[], None]) -> None:
+    def wait(self, works: Sequence[Any]) -> None:
         """Wait for what the next action needs from another rank; note how long that took."""
         asked = time.perf_counter_ns()
         self.waiting = True
-        wait()
+        for work in works:
+            work.wait()
         self.waiting = False
         self.waited[self.position] = time.perf_counter_ns() - asked
 

@@ -24,6 +24,7 @@ from pipelab.engine.finite import refuse_nan
 from pipelab.engine.instructions import Act
 from pipelab.engine.processes.connecting import Connections
 from pipelab.engine.processes.forms import Form
+from pipelab.engine.processes.marks import Marks
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
 from pipelab.engine.processes.reducing import Reducer
@@ -63,6 +64,7 @@ class ProcessStage:
         self._ranks = part.ranks
         self._microbatches = part.microbatches
         self._reducer = reducer
+        self.marks = Marks(connections.everyone, part.ranks)
 
     def begin(self, passage: Passage) -> None:
         """Get ready for a step."""
@@ -79,6 +81,7 @@ class ProcessStage:
         del self.passage
         for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
+        self.marks.clear()
 
     def refuse_overwritten(self) -> None:
         """After all is sent, refuse a stage that wrote into an output of its own: nobody knows what left.
@@ -128,7 +131,9 @@ class ProcessStage:
         gradients = None
         if not self.is_last:
             form = self.passage.form(self.stage_index, microbatch)
-            gradients = self._arrived(self.gradients.pop(microbatch), form.gradients)
+            gradients = self._arrived(
+                self.gradients.pop(microbatch), lambda found: form.gradients(found, self.marks.take(microbatch))
+            )
         kind, act = (B, self.runner.backward) if full_backward else (I, self.runner.backward_input)
         self.back[microbatch] = self._run(kind(microbatch, self.stage_index), act, gradients)
 
@@ -181,6 +186,7 @@ class ProcessStage:
             return []
         room = self.passage.form(self.stage_index, microbatch).room_for_gradients(self.device)
         self.gradients[microbatch] = room
+        self.marks.receive(microbatch, len(room), self.stage_index_to_group_rank[self.stage_index + 1])
         return self._ops(dist.irecv, room, self.stage_index + 1)
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
@@ -188,8 +194,9 @@ class ProcessStage:
         if self.passage.loss is None:
             return []
         form = self.passage.form(self.stage_index - 1, microbatch)
-        parcels = form.parcels_of_gradients(self.back.pop(microbatch), self.device)
-        return self._ops(dist.isend, parcels, self.stage_index - 1)
+        gradients = self.back.pop(microbatch)
+        self.marks.send(form.which_came(gradients), self.stage_index_to_group_rank[self.stage_index - 1])
+        return self._ops(dist.isend, form.parcels_of_gradients(gradients, self.device), self.stage_index - 1)
 
     def release_fwd_send_outputs(self, microbatch: int) -> None:
         """Let go of an output that has been sent; torch 2.14 asks for it."""

@@ -8,12 +8,11 @@ from statistics import median
 
 import torch
 from native import linear_stack
-from timing import in_turns, timed
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import pipelab
 from pipelab.engine.autograd import run_backward
-from pipelab.engine.native import load
 from pipelab.engine.split_backward import input_gradients, weight_gradients
 
 ROWS = 256
@@ -39,7 +38,6 @@ def _stage(width: int, rounds: int) -> dict[str, object]:
     """Measure one stage's backward, whole and in halves."""
     model = linear_stack(width)
     x, gradient = torch.randn(ROWS, width), torch.randn(ROWS, width)
-    native = load()
     times: dict[str, list[float]] = {}
 
     def clocked(name: str, work: Callable[[], object]) -> object:
@@ -62,9 +60,9 @@ def _stage(width: int, rounds: int) -> dict[str, object]:
         leaf, made = forward()
         _, left = clocked(  # type: ignore[misc]
             "native I",
-            lambda made=made, leaf=leaf: native.stage_backward_input([made], [gradient], [leaf], model.parameters()),
+            lambda made=made, leaf=leaf: stage_backward_input([made], [gradient], [leaf], model.parameters()),
         )
-        clocked("native W", lambda left=left: native.stage_backward_weight(model.parameters(), left))
+        clocked("native W", lambda left=left: stage_backward_weight(model.parameters(), left))
     typical = {name: median(found[1:]) for name, found in times.items()}  # the first round warms up
     return {
         "width": width,
@@ -80,21 +78,32 @@ def _over(full: list[float], inputs: list[float], weights: list[float]) -> float
 
 
 def _steps(width: int, rounds: int) -> dict[str, object]:
-    """Measure whole steps of 1F1B on two ranks, with `B`, and with `I` and `W` in the place of each `B`."""
-    whole = pipelab.OneFOneB(2, 8).plan()
+    """Measure whole steps with `B`, and with `I` and `W` in the place of each `B`, on one rank and on two."""
+    schedules = {"one rank": pipelab.GPipe(1, 8), "1F1B, two ranks": pipelab.OneFOneB(2, 8)}
+    return {"width": width, **{name: _in_steps(width, rounds, each.plan()) for name, each in schedules.items()}}
+
+
+def _in_steps(width: int, rounds: int, whole: pipelab.Plan) -> dict[str, object]:
+    """Measure the backwards inside a plan's steps, and the steps."""
     halves = [[each for action in row for each in _halves(action)] for row in whole.rows]
     model, x, y = linear_stack(width), torch.randn(8 * ROWS, width), torch.randn(8 * ROWS, width)
-    plans = {"B": whole, "I and W": pipelab.Plan(halves, 2, 8)}
-    pipes = {
-        name: pipelab.Pipeline(model, plan, nn.functional.mse_loss, intra_op_threads=1) for name, plan in plans.items()
-    }
-
-    sets = {name: lambda pipe=pipe: timed(model, lambda: pipe.step(x, y), 1) for name, pipe in pipes.items()}
-    times = in_turns(sets, max(rounds // 3, 5))
-    for pipe in pipes.values():
+    plans = (whole, pipelab.Plan(halves, whole.stages, whole.microbatches))
+    pipes = [pipelab.Pipeline(model, plan, nn.functional.mse_loss, intra_op_threads=1) for plan in plans]
+    backwards, makespans = [], []
+    for _ in range(max(rounds // 3, 5) + 1):
+        traces = []
+        for pipe in pipes:
+            model.zero_grad()
+            traces.append(pipe.step(x, y).trace)
+        full, split = ([event for event in trace.events if event.action.kind in "BIW"] for trace in traces)
+        backwards.append(tuple(sum(event.end - event.start for event in events) for events in (full, split)))
+        makespans.append((traces[0].makespan, traces[1].makespan))
+    for pipe in pipes:
         pipe.close()
-    typical = {name: 1e3 * median(found) for name, found in times.items()}
-    return {"width": width, "ms": typical, "over_b": typical["I and W"] / typical["B"]}
+    return {
+        "backward_over_b": median(split / full for full, split in backwards[1:]),
+        "step_over_b": median(split / full for full, split in makespans[1:]),
+    }
 
 
 def _halves(action: pipelab.Action) -> tuple[pipelab.Action, ...]:
@@ -106,13 +115,14 @@ def _halves(action: pipelab.Action) -> tuple[pipelab.Action, ...]:
 def report(found: dict[str, object]) -> str:
     """Return the figures as Markdown."""
     lines = [
-        "| width | B | I | W | (I + W) / B | PyTorch's own (I + W) / B | 1F1B step, I and W over B |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+        "| width | B | I | W | (I + W) / B | PyTorch's own | inside steps, one rank | two ranks | whole 1F1B step |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for stage, step in zip(found["stages"], found["steps"], strict=True):  # type: ignore[call-overload]
-        ms = stage["ms"]
+        ms, one, two = stage["ms"], step["one rank"], step["1F1B, two ranks"]
         lines.append(
             f"| {stage['width']} | {ms['B']:.2f} ms | {ms['I']:.2f} ms | {ms['W']:.2f} ms | **{stage['over_b']:.3f}** "
-            f"| {stage['native_over_b']:.3f} | {step['over_b']:.3f} |"
+            f"| {stage['native_over_b']:.3f} | **{one['backward_over_b']:.3f}** | {two['backward_over_b']:.3f} "
+            f"| {two['step_over_b']:.3f} |"
         )
     return "\n".join(lines)

@@ -1,7 +1,8 @@
-"""The GPU's benchmark runs to its end, here on the CPU with tiny sizes; a part that fails is noted."""
+"""The benchmarks run to their end, here on the CPU with tiny sizes; of the GPU's, a part that fails is noted."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -71,6 +72,33 @@ def test_all_that_needs_a_gpu_comes_home_whatever_fails(tmp_path):
     assert len(parts["memory"]["found"]["rows"]) == 4
     assert parts["none"]["error"] == "its process ended with 2"
     assert {path.name for path in tmp_path.iterdir()} >= {"gpu.md", "tests.txt", "log.txt", "everything.tar.gz"}
+
+
+TINY = {
+    "simulation": {"SIZES": ((2, 4), (4, 8)), "PEER_SECONDS": {}},
+    "split": {"SIZES": ((8, 2), (4, 2))},
+    "emulation": {"SETTINGS": ((0.1, 0.2, 2),)},
+    "drawing": {"SIZES": ((2, 4),)},
+}
+
+
+@pytest.mark.parametrize("part", TINY)
+def test_the_processors_benchmark_runs_and_reports(benchmarks, monkeypatch, part):
+    module = importlib.import_module(part)
+    for name, value in TINY[part].items():
+        monkeypatch.setattr(module, name, value)
+    head, line, *rows = module.report(module.measure()).splitlines()
+    assert rows
+    assert {row.count("|") for row in rows if row.startswith("|")} == {head.count("|")} == {line.count("|")}
+
+
+@pytest.mark.dist
+def test_the_engines_benchmark_runs_beside_pytorchs_own_processes(benchmarks, monkeypatch):
+    module = importlib.import_module("engine")
+    monkeypatch.setattr(module, "SIZES", ((8, 2, 2),))
+    head, *lines = module.report(module.measure()).splitlines()
+    assert "Width 8" in head
+    assert [line.split(" | ")[0] for line in lines if line[:3] in ("| 2", "| 4", "| 8")] == ["| 2", "| 4", "| 8"]
 
 
 def test_what_takes_too_long_is_ended_with_all_that_it_started(benchmarks):

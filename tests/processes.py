@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from forking import CAN_FORK, fork
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,7 +42,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_in(ranks: int, script: str, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None):
+def run_in(
+    ranks: int, script: str, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None
+) -> list[Ended]:
     """Run a script in as many processes; return how each ended. Whatever is left after `seconds` is killed and fails.
 
     The processes find each other by torchrun's environment variables; rank 0 holds the store.
@@ -48,36 +53,49 @@ def run_in(ranks: int, script: str, *arguments: str, seconds: float = 120, env: 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "script.py")
         path.write_text(textwrap.dedent(script))
-        outs = [Path(folder, f"{rank}.{kind}") for rank in range(ranks) for kind in ("out", "err")]
-        files = [out.open("w") for out in outs]
+        start = fork if CAN_FORK else Started
         started = []
         for rank in range(ranks):
             own = (env or environment()) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, str(path), *arguments],
-                    env=own,
-                    stdout=files[2 * rank],
-                    stderr=files[2 * rank + 1],
-                )
-            )
+            started.append(start(path, arguments, own, Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")))
         deadline = time.monotonic() + seconds
-        late = []
-        for rank, process in enumerate(started):
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                late.append(rank)
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-        for file in files:
-            file.close()
-        texts = [
-            re.sub(r"^\[Gloo\] .*\n", "", out.read_text(), flags=re.MULTILINE) for out in outs
-        ]  # torch 2.10 says it
-        ended = [Ended(process.returncode, *texts[2 * rank : 2 * rank + 2]) for rank, process in enumerate(started)]
+        for process in started:
+            process.join(max(0.1, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(started) if process.exitcode is None]
+        for rank in late:
+            started[rank].kill()
+            started[rank].join()
+        texts = [[_said(Path(folder, f"{rank}.{kind}")) for kind in ("out", "err")] for rank in range(ranks)]
+        ended = [Ended(process.exitcode, *said) for process, said in zip(started, texts, strict=True)]
     assert not late, f"rank {late} did not end within {seconds} s:\n{shown(ended)}"
     return ended
+
+
+def _said(path: Path) -> str:
+    """Return what a process wrote, without what torch 2.10 says of every connection."""
+    return re.sub(r"^\[Gloo\] .*\n", "", path.read_text(), flags=re.MULTILINE) if path.exists() else ""
+
+
+class Started:
+    """A script in a fresh Python, with as much of a `multiprocessing` process as is needed here."""
+
+    def __init__(self, script: Path, arguments: Sequence[str], env: dict[str, str], out: Path, err: Path) -> None:
+        """Start it."""
+        with out.open("w") as outs, err.open("w") as errs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), *arguments], env=env, stdout=outs, stderr=errs
+            )
+        self.kill = self._process.kill
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended (negative: by a signal); `None` while it runs."""
+        return self._process.poll()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for its end, or for so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
 
 def shown(ended: list[Ended]) -> str:

@@ -47,9 +47,13 @@ def led_by_a_slip(
         judge: returns the faults of another plan.
     """
     best: tuple[Fault | None, Plan, list[Fault]] = (None, plan, list(faults))
-    if not any(fault.code in _OF_PLACE for fault in faults):
+    if any(fault.code in _OF_PLACE for fault in faults):
+        slips = _slips(plan, faults)
+    elif any(fault.code == "missing" for fault in faults) and plan.place is None:
+        slips = _alone(plan)
+    else:
         return best
-    for slip in _slips(plan, faults):
+    for slip in slips:
         left = judge(slip.meant)
         if len(left) < len(best[2]) and not any(fault.code in slip.clears for fault in left):
             then = "then the schedule is right" if not left else "what would still be wrong follows"
@@ -259,3 +263,38 @@ def _too_far(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
     hint = f"end the loop earlier: without them, all {plan.microbatches} micro-batches are complete"
     meant = Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
     yield _Slip(replace(out[0], message=message, hint=hint), meant, _ALL_THERE)
+
+
+def _alone(plan: Plan) -> Iterator[_Slip]:
+    """Try another number for the one action that has the highest: the plan's sizes were read from its actions."""
+    named = [
+        (rank, at, action)
+        for rank, row in enumerate(plan.written)
+        for at, item in enumerate(row)
+        for action in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
+        if _can_be_swapped(action)
+    ]
+    if len(named) < 2:
+        return
+    by_microbatch = sorted((action.microbatch or 0, index) for index, (*_, action) in enumerate(named))
+    (microbatch, _), (highest, index) = by_microbatch[-2:]
+    if microbatch < highest:
+        yield from _mistyped(plan, *named[index], f"micro-batch {highest}", (plan.stages, microbatch + 1))
+    by_stage = sorted((action.stage or 0, index) for index, (*_, action) in enumerate(named))
+    (stage, _), (highest, index) = by_stage[-2:]
+    if stage < highest:
+        yield from _mistyped(plan, *named[index], f"stage {highest}", (stage + 1, plan.microbatches))
+
+
+def _mistyped(plan: Plan, rank: int, at: int, action: Action, alone: str, sizes: tuple[int, int]) -> Iterator[_Slip]:
+    """Try what is missing on a rank in the place of an action, in a plan of other sizes."""
+    left = Plan([[item for item in row if item is not action] for row in plan.written], *sizes).program
+    first, slots = KINDS.index(action.kind) * left.numbering.slots, left.numbering.slots
+    missing = [slot for slot in range(slots) if left.rank_of[first + slot] == NO_RANK]
+    here = [left.numbering.action(first + slot) for slot in missing if left.placed[slot] in (rank, NO_RANK)]
+    meant = [each for each in here if each.stage == action.stage or each.microbatch == action.microbatch]
+    if len(meant) == 1:
+        message = f"{action} on rank {rank} is the only action of {alone}, and {meant[0]} is missing"
+        told = Fault("out-of-range", rank, at, action, message, f"write {meant[0]}")
+        rows = _rewritten(plan, lambda _rank, _at, each: meant[0] if each is action else each).written
+        yield _Slip(told, Plan(rows, *sizes, None, plan.name))

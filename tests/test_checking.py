@@ -456,6 +456,31 @@ def test_a_slip_in_counting_is_the_one_fault(kind, message, hint):
     assert "^" in fault.excerpt
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "alone"),
+    [
+        ("1F2", "1F22", "micro-batch 22"),
+        ("0B3", "0B4", "micro-batch 4"),
+        ("2B1", "3B1", "stage 3"),
+        ("1F1", "11F1", "stage 11"),
+    ],
+)
+def test_a_mistyped_number_is_the_one_fault_of_a_plan_whose_sizes_are_read_from_it(right, wrong, alone):
+    rows = [" ".join(map(str, row)) for row in pipelab.OneFOneB(3, 4).plan().rows]
+    (fault,) = check(Plan.parse([row.replace(right, wrong) for row in rows]))
+    rank = next(rank for rank, row in enumerate(rows) if right in row)
+    assert fault.message == f"{wrong} on rank {rank} is the only action of {alone}, and {right} is missing"
+    assert fault.hint == f"write {right}; then the schedule is right"
+    assert wrong in fault.excerpt
+
+
+def test_an_action_that_has_the_highest_number_may_be_right():
+    unfinished = Plan.parse(["0F0 0F1 0F2 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    assert {fault.code for fault in check(unfinished)} == {"missing"}
+    given = Plan([[F(0), F(1), B(0)]], 1, 2, by_stage)
+    assert [fault.code for fault in check(given)] == ["missing"]
+
+
 @pytest.mark.parametrize("item", [None, ["F0"], "F0", ("F", 0), F, F("0"), F(0.0)])
 def test_what_cannot_be_read_is_not_told_as_missing_too(item):
     plan = Plan([[item, F(1), B(0), B(1)], [F(0), F(1), B(0)]], 2, 2, by_stage)

@@ -42,11 +42,12 @@ with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1, fused=True)
     train(pipe, optimizer)
     found["trained"] = warned(model.state_dict)
+    found["called"] = warned(lambda: model(x))
     found["traced"] = warned(lambda: model.state_dict(keep_vars=True))
     found["verified"] = warned(lambda: (pipe.verify(x, y), model.state_dict()))
     train(pipe, optimizer)
     state = pipe.state_dict()
-    found["gathered"] = warned(model.state_dict)
+    found["gathered"] = warned(lambda: (model.state_dict(), model(x)))
     train(pipe, optimizer)
     found["loaded"] = warned(lambda: (model.load_state_dict(state), model.state_dict()))
     train(pipe, optimizer)
@@ -57,7 +58,8 @@ with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     found["again"] = warned(model.state_dict)
     pipe.state_dict()
     found["up to date again"] = warned(model.state_dict)
-hooks = len(model._state_dict_pre_hooks) + len(model._load_state_dict_post_hooks)
+hooks = [model._state_dict_pre_hooks, model._load_state_dict_post_hooks, model._forward_pre_hooks]
+hooks = sum(map(len, hooks))
 # other stages than before: no harm without an optimizer
 for case in ("measured", "otherwise"):
     with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
@@ -78,6 +80,26 @@ with Pipeline(stages, plan, mse, engine="torch", timeout=60) as pipe:
     pipe.step(x, y)
 found["own stage"] = warned(stages[rank].state_dict)
 found["other stage"] = warned(stages[1 - rank].state_dict)
+found["calls own stage"] = warned(lambda: stages[rank](x))
+found["calls other stage"] = warned(lambda: stages[1 - rank](x))
+
+
+# one that PyTorch's tracer cuts, again while it is stale
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+chain = Chain()
+for case in ("cut", "cut again"):
+    stages = pipelab.split(chain, 2, example=x[:2])
+    with Pipeline(stages, plan, mse, engine="torch", timeout=60) as pipe:
+        found[case] = warned(lambda: pipe.step(x, y))
+found["called in a function"] = warned(lambda: (lambda: chain(x))())
 print(json.dumps([found, hooks]))
 """
 
@@ -90,6 +112,10 @@ def test_a_model_that_is_stale_says_so_when_it_is_saved_or_trained_otherwise():
         "before\n  try: pipe.state_dict(), in every process, before the pipeline is closed: it brings the model up to "
         "date as well"
     )
+    called = (
+        "script.py: model(x): this process has trained 1 of 2 stages, and the others are here as they were before\n"
+        "  try: pipe.forward(x), in every process; or first pipe.state_dict(), which brings the model up to date"
+    )
     anew = (
         "script.py: stage 2 is here as it was before an earlier pipeline, in which another process trained it: it "
         "begins anew from there\n  try: pipe.state_dict() of the earlier pipeline, in every process, before that is "
@@ -99,5 +125,7 @@ def test_a_model_that_is_stale_says_so_when_it_is_saved_or_trained_otherwise():
         found, hooks = json.loads(each.out)
         warned = {case: told for case, told in found.items() if told}
         expected = {case: [saved] for case in ("trained", "closed", "again")}
-        assert warned == expected | ({"other stage": [saved]} if rank else {"otherwise": [anew]})
+        expected |= {case: [called] for case in ("called", "called in a function")}
+        of_rank = {"other stage": [saved], "calls other stage": [called]} if rank else {"otherwise": [anew]}
+        assert warned == expected | of_rank
         assert hooks == 0

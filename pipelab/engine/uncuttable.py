@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -42,13 +42,18 @@ def refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str]
         SplitError: naming the kind, and why it would be lost.
     """
     for kind in kinds:
-        count = len(getattr(module, kind))
+        count = sum(not _is_our_own(hook) for hook in getattr(module, kind).values())
         if count:
             words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
             raise SplitError(
                 f"{what} has {count} {words} hook{'s' if count > 1 else ''} that a pipeline would not call, because "
                 f"{reason}, or take it off with handle.remove()"
             )
+
+
+def _is_our_own(hook: Callable[..., object]) -> bool:
+    """Tell whether pipelab has put a hook: see `processes.stale`."""
+    return str(getattr(hook, "__module__", "")).startswith("pipelab.")
 
 
 def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

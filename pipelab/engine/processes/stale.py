@@ -1,10 +1,12 @@
 """A model of which this process trains some stages: the others are stale until their state is gathered.
 
-`torch.save(model.state_dict())` would save a model of which only a part has learnt, and nobody would notice.
+`torch.save(model.state_dict())` would save a model of which only a part has learnt, `model(x)` would measure one, and
+nobody would notice.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -65,6 +67,7 @@ def mark_stale(stages: Stages, held: Sequence[int]) -> None:
                 [(weakref.ref(parameter), _version(parameter)) for parameter in own],
                 [
                     module.register_state_dict_pre_hook(_warn),
+                    module.register_forward_pre_hook(_warn_of_call),
                     module.register_load_state_dict_post_hook(_loaded),
                 ],
             )
@@ -118,6 +121,21 @@ def _warn(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
             "before\n  try: pipe.state_dict(), in every process, before the pipeline is closed: it brings the model up "
             "to date as well",
             stacklevel=3,
+        )
+
+
+def _warn_of_call(module: nn.Module, _given: Any) -> None:
+    known = _stale.get(module)
+    if known is None or torch.compiler.is_compiling():  # which PyTorch's tracer says of itself, too
+        return
+    frame, level = sys._getframe(1), 2  # noqa: SLF001 - inspect.stack would read every file
+    while frame.f_back is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
+        frame, level = frame.f_back, level + 1
+    if not str(frame.f_globals.get("__name__")).startswith("pipelab."):  # which asks for shapes
+        warnings.warn(
+            f"model(x): this process has trained {known.trained}, and the others are here as they were before\n"
+            "  try: pipe.forward(x), in every process; or first pipe.state_dict(), which brings the model up to date",
+            stacklevel=level,
         )
 
 

@@ -27,6 +27,7 @@ from pipelab.cli.options import (
     Times,
     grouped,
     untimed,
+    whole_numbers,
 )
 from pipelab.cli.printing import folded, number, say, show, wrote
 from pipelab.cli.saving import (
@@ -208,28 +209,35 @@ def demo(
 
 @app.command()
 def conformance(
-    schedule: Annotated[
-        list[str] | None, typer.Option("--schedule", "-s", help="a schedule's name; repeatable; by default, all")
+    schedules: Annotated[
+        list[str] | None, typer.Argument(help="schedules' names; by default, all", show_default=False)
     ] = None,
-    ranks: Annotated[list[int] | None, typer.Option("--ranks", "-r", min=1, help="repeatable")] = None,
-    microbatches: Annotated[list[int] | None, typer.Option("--microbatches", "-m", min=1, help="repeatable")] = None,
+    ranks: Annotated[str | None, typer.Option("--ranks", "-r", help="one number of ranks or several: 2,4")] = None,
+    microbatches: Annotated[
+        str | None, typer.Option("--microbatches", "-m", help="one number of micro-batches or several: 2,4,8")
+    ] = None,
     stages_per_rank: Annotated[
-        list[int] | None, typer.Option(min=1, help="for schedules that take any number of them; repeatable")
+        str | None, typer.Option(help="for schedules that take any number of them: one or several: 2,3")
     ] = None,
     processes: Annotated[
         bool, typer.Option("--processes", help="run PyTorch also in two and in four processes, as it is meant to")
     ] = False,
     save: Annotated[Path | None, typer.Option("--save", "-o", help="write the table to this file, as Markdown")] = None,
 ) -> None:
-    """Compare orders, gradients and losses with the PyTorch that is installed. Exit code 1 if anything differs."""
+    """Compare with the PyTorch that is installed. Exit code 1 if anything differs, or nothing could be compared."""
     from pipelab.cli.conformance import show_conformance
     from pipelab.labs.references import Grid
 
     if save is not None:
         require_folder(save)
-    sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    sizes: dict[str, Any] = {
+        "ranks": whole_numbers("--ranks", ranks),
+        "microbatches": whole_numbers("--microbatches", microbatches),
+        "stages_per_rank": whole_numbers("--stages-per-rank", stages_per_rank),
+    }
     grid = Grid(**{name: value for name, value in sizes.items() if value})
-    if not show_conformance(schedule or list(pipelab.schedules), grid, (2, 4) if processes else (), save).same:
+    report = show_conformance(schedules or list(pipelab.schedules), grid, (2, 4) if processes else (), save)
+    if not (report.same and report.compared):
         raise typer.Exit(1)
 
 

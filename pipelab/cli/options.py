@@ -32,6 +32,7 @@ __all__ = [
     "Times",
     "grouped",
     "untimed",
+    "whole_numbers",
 ]
 
 Target = Annotated[
@@ -72,6 +73,22 @@ _Costs = Annotated[
 _NUMBERS = re.compile(r",*\d[\d,]*")
 
 
+def whole_numbers(option: str, given: str | None) -> list[int]:
+    """Return the numbers that an option was given, each once.
+
+    Example:
+        >>> whole_numbers("--ranks", "2,4,2")
+        [2, 4]
+
+    Raises:
+        LoadError: if one is no whole number, at least 1.
+    """
+    words = (given or "").replace(",", " ").split()
+    if not all(word.isdecimal() and int(word) for word in words) or (given is not None and not words):
+        raise LoadError(f"{option} {given}: expected whole numbers, at least 1, such as 8 or 2,4,8")
+    return list(dict.fromkeys(map(int, words)))
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The size of a schedule, and its own parameters."""
@@ -107,11 +124,7 @@ class SweepSizes:
         Raises:
             LoadError: if one is no whole number, at least 1.
         """
-        given = self.microbatches
-        words = (given or "").replace(",", " ").split()
-        if not all(word.isdecimal() and int(word) for word in words) or (given is not None and not words):
-            raise LoadError(f"--microbatches {given}: expected whole numbers, at least 1, such as 8 or 2,4,8")
-        return list(dict.fromkeys(map(int, words)))
+        return whole_numbers("--microbatches", self.microbatches)
 
     def counts_beside(self, targets: Sequence[str]) -> list[int]:
         """The numbers of micro-batches that were given, none of them as a target: `-m 2 4 8` is a usual slip.

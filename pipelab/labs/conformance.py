@@ -121,6 +121,11 @@ class Report:
         """Whether nothing differs."""
         return all(line.same for line in self.lines)
 
+    @property
+    def compared(self) -> bool:
+        """Whether anything could be compared: there are schedules, and sizes, that PyTorch does not have."""
+        return any(line.sizes for line in self.lines)
+
 
 def count(names: Sequence[str], grid: Grid) -> int:
     """Return how often `conformance` calls `advance`."""

@@ -11,7 +11,8 @@ import re
 import reprlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from operator import index
+from typing import Any, Literal, get_args
 
 from pipelab.errors import NotationError
 
@@ -149,7 +150,7 @@ def F(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
         >>> F(3), F(3, stage=1)
         (F3, 1F3)
     """
-    return Action("F", microbatch, stage)
+    return Action("F", _whole(microbatch), _whole(stage))
 
 
 @lru_cache(maxsize=1 << 16, typed=True)
@@ -160,7 +161,7 @@ def B(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
         >>> B(0)
         B0
     """
-    return Action("B", microbatch, stage)
+    return Action("B", _whole(microbatch), _whole(stage))
 
 
 @lru_cache(maxsize=1 << 16, typed=True)
@@ -169,13 +170,13 @@ def I(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802, E743 
 
     Zero bubble papers call it "B" (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
     """
-    return Action("I", microbatch, stage)
+    return Action("I", _whole(microbatch), _whole(stage))
 
 
 @lru_cache(maxsize=1 << 16, typed=True)
 def W(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
     """Weight gradient only: nobody waits for it, so it can fill idle time."""
-    return Action("W", microbatch, stage)
+    return Action("W", _whole(microbatch), _whole(stage))
 
 
 def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
@@ -185,7 +186,17 @@ def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
         >>> R(stage=2)
         2R
     """
-    return Action("R", None, stage)
+    return Action("R", None, _whole(stage))
+
+
+def _whole(number: Any) -> Any:
+    """Return a whole number of another type (NumPy's, a tensor's) as Python's; anything else as it is, for `check`."""
+    if number is None or isinstance(number, (int, float)):
+        return number
+    try:
+        return index(number)
+    except TypeError:
+        return number
 
 
 def parse_item(text: str, where: str) -> Item:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +113,15 @@ def test_a_slip_in_the_type_is_kept_for_check_to_explain():
     assert type(F(1).microbatch) is int
     assert type(F(1.0).microbatch) is float
     assert type(F(microbatch=True).microbatch) is bool
+
+
+@pytest.mark.parametrize("kind", [F, B, I, W])
+def test_whole_numbers_of_other_libraries_are_whole_numbers(kind):
+    for number in (np.int64(2), np.arange(3)[2], torch.tensor(2)):
+        assert kind(number, number) == kind(2, 2)
+        assert {type(each) for each in (kind(number, number).microbatch, R(number).stage)} == {int}
+    kept = [kind(number).microbatch for number in (np.float64(2), torch.tensor(2.0), True, "2")]
+    assert [type(each).__name__ for each in kept] == ["float64", "Tensor", "bool", "str"]
 
 
 def test_actions_cross_processes():

@@ -218,6 +218,17 @@ def test_a_wrong_reduction_is_told(loss, reduction, told):
     assert "(stage " in str(wrong.value)
 
 
+def test_a_stage_that_treats_a_microbatch_otherwise_than_the_whole_batch_is_told_from_a_wrong_reduction():
+    class Cuts(nn.Module):
+        def forward(self, x):
+            return x if len(x) == 12 or x.sum() > 0 else x + 0.5 * (x.detach() - x)
+
+    model = nn.Sequential(nn.Linear(6, 6), Cuts(), nn.Linear(6, 6), nn.Linear(6, 6))
+    told = r"\n  0\.bias \(stage 0\) is the last that differs, and 2\.weight \(stage 2\) is right, so"
+    with Pipeline(model, OneFOneB(4, 3), mse) as pipe, pytest.raises(VerificationError, match=told):
+        pipe.verify(*plain.batch(12))
+
+
 def test_what_dropout_and_batch_norm_do_not_let_it_prove_is_said():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.BatchNorm1d(6))

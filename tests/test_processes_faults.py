@@ -178,8 +178,11 @@ def assert_told(facts, kind, told):
     ("case", "told"),
     [
         ("version", r"^rank 1 has torch 2\.9\.1, rank 0 has torch [\d.]+(\+\w+)?: every process must have the same$"),
-        ("plan", r"^rank 1 has another plan than rank 0: in the row of rank 0, position 3, 0F3 there, 0B0 on rank 0$"),
-        ("sizes", r"3 ranks, 3 stages, 5 micro-batches there, 3 ranks, 3 stages, 4 micro-batches on rank 0$"),
+        (
+            "plan",
+            r"^rank 1 has another plan than rank 0: position 3 of rank 0's row is 0F3 in rank 1's plan, and 0B0 in",
+        ),
+        ("sizes", r"3 ranks, 3 stages, 5 micro-batches in rank 1's, 3 ranks, 3 stages, 4 micro-batches in rank 0's$"),
         ("model", r"^rank 1 has another model than rank 0: 0\.weight of stage 0: \[8, 8\] float32 there, 0\.weight of"),
         ("reduction", r"^rank 1 has reduction sum, rank 0 has reduction mean: "),
         ("buffers", r"^rank 1 has replicated_buffers lowest, rank 0 has replicated_buffers refuse: "),

@@ -91,7 +91,7 @@ def _whole_batch_difference(
 
     Returns:
         The difference, `None` where the model cannot be run so; and if they are far, for the loss does not average as
-        `reduction` says, what to say of that.
+        `reduction` says, or a stage does not treat a micro-batch as the whole batch, what to say of that.
     """
     model = pipe.stages.model
     devices = set(pipe.home.devices)
@@ -108,11 +108,24 @@ def _whole_batch_difference(
     if differences[name] <= _whole_batch_tolerance(pipe):
         return differences[name], ""
     reduction = pipe.reduction if isinstance(pipe.reduction, str) else "a function"
-    return differences[name], (
+    told = (
         f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
         f"{name} differs by {differences[name]:.1e} (2-norm, relative)\n"
-        f"  reduction is {reduction!r}; it must say how loss_fn averages over rows\n"
-        "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch"
+    )
+    *_, last = (each for each, off in differences.items() if off > _whole_batch_tolerance(pipe))
+    least = _SMALLEST_SHARE * max(map(_norm, reference.values()))
+    behind = list(differences)[list(differences).index(last) + 1 :]
+    right = next((each for each in behind if _norm(reference[each]) > least), None)
+    if right is not None:  # a wrong reduction would show there, too
+        return differences[name], (
+            f"{told}  {last} is the last that differs, and {right} is right, so reduction={reduction!r} is right: "
+            "between the two a micro-batch is not treated as the whole batch is\n"
+            "  try: look there for a branch on values, or for a mean or another figure of several rows"
+        )
+    return differences[name], (
+        f"{told}  reduction is {reduction!r}; it must say how loss_fn averages over rows\n"
+        "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch; "
+        "where it is right, look for a stage that treats a micro-batch otherwise than the whole batch"
     )
 
 

@@ -175,8 +175,8 @@ def _difference(store: Store, key: str, others: list[int], everyone: list[dict[s
     if ours["sizes"] != theirs["sizes"]:
         what = "{} ranks, {} stages, {} micro-batches"
         return (
-            f"{ranks} {verb} another plan than rank 0: {what.format(*theirs['sizes'])} there, "
-            f"{what.format(*ours['sizes'])} on rank 0"
+            f"{ranks} {verb} another plan than rank 0: {what.format(*theirs['sizes'])} in rank {others[0]}'s, "
+            f"{what.format(*ours['sizes'])} in rank 0's"
         )
     for row, (mine, yours) in enumerate(zip(ours["rows"], theirs["rows"], strict=True)):
         if mine != yours:
@@ -184,8 +184,8 @@ def _difference(store: Store, key: str, others: list[int], everyone: list[dict[s
             at = next((index for index, (one, other) in enumerate(both) if one != other), len(both))
             first, other = ([*text.split(), "the end"][at] for text in (mine, yours))
             return (
-                f"{ranks} {verb} another plan than rank 0: in the row of rank {row}, position {at}, "
-                f"{other} there, {first} on rank 0"
+                f"{ranks} {verb} another plan than rank 0: position {at} of rank {row}'s row is {other} in rank "
+                f"{others[0]}'s plan, and {first} in rank 0's"
             )
     return f"{ranks} {verb} another plan than rank 0"
 

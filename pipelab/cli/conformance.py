@@ -18,8 +18,8 @@ __all__ = ["markdown", "show_conformance"]
 _HEADINGS = ("schedule", "PyTorch's Schedule…", "sizes", "orders", "runs", "gradients", "loss")
 _LEGEND = (
     "orders: action for action, as PyTorch executes them; an overlapped pair counts as its forward, then its backward. "
-    f"runs: steps of both on the same model and batch, where ranks x micro-batches is at most {Grid().most_work}; their "
-    "gradients and losses are compared."
+    f"runs: steps of both on the same model and batch, where ranks x micro-batches is at most {Grid().most_work}; "
+    "their gradients and losses are compared."
 )
 _MOST_TOLD = 3
 

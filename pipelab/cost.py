@@ -39,10 +39,9 @@ class Cost:
     Attributes:
         forward: time of `F`.
         backward: time of `B`.
-        input_grad: time of `I`; if left out, what `weight_grad` leaves of `backward`, or half of it.
-        weight_grad: time of `W`; if left out, what `input_grad` leaves of `backward`, or half of it. Where both are
-            given and take another time together than `backward`, schedules that split it and schedules that do not are
-            compared at different work.
+        input_grad: time of `I`; half of `backward` if left out.
+        weight_grad: time of `W`; half of `backward` if left out. Where `I` and `W` take another time together than
+            `backward`, schedules that split it and schedules that do not are compared at different work.
         pair: time of an overlapped pair as one slot, as the DualPipe paper counts it; if left out, a pair takes as
             long as its forward and its backward, one after the other.
         all_reduce: time of `R`.
@@ -173,13 +172,14 @@ class Cost:
             [2.0, 2.0]
 
         Raises:
-            CostError: if a list does not have one number per stage, or one half of a backward takes longer than the
-                whole and the other is left out.
+            CostError: if a list does not have one number per stage.
         """
         share = self._share(plan)
         forward = self._each("forward", plan.stages, share)
         backward = self._each("backward", plan.stages, share)
-        inputs, weights = self._halves(backward, share)
+        half = [time / 2 for time in backward]
+        inputs = half if self.input_grad is None else self._each("input_grad", plan.stages, share)
+        weights = half if self.weight_grad is None else self._each("weight_grad", plan.stages, share)
         if self.first_stage == "as-run":
             inputs, weights = [0.0, *inputs[1:]], [backward[0], *weights[1:]]
         reduce = self._each("all_reduce", plan.stages, share)
@@ -198,28 +198,6 @@ class Cost:
     def pair_times(self, plan: Plan) -> list[float] | None:
         """Return the time of an overlapped pair, by the stage of its forward; `None` where it is not one slot."""
         return None if self.pair is None else self._each("pair", plan.stages, self._share(plan))
-
-    def _halves(self, backward: list[float], share: float) -> tuple[list[float], list[float]]:
-        """Return the times of `I` and of `W` on every stage."""
-        if self.input_grad is None and self.weight_grad is None:
-            half = [time / 2 for time in backward]
-            return half, half
-        inputs = self._rest_of(backward, share, "weight_grad", "input_grad")
-        return inputs, self._rest_of(backward, share, "input_grad", "weight_grad")
-
-    def _rest_of(self, backward: list[float], share: float, given: str, wanted: str) -> list[float]:
-        """Return the times of one half of the backwards: if they are not given, what the other half leaves."""
-        if getattr(self, wanted) is not None:
-            return self._each(wanted, len(backward), share)
-        other = self._each(given, len(backward), share)
-        rest = [whole - part for whole, part in zip(backward, other, strict=True)]
-        if min(rest) < 0:
-            stage = rest.index(min(rest))
-            raise CostError(
-                f"{given}, {other[stage]:g}, is more than backward, {backward[stage]:g}, on stage {stage}, of which it "
-                f"is a part: give {wanted} as well, or a longer backward"
-            )
-        return rest
 
     def _share(self, plan: Plan) -> float:
         """Return the part of a rank's time that one stage takes, where a single number stands for a rank's."""

@@ -1,7 +1,8 @@
 """Start Python scripts in processes forked from one that has imported PyTorch: a short script does little else.
 
 A script that was forked has its own environment, arguments and files to write to, and ends as any other does: its
-threads are waited for, what it registered with `atexit` runs, and Python is taken down.
+threads are waited for, what it registered with `atexit` runs, and Python is taken down. Random numbers are drawn from
+seeds of its own. One thing all that are forked share: the hash of a text, and so the order of a set of texts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,13 @@ def _server() -> Any:
 
 def _run(script: str, arguments: list[str], env: dict[str, str], out: str, err: str) -> NoReturn:
     """Become a script."""
+    import numpy as np
+    import torch
+
     gc.freeze()  # what was there before stays out of collections, which would copy all of its memory
+    torch.seed()
+    np.random.seed()  # noqa: NPY002 - it is the old, global state that is shared
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -74,7 +81,8 @@ def _run(script: str, arguments: list[str], env: dict[str, str], out: str, err: 
     try:
         exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)  # noqa: S102 - it is a test's own
     except BaseException as error:  # noqa: BLE001 - whatever it is
-        code = _code(error)
+        last = error  # as in any script, what its frames hold is there until Python is taken down
+        code = _code(last)
     else:
         code = 0
     ctypes.pythonapi.Py_Exit(code)  # multiprocessing would leave at once, without taking Python down
@@ -84,7 +92,7 @@ def _run(script: str, arguments: list[str], env: dict[str, str], out: str, err: 
 def _code(error: BaseException) -> int:
     """Return with what a script exits that ends with this error, and say it as Python does."""
     if not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         return 1
     if error.code is None or isinstance(error.code, int):
         return error.code or 0

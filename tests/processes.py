@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forking import CAN_FORK, fork
 
@@ -43,28 +44,37 @@ def free_port() -> int:
 
 
 def run_in(
-    ranks: int, script: str, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None
+    ranks: int,
+    script: str,
+    *arguments: str,
+    seconds: float = 120,
+    env: dict[str, str] | None = None,
+    fresh: bool = not CAN_FORK,
 ) -> list[Ended]:
     """Run a script in as many processes; return how each ended. Whatever is left after `seconds` is killed and fails.
 
-    The processes find each other by torchrun's environment variables; rank 0 holds the store.
+    The processes find each other by torchrun's environment variables; rank 0 holds the store. They are forked where
+    they can be, unless fresh ones are asked for, in which sets of texts have other orders: see `forking`.
     """
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "script.py")
         path.write_text(textwrap.dedent(script))
-        start = fork if CAN_FORK else Started
-        started = []
-        for rank in range(ranks):
-            own = (env or environment()) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(start(path, arguments, own, Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")))
-        deadline = time.monotonic() + seconds
-        for process in started:
-            process.join(max(0.1, deadline - time.monotonic()))
-        late = [rank for rank, process in enumerate(started) if process.exitcode is None]
-        for rank in late:
-            started[rank].kill()
-            started[rank].join()
+        start = Started if fresh else fork
+        started: list[Any] = []
+        try:
+            for rank in range(ranks):
+                own = (env or environment()) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                started.append(start(path, arguments, own, Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")))
+            deadline = time.monotonic() + seconds
+            for process in started:
+                process.join(max(0.1, deadline - time.monotonic()))
+            late = [rank for rank, process in enumerate(started) if process.exitcode is None]
+        finally:
+            for process in started:
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
         texts = [[_said(Path(folder, f"{rank}.{kind}")) for kind in ("out", "err")] for rank in range(ranks)]
         ended = [Ended(process.exitcode, *said) for process, said in zip(started, texts, strict=True)]
     assert not late, f"rank {late} did not end within {seconds} s:\n{shown(ended)}"

@@ -81,7 +81,7 @@ print(json.dumps(dict(ours=ours, theirs=theirs, clipped=clipped, again=again, ho
 @pytest.fixture(scope="module")
 def said():
     """What each of two processes said."""
-    ended = processes.run_in(2, SCRIPT)
+    ended = processes.run_in(2, SCRIPT, fresh=True)
     assert [each.code for each in ended] == [0, 0], processes.shown(ended)
     return [json.loads(each.out) for each in ended]
 

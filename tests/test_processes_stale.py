@@ -100,6 +100,17 @@ for case in ("cut", "cut again"):
     with Pipeline(stages, plan, mse, engine="torch", timeout=60) as pipe:
         found[case] = warned(lambda: pipe.step(x, y))
 found["called in a function"] = warned(lambda: (lambda: chain(x))())
+found["called by a layer"] = warned(lambda: nn.Sequential(chain, nn.ReLU())(x))
+twin = copy.deepcopy(chain)
+found["a copy"] = warned(lambda: twin(x))
+hooks += len(twin._forward_pre_hooks)
+
+# where the other stage does not learn, nothing is stale
+frozen = plain.mlp(4)
+frozen[:2].requires_grad_(False)
+with Pipeline(frozen, plan, mse, engine="torch", timeout=60) as pipe:
+    pipe.step(x, y)
+    found["half frozen"] = warned(lambda: (frozen(x), frozen.state_dict()))
 print(json.dumps([found, hooks]))
 """
 
@@ -125,7 +136,9 @@ def test_a_model_that_is_stale_says_so_when_it_is_saved_or_trained_otherwise():
         found, hooks = json.loads(each.out)
         warned = {case: told for case, told in found.items() if told}
         expected = {case: [saved] for case in ("trained", "closed", "again")}
-        expected |= {case: [called] for case in ("called", "called in a function")}
+        expected |= {case: [called] for case in ("called", "called in a function", "called by a layer")}
         of_rank = {"other stage": [saved], "calls other stage": [called]} if rank else {"otherwise": [anew]}
+        if rank == 0:
+            of_rank |= {"half frozen": [called, saved]}  # the other one has learnt
         assert warned == expected | of_rank
         assert hooks == 0

@@ -218,9 +218,9 @@ class TorchEngine:
     def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
         """Wait for what comes from another rank for an action: for an evaluation's backwards nothing does."""
         assert self._passage is not None
-        works = works + self._marks[stage].under_way(microbatch)
-        if works:
-            self._passage.wait(works)
+        marks = self._marks[stage].under_way(microbatch)
+        if works or marks:
+            self._passage.wait(works, marks)
 
     def _shapes(self, inputs: list[Any], around: Surroundings, *, learning: bool) -> str:
         """Return what the forms of the values that travel depend on."""

@@ -70,14 +70,23 @@ class Passage:
         """Return the form of what a stage gives for a micro-batch."""
         return self.forms[self.counts[microbatch]][stage]
 
-    def wait(self, works: Sequence[Any]) -> None:
-        """Wait for what the next action needs from another rank; note how long that took."""
+    def wait(self, works: Sequence[Any], marks: Sequence[Any]) -> None:
+        """Wait for what the next action needs from another rank; note how long its value took.
+
+        Args:
+            works: what brings the value.
+            marks: what brings its marks, later or earlier: where a device waits for the value, this process does not,
+                but it waits until the other process has launched what makes the value.
+        """
         asked = time.perf_counter_ns()
         self.waiting = True
-        for work in works:
+        timed, rest = (works, marks) if works else (marks, works)
+        for work in timed:
+            work.wait()
+        self.waited[self.position] = time.perf_counter_ns() - asked
+        for work in rest:
             work.wait()
         self.waiting = False
-        self.waited[self.position] = time.perf_counter_ns() - asked
 
     def timed(self, work: Callable[[], Any]) -> Any:
         """Run the next action between two readings of the clock."""

@@ -186,8 +186,9 @@ class ProcessStage:
             return []
         room = self.passage.form(self.stage_index, microbatch).room_for_gradients(self.device)
         self.gradients[microbatch] = room
+        ops = self._ops(dist.irecv, room, self.stage_index + 1)
         self.marks.receive(microbatch, len(room), self.stage_index_to_group_rank[self.stage_index + 1])
-        return self._ops(dist.irecv, room, self.stage_index + 1)
+        return ops
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of the gradients of a micro-batch's input."""
@@ -195,15 +196,16 @@ class ProcessStage:
             return []
         form = self.passage.form(self.stage_index - 1, microbatch)
         gradients = self.back.pop(microbatch)
+        ops = self._ops(dist.isend, form.parcels_of_gradients(gradients, self.device), self.stage_index - 1)
         self.marks.send(form.which_came(gradients), self.stage_index_to_group_rank[self.stage_index - 1])
-        return self._ops(dist.isend, form.parcels_of_gradients(gradients, self.device), self.stage_index - 1)
+        return ops
 
     def release_fwd_send_outputs(self, microbatch: int) -> None:
         """Let go of an output that has been sent; torch 2.14 asks for it."""
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
-        self.passage.peer = self._ranks[peer]  # PyTorch's runtime opens these as soon as it has them
+        self.passage.peer = self._ranks[peer]  # what follows may find that a connection is lost
         # They have no gaps, so they go as bytes: not every backend knows every type.
         lines = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ def mark_stale(stages: Stages, held: Sequence[int]) -> None:
         stages: the model, split.
         held: the stages that this process trains.
     """
-    for module in _looked_after(stages, held):
+    others = [module for stage, module in enumerate(stages.modules) if stage not in held]
+    for module in _looked_after(stages, [module for module in others if _changes(module)]):
         if module not in _stale:
             own = [parameter for stage in held for parameter in stages.modules[stage].parameters()]
             _stale[module] = _Stale(
@@ -75,7 +77,7 @@ def mark_stale(stages: Stages, held: Sequence[int]) -> None:
 
 def clear_stale(stages: Stages, held: Sequence[int]) -> None:
     """Note that all stages are here as they are now."""
-    for module in _looked_after(stages, held):
+    for module in _looked_after(stages, [each for stage, each in enumerate(stages.modules) if stage not in held]):
         _forget(module)
 
 
@@ -98,13 +100,17 @@ def warn_of_stale(stages: Stages, held: Sequence[int]) -> None:
             return
 
 
-def _looked_after(stages: Stages, held: Sequence[int]) -> list[nn.Module]:
-    """Return the model; of stages that were given as a list, those that others train."""
-    others = [module for stage, module in enumerate(stages.modules) if stage not in held]
+def _looked_after(stages: Stages, others: list[nn.Module]) -> list[nn.Module]:
+    """Return the model, if other processes train some of its stages; of stages that were given as a list, those."""
     if not others:
         return []
     modules = others if isinstance(stages.model, nn.ModuleList) else [stages.model]
     return [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]  # these take no hooks
+
+
+def _changes(module: nn.Module) -> bool:
+    """Tell whether training changes a module: it has a parameter that learns, or a buffer."""
+    return any(each.requires_grad for each in module.parameters()) or next(module.buffers(), None) is not None
 
 
 def _forget(module: nn.Module) -> None:
@@ -126,17 +132,25 @@ def _warn(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
 
 def _warn_of_call(module: nn.Module, _given: Any) -> None:
     known = _stale.get(module)
-    if known is None or torch.compiler.is_compiling():  # which PyTorch's tracer says of itself, too
+    if known is None:  # a copy of a module that was stale
+        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _warn_of_call]:  # noqa: SLF001 - it is where hooks are
+            del module._forward_pre_hooks[number]  # noqa: SLF001 - see above
+        return
+    if torch.compiler.is_compiling():  # that is also so while PyTorch traces or exports a model
         return
     frame, level = sys._getframe(1), 2  # noqa: SLF001 - inspect.stack would read every file
-    while frame.f_back is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
+    while frame.f_back is not None and _module_of(frame).startswith("torch."):
         frame, level = frame.f_back, level + 1
-    if not str(frame.f_globals.get("__name__")).startswith("pipelab."):  # which asks for shapes
+    if not _module_of(frame).startswith("pipelab."):  # which asks for shapes
         warnings.warn(
             f"model(x): this process has trained {known.trained}, and the others are here as they were before\n"
             "  try: pipe.forward(x), in every process; or first pipe.state_dict(), which brings the model up to date",
             stacklevel=level,
         )
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def _loaded(module: nn.Module, keys: Any) -> None:

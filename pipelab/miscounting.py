@@ -1,20 +1,28 @@
-"""Slips in counting: too few stages, numbers from 1, a loop that runs too far."""
+"""Slips in counting: stages that a class does not say it has, numbers from 1, a loop that runs too far."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, get_args
 
 from pipelab.actions import Action
-from pipelab.faults import Fault
+from pipelab.faults import Code, Fault, line_of_function, ranges
 from pipelab.placement import within
 from pipelab.plan import Plan
 from pipelab.slip import ALL_THERE, Slip, names_both, rewritten
 
-__all__ = ["counted_from_one", "more_stages", "too_far"]
+__all__ = ["counted_from_one", "forgotten_stages", "more_stages", "too_far"]
 
 _MOST_PER_RANK = 16
 """How many stages per rank a student may have meant."""
+_TRIED_PER_RANK = (2, 3, 4)
+"""How many are tried where no number says it."""
+_MOST_SLOTS = 1 << 12
+"""The ranks times micro-batches of a plan for which a schedule is asked for others."""
+_OF_COLLAPSE: tuple[Code, ...] = (*ALL_THERE, "duplicate", "exception")
+"""What it looks like where several stages have become one."""
 
 
 def more_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
@@ -28,6 +36,51 @@ def more_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     meant = Plan(plan.written, per_rank * plan.ranks, plan.microbatches, plan.place, plan.name)
     hint = f"write stages_per_rank = {per_rank} in the class: stages 0 to {meant.stages - 1}"
     yield Slip(replace(shown, hint=hint), meant, ALL_THERE)
+
+
+def forgotten_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
+    """Ask the schedule for its plan with several stages per rank, where its class says nothing of them."""
+    schedule: Any = getattr(plan.place, "__self__", None)
+    says = [getattr(each, "stages_per_rank", None) for each in (schedule, type(schedule))]
+    if says != [1, 1] or plan.ranks * plan.microbatches > _MOST_SLOTS:
+        return
+    if not any(fault.code in _OF_COLLAPSE for fault in faults):
+        return
+    many = f"{len(faults)} faults come of it; the first:" if len(faults) > 1 else "so"
+    message = f"{type(schedule).__name__} has one stage on each of {plan.ranks} ranks, and {many} {faults[0].message}"
+    for per_rank in _TRIED_PER_RANK:
+        drafted = _drafted(schedule, per_rank)
+        if drafted is None:
+            continue
+        hint = f"write stages_per_rank = {per_rank} in the class: stages 0 to {drafted.stages - 1}"
+        if not drafted.program.faults and not drafted.program.misplaced:
+            yield Slip(replace(faults[0], message=message, hint=hint), drafted, get_args(Code))
+        elif line_of_function(drafted.place) is None:  # the default placement
+            meant = Plan(drafted.written, drafted.stages, drafted.microbatches, None, drafted.name)
+            if places := _shared_out(meant, per_rank):
+                hint += f"; and a place(self, microbatch, stage) there that returns {places}"
+                yield Slip(replace(faults[0], message=message, hint=hint), meant, get_args(Code))
+
+
+def _drafted(schedule: Any, stages_per_rank: int) -> Plan | None:
+    """Return a schedule's plan with other stages per rank, if it can write one."""
+    try:
+        other = copy.copy(schedule)
+        other.stages_per_rank = stages_per_rank
+        plan = other.draft()
+    except Exception:  # noqa: BLE001 - a student's code: whatever it raises, this is not what was meant
+        return None
+    return plan if isinstance(plan, Plan) else None
+
+
+def _shared_out(plan: Plan, per_rank: int) -> str:
+    """Return which rank has which stages, in words, if every rank has as many of its own; else nothing."""
+    holders = plan.replicas
+    held = [[stage for stage, ranks in holders.items() if ranks == (rank,)] for rank in range(plan.ranks)]
+    if any(len(stages) != per_rank for stages in held):
+        return ""
+    words = [f"rank {rank} for stages {ranges(stages)}" for rank, stages in enumerate(held)]
+    return ", ".join(words[:2]) + ", and so on" * (len(words) > 2)
 
 
 def counted_from_one(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
@@ -61,7 +114,8 @@ def _one_too_high(shown: Fault, what: str, limit: int, meant: Plan) -> Slip:
 def too_far(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Try the plan without what is out of range: a loop that runs too far."""
     out = [fault for fault in faults if fault.code == "out-of-range" and fault.rank is not None]
-    if len(out) < 2:
+    stages = [getattr(fault.action, "stage", None) for fault in out]
+    if len(out) < 2 or not all(stage is None or within(stage, plan.stages) for stage in stages):
         return
     places = {(fault.rank, fault.position) for fault in out}
     rows = [[item for at, item in enumerate(row) if (rank, at) not in places] for rank, row in enumerate(plan.written)]

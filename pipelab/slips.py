@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pipelab.actions import Action, Kind, Pair
 from pipelab.faults import Fault, line_of_function, ranges
-from pipelab.miscounting import counted_from_one, more_stages, too_far
+from pipelab.miscounting import counted_from_one, forgotten_stages, more_stages, too_far
 from pipelab.mistyping import alone_with_its_number
 from pipelab.placement import NO_RANK, ask, within
 from pipelab.plan import Plan
@@ -33,13 +33,7 @@ def led_by_a_slip(
         judge: returns the faults of another plan.
     """
     best: tuple[Fault | None, Plan, list[Fault]] = (None, plan, list(faults))
-    if any(fault.code in OF_PLACE for fault in faults):
-        slips = _slips(plan, faults)
-    elif any(fault.code == "missing" for fault in faults) and plan.place is None:
-        slips = alone_with_its_number(plan)
-    else:
-        return best
-    for slip in slips:
+    for slip in _slips(plan, faults):
         left = judge(slip.meant)
         if len(left) < len(best[2]) and not any(fault.code in slip.clears for fault in left):
             then = "then the schedule is right" if not left else "what would still be wrong follows"
@@ -51,12 +45,18 @@ def led_by_a_slip(
 
 def _slips(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Yield every slip that may have been made."""
-    yield from _numbers_swapped(plan, faults)
-    yield from _place_swapped(plan)
-    yield from _everybodys_actions(plan, faults)
-    yield from more_stages(plan, faults)
-    yield from counted_from_one(plan, faults)
-    yield from too_far(plan, faults)
+    of_place = any(fault.code in OF_PLACE for fault in faults)
+    if of_place:
+        yield from _numbers_swapped(plan, faults)
+        yield from _place_swapped(plan)
+        yield from _everybodys_actions(plan, faults)
+        yield from more_stages(plan, faults)
+    yield from forgotten_stages(plan, faults)
+    if of_place:
+        yield from counted_from_one(plan, faults)
+        yield from too_far(plan, faults)
+    elif any(fault.code == "missing" for fault in faults) and plan.place is None:
+        yield from alone_with_its_number(plan)
 
 
 def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:

@@ -456,6 +456,102 @@ def test_a_slip_in_counting_is_the_one_fault(kind, message, hint):
     assert "^" in fault.excerpt
 
 
+class Halves:
+    """Down the ranks and back up, the backward in halves."""
+
+    def actions(self, rank):
+        down, up = rank, self.stages - 1 - rank
+        for m in range(self.microbatches):
+            yield from (F(m, down), F(m, up), I(m, up), I(m, down), W(m, up), W(m, down))
+
+
+class Mirrored:
+    def place(self, microbatch, stage):
+        return min(stage, self.stages - 1 - stage)
+
+
+class WithoutStages(Halves, Mirrored, pipelab.Schedule):
+    """Forgets how many stages each rank has: `down` and `up` are stages of two ranks."""
+
+
+class WithTables(Halves, pipelab.Schedule):
+    """Has a placement that is right for two stages per rank alone."""
+
+    def place(self, microbatch, stage):
+        return min(stage, 2 * self.ranks - 1 - stage) + (2 * self.ranks - self.stages)
+
+
+class Looping(pipelab.Schedule):
+    """Three stages on each rank, where the default placement has them."""
+
+    def actions(self, rank):
+        stages = [(rank + turn * self.ranks) % self.stages for turn in range(3)]
+        yield from [F(m, s) for s in stages for m in range(self.microbatches)]
+        yield from [B(m, s) for s in reversed(stages) for m in range(self.microbatches)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages_per_rank", "first"),
+    [
+        (WithoutStages, 2, "96 faults come of it; the first: 2F0 appears again on rank 2, position 0;"),
+        (WithTables, 2, "so place(0, 0) returns 4, and 31 more like it; there are 4 ranks"),
+        (Looping, 3, "128 faults come of it; the first: 0F0 appears again on rank 0, position 8;"),
+    ],
+)
+def test_a_class_that_forgets_how_many_stages_a_rank_has_is_told_so(kind, stages_per_rank, first):
+    for each in (kind(ranks=4, microbatches=8), kind(ranks=4, microbatches=8).draft()):
+        (fault,) = check(each)
+        assert fault.message.startswith(f"{kind.__name__} has one stage on each of 4 ranks, and {first}")
+        stages = f"stages 0 to {4 * stages_per_rank - 1}"
+        assert fault.hint == (
+            f"write stages_per_rank = {stages_per_rank} in the class: {stages}; then the schedule is right"
+        )
+
+
+def test_a_class_that_forgets_its_stages_and_their_places_is_told_both():
+    class Forgets(Halves, pipelab.Schedule):
+        pass
+
+    (fault,) = check(Forgets(ranks=4, microbatches=8))
+    assert fault.message.startswith("Forgets has one stage on each of 4 ranks, and 144 faults come of it; the first: ")
+    assert fault.hint == (
+        "write stages_per_rank = 2 in the class: stages 0 to 7; and a place(self, microbatch, stage) there "
+        "that returns rank 0 for stages 0, 7, rank 1 for stages 1, 6, and so on; then the schedule is right"
+    )
+
+
+def test_a_class_is_told_of_its_stages_only_where_they_explain_all():
+    class Raises(Halves, Mirrored, pipelab.Schedule):
+        def actions(self, rank):
+            yield from super().actions(rank)
+            if self.stages > self.ranks:
+                raise ValueError("too many")
+
+    class Unfinished(Halves, Mirrored, pipelab.Schedule):
+        def actions(self, rank):
+            yield from list(super().actions(rank))[:-1]
+
+    class SaysSo(Halves, Mirrored, pipelab.Schedule):
+        stages_per_rank = 2
+
+    schedules = (Raises(4, 8), Unfinished(4, 8), SaysSo(4, 8, stages_per_rank=1), WithoutStages(256, 256))
+    for schedule in schedules:
+        assert not any("stages_per_rank" in fault.hint for fault in check(schedule))
+
+
+def test_a_stage_out_of_range_is_no_loop_that_runs_too_far():
+    class Literal(pipelab.Schedule):
+        """Knows its eight stages by heart, and has a fault besides."""
+
+        def actions(self, rank):
+            for m in range(self.microbatches):
+                yield from (F(m, rank), F(m, 7 - rank), B(m, rank), B(m, 7 - rank))
+
+    faults = check(Literal(ranks=4, microbatches=8))
+    assert {fault.code for fault in faults} == {"out-of-range"}
+    assert not any("loop" in fault.message or "loop" in fault.hint for fault in faults)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "alone"),
     [

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pipelab.actions import Action, Kind, Pair
 from pipelab.faults import Fault, line_of_function, ranges
 from pipelab.miscounting import counted_from_one, forgotten_stages, more_stages, too_far
-from pipelab.mistyping import alone_with_its_number
+from pipelab.mistyping import alone_with_its_number, standing_twice
 from pipelab.placement import NO_RANK, ask, within
 from pipelab.plan import Plan
 from pipelab.program import Program
@@ -57,6 +57,7 @@ def _slips(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
         yield from too_far(plan, faults)
     elif any(fault.code == "missing" for fault in faults) and plan.place is None:
         yield from alone_with_its_number(plan)
+    yield from standing_twice(plan, faults)
 
 
 def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:

@@ -570,6 +570,105 @@ def test_a_mistyped_number_is_the_one_fault_of_a_plan_whose_sizes_are_read_from_
     assert wrong in fault.excerpt
 
 
+class Split(pipelab.Schedule):
+    """1F1B's order, the backward in halves and the weight gradient last: a plan for all three kinds."""
+
+    def actions(self, rank):
+        for item in pipelab.OneFOneB(self.ranks, self.microbatches).actions(rank):
+            yield from [item] if item.kind == "F" else [I(item.microbatch)]
+        yield from [W(m) for m in range(self.microbatches)]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("2W5", "2W6"), ("2W5", "2W4"), ("1I2", "1I1"), ("0F3", "0F2"), ("3W7", "3W0")]
+)
+def test_a_number_that_makes_an_action_stand_twice_is_the_one_fault(right, wrong):
+    rows = [" ".join(map(str, row)) for row in Split(4, 8).plan().rows]
+    (fault,) = check(Plan.parse([row.replace(right, wrong) for row in rows]))
+    rank = int(right[0])
+    position = rows[rank].split().index(right)
+    one, other = sorted([position, rows[rank].split().index(wrong)])
+    assert fault.message == (
+        f"{wrong} stands twice on rank {rank}, at positions {one} and {other}, and {right} is missing"
+    )
+    assert fault.hint == f"write {right} for the one at position {position}; then the schedule is right"
+    assert (fault.code, fault.rank, fault.position) == ("duplicate", rank, position)
+    assert wrong in fault.excerpt
+
+
+def test_where_either_of_two_may_be_rewritten_the_one_that_keeps_the_micro_batches_in_order_is():
+    (fault,) = check(Plan.parse(["0F0 0F2 0F2 0F3 0B0 0B1 0B2 0B3"]))
+    assert fault.hint == "write 0F1 for the one at position 1; then the schedule is right"
+    (fault,) = check(Plan.parse(["0F0 0F1 0F1 0F3 0B0 0B1 0B2 0B3"]))
+    assert fault.hint == "write 0F2 for the one at position 2; then the schedule is right"
+    (fault,) = check(Plan.parse(["0F3 0F1 0F1 0F0 0B0 0B1 0B2 0B3"]))
+    assert fault.hint == "write 0F2 for the one at position 1; then the schedule is right"
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("5F3", "4F3"), ("3B1", "4B1"), ("0F2", "1F2"), ("5B0", "4B0")])
+def test_a_mistyped_stage_that_makes_an_action_stand_on_two_ranks_is_the_one_fault(right, wrong):
+    plan = pipelab.Interleaved1F1B(3, 6, stages_per_rank=2).plan()
+    rows = [" ".join(map(str, row)) for row in plan.rows]
+    places = {word: (rank, at) for rank, row in enumerate(rows) for at, word in enumerate(row.split())}
+    mistyped = [row.replace(right, wrong) for row in rows]
+    here, there = places[right], places[wrong]
+    for broken in (Plan.parse(mistyped), Plan(Plan.parse(mistyped).written, 6, 6, placement(plan))):
+        (fault,) = check(broken)
+        (one, at), (other, further) = sorted([here, there])
+        assert fault.message == (
+            f"{wrong} stands on rank {one}, position {at}, and on rank {other}, position {further}, "
+            f"and {right} is missing"
+        )
+        assert fault.hint == f"write {right} for the one on rank {here[0]}; then the schedule is right"
+        assert (fault.code, fault.rank, fault.position) == ("duplicate", *here)
+
+
+def splits_some(plan):
+    """Some backwards are whole and others in halves: a wrong number then also makes a B beside an I."""
+    return {"B", "I"} <= {each.kind for row in plan.rows for each in row}
+
+
+@given(catalogue_plans().map(unpaired).filter(lambda plan: plan.microbatches > 1 and not splits_some(plan)), st.data())
+def test_one_mistyped_micro_batch_of_any_schedule_is_one_fault(plan, data):
+    rank, at = data.draw(places(plan))
+    rows = [list(row) for row in plan.rows]
+    right = rows[rank][at]
+    number = data.draw(st.sampled_from([m for m in range(plan.microbatches) if m != right.microbatch]))
+    rows[rank][at] = Action(right.kind, number, right.stage)
+    (fault,) = check(Plan(rows, plan.stages, plan.microbatches, placement(plan)))
+    assert (fault.rank, "then the schedule is right" in fault.hint) == (rank, True)
+
+
+def test_a_schedule_that_lists_an_action_twice_for_another_is_told_of_both():
+    class Twice(pipelab.Schedule):
+        def actions(self, rank):
+            yield from [F(m) for m in range(self.microbatches)]
+            yield from [B(m if m != 1 or rank else 2) for m in range(self.microbatches)]
+
+    (fault,) = check(Twice(ranks=2, microbatches=4))
+    assert fault.message == "0B2 stands twice on rank 0, at positions 5 and 6, and 0B1 is missing"
+    assert fault.hint == "write 0B1 for the one at position 5; then the schedule is right"
+
+
+def test_an_action_that_stands_twice_in_a_pair_is_rewritten_there():
+    rows = [[F(0), F(1) & B(0), F(2) & B(0), B(2)]]
+    (fault,) = check(Plan(rows, 1, 3))
+    assert fault.hint == "write 0B1 for the one at position 2; then the schedule is right"
+
+
+def test_an_action_that_stands_twice_and_for_no_other_is_told_as_before():
+    alone = Plan.parse(["0F0 0F1 0F1 0B0 0B1"])
+    with_halves = Plan.parse(["0F0 0F1 0F2 0B0 0B0 0B1 0I2 0W2"])
+    another_kind = Plan.parse(["0F0 0F1 0F1 0B0"])
+    several_missing = Plan.parse(["0F0 0F0 0F3 0B0 0B1 0B2 0B3"])
+    unread = Plan([[F(0), "F1", F(0), B(0), B(1)]], 1, 2)
+    all_reduces = Plan.parse(["0F0 0B0 0R 0R"])
+    for plan in (alone, with_halves, another_kind, several_missing, all_reduces):
+        fault = check(plan)[0]
+        assert fault.message.startswith(f"{fault.action} appears again on rank 0, position ")
+    assert codes(unread) == ["not-an-action", "duplicate"]
+
+
 def test_an_action_that_has_the_highest_number_may_be_right():
     unfinished = Plan.parse(["0F0 0F1 0F2 0B0 0B1", "1F0 1B0 1F1 1B1"])
     assert {fault.code for fault in check(unfinished)} == {"missing"}

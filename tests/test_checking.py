@@ -776,6 +776,25 @@ def test_what_is_missing_is_named(row, lacking):
     assert fault.message == f"micro-batch 0 has no {lacking} on stage 0 (rank 0)"
 
 
+@pytest.mark.parametrize(
+    ("rows", "hint"),
+    [
+        (["0F0 0F1 0I1 0W1", "1F0 1F1 1B0 1B1"], "on rank 0, yield I(0) and W(0)"),
+        (["0F0 0F1 0F2 0I2 0W2", "1F0 1B0 1F1 1B1 1F2 1B2"], "on rank 0, yield I(0) and W(0), and so on"),
+        (["0F0 0F1", "1F0 1F1 1I0 1I1 1W0 1W1"], "on rank 0, yield I(0) and W(0), and so on"),
+        (["0F0 1F0 0F1 1F1 1I0 0I1 1W0 0W1 1I1 1W1"], "on rank 0, yield I(0, stage=0) and W(0, stage=0)"),
+        (["0F0 0F1", "1F0 1F1 1B0 1I1 1W1"], "on rank 0, yield B(0) and so on"),
+        (["0F0 0F1 0F2 0B1 0I2 0W2", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"], "on rank 0, yield B(0)"),
+        (["0F0 0F1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1"], "on rank 0, yield B(0)"),
+        (["0F0"], "on rank 0, yield B(0)"),
+    ],
+)
+def test_a_missing_backward_is_named_in_halves_where_the_others_are(rows, hint):
+    fault = check(Plan.parse(rows))[0]
+    assert " no backward on stage 0 (rank 0)" in fault.message
+    assert fault.hint == hint
+
+
 def test_two_ranks_that_wait_for_one_value_are_both_woken():
     # out(0, 0) is awaited by rank 0 and, wrongly, by rank 1; what comes after it on rank 2 needs rank 1
     plan = Plan([[F(0, 1), B(0, 1)], [B(0, 0), F(1, 0), B(1, 0)], [F(0, 0), F(1, 1), B(1, 1)]])

@@ -23,6 +23,8 @@ _MOST_SLOTS = 1 << 12
 """The ranks times micro-batches of a plan for which a schedule is asked for others."""
 _OF_COLLAPSE: tuple[Code, ...] = (*ALL_THERE, "duplicate", "exception")
 """What it looks like where several stages have become one."""
+_NONE_OF_ITS_OWN = tuple(code for code in get_args(Code) if code != "memory-cap")
+"""What is left of none of it in a schedule that is right by itself, whatever cap it is checked against."""
 
 
 def more_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
@@ -41,8 +43,9 @@ def more_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
 def forgotten_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Ask the schedule for its plan with several stages per rank, where its class says nothing of them."""
     schedule: Any = getattr(plan.place, "__self__", None)
-    says = [getattr(each, "stages_per_rank", None) for each in (schedule, type(schedule))]
-    if says != [1, 1] or plan.ranks * plan.microbatches > _MOST_SLOTS:
+    if getattr(type(schedule), "stages_per_rank", None) != 1 or schedule.stages_per_rank != 1:
+        return
+    if plan.ranks * plan.microbatches > _MOST_SLOTS:
         return
     if not any(fault.code in _OF_COLLAPSE for fault in faults):
         return
@@ -54,12 +57,12 @@ def forgotten_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
             continue
         hint = f"write stages_per_rank = {per_rank} in the class: stages 0 to {drafted.stages - 1}"
         if not drafted.program.faults and not drafted.program.misplaced:
-            yield Slip(replace(faults[0], message=message, hint=hint), drafted, get_args(Code))
+            yield Slip(replace(faults[0], message=message, hint=hint), drafted, _NONE_OF_ITS_OWN)
         elif line_of_function(drafted.place) is None:  # the default placement
             meant = Plan(drafted.written, drafted.stages, drafted.microbatches, None, drafted.name)
             if places := _shared_out(meant, per_rank):
                 hint += f"; and a place(self, microbatch, stage) there that returns {places}"
-                yield Slip(replace(faults[0], message=message, hint=hint), meant, get_args(Code))
+                yield Slip(replace(faults[0], message=message, hint=hint), meant, _NONE_OF_ITS_OWN)
 
 
 def _drafted(schedule: Any, stages_per_rank: int) -> Plan | None:

@@ -508,6 +508,12 @@ def test_a_class_that_forgets_how_many_stages_a_rank_has_is_told_so(kind, stages
         )
 
 
+def test_a_class_that_forgets_its_stages_is_told_of_a_cap_after_it():
+    slip, *others = check(WithoutStages(ranks=4, microbatches=8), memory_cap=1)
+    assert slip.hint.endswith("stages 0 to 7; what would still be wrong follows")
+    assert [fault.code for fault in others] == ["memory-cap"] * 4
+
+
 def test_a_class_that_forgets_its_stages_and_their_places_is_told_both():
     class Forgets(Halves, pipelab.Schedule):
         pass

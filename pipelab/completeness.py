@@ -8,6 +8,7 @@ from functools import cache, partial
 
 from pipelab.faults import Fault, ranges
 from pipelab.moves import as_yielded
+from pipelab.placement import NO_RANK
 from pipelab.program import Program
 
 __all__ = ["complete", "misplaced", "missing"]
@@ -156,9 +157,12 @@ def _missing_fault(
     known = [rank for rank in ranks if rank >= 0]
     where = f" (rank{'s' if len(known) > 1 else ''} {ranges(known)})" if known else ""
     many = len(microbatches) > 1
-    kind = ("forward", "backward", "input gradient (I)", "weight gradient (W)").index(what)
-    code = kind * program.numbering.slots + microbatches[0] * program.numbering.stages + stage
-    action = name(known[0] if known else None)(code)
+    kinds = [("forward", "backward", "input gradient (I)", "weight gradient (W)").index(what)]
+    if what == "backward" and _is_split(program, stage):
+        kinds = [2, 3]
+    slot, write = microbatches[0] * program.numbering.stages + stage, name(known[0] if known else None)
+    actions = " and ".join(write(kind * program.numbering.slots + slot) for kind in kinds)
+    more = f"{',' * (len(kinds) - 1)} and so on" if many else ""
     return Fault(
         "missing",
         known[0] if known else None,
@@ -166,5 +170,15 @@ def _missing_fault(
         None,
         f"micro-batch{'es' if many else ''} {ranges(microbatches)} {'have' if many else 'has'} no {what} "
         f"on stage {stage}{where}",
-        f"{f'on rank {known[0]}, ' if known else ''}yield {action}{' and so on' if many else ''}",
+        f"{f'on rank {known[0]}, ' if known else ''}yield {actions}{more}",
     )
+
+
+def _is_split(program: Program, stage: int) -> bool:
+    """Tell whether a stage's backwards are all in halves; where it has none, whether the plan's are."""
+    slots, stages = program.numbering.slots, program.numbering.stages
+    for first, step in ((stage, stages), (0, 1)):
+        whole, *halves = (program.rank_of[kind * slots + first : (kind + 1) * slots : step] for kind in (1, 2, 3))
+        if any(len(listed) > listed.count(NO_RANK) for listed in (whole, *halves)):
+            return whole.count(NO_RANK) == len(whole)
+    return False

@@ -8,32 +8,18 @@ slip is told first, and after it only what would still be wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeGuard
+from dataclasses import replace
 
-from pipelab.actions import KINDS, Action, Kind, Pair
-from pipelab.faults import Code, Fault, line_of_function, ranges
+from pipelab.actions import Action, Kind, Pair
+from pipelab.faults import Fault, line_of_function, ranges
+from pipelab.miscounting import counted_from_one, forgotten_stages, more_stages, too_far
+from pipelab.mistyping import alone_with_its_number, standing_twice
 from pipelab.placement import NO_RANK, ask, within
 from pipelab.plan import Plan
 from pipelab.program import Program
+from pipelab.slip import ALL_THERE, OF_PLACE, Slip, names_both, rewritten
 
 __all__ = ["led_by_a_slip"]
-
-_OF_PLACE: tuple[Code, ...] = ("out-of-range", "wrong-rank", "ambiguous-stage")
-"""What a slip in a stage, a micro-batch or a placement looks like."""
-_ALL_THERE: tuple[Code, ...] = (*_OF_PLACE, "missing")
-"""What is left of none of it where everything stands in its place."""
-_MOST_PER_RANK = 16
-"""How many stages per rank a student may have meant."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Slip:
-    """How a slip is told, the plan that was meant, and the kinds of faults of which nothing may be left in it."""
-
-    told: Fault
-    meant: Plan
-    clears: tuple[Code, ...] = ()
 
 
 def led_by_a_slip(
@@ -47,13 +33,7 @@ def led_by_a_slip(
         judge: returns the faults of another plan.
     """
     best: tuple[Fault | None, Plan, list[Fault]] = (None, plan, list(faults))
-    if any(fault.code in _OF_PLACE for fault in faults):
-        slips = _slips(plan, faults)
-    elif any(fault.code == "missing" for fault in faults) and plan.place is None:
-        slips = _alone(plan)
-    else:
-        return best
-    for slip in slips:
+    for slip in _slips(plan, faults):
         left = judge(slip.meant)
         if len(left) < len(best[2]) and not any(fault.code in slip.clears for fault in left):
             then = "then the schedule is right" if not left else "what would still be wrong follows"
@@ -63,24 +43,29 @@ def led_by_a_slip(
     return best
 
 
-def _slips(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
+def _slips(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Yield every slip that may have been made."""
-    yield from _numbers_swapped(plan, faults)
-    yield from _place_swapped(plan)
-    yield from _everybodys_actions(plan, faults)
-    yield from _more_stages(plan, faults)
-    yield from _counted_from_one(plan, faults)
-    yield from _too_far(plan, faults)
+    of_place = any(fault.code in OF_PLACE for fault in faults)
+    if of_place:
+        yield from _numbers_swapped(plan, faults)
+        yield from _place_swapped(plan)
+        yield from _everybodys_actions(plan, faults)
+        yield from more_stages(plan, faults)
+    yield from forgotten_stages(plan, faults)
+    if of_place:
+        yield from counted_from_one(plan, faults)
+        yield from too_far(plan, faults)
+    elif any(fault.code == "missing" for fault in faults) and plan.place is None:
+        yield from alone_with_its_number(plan)
+    yield from standing_twice(plan, faults)
 
 
-def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
+def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Try `F(m, rank)` for `F(rank, m)`: everywhere, for the kinds that show it, and for those actions that show it."""
-    shown = [
-        fault for fault in faults if fault.code in ("out-of-range", "wrong-rank") and _can_be_swapped(fault.action)
-    ]
+    shown = [fault for fault in faults if fault.code in ("out-of-range", "wrong-rank") and names_both(fault.action)]
     right = [fault for fault in shown if _right_if_swapped(plan.program, fault.rank, fault.action)]
     if right:
-        yield _Slip(_swap_told(right), _rewritten(plan, lambda _rank, _at, action: _turned(action)), _OF_PLACE)
+        yield Slip(_swap_told(right), rewritten(plan, lambda _rank, _at, action: _turned(action)), OF_PLACE)
     wrong_anyway = {fault.rank for fault in shown if fault not in right}
     right = [fault for fault in right if fault.rank not in wrong_anyway]
     if right:
@@ -88,18 +73,13 @@ def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
         places = {(fault.rank, fault.position) for fault in right}
 
         def of_kinds(rank: int, _: int, action: Action) -> Action:
-            return _turned(action) if _can_be_swapped(action) and (rank, action.kind) in kinds else action
+            return _turned(action) if names_both(action) and (rank, action.kind) in kinds else action
 
         def in_places(rank: int, position: int, action: Action) -> Action:
             return _turned(action) if (rank, position) in places else action
 
-        yield _Slip(_swap_told(right), _rewritten(plan, of_kinds))
-        yield _Slip(_swap_told(right), _rewritten(plan, in_places))
-
-
-def _can_be_swapped(action: object) -> TypeGuard[Action]:
-    """Tell whether something is an action of one micro-batch on one stage."""
-    return isinstance(action, Action) and action.kind in KINDS[:4] and None not in (action.microbatch, action.stage)
+        yield Slip(_swap_told(right), rewritten(plan, of_kinds))
+        yield Slip(_swap_told(right), rewritten(plan, in_places))
 
 
 def _right_if_swapped(program: Program, rank: int | None, action: object) -> bool:
@@ -141,25 +121,12 @@ def _swap_told(shown: Sequence[Fault]) -> Fault:
     return replace(first, message=message, hint=hint)
 
 
-def _rewritten(plan: Plan, change: Callable[[int, int, Action], Action]) -> Plan:
-    """Return the plan with every action changed: `change(rank, position, action)`."""
-
-    def other(rank: int, position: int, item: object) -> object:
-        if isinstance(item, Pair):
-            halves = (other(rank, position, half) for half in (item.forward, item.backward))
-            return Pair(*halves)  # type: ignore[arg-type]  # an action stays an action
-        return change(rank, position, item) if isinstance(item, Action) else item
-
-    rows = [[other(rank, at, item) for at, item in enumerate(row)] for rank, row in enumerate(plan.written)]
-    return Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
-
-
 def _turned(action: Action) -> Action:
     """Return an action with micro-batch and stage the other way round, if it has both."""
-    return Action(action.kind, action.stage, action.microbatch) if _can_be_swapped(action) else action
+    return Action(action.kind, action.stage, action.microbatch) if names_both(action) else action
 
 
-def _place_swapped(plan: Plan) -> Iterator[_Slip]:
+def _place_swapped(plan: Plan) -> Iterator[Slip]:
     """Try `place(microbatch, stage)` for `place(stage, microbatch)`."""
     place = plan.place
     where = None if place is None else line_of_function(place)
@@ -179,10 +146,10 @@ def _place_swapped(plan: Plan) -> Iterator[_Slip]:
         f"place has its two parameters the wrong way round: pipelab calls place(microbatch, stage)\n  at {where}",
         f"write def place({'self, ' * hasattr(place, '__self__')}microbatch, stage)",
     )
-    yield _Slip(told, Plan(plan.written, plan.stages, plan.microbatches, meant, plan.name), _OF_PLACE)
+    yield Slip(told, Plan(plan.written, plan.stages, plan.microbatches, meant, plan.name), OF_PLACE)
 
 
-def _everybodys_actions(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
+def _everybodys_actions(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Try each rank's own actions alone, where every rank lists those of all."""
     program = plan.program
     shown = next((fault for fault in faults if fault.code == "wrong-rank" and isinstance(fault.action, Action)), None)
@@ -208,93 +175,4 @@ def _everybodys_actions(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
         f"stage{'s' if len(here) > 1 else ''} {ranges(here)} alone"
     )
     meant = Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
-    yield _Slip(replace(shown, message=message, hint=hint), meant, _ALL_THERE)
-
-
-def _more_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
-    """Try as many stages per rank as the actions name, where a class does not say that it has several."""
-    shown = next((fault for fault in faults if fault.code == "out-of-range" and _can_be_swapped(fault.action)), None)
-    named = [fault.action.stage for fault in faults if isinstance(fault.action, Action)]
-    highest = max((stage for stage in named if within(stage, _MOST_PER_RANK * plan.ranks)), default=-1)
-    if shown is None or highest < plan.stages or plan.place is None:
-        return
-    per_rank = highest // plan.ranks + 1
-    meant = Plan(plan.written, per_rank * plan.ranks, plan.microbatches, plan.place, plan.name)
-    hint = f"write stages_per_rank = {per_rank} in the class: stages 0 to {meant.stages - 1}"
-    yield _Slip(replace(shown, hint=hint), meant, _ALL_THERE)
-
-
-def _counted_from_one(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
-    """Try micro-batches, and stages, that are all one less."""
-
-    def earlier(_rank: int, _at: int, action: Action) -> Action:
-        return Action(action.kind, _less(action.microbatch), action.stage)
-
-    def lower(_rank: int, _at: int, action: Action) -> Action:
-        return Action(action.kind, action.microbatch, _less(action.stage))
-
-    out = [fault for fault in faults if fault.code == "out-of-range" and isinstance(fault.action, Action)]
-    late = [fault for fault in out if getattr(fault.action, "microbatch", None) == plan.microbatches]
-    high = [fault for fault in out if getattr(fault.action, "stage", None) == plan.stages]
-    if late:
-        yield _one_too_high(late[0], "micro-batches", plan.microbatches, _rewritten(plan, earlier))
-    if high:
-        yield _one_too_high(high[0], "stages", plan.stages, _rewritten(plan, lower))
-
-
-def _less(number: int | None) -> int | None:
-    return number - 1 if type(number) is int else number
-
-
-def _one_too_high(shown: Fault, what: str, limit: int, meant: Plan) -> _Slip:
-    message = f"{what} are counted from 1 here, and from 0 everywhere: {shown.message}"
-    hint = f"count from 0: range({limit}), not range(1, {limit + 1})"
-    return _Slip(replace(shown, message=message, hint=hint), meant, _ALL_THERE)
-
-
-def _too_far(plan: Plan, faults: Sequence[Fault]) -> Iterator[_Slip]:
-    """Try the plan without what is out of range: a loop that runs too far."""
-    out = [fault for fault in faults if fault.code == "out-of-range" and fault.rank is not None]
-    if len(out) < 2:
-        return
-    places = {(fault.rank, fault.position) for fault in out}
-    rows = [[item for at, item in enumerate(row) if (rank, at) not in places] for rank, row in enumerate(plan.written)]
-    message = f"{len(out)} actions are too many, a loop runs too far; the first: {out[0].message}"
-    hint = f"end the loop earlier: without them, all {plan.microbatches} micro-batches are complete"
-    meant = Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
-    yield _Slip(replace(out[0], message=message, hint=hint), meant, _ALL_THERE)
-
-
-def _alone(plan: Plan) -> Iterator[_Slip]:
-    """Try another number for the one action that has the highest: the plan's sizes were read from its actions."""
-    named = [
-        (rank, at, action)
-        for rank, row in enumerate(plan.written)
-        for at, item in enumerate(row)
-        for action in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
-        if _can_be_swapped(action)
-    ]
-    if len(named) < 2:
-        return
-    by_microbatch = sorted((action.microbatch or 0, index) for index, (*_, action) in enumerate(named))
-    (microbatch, _), (highest, index) = by_microbatch[-2:]
-    if microbatch < highest:
-        yield from _mistyped(plan, *named[index], f"micro-batch {highest}", (plan.stages, microbatch + 1))
-    by_stage = sorted((action.stage or 0, index) for index, (*_, action) in enumerate(named))
-    (stage, _), (highest, index) = by_stage[-2:]
-    if stage < highest:
-        yield from _mistyped(plan, *named[index], f"stage {highest}", (stage + 1, plan.microbatches))
-
-
-def _mistyped(plan: Plan, rank: int, at: int, action: Action, alone: str, sizes: tuple[int, int]) -> Iterator[_Slip]:
-    """Try what is missing on a rank in the place of an action, in a plan of other sizes."""
-    left = Plan([[item for item in row if item is not action] for row in plan.written], *sizes).program
-    first, slots = KINDS.index(action.kind) * left.numbering.slots, left.numbering.slots
-    missing = [slot for slot in range(slots) if left.rank_of[first + slot] == NO_RANK]
-    here = [left.numbering.action(first + slot) for slot in missing if left.placed[slot] in (rank, NO_RANK)]
-    meant = [each for each in here if each.stage == action.stage or each.microbatch == action.microbatch]
-    if len(meant) == 1:
-        message = f"{action} on rank {rank} is the only action of {alone}, and {meant[0]} is missing"
-        told = Fault("out-of-range", rank, at, action, message, f"write {meant[0]}")
-        rows = _rewritten(plan, lambda _rank, _at, each: meant[0] if each is action else each).written
-        yield _Slip(told, Plan(rows, *sizes, None, plan.name))
+    yield Slip(replace(shown, message=message, hint=hint), meant, ALL_THERE)

@@ -456,6 +456,108 @@ def test_a_slip_in_counting_is_the_one_fault(kind, message, hint):
     assert "^" in fault.excerpt
 
 
+class Halves:
+    """Down the ranks and back up, the backward in halves."""
+
+    def actions(self, rank):
+        down, up = rank, self.stages - 1 - rank
+        for m in range(self.microbatches):
+            yield from (F(m, down), F(m, up), I(m, up), I(m, down), W(m, up), W(m, down))
+
+
+class Mirrored:
+    def place(self, microbatch, stage):
+        return min(stage, self.stages - 1 - stage)
+
+
+class WithoutStages(Halves, Mirrored, pipelab.Schedule):
+    """Forgets how many stages each rank has: `down` and `up` are stages of two ranks."""
+
+
+class WithTables(Halves, pipelab.Schedule):
+    """Has a placement that is right for two stages per rank alone."""
+
+    def place(self, microbatch, stage):
+        return min(stage, 2 * self.ranks - 1 - stage) + (2 * self.ranks - self.stages)
+
+
+class Looping(pipelab.Schedule):
+    """Three stages on each rank, where the default placement has them."""
+
+    def actions(self, rank):
+        stages = [(rank + turn * self.ranks) % self.stages for turn in range(3)]
+        yield from [F(m, s) for s in stages for m in range(self.microbatches)]
+        yield from [B(m, s) for s in reversed(stages) for m in range(self.microbatches)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages_per_rank", "first"),
+    [
+        (WithoutStages, 2, "96 faults come of it; the first: 2F0 appears again on rank 2, position 0;"),
+        (WithTables, 2, "so place(0, 0) returns 4, and 31 more like it; there are 4 ranks"),
+        (Looping, 3, "128 faults come of it; the first: 0F0 appears again on rank 0, position 8;"),
+    ],
+)
+def test_a_class_that_forgets_how_many_stages_a_rank_has_is_told_so(kind, stages_per_rank, first):
+    for each in (kind(ranks=4, microbatches=8), kind(ranks=4, microbatches=8).draft()):
+        (fault,) = check(each)
+        assert fault.message.startswith(f"{kind.__name__} has one stage on each of 4 ranks, and {first}")
+        stages = f"stages 0 to {4 * stages_per_rank - 1}"
+        assert fault.hint == (
+            f"write stages_per_rank = {stages_per_rank} in the class: {stages}; then the schedule is right"
+        )
+
+
+def test_a_class_that_forgets_its_stages_is_told_of_a_cap_after_it():
+    slip, *others = check(WithoutStages(ranks=4, microbatches=8), memory_cap=1)
+    assert slip.hint.endswith("stages 0 to 7; what would still be wrong follows")
+    assert [fault.code for fault in others] == ["memory-cap"] * 4
+
+
+def test_a_class_that_forgets_its_stages_and_their_places_is_told_both():
+    class Forgets(Halves, pipelab.Schedule):
+        pass
+
+    (fault,) = check(Forgets(ranks=4, microbatches=8))
+    assert fault.message.startswith("Forgets has one stage on each of 4 ranks, and 144 faults come of it; the first: ")
+    assert fault.hint == (
+        "write stages_per_rank = 2 in the class: stages 0 to 7; and a place(self, microbatch, stage) there "
+        "that returns rank 0 for stages 0, 7, rank 1 for stages 1, 6, and so on; then the schedule is right"
+    )
+
+
+def test_a_class_is_told_of_its_stages_only_where_they_explain_all():
+    class Raises(Halves, Mirrored, pipelab.Schedule):
+        def actions(self, rank):
+            yield from super().actions(rank)
+            if self.stages > self.ranks:
+                raise ValueError("too many")
+
+    class Unfinished(Halves, Mirrored, pipelab.Schedule):
+        def actions(self, rank):
+            yield from list(super().actions(rank))[:-1]
+
+    class SaysSo(Halves, Mirrored, pipelab.Schedule):
+        stages_per_rank = 2
+
+    schedules = (Raises(4, 8), Unfinished(4, 8), SaysSo(4, 8, stages_per_rank=1), WithoutStages(256, 256))
+    for schedule in schedules:
+        assert not any("stages_per_rank" in fault.hint for fault in check(schedule))
+
+
+def test_a_stage_out_of_range_is_no_loop_that_runs_too_far():
+    class Literal(pipelab.Schedule):
+        """Knows its eight stages by heart, and has a fault besides."""
+
+        def actions(self, rank):
+            for m in range(self.microbatches):
+                yield from (F(m, rank), F(m, 7 - rank), B(m, rank), B(m, 7 - rank))
+
+    faults = check(Literal(ranks=4, microbatches=8))
+    assert {fault.code for fault in faults} == {"out-of-range"}
+    assert not any("loop" in fault.message or "loop" in fault.hint for fault in faults)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "alone"),
     [
@@ -472,6 +574,105 @@ def test_a_mistyped_number_is_the_one_fault_of_a_plan_whose_sizes_are_read_from_
     assert fault.message == f"{wrong} on rank {rank} is the only action of {alone}, and {right} is missing"
     assert fault.hint == f"write {right}; then the schedule is right"
     assert wrong in fault.excerpt
+
+
+class Split(pipelab.Schedule):
+    """1F1B's order, the backward in halves and the weight gradient last: a plan for all three kinds."""
+
+    def actions(self, rank):
+        for item in pipelab.OneFOneB(self.ranks, self.microbatches).actions(rank):
+            yield from [item] if item.kind == "F" else [I(item.microbatch)]
+        yield from [W(m) for m in range(self.microbatches)]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("2W5", "2W6"), ("2W5", "2W4"), ("1I2", "1I1"), ("0F3", "0F2"), ("3W7", "3W0")]
+)
+def test_a_number_that_makes_an_action_stand_twice_is_the_one_fault(right, wrong):
+    rows = [" ".join(map(str, row)) for row in Split(4, 8).plan().rows]
+    (fault,) = check(Plan.parse([row.replace(right, wrong) for row in rows]))
+    rank = int(right[0])
+    position = rows[rank].split().index(right)
+    one, other = sorted([position, rows[rank].split().index(wrong)])
+    assert fault.message == (
+        f"{wrong} stands twice on rank {rank}, at positions {one} and {other}, and {right} is missing"
+    )
+    assert fault.hint == f"write {right} for the one at position {position}; then the schedule is right"
+    assert (fault.code, fault.rank, fault.position) == ("duplicate", rank, position)
+    assert wrong in fault.excerpt
+
+
+def test_where_either_of_two_may_be_rewritten_the_one_that_keeps_the_micro_batches_in_order_is():
+    (fault,) = check(Plan.parse(["0F0 0F2 0F2 0F3 0B0 0B1 0B2 0B3"]))
+    assert fault.hint == "write 0F1 for the one at position 1; then the schedule is right"
+    (fault,) = check(Plan.parse(["0F0 0F1 0F1 0F3 0B0 0B1 0B2 0B3"]))
+    assert fault.hint == "write 0F2 for the one at position 2; then the schedule is right"
+    (fault,) = check(Plan.parse(["0F3 0F1 0F1 0F0 0B0 0B1 0B2 0B3"]))
+    assert fault.hint == "write 0F2 for the one at position 1; then the schedule is right"
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("5F3", "4F3"), ("3B1", "4B1"), ("0F2", "1F2"), ("5B0", "4B0")])
+def test_a_mistyped_stage_that_makes_an_action_stand_on_two_ranks_is_the_one_fault(right, wrong):
+    plan = pipelab.Interleaved1F1B(3, 6, stages_per_rank=2).plan()
+    rows = [" ".join(map(str, row)) for row in plan.rows]
+    places = {word: (rank, at) for rank, row in enumerate(rows) for at, word in enumerate(row.split())}
+    mistyped = [row.replace(right, wrong) for row in rows]
+    here, there = places[right], places[wrong]
+    for broken in (Plan.parse(mistyped), Plan(Plan.parse(mistyped).written, 6, 6, placement(plan))):
+        (fault,) = check(broken)
+        (one, at), (other, further) = sorted([here, there])
+        assert fault.message == (
+            f"{wrong} stands on rank {one}, position {at}, and on rank {other}, position {further}, "
+            f"and {right} is missing"
+        )
+        assert fault.hint == f"write {right} for the one on rank {here[0]}; then the schedule is right"
+        assert (fault.code, fault.rank, fault.position) == ("duplicate", *here)
+
+
+def splits_some(plan):
+    """Some backwards are whole and others in halves: a wrong number then also makes a B beside an I."""
+    return {"B", "I"} <= {each.kind for row in plan.rows for each in row}
+
+
+@given(catalogue_plans().map(unpaired).filter(lambda plan: plan.microbatches > 1 and not splits_some(plan)), st.data())
+def test_one_mistyped_micro_batch_of_any_schedule_is_one_fault(plan, data):
+    rank, at = data.draw(places(plan))
+    rows = [list(row) for row in plan.rows]
+    right = rows[rank][at]
+    number = data.draw(st.sampled_from([m for m in range(plan.microbatches) if m != right.microbatch]))
+    rows[rank][at] = Action(right.kind, number, right.stage)
+    (fault,) = check(Plan(rows, plan.stages, plan.microbatches, placement(plan)))
+    assert (fault.rank, "then the schedule is right" in fault.hint) == (rank, True)
+
+
+def test_a_schedule_that_lists_an_action_twice_for_another_is_told_of_both():
+    class Twice(pipelab.Schedule):
+        def actions(self, rank):
+            yield from [F(m) for m in range(self.microbatches)]
+            yield from [B(m if m != 1 or rank else 2) for m in range(self.microbatches)]
+
+    (fault,) = check(Twice(ranks=2, microbatches=4))
+    assert fault.message == "0B2 stands twice on rank 0, at positions 5 and 6, and 0B1 is missing"
+    assert fault.hint == "write 0B1 for the one at position 5; then the schedule is right"
+
+
+def test_an_action_that_stands_twice_in_a_pair_is_rewritten_there():
+    rows = [[F(0), F(1) & B(0), F(2) & B(0), B(2)]]
+    (fault,) = check(Plan(rows, 1, 3))
+    assert fault.hint == "write 0B1 for the one at position 2; then the schedule is right"
+
+
+def test_an_action_that_stands_twice_and_for_no_other_is_told_as_before():
+    alone = Plan.parse(["0F0 0F1 0F1 0B0 0B1"])
+    with_halves = Plan.parse(["0F0 0F1 0F2 0B0 0B0 0B1 0I2 0W2"])
+    another_kind = Plan.parse(["0F0 0F1 0F1 0B0"])
+    several_missing = Plan.parse(["0F0 0F0 0F3 0B0 0B1 0B2 0B3"])
+    unread = Plan([[F(0), "F1", F(0), B(0), B(1)]], 1, 2)
+    all_reduces = Plan.parse(["0F0 0B0 0R 0R"])
+    for plan in (alone, with_halves, another_kind, several_missing, all_reduces):
+        fault = check(plan)[0]
+        assert fault.message.startswith(f"{fault.action} appears again on rank 0, position ")
+    assert codes(unread) == ["not-an-action", "duplicate"]
 
 
 def test_an_action_that_has_the_highest_number_may_be_right():
@@ -579,6 +780,25 @@ def test_what_is_missing_is_named(row, lacking):
     (fault,) = check(Plan.parse([row]))
     assert fault.code == "missing"
     assert fault.message == f"micro-batch 0 has no {lacking} on stage 0 (rank 0)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "hint"),
+    [
+        (["0F0 0F1 0I1 0W1", "1F0 1F1 1B0 1B1"], "on rank 0, yield I(0) and W(0)"),
+        (["0F0 0F1 0F2 0I2 0W2", "1F0 1B0 1F1 1B1 1F2 1B2"], "on rank 0, yield I(0) and W(0), and so on"),
+        (["0F0 0F1", "1F0 1F1 1I0 1I1 1W0 1W1"], "on rank 0, yield I(0) and W(0), and so on"),
+        (["0F0 1F0 0F1 1F1 1I0 0I1 1W0 0W1 1I1 1W1"], "on rank 0, yield I(0, stage=0) and W(0, stage=0)"),
+        (["0F0 0F1", "1F0 1F1 1B0 1I1 1W1"], "on rank 0, yield B(0) and so on"),
+        (["0F0 0F1 0F2 0B1 0I2 0W2", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"], "on rank 0, yield B(0)"),
+        (["0F0 0F1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1"], "on rank 0, yield B(0)"),
+        (["0F0"], "on rank 0, yield B(0)"),
+    ],
+)
+def test_a_missing_backward_is_named_in_halves_where_the_others_are(rows, hint):
+    fault = check(Plan.parse(rows))[0]
+    assert " no backward on stage 0 (rank 0)" in fault.message
+    assert fault.hint == hint
 
 
 def test_two_ranks_that_wait_for_one_value_are_both_woken():

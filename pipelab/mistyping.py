@@ -17,7 +17,7 @@ __all__ = ["alone_with_its_number", "standing_twice"]
 
 
 def alone_with_its_number(plan: Plan) -> Iterator[Slip]:
-    """Try another number for the one action that has the highest: the plan's sizes were read from its actions."""
+    """Try another number for the one action that has the highest, where the plan's size was read from its actions."""
     named = [
         (rank, at, action)
         for rank, row in enumerate(plan.written)
@@ -29,11 +29,11 @@ def alone_with_its_number(plan: Plan) -> Iterator[Slip]:
         return
     by_microbatch = sorted((action.microbatch or 0, index) for index, (*_, action) in enumerate(named))
     (microbatch, _), (highest, index) = by_microbatch[-2:]
-    if microbatch < highest:
+    if microbatch < highest and "microbatches" in plan.inferred:
         yield from _mistyped(plan, *named[index], f"micro-batch {highest}", (plan.stages, microbatch + 1))
     by_stage = sorted((action.stage or 0, index) for index, (*_, action) in enumerate(named))
     (stage, _), (highest, index) = by_stage[-2:]
-    if stage < highest:
+    if stage < highest and "stages" in plan.inferred:
         yield from _mistyped(plan, *named[index], f"stage {highest}", (stage + 1, plan.microbatches))
 
 

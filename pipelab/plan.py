@@ -64,6 +64,7 @@ class Plan(Immutable):
     _microbatches: int
     _place: Place | None
     _name: str | None
+    _inferred: frozenset[str]
 
     def __init__(
         self,
@@ -78,6 +79,9 @@ class Plan(Immutable):
             stages = require_size("stages", stages)
         if microbatches is not None:
             microbatches = require_size("microbatches", microbatches)
+        inferred = frozenset(
+            name for name, size in (("stages", stages), ("microbatches", microbatches)) if size is None
+        )
         limit = _LONGEST_ROW
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1
@@ -89,7 +93,8 @@ class Plan(Immutable):
             stages = named[0] if stages is None else stages
             microbatches = named[1] if microbatches is None else microbatches
         written = tuple(row for row, _ in taken)
-        vars(self).update(_written=written, _stages=stages, _microbatches=microbatches, _place=place, _name=name)
+        vars(self).update(_written=written, _stages=stages, _microbatches=microbatches, _inferred=inferred)
+        vars(self).update(_place=place, _name=name)
 
     @classmethod
     def parse(cls, rows: Iterable[str], name: str | None = None) -> Plan:
@@ -151,6 +156,11 @@ class Plan(Immutable):
     def microbatches(self) -> int:
         """How many micro-batches there are."""
         return self._microbatches
+
+    @property
+    def inferred(self) -> frozenset[str]:
+        """Which of the sizes `"stages"` and `"microbatches"` nobody gave: they are those that the actions name."""
+        return self._inferred
 
     @property
     def written(self) -> tuple[tuple[object, ...], ...]:

@@ -678,8 +678,10 @@ def test_an_action_that_stands_twice_and_for_no_other_is_told_as_before():
 def test_an_action_that_has_the_highest_number_may_be_right():
     unfinished = Plan.parse(["0F0 0F1 0F2 0B0 0B1", "1F0 1B0 1F1 1B1"])
     assert {fault.code for fault in check(unfinished)} == {"missing"}
-    given = Plan([[F(0), F(1), B(0)]], 1, 2, by_stage)
-    assert [fault.code for fault in check(given)] == ["missing"]
+    rows = [[F(0, 0), B(0, 0), F(2, 0), B(2, 0), F(3, 0)]]
+    for sized in (Plan([[F(0), F(1), B(0)]], 1, 2, by_stage), Plan(rows, 1, 4), Plan(rows, microbatches=4)):
+        assert {fault.code for fault in check(sized)} == {"missing"}
+    assert check(Plan(rows))[0].code == "out-of-range"
 
 
 @pytest.mark.parametrize("item", [None, ["F0"], "F0", ("F", 0), F, F("0"), F(0.0)])

@@ -220,3 +220,16 @@ def test_any_cost_can_be_given(pipelab_command):
     assert "makespan 10 units" in pipelab_command("simulate", "naive", "-r", "2", "-m", "1", *costs)[1]
     assert "--cost takes: forward" in pipelab_command("simulate", "naive", "--cost", "speed=3")[2]
     assert "CostError" in pipelab_command("simulate", "naive", "--cost", "forward=-3")[2]
+
+
+def test_schedules_that_do_other_work_than_others_are_not_compared_without_a_word(pipelab_command):
+    uneven = ("--cost", "weight_grad=0.6", "--cost", "input_grad=1")
+    code, output, _ = pipelab_command("compare", "1f1b", "zb-h1", *uneven)
+    assert code == 0
+    told = " ".join(output.split())
+    assert told.startswith(
+        "Not the same work: I and W take 0.8 times as long as B, and not all of these schedules split"
+    )
+    assert "let backward be the sum of both" in told
+    for same in (("1f1b", "gpipe", *uneven), ("zb-h1", "zb-h2", *uneven), ("1f1b", "zb-h1", *uneven, "-b", "1.6")):
+        assert "Not the same work" not in pipelab_command("compare", *same)[1]

@@ -144,6 +144,8 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
     require_writable(save, COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)
+        if uneven := times.uneven([trace.plan for trace in traces]):
+            say(uneven)
         show(pipelab.compare(*traces, names=targets), save)
         return
     cost = times.cost()

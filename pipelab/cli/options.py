@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -12,8 +13,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from pipelab.actions import KINDS, Kind
 from pipelab.cli.targets import find, has_sizes, settings
 from pipelab.errors import LoadError
+from pipelab.placement import NO_RANK
 from pipelab.plan import Plan
 from pipelab.replication import replicate
 from pipelab.schedule import Schedule
@@ -208,6 +211,28 @@ class Times:
             )
         cost = self.cost()
         return [subject if isinstance(subject, Trace) else simulate(subject, cost) for subject in subjects]
+
+    def uneven(self, plans: Sequence[Plan]) -> str:
+        """Say by how much a split backward is other work than a full one, if only some of the plans split it."""
+        cost = self.cost()
+        split = [plan for plan in plans if _runs(plan, "I")]
+        if (cost.input_grad is None and cost.weight_grad is None) or len(split) in (0, len(plans)):
+            return ""
+        times = cost.times(split[0])
+        for inputs, weights, backward in zip(times["I"], times["W"], times["B"], strict=True):
+            if backward and not math.isclose(inputs + weights, backward):
+                over = f"{(inputs + weights) / backward:.3g}"
+                return (
+                    f"Not the same work: I and W take {over} times as long as B, and not all of these schedules split "
+                    "the backward. To compare like with like, let backward be the sum of both."
+                )
+        return ""
+
+
+def _runs(plan: Plan, kind: Kind) -> bool:
+    """Tell whether a plan has actions of a kind."""
+    first, slots = KINDS.index(kind) * plan.program.numbering.slots, plan.program.numbering.slots
+    return any(rank != NO_RANK for rank in plan.program.rank_of[first : first + slots])
 
 
 def _replicated(subject: Schedule | Plan | Trace, replicas: int) -> Schedule | Plan | Trace:

@@ -28,7 +28,7 @@ def agree(group: dist.ProcessGroup, call: str, about: str, sample: bytes = b"", 
     Args:
         group: all processes.
         call: what this process does, such as `"step(x, y)"`.
-        about: what it does it with: shapes, modes.
+        about: what it does it with: shapes, modes; joined by "; ".
         sample: a few numbers of the batch.
         aside: a number that the others should know.
 
@@ -82,6 +82,14 @@ def _number(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
 
 
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Return what is only in the one and only in the other of two texts, of the parts that they are joined of."""
+    theirs, ours = one.split("; "), other.split("; ")
+    only_theirs = [part for part in theirs if part not in ours]
+    only_ours = [part for part in ours if part not in theirs]
+    return "; ".join(only_theirs) or "nothing more", "; ".join(only_ours) or "nothing more"
+
+
 def _difference(told: Sequence[tuple[str, str, int]]) -> str:
     """Say who does what."""
     for index, what in enumerate(("calls", "has", "")):
@@ -90,9 +98,10 @@ def _difference(told: Sequence[tuple[str, str, int]]) -> str:
             continue
         ranks = f"rank {', '.join(map(str, others))}"
         if what:
+            theirs, ours = _apart(str(told[others[0]][index]), str(told[0][index]))
             return (
-                f"{ranks} {what} {told[others[0]][index]}, rank 0 {what} {told[0][index]}: every process runs the same "
-                "script on the same batches, and makes every call of a pipeline"
+                f"{ranks} {what} {theirs}, rank 0 {what} {ours}: every process runs the same script on the same "
+                "batches, and makes every call of a pipeline"
             )
         return (
             f"{ranks} {'was' if len(others) == 1 else 'were'} given other rows than rank 0, of the same shape: every "

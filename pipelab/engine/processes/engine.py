@@ -187,7 +187,7 @@ class TorchEngine:
         sample = sample_of(inputs)
         if loss is not None:
             weights = " ".join(f"{weight:g}" for weight in loss.weights)
-            about += f"; y {describe_batch(loss.targets)}, weights {weights}"
+            about += f"; y {describe_batch(loss.targets)}; weights {weights}"
             sample += sample_of(loss.targets)
         old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
         if agree(self.group, call, about, sample, int(old))[0]:

@@ -82,8 +82,13 @@ def run_in(
 
 
 def _said(path: Path) -> str:
-    """Return what a process wrote, without what torch 2.10 says of every connection."""
-    return re.sub(r"^\[Gloo\] .*\n", "", path.read_text(), flags=re.MULTILINE) if path.exists() else ""
+    """Return what a process wrote."""
+    return without_gloo(path.read_text()) if path.exists() else ""
+
+
+def without_gloo(text: str) -> str:
+    """Return what was printed without what torch 2.10 says of every connection."""
+    return re.sub(r"^\[Gloo\] .*\n", "", text, flags=re.MULTILINE)
 
 
 class Started:

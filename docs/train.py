@@ -13,7 +13,7 @@ with pipelab.Pipeline(model, schedule, nn.MSELoss(), engine="torch") as pipe:
         x, y = torch.randn(32, 64), torch.randn(32, 64)
         optimizer.zero_grad()
         step = pipe.step(x, y)
-        pipe.clip_grad_norm_(1.0)  # by the norm of all stages; PyTorch's own would see this process's only
+        pipe.clip_grad_norm_(1.0)  # PyTorch's own sees this process's stages only
         optimizer.step()
     proof = pipe.verify(x, y)
     state = pipe.state_dict()  # the whole model's, in every process

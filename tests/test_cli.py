@@ -55,6 +55,10 @@ def test_conformance_with_nothing_to_compare_ends_with_exit_code_1(pipelab_comma
     code, output, _ = pipelab_command("conformance", "dualpipe", "-r", "3", "-m", "4")
     assert code == 1
     assert "bit-equal" not in output
+    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2", "4")
+    assert code == 1
+    assert "4: a number is no schedule" in error
+    assert "-m 2,4" in error
     code, _, error = pipelab_command("conformance", "1f1b", "-m", "2,none")
     assert code == 1
     assert "--microbatches 2,none: expected whole numbers, at least 1, such as 8 or 2,4,8" in error

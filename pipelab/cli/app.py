@@ -234,7 +234,7 @@ def conformance(
         require_folder(save)
     sizes: dict[str, Any] = {
         "ranks": whole_numbers("--ranks", ranks),
-        "microbatches": whole_numbers("--microbatches", microbatches),
+        "microbatches": SweepSizes(microbatches=microbatches).counts_beside(schedules or []),
         "stages_per_rank": whole_numbers("--stages-per-rank", stages_per_rank),
     }
     grid = Grid(**{name: value for name, value in sizes.items() if value})

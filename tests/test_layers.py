@@ -31,8 +31,6 @@ LAYERS: list[list[str]] = [
     ["pipelab.schedule"],
     ["pipelab.checking"],
     ["pipelab.deadlocks", "pipelab.completeness", "pipelab.slips"],
-    ["pipelab.miscounting", "pipelab.mistyping"],
-    ["pipelab.slip"],
     ["pipelab.plan"],
     ["pipelab.reduction"],
     ["pipelab.repairs"],

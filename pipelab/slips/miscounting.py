@@ -11,7 +11,7 @@ from pipelab.actions import Action
 from pipelab.faults import Code, Fault, line_of_function, ranges
 from pipelab.placement import within
 from pipelab.plan import Plan
-from pipelab.slip import ALL_THERE, Slip, names_both, rewritten
+from pipelab.slips.slip import ALL_THERE, Slip, names_both, rewritten
 
 __all__ = ["counted_from_one", "forgotten_stages", "more_stages", "too_far"]
 

@@ -1,66 +1,21 @@
-"""One slip that many faults come from: found by trying out what was meant.
-
-A student who writes `F(rank, m)` for `F(m, rank)`, or `place(self, stage, microbatch)`, makes one mistake; a list of a
-hundred faults would hide it. So what may have been meant is checked as a plan of its own: if less is wrong with it, the
-slip is told first, and after it only what would still be wrong.
-"""
+"""Slips of place: micro-batch and stage the wrong way round, and rows that list the actions of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pipelab.actions import Action, Kind, Pair
 from pipelab.faults import Fault, line_of_function, ranges
-from pipelab.miscounting import counted_from_one, forgotten_stages, more_stages, too_far
-from pipelab.mistyping import alone_with_its_number, standing_twice
 from pipelab.placement import NO_RANK, ask, within
 from pipelab.plan import Plan
 from pipelab.program import Program
-from pipelab.slip import ALL_THERE, OF_PLACE, Slip, names_both, rewritten
+from pipelab.slips.slip import ALL_THERE, OF_PLACE, Slip, names_both, rewritten
 
-__all__ = ["led_by_a_slip"]
-
-
-def led_by_a_slip(
-    plan: Plan, faults: Sequence[Fault], judge: Callable[[Plan], list[Fault]]
-) -> tuple[Fault | None, Plan, list[Fault]]:
-    """Return the slip that explains the most faults, if any does, the plan that was meant, and what is wrong with it.
-
-    Args:
-        plan: what is wrong.
-        faults: all that is wrong with it.
-        judge: returns the faults of another plan.
-    """
-    best: tuple[Fault | None, Plan, list[Fault]] = (None, plan, list(faults))
-    for slip in _slips(plan, faults):
-        left = judge(slip.meant)
-        if len(left) < len(best[2]) and not any(fault.code in slip.clears for fault in left):
-            then = "then the schedule is right" if not left else "what would still be wrong follows"
-            best = replace(slip.told, hint=f"{slip.told.hint}; {then}"), slip.meant, left
-        if not left:
-            break
-    return best
+__all__ = ["everybodys_actions", "numbers_swapped", "place_swapped"]
 
 
-def _slips(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
-    """Yield every slip that may have been made."""
-    of_place = any(fault.code in OF_PLACE for fault in faults)
-    if of_place:
-        yield from _numbers_swapped(plan, faults)
-        yield from _place_swapped(plan)
-        yield from _everybodys_actions(plan, faults)
-        yield from more_stages(plan, faults)
-    yield from forgotten_stages(plan, faults)
-    if of_place:
-        yield from counted_from_one(plan, faults)
-        yield from too_far(plan, faults)
-    elif any(fault.code == "missing" for fault in faults) and plan.place is None:
-        yield from alone_with_its_number(plan)
-    yield from standing_twice(plan, faults)
-
-
-def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
+def numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Try `F(m, rank)` for `F(rank, m)`: everywhere, for the kinds that show it, and for those actions that show it."""
     shown = [fault for fault in faults if fault.code in ("out-of-range", "wrong-rank") and names_both(fault.action)]
     right = [fault for fault in shown if _right_if_swapped(plan.program, fault.rank, fault.action)]
@@ -126,7 +81,7 @@ def _turned(action: Action) -> Action:
     return Action(action.kind, action.stage, action.microbatch) if names_both(action) else action
 
 
-def _place_swapped(plan: Plan) -> Iterator[Slip]:
+def place_swapped(plan: Plan) -> Iterator[Slip]:
     """Try `place(microbatch, stage)` for `place(stage, microbatch)`."""
     place = plan.place
     where = None if place is None else line_of_function(place)
@@ -149,7 +104,7 @@ def _place_swapped(plan: Plan) -> Iterator[Slip]:
     yield Slip(told, Plan(plan.written, plan.stages, plan.microbatches, meant, plan.name), OF_PLACE)
 
 
-def _everybodys_actions(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
+def everybodys_actions(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Try each rank's own actions alone, where every rank lists those of all."""
     program = plan.program
     shown = next((fault for fault in faults if fault.code == "wrong-rank" and isinstance(fault.action, Action)), None)

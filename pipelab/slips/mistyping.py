@@ -11,7 +11,7 @@ from pipelab.faults import Fault
 from pipelab.placement import NO_RANK
 from pipelab.plan import Plan
 from pipelab.program import Program
-from pipelab.slip import Slip, names_both, rewritten
+from pipelab.slips.slip import Slip, names_both, rewritten
 
 __all__ = ["alone_with_its_number", "standing_twice"]
 

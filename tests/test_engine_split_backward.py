@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 import plain
 import pytest
 import torch
+import torchgen
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torchgen.packaged.autograd.load_derivatives import load_derivatives
 
 from pipelab import Action, F, GPipe, I, Naive, Pipeline, Plan, W, emulated
-from pipelab.engine.split_backward import input_gradients, weight_gradients
+from pipelab.engine.split_backward import MAKE_ALL_AT_ONCE, input_gradients, weight_gradients
 from pipelab.engine.stage import Stage
 from pipelab.errors import NotANumberError, StageError
 
@@ -418,6 +421,74 @@ def test_no_matrix_product_is_made_twice():
     first, second = halves(attention, x)
     assert (first + second, second) == (full, 4)
     assert leaf.grad is not None
+
+
+class Sequences(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.reshape(len(x), 1, WIDTH).expand(-1, 3, -1))[0]
+
+
+class LearnedQueries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.ones(1, 1, 2, WIDTH))
+
+    def forward(self, x):
+        keys = x.reshape(1, 1, len(x), WIDTH)
+        return nn.functional.scaled_dot_product_attention(self.queries, keys, keys)
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [
+        (Sequences(nn.LSTM(WIDTH, WIDTH, batch_first=True)), "mkldnn_rnn_layer_backward"),
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH)), "_prelu_kernel_backward"),
+        (LearnedQueries(), "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    ],
+    ids=["LSTM", "PReLU", "learned queries"],
+)
+def test_what_makes_all_its_gradients_at_once_runs_once_in_i(model, kernel):
+    class Kernels(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.count += function.overloadpacket.__name__ == kernel
+            return function(*arguments, **(options or {}))
+
+    leaf = plain.batch(4)[0].requires_grad_()
+    made = model(leaf)
+    wanted = torch.autograd.grad(made.sum(), [leaf, *model.parameters()], retain_graph=True)
+    with Kernels() as in_i:
+        (given,), left = input_gradients((made,), (torch.ones_like(made),), (leaf,))
+    with Kernels() as in_w:
+        weight_gradients(left)
+    assert (in_i.count, in_w.count) == (1, 0)
+    found = [given, *(parameter.grad for parameter in model.parameters())]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_all_of_pytorchs_nodes_that_make_their_gradients_at_once_are_known():
+    """PyTorch's own table of derivatives says it: a formula for several gradients that is not told which are wanted."""
+    tables = Path(torchgen.__file__).parent / "packaged"
+    native = tables / "ATen/native"
+    found = load_derivatives(
+        str(tables / "autograd/derivatives.yaml"), str(native / "native_functions.yaml"), str(native / "tags.yaml")
+    )[0]
+    at_once = {
+        info.op
+        for infos in found.values()
+        for info in infos.values()
+        for derivative in info.derivatives
+        if len(derivative.var_names) > 1
+        and "grad_input_mask" not in derivative.formula
+        and "not_implemented" not in derivative.formula
+    }
+    assert at_once
+    assert at_once <= MAKE_ALL_AT_ONCE
 
 
 def test_a_weight_that_is_used_twice_gets_its_gradient_in_i():

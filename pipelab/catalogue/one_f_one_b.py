@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, B, F
-from pipelab.schedule import Schedule
+from pipelab.catalogue.straight import Straight
 
 __all__ = ["OneFOneB"]
 
 
-class OneFOneB(Schedule):
+class OneFOneB(Straight):
     """Fill the pipe, then one backward for every new forward.
 
         rank 0 | F0 F1 F2       B0 F3 B1 F4 B2    B3    B4
@@ -32,6 +32,8 @@ class OneFOneB(Schedule):
         "Narayanan et al. 2019, PipeDream (SOSP '19), section 3.2; with a flush: Narayanan et al. 2021, Megatron-LM "
         "(arXiv:2104.04473), section 2.2.1 and figure 4"
     )
+
+    looping = "interleaved-1f1b"
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the warm-up's forwards, the steady state's pairs, and the drain's backwards."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, F, I, W
-from pipelab.schedule import Schedule
+from pipelab.catalogue.straight import Straight
 
 __all__ = ["ZBH1"]
 
 
-class ZBH1(Schedule):
+class ZBH1(Straight):
     """1F1B with split backwards: weight gradients fill the bubble.
 
         rank 0 | F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
@@ -37,6 +37,8 @@ class ZBH1(Schedule):
     """
 
     source = "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, figure 3 and table 2"
+
+    looping = "interleaved-zb"
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the warm-up's forwards, then forward and input gradient in turn, weight gradients `rank` behind."""

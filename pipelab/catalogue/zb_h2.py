@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, F, I, W
-from pipelab.schedule import Schedule
+from pipelab.catalogue.straight import Straight
 
 __all__ = ["ZBH2"]
 
 
-class ZBH2(Schedule):
+class ZBH2(Straight):
     """ZB-H1 with twice the lead: no rank waits once it has begun.
 
         rank 0 | F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
@@ -39,6 +39,8 @@ class ZBH2(Schedule):
     """
 
     source = "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2, figure 3 and table 2"
+
+    looping = "interleaved-zb"
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the warm-up's forwards, then forward and input gradient in turn, weight gradients `2 * rank` behind."""

@@ -18,8 +18,8 @@ in `I` and its weight's in `W`: nothing is made twice.
 
 Some weights get their gradient in `I` all the same, and `W` only adds it to `.grad`:
 
-- those of a fork that makes all its gradients at once (a custom function), or that unpacks what it saved by a hook (a
-  checkpoint would run its forward again for each fork);
+- those of a fork that makes all its gradients at once (a custom function, an LSTM on the processor), or that unpacks
+  what it saved by a hook (a checkpoint would run its forward again for each fork);
 - those that forks share: one use may lie behind the other, and running the upper fork for the weight alone would walk
   down the trunk again.
 """
@@ -38,7 +38,37 @@ from torch.utils.checkpoint import checkpoint
 
 from pipelab.engine.autograd import End, captured_gradients, run_backward
 
-__all__ = ["Branch", "holds_checkpoint", "input_gradients", "leaves_of", "weight_gradients"]
+__all__ = ["MAKE_ALL_AT_ONCE", "Branch", "holds_checkpoint", "input_gradients", "leaves_of", "weight_gradients"]
+
+MAKE_ALL_AT_ONCE = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "ConvTbc",
+        "CudnnAttention",
+        "CudnnGridSampler",
+        "EfficientAttention",
+        "EuclideanDist",
+        "FakeQuantizeLearnablePerChannelAffine",
+        "FakeQuantizeLearnablePerTensorAffine",
+        "FlashAttention",
+        "GridSampler2DCpuFallback",
+        "IndexReduce",
+        "LinalgHouseholderProduct",
+        "LinearBackward",
+        "LstmMps",
+        "MkldnnRnnLayer",
+        "Polar",
+        "PreluKernel",
+        "ScaledDotProductCudnnAttention",
+        "ScaledDotProductFlashAttention",
+        "ScaledDotProductFlashAttentionForCpu",
+        "ScatterReduce",
+        "ThnnFusedGruCell",
+        "ThnnFusedLstmCell",
+        "WeightNormInterface",
+    )
+)
+"""Those of PyTorch's own nodes that make all their gradients, whichever are asked for (its table derivatives.yaml)."""
 
 
 @dataclass(slots=True)
@@ -183,7 +213,7 @@ def _branches(
     for node in trunk:
         first = [each for each in graph.below[node] if each not in trunk]
         if first:
-            if _makes_all_at_once(node):
+            if _had_better_run_once(node):
                 early.add(len(branches))
             branches.append(Branch([GradientEdge(node, slot) for slot in sorted(graph.slots[node])]))
             heads.append(first)
@@ -231,6 +261,8 @@ def _unpack_hooks(node: Any) -> Iterator[Any]:
                 yield hook
 
 
-def _makes_all_at_once(node: Any) -> bool:
-    """Tell whether a fork had better run only once: a custom function, or one that unpacks by a hook what it saved."""
-    return isinstance(node, BackwardCFunction) or any(True for _ in _unpack_hooks(node))
+def _had_better_run_once(node: Any) -> bool:
+    """Tell whether a fork makes all its gradients at once, or unpacks by a hook what it saved."""
+    if isinstance(node, BackwardCFunction) or type(node).__name__ in MAKE_ALL_AT_ONCE:
+        return True
+    return any(True for _ in _unpack_hooks(node))

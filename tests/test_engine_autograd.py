@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelab.engine.autograd import run_backward
+from pipelab.engine.autograd import run_backward, saving_hooks, will_run
 from pipelab.engine.interpreter import quick_switches
 
 
@@ -64,6 +64,21 @@ def test_a_backward_on_the_cpu_stays_on_the_thread_that_calls_it():
     worker.start()
     worker.join()
     assert threads == [worker.ident]
+
+
+def test_the_hooks_that_hold_in_this_thread_can_be_asked_for():
+    assert saving_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.neg):
+        assert saving_hooks() == (torch.clone, torch.neg)
+
+
+def test_a_node_can_ask_which_others_its_backward_will_come_to():
+    model, entry, (made, _), _ = graph()
+    entered = model[0](entry)
+    asked = []
+    made.grad_fn.register_prehook(lambda _: asked.extend(map(will_run, (made.grad_fn, entered.grad_fn))))
+    made.sum().backward()
+    assert asked == [True, False]
 
 
 def test_switches_are_quick_inside_and_as_before_outside_also_after_an_error():

@@ -118,6 +118,15 @@ def test_a_runtime_that_asks_a_stage_for_more_is_told_with_what(monkeypatch: pyt
         native.load()
 
 
+@pytest.mark.parametrize("name", ["target_mbs", "losses"])
+def test_a_parameter_of_a_schedules_loop_that_moved_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [each for each in ("target_mbs", "losses") if each != name]
+    loop = eval(f"lambda self, {', '.join(kept)}: None")  # noqa: S307 - the names above
+    monkeypatch.setattr(native.load().schedules.ScheduleGPipe, "_step_microbatches", loop)
+    with pytest.raises(EngineError, match=rf"has no .*ScheduleGPipe\._step_microbatches\({name}=\.\.\.\), which"):
+        recording.executed("ScheduleGPipe", 2, 2)
+
+
 def test_a_schedule_without_a_table_is_named() -> None:
     with pytest.raises(EngineError, match=r"has no .*schedules\.object\(\)\.pipeline_order"):
         native.order_table(object())

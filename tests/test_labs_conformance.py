@@ -13,16 +13,16 @@ import torch
 from rich.console import Console
 from torch import distributed
 
-from pipelab import B, F, Plan, Schedule, schedules
+from pipelab import B, F, GPipe, Pipeline, Plan, Schedule, schedules
 from pipelab.cli import conformance as showing
 from pipelab.engine import native
-from pipelab.engine.native_steps import Task, alone, step_of_class
+from pipelab.engine.native_steps import Outcome, Task, alone, step_of_class
 from pipelab.engine.recording import NATIVE
 from pipelab.errors import EngineError
 from pipelab.labs.conformance import conformance, count, first_difference
 from pipelab.labs.native_processes import Job, run_in_processes
 from pipelab.labs.references import Grid, references
-from pipelab.labs.same_work import same_model, same_task
+from pipelab.labs.same_work import one_thread, same_model, same_task
 
 WHOLE = [name for name, kind in schedules.items() if all(len(on) == 1 for on in kind(2, 4).plan().replicas.values())]
 """The schedules that keep each stage on one rank, which is what PyTorch can run."""
@@ -174,6 +174,22 @@ def test_one_class_alone_adds_to_the_gradients_that_are_there() -> None:
         once = [each.clone() for each in step_of_class("ScheduleGPipe", [model], task).gradients]
         twice = step_of_class("ScheduleGPipe", [model], task).gradients
     torch.testing.assert_close(twice, [2 * each for each in once])
+
+
+@pytest.mark.parametrize("microbatches", range(1, 17))
+def test_with_pytorchs_defaults_the_bits_are_the_same_where_dividing_by_the_microbatches_does_not_round(
+    microbatches: int,
+) -> None:
+    task = same_task(microbatches)
+    theirs, ours = same_model(1), same_model(1)
+    with one_thread(), alone():
+        stage = native.local_stage(theirs, 0, 1)
+        native.schedule_class("ScheduleGPipe")(stage, microbatches, loss_fn=task.loss_fn).step(task.x, target=task.y)
+        with Pipeline([ours], GPipe(1, microbatches), task.loss_fn) as pipe:
+            pipe.step(task.x, task.y)
+    one, other = (Outcome([each.grad for each in model.parameters()], torch.zeros(())) for model in (ours, theirs))
+    assert one.same_gradients(other) == (microbatches in (1, 2, 4, 8, 16))
+    assert one.difference(other) < 1e-6
 
 
 # The page of the documentation

@@ -19,7 +19,9 @@ _HEADINGS = ("schedule", "PyTorch's Schedule…", "sizes", "orders", "runs", "gr
 _LEGEND = (
     "orders: action for action, as PyTorch executes them; an overlapped pair counts as its forward, then its backward. "
     f"runs: steps of both on the same model and batch, where ranks x micro-batches is at most {Grid().most_work}; "
-    "their gradients and losses are compared."
+    "their gradients and losses are compared. Both weigh each micro-batch's loss by 1/M before its backward "
+    "(scale_grads=False); PyTorch's default divides the summed gradients instead, which rounds otherwise unless M is a "
+    "power of two."
 )
 _MOST_TOLD = 3
 

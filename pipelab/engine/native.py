@@ -6,6 +6,7 @@ these names, which stand in one table; where a torch has moved one, `load` says 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,13 +151,18 @@ def schedule_class(name: str) -> Any:
     """Return one of PyTorch's schedule classes, such as `ScheduleGPipe`.
 
     Raises:
-        EngineError: if this torch has no such class.
+        EngineError: if this torch has no such class, or if its loop over the micro-batches is called otherwise.
     """
     schedules = load().schedules
     try:
-        return getattr(schedules, name)
+        found = getattr(schedules, name)
     except AttributeError:
         raise _missing(f"{schedules.__name__}.{name}") from None
+    taken = inspect.signature(found._step_microbatches).parameters  # noqa: SLF001 - there is no public way
+    for parameter in ("target_mbs", "losses"):
+        if parameter not in taken:
+            raise _missing(f"{schedules.__name__}.{name}._step_microbatches({parameter}=...)")
+    return found
 
 
 def lower(runtime: Any, rows: Iterable[Iterable[Item]]) -> None:

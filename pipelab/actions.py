@@ -30,6 +30,20 @@ _WORDS: dict[Kind, str] = {
 }
 _NUMBER = "[0-9]{1,4300}"  # Python reads no more digits
 _NOTATION = re.compile(rf"(?P<stage>{_NUMBER})?(?:(?P<kind>[FBIW])(?P<microbatch>{_NUMBER})|(?P<reduce>R|REDUCE_GRAD))")
+_TRANSFER = re.compile(r"[0-9]*(UNSHARD|RESHARD|(SEND|RECV)_[FB])[0-9]*")
+
+
+def _try(text: str) -> str:
+    """Return what to write for a text that is no action, where that can be told."""
+    text = text.strip()
+    if _TRANSFER.fullmatch(text):
+        return "\n  try: leave it out: PyTorch's compute_comms format adds transfers, its compute_only format has none"
+    pieces = text.split(";")
+    if len(pieces) > 1 and all(_NOTATION.fullmatch(piece.strip()) for piece in pieces):
+        return "\n  try: commas between actions, instead of semicolons"
+    if _NOTATION.fullmatch(text.upper()):
+        return f"\n  try: {text.upper()}, in capital letters"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,7 @@ class Action:
         if match is None:
             raise NotationError(
                 f"{reprlib.repr(text)} is not an action: expected [stage]kind[micro-batch], "
-                "such as 2F0, 2B0, 2I0, 2W0 or 2R"
+                f"such as 2F0, 2B0, 2I0, 2W0 or 2R{_try(text)}"
             )
         stage = None if match["stage"] is None else int(match["stage"])
         if match["reduce"]:

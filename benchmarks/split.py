@@ -16,7 +16,7 @@ from pipelab.engine.autograd import run_backward
 from pipelab.engine.split_backward import input_gradients, weight_gradients
 
 ROWS = 256
-SIZES = ((1024, 41), (512, 81), (256, 201))
+SIZES = ((1024, 41), (512, 81), (256, 201), (128, 401), (64, 401))
 """Width and rounds."""
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipelab.actions import Action, Item, parse_item
+from pipelab.actions import Action, Item, Pair, parse_item
 from pipelab.errors import NotationError
 
 __all__ = ["read_rows", "write_rows"]
 
 _IDLE = ("",)
 """The cells of a rank without actions, which is written `""`: an empty line would look like the end of the file."""
+
+_MOST_TOLD = 8
+"""How many micro-batches a message lists."""
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
@@ -50,9 +54,36 @@ def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Iterable[object]]) -> None:
-    """Write every rank's actions; `read_rows` reads the same."""
+    """Write every rank's actions; `read_rows` reads the same.
+
+    Warns:
+        UserWarning: if the last stage's forwards are not in ascending order: the caller's caller is told.
+    """
+    rows = [list(row) for row in rows]
+    forwards = _forwards_of_the_last_stage(rows)
+    if forwards != sorted(forwards):
+        order = ", ".join(map(str, forwards[:_MOST_TOLD])) + ", …" * (len(forwards) > _MOST_TOLD)
+        warnings.warn(
+            f"the last stage's forwards run in the order {order}: PyTorch's runtime numbers losses as they are made, "
+            "so with this file it would start backwards from other micro-batches' losses, and fail or wait for ever\n"
+            "  try: pipelab.Pipeline(..., engine='torch'), which runs the plan as it is; or these forwards in "
+            "ascending order",
+            stacklevel=3,
+        )
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([_cell(item) for item in row] or _IDLE for row in rows)
+
+
+def _forwards_of_the_last_stage(rows: Iterable[Iterable[object]]) -> list[int]:
+    """Return the micro-batches in the order in which the last stage runs them forward, if one rank holds it."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank, row in enumerate(rows):
+        for item in row:
+            action = item.forward if isinstance(item, Pair) else item
+            if isinstance(action, Action) and action.kind == "F" and None not in (action.stage, action.microbatch):
+                found.setdefault((action.stage, rank), []).append(action.microbatch)  # type: ignore[arg-type]  # see above
+    last = max(found, default=(0, 0))
+    return [] if any(stage == last[0] and rank != last[1] for stage, rank in found) else found.get(last, [])
 
 
 def _is_empty(cells: list[str]) -> bool:

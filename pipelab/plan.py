@@ -133,6 +133,10 @@ class Plan(Immutable):
         PyTorch's runtime loads such a file if every stage is on one rank, every rank has a stage, and no `R` is listed.
         A plan with replicated stages is for pipelab alone: its all-reduces are written in PyTorch's own word, as
         `2REDUCE_GRAD`, but PyTorch's runtime refuses a stage that is on two ranks.
+
+        Warns:
+            UserWarning: if the last stage's forwards are not in the order of the micro-batches. PyTorch's runtime
+                numbers losses in the order in which they are made, so it would start a backward from another loss.
         """
         write_rows(path, self.rows)
         return Path(path)

@@ -202,6 +202,7 @@ def test_even_what_would_end_a_program_is_reported(error):
         (lambda output, target: 3.0, "returned float, not a tensor"),
         (lambda output, target: None, "returned NoneType, not a tensor"),
         (lambda output, target: mse(output.detach(), target), "the loss has no history"),
+        (lambda output, target: (output - target).mean() * 1j, r"the loss is torch\.complex64: only a real number"),
         (lambda output, target: output.sum().item() * torch.ones(()), "the loss has no history"),
     ],
 )

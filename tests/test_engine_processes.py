@@ -370,7 +370,7 @@ def test_what_travels_is_described_for_people():
 
 
 def test_the_plan_and_model_are_described_so_that_they_can_be_compared():
-    from pipelab.engine.processes.joining import describe_model, describe_plan
+    from pipelab.engine.processes.facts import describe_model, describe_plan
 
     assert json.loads(json.dumps(describe_plan(PLAN))) == describe_plan(PLAN)
     assert describe_plan(PLAN)["sizes"] == [1, 2, 2]

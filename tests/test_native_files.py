@@ -7,8 +7,10 @@ import pytest
 import pipelab
 from pipelab import Plan, schedules
 from pipelab.engine import native
+from pipelab.engine.native_steps import alone, step_of_plan
 from pipelab.engine.recording import NATIVE, RecordingStage, executed, native_place
 from pipelab.labs.references import flat
+from pipelab.labs.same_work import same_model, same_task
 
 MULTI = [name for name in NATIVE if name not in ("gpipe", "1f1b")]
 """The schedules whose class in PyTorch writes files."""
@@ -37,6 +39,24 @@ def test_pytorch_says_why_it_does_not_load_a_plan_with_replicated_stages(schedul
     plan = schedule.plan()
     with pytest.raises(AssertionError, match=r"Stage 0 is assigned to both rank \d and rank 0"):
         load(plan.to_csv(tmp_path / "plan.csv"), plan)
+
+
+def test_a_file_that_pytorch_loads_and_then_fails_on_is_written_with_a_warning(tmp_path):
+    plan = Plan.parse(["0F1 0F0 0B0 0B1", "1F1 1F0 1B0 1B1"])
+    with pytest.warns(UserWarning, match=r"last stage's forwards run in the order 1, 0: PyTorch's runtime") as told:
+        path = plan.to_csv(tmp_path / "plan.csv")
+    assert told[0].filename == __file__
+    assert Plan.from_csv(path) == plan
+    with alone(), pytest.raises(RuntimeError, match="Failed to run stage backward"):
+        step_of_plan(plan, list(same_model(2)), same_task(2))
+    with alone():  # other stages may take them in any order
+        step_of_plan(Plan.parse(["0F1 0F0 0B0 0B1", "1F0 1F1 1B0 1B1"]), list(same_model(2)), same_task(2))
+
+
+@pytest.mark.parametrize("order", ["F0 F1 B1 B0", "F0 B0 F1 B1"])
+def test_a_file_that_pytorch_runs_is_written_without_a_warning(order, tmp_path):
+    rows = [" ".join(f"{stage}{action}" for action in order.split()) for stage in range(2)]
+    Plan.parse(rows).to_csv(tmp_path / "plan.csv")  # warnings are errors
 
 
 @pytest.mark.parametrize("name", MULTI)

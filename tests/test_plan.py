@@ -37,6 +37,7 @@ def test_a_catalogue_plan_reads_back_with_its_sizes(plan):
 
 
 @given(case=legal_cases())
+@pytest.mark.filterwarnings("ignore:the last stage.s forwards run in the order")
 def test_a_plan_reads_back_from_its_csv(tmp_path_factory, case):
     plan = Plan(case.rows, case.stages, case.microbatches)
     path = tmp_path_factory.mktemp("plan") / "plan.csv"

@@ -37,8 +37,9 @@ def attempt(case, act, **settings):
     print(json.dumps({"case": case, "kind": kind, "told": told, "seconds": time.monotonic() - began}), flush=True)
 
 
-def pipeline(model=None, plan=None, **settings):
-    return Pipeline(model or plain.mlp(6), plan or OneFOneB(3, 4), mse, engine="torch", **{"timeout": 60} | settings)
+def pipeline(model=None, plan=None, loss_fn=mse, **settings):
+    settings = {"timeout": 60} | settings
+    return Pipeline(model or plain.mlp(6), plan or OneFOneB(3, 4), loss_fn, engine="torch", **settings)
 
 
 # --- before anything communicates
@@ -48,7 +49,10 @@ attempt("version", pipeline)
 torch.__version__ = version
 attempt("plan", lambda: pipeline(plan=GPipe(3, 4) if odd else None))
 attempt("sizes", lambda: pipeline(plan=OneFOneB(3, 5) if odd else None))
+attempt("ranks", lambda: pipeline(plan=OneFOneB(2, 4) if odd else None))
+attempt("all ranks", lambda: pipeline(plan=OneFOneB(2, 4)))
 attempt("model", lambda: pipeline(model=plain.mlp(6, width=8) if odd else None))
+attempt("loss", lambda: pipeline(loss_fn=nn.L1Loss() if odd else nn.MSELoss()))
 attempt("reduction", lambda: pipeline(reduction="sum" if odd else "mean"))
 attempt("buffers", lambda: pipeline(replicated_buffers="lowest" if odd else "refuse"))
 
@@ -184,12 +188,25 @@ def assert_told(facts, kind, told):
         ),
         ("sizes", r"3 ranks, 3 stages, 5 micro-batches in rank 1's, 3 ranks, 3 stages, 4 micro-batches in rank 0's$"),
         ("model", r"^rank 1 has another model than rank 0: 0\.weight of stage 0: \[8, 8\] float32 there, 0\.weight of"),
+        (
+            "loss",
+            r"^rank 1 has loss_fn L1Loss\(reduction='mean'\), rank 0 has loss_fn MSELoss\(reduction='mean'\): ",
+        ),
         ("reduction", r"^rank 1 has reduction sum, rank 0 has reduction mean: "),
         ("buffers", r"^rank 1 has replicated_buffers lowest, rank 0 has replicated_buffers refuse: "),
     ],
 )
 def test_what_differs_between_processes_is_told_on_all_of_them_before_they_connect(ends, case, told):
     assert_told(ends(case), "RankError", told)
+
+
+def test_why_a_process_refuses_its_plan_is_told_to_those_who_were_given_another(ends):
+    first, odd, last = ends("ranks")
+    told = "the plan has 2 ranks and torchrun started 3 processes: there must be one process per rank"
+    assert_told([odd], "EngineError", f"^{told}")
+    assert_told([first, last], "RankError", f"^rank 1 made no Pipeline: {told}")
+    assert first["seconds"] < 30, "it must not wait for its timeout, which is 60"
+    assert_told(ends("all ranks"), "EngineError", f"^{told}")
 
 
 def test_a_process_that_makes_no_pipeline_is_missed(ends):
@@ -383,10 +400,10 @@ import os, signal, time
 import plain, torch
 from torch import nn
 import pipelab
-from pipelab.engine.processes import joining
+from pipelab.engine.processes import facts
 
 rank = int(os.environ["RANK"])
-joining._processes = lambda: f"host {rank}"  # each process on a host of its own, where nobody can look for the others
+facts._processes = lambda: f"host {rank}"  # each process on a host of its own, where nobody can look for the others
 
 
 class Acts(nn.Module):

@@ -195,6 +195,13 @@ def test_a_process_that_waits_too_long_names_those_who_have_not_come():
     with pytest.raises(StepTimeoutError, match=r"in step\(x, y\); rank 2 has not come to this call$"):
         watch.attend(lambda: time.sleep(0.6), doing)
     assert store.get("waits/0") == b"1"
+    watch.close()
+    store.delete_key("failed")
+    watch = Watch(0, Notices(store, 0, pids), timeout=0.3, threads=1)
+    doing = Doing(lambda: "waits for what 1F0 on rank 2 gives", together=lambda: True)
+    words = "gives; rank 2 came to this call and has said nothing since: it is stopped, cut off, or in C code that lets"
+    with pytest.raises(StepTimeoutError, match=words):
+        watch.attend(lambda: time.sleep(0.6), doing)
     assert Notices(store, 0, pids).absent(2) == [1, 2, 3]
     watch.close()
 

@@ -49,7 +49,7 @@ class Loss:
         """Return the loss of one micro-batch, not weighed; note its value.
 
         Raises:
-            LossError: if the function does not return one number that depends on the output.
+            LossError: if the function does not return one real number that depends on the output.
         """
         loss = self.function(output, self.targets[microbatch])
         if not isinstance(loss, torch.Tensor):
@@ -59,6 +59,8 @@ class Loss:
                 f"the loss function returned a tensor of shape {tuple(loss.shape)}, not one number: "
                 "average or sum it (most losses do with reduction='mean')"
             )
+        if loss.is_complex():
+            raise LossError(f"the loss is {loss.dtype}: only a real number can be made smaller; take .abs() or .real")
         if not loss.requires_grad:
             raise LossError(
                 "the loss has no history, so there is nothing to run backward: it must depend on the model's output, "

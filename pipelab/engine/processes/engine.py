@@ -105,7 +105,9 @@ class TorchEngine:
         self._clock = Clock()
         self._passage: Passage | None = None
         self._call = "begin"
-        self._doing = Doing(self._told, self._progress, lambda: met_rank(plan, self._passage))
+        self._doing = Doing(
+            self._told, self._progress, lambda: met_rank(plan, self._passage), lambda: self._passage is not None
+        )
 
     def run(
         self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN

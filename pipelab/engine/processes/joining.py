@@ -12,25 +12,20 @@ import ipaddress
 import json
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.signals import told_before_the_end
 from pipelab.engine.processes.store import Store
 from pipelab.errors import EngineError, RankError
-from pipelab.plan import Plan
 
-__all__ = ["describe_model", "describe_plan", "facts_of_this_process", "identify", "introduce"]
+__all__ = ["decline", "identify", "introduce"]
 
 
 def identify(ranks: int) -> tuple[int, int]:
@@ -59,30 +54,10 @@ def identify(ranks: int) -> tuple[int, int]:
     return rank, size
 
 
-def describe_plan(plan: Plan) -> dict[str, Any]:
-    """Return what must be the same about the plan on every process."""
-    rows = [" ".join(map(str, row)) for row in plan.rows]
-    return {"sizes": [plan.ranks, plan.stages, plan.microbatches], "rows": rows}
-
-
-def describe_model(modules: Sequence[nn.Module]) -> list[str]:
-    """Return what must be the same about the model on every process: its parameters and buffers, stage by stage.
-
-    Raises:
-        EngineError: if a parameter has no shape yet.
-    """
-    for stage, module in enumerate(modules):
-        name = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
-        if name is not None:
-            raise EngineError(
-                f"{name} of stage {stage} has no shape yet: each process would find its own stages' only\n"
-                "  try: run the model forward once before, as every process builds all of it"
-            )
-    return [
-        f"{name} of stage {stage}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for stage, module in enumerate(modules)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    ]
+def decline(store: Store, rank: int, error: Exception) -> None:
+    """Tell the others, if they wait, why this process makes no pipeline. It waits for nobody."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"hello/{rank}", json.dumps({"declined": str(error)}))
 
 
 def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout: float | None) -> list[dict[str, Any]]:
@@ -97,8 +72,8 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
         timeout: seconds to wait for the others.
 
     Raises:
-        RankError: if a process does not come, if one has something else, or if one cannot be reached from another
-            host; every process raises it.
+        RankError: if a process does not come or declines, if one has something else, or if one cannot be reached from
+            another host; every process raises it.
     """
     brief = {key: _digest(value) if key in _LONG else value for key, value in facts.items()}
     for key in _LONG:
@@ -108,6 +83,9 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
     with told_before_the_end(lambda: f"rank {rank} waits for rank {_missing(store, keys)} to make a Pipeline"):
         _await(store, keys, timeout)
     everyone = [json.loads(store.get(f"hello/{each}")) for each in range(size)]
+    for each, process in enumerate(everyone):
+        if "declined" in process:
+            raise RankError(f"rank {each} made no Pipeline: {process['declined']}", each)
     for key in _SAME:
         others = [each for each in range(size) if everyone[each][key] != everyone[0][key]]
         if others:
@@ -119,7 +97,7 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
 
 
 _LONG = ("plan", "model")
-_SAME = ("pipelab", "torch", "plan", "model", "reduction", "replicated_buffers")
+_SAME = ("pipelab", "torch", "plan", "model", "loss_fn", "reduction", "replicated_buffers")
 
 
 def _await(store: Store, keys: list[str], timeout: float | None) -> None:
@@ -188,38 +166,6 @@ def _difference(store: Store, key: str, others: list[int], everyone: list[dict[s
                 f"{others[0]}'s plan, and {first} in rank 0's"
             )
     return f"{ranks} {verb} another plan than rank 0"
-
-
-def facts_of_this_process() -> dict[str, Any]:
-    """Return what the others should know of this process."""
-    return {
-        "pipelab": vars(sys.modules["pipelab"])["__version__"],  # an import would point up
-        "torch": torch.__version__.partition("+")[0],
-        "host": socket.gethostname(),
-        "processes": _processes(),
-        "address": _address(),
-        "networks": [name for _, name in socket.if_nameindex() if name != "lo"],
-        "pid": os.getpid(),
-    }
-
-
-def _processes() -> str:
-    """Return which numbering of processes this one's number belongs to: a machine's, or a container's on it."""
-    found = ""
-    with contextlib.suppress(OSError):
-        found = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        found += f" {os.readlink('/proc/self/ns/pid')}"
-    return found
-
-
-def _address() -> str:
-    """Return the address that gloo offers to other hosts: what this host's own name stands for; "" if it is told."""
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return ""
-    try:
-        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
-    except OSError:
-        return "127.0.0.1"  # gloo's own way out
 
 
 def _require_addresses(everyone: Sequence[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelab.engine.processes.store import SilentStoreError, Store
+from pipelab.engine.processes.store import SilentStoreError, Store, torchrun_holds_the_store
 
 __all__ = ["Notice", "Notices", "linger"]
 
@@ -55,7 +55,7 @@ class Notices:
         self._store = store
         self._rank = rank
         self._everyone = everyone
-        self._holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        self._holds_store = rank == 0 and not torchrun_holds_the_store()
 
     def news(self) -> Notice | None:
         """Return who failed first; `None` if nobody did, as far as is known."""

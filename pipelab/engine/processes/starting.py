@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -17,21 +18,16 @@ from pipelab.engine.lanes import lanes_for
 from pipelab.engine.processes.bringing import spread
 from pipelab.engine.processes.connecting import Connections, backend_of, connect, device_of, gpu_of
 from pipelab.engine.processes.engine import TorchEngine
-from pipelab.engine.processes.joining import (
-    describe_model,
-    describe_plan,
-    facts_of_this_process,
-    identify,
-    introduce,
-)
+from pipelab.engine.processes.facts import describe_loss, describe_model, describe_plan, facts_of_this_process
+from pipelab.engine.processes.joining import decline, identify, introduce
 from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.parts import parts_of
 from pipelab.engine.processes.stale import warn_of_stale
-from pipelab.engine.processes.store import AnsweringStore, corner, duration, open_store
+from pipelab.engine.processes.store import AnsweringStore, corner, duration, open_store, store_is_at_hand
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.whole import ManyProcesses
 from pipelab.engine.replicas import Runners, require_replicable
-from pipelab.errors import EngineError
+from pipelab.errors import EngineError, PipelabError
 
 __all__ = ["start"]
 
@@ -50,17 +46,21 @@ def start(job: Job) -> Started:
         RankError: if a process does not come, or has something else than rank 0.
     """
     global _made  # noqa: PLW0603 - it counts for the process
-    plan = job.plan
-    parts = parts_of(plan)
-    _require_replicable(job)
-    rank, size = identify(plan.ranks)
-    if isinstance(job.devices, str) or (job.devices is not None and len(job.devices) != size):
-        rank_devices(job.devices, size)  # says so
-    device = device_of(job.devices, rank)
-    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
-    facts = _facts(job, device)
-    base = open_store(rank, size, job.timeout)
     _made += 1
+    plan = job.plan
+    try:
+        parts = parts_of(plan)
+        _require_replicable(job)
+        rank, size = identify(plan.ranks)
+        if isinstance(job.devices, str) or (job.devices is not None and len(job.devices) != size):
+            rank_devices(job.devices, size)  # says so
+        device = device_of(job.devices, rank)
+        facts = _facts(job, device)
+    except PipelabError as error:
+        _decline(job, error)
+        raise
+    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
+    base = open_store(rank, size, job.timeout)
     store = corner(base, str(_made))
     everyone = introduce(AnsweringStore(store, job.timeout), rank, size, facts, job.timeout)
     warn_of_stale(job.stages, held)
@@ -94,6 +94,15 @@ def start(job: Job) -> Started:
     return Started(engine, home, [RankDevice(each) for each in on], runners, threads)
 
 
+def _decline(job: Job, error: PipelabError) -> None:
+    """Tell processes that were given something else, and wait for this one, if there is a store to tell it in."""
+    if store_is_at_hand():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        with suppress(RuntimeError):  # this process has an error of its own
+            store = corner(open_store(rank, size, job.timeout), str(_made))
+            decline(AnsweringStore(store, job.timeout), rank, error)
+
+
 def _require_replicable(job: Job) -> None:
     """Refuse what cannot be on several ranks.
 
@@ -115,6 +124,7 @@ def _facts(job: Job, device: torch.device) -> dict[str, Any]:
         "gpu": gpu_of(device),
         "plan": describe_plan(job.plan),
         "model": describe_model(job.stages.modules),
+        "loss_fn": describe_loss(job.loss_fn),
         "reduction": job.reduction,
         "replicated_buffers": job.replicated_buffers,
     }

@@ -20,7 +20,15 @@ from pipelab.engine import native
 from pipelab.engine.processes.hand import Worker
 from pipelab.errors import EngineError, RankError
 
-__all__ = ["AnsweringStore", "SilentStoreError", "Store", "corner", "duration", "open_store"]
+__all__ = [
+    "AnsweringStore",
+    "SilentStoreError",
+    "Store",
+    "corner",
+    "duration",
+    "open_store",
+    "torchrun_holds_the_store",
+]
 
 Answer = TypeVar("Answer")
 
@@ -114,12 +122,22 @@ def open_store(rank: int, size: int, timeout: float | None) -> Any:
     """
     if not _opened and dist.is_initialized():
         return native.default_store()
-    if not _opened and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not _opened and torchrun_holds_the_store():
         meet = dist.rendezvous  # type: ignore[attr-defined]  # its stubs leave it out
         _opened.append(next(iter(meet("env://", timeout=duration(timeout))))[0])
     if not _opened:
         _opened.append(_rank_0s_store(rank, size, timeout))
     return _opened[0]
+
+
+def store_is_at_hand() -> bool:
+    """Tell whether the store can be had without waiting for another process."""
+    return "RANK" in os.environ and (bool(_opened) or torchrun_holds_the_store())
+
+
+def torchrun_holds_the_store() -> bool:
+    """Tell whether torchrun has started this process, and has a store for it and the others."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 _opened: list[Any] = []

@@ -59,11 +59,13 @@ class Doing:
         told: says what this process is doing, as in "rank 0 waits …".
         progress: gives something that changes when the work gets on.
         meets: gives the rank with which the work exchanges a value, if it does.
+        together: tells whether all processes are known to have come to the call that the work belongs to.
     """
 
     told: Callable[[], str]
     progress: Callable[[], object] = lambda: None
     meets: Callable[[], int | None] = lambda: None
+    together: Callable[[], bool] = lambda: False
 
 
 class Watch:
@@ -171,7 +173,7 @@ class Watch:
                 except queue.Empty:
                     self._hear(self._notices.tell(*gone), doing)
             elif self.timeout is not None and quiet >= self.timeout:
-                told = f"nothing moved on rank {self.rank} for {quiet:.3g} s: it {doing.told()}{self._absent()}"
+                told = f"nothing moved on rank {self.rank} for {quiet:.3g} s: it {doing.told()}{self._absent(doing)}"
                 self._end(told)
                 raise StepTimeoutError(told)
 
@@ -219,11 +221,22 @@ class Watch:
         self._failed, self.over = True, f"this pipeline has failed: start all processes anew\n  {told}"
         self._notices.tell(self.rank, told, alive=True)
 
-    def _absent(self) -> str:
-        """Say which processes have not come to the call in which this one waits, if any has not."""
+    def _absent(self, doing: Doing) -> str:
+        """Say which processes have not told that they wait in this one's call, if any has not.
+
+        A process says so after a while, whatever its worker does: unless the whole process stands still.
+        """
         absent = self._notices.absent(self._calls)
-        verb = "has" if len(absent) == 1 else "have"
-        return f"; rank {', '.join(map(str, absent))} {verb} not come to this call" if absent else ""
+        if not absent:
+            return ""
+        ranks = f"rank {', '.join(map(str, absent))}"
+        if doing.together():
+            verb, it = ("has", "it is") if len(absent) == 1 else ("have", "they are")
+            return (
+                f"; {ranks} came to this call and {verb} said nothing since: {it} stopped, cut off, or in C code that "
+                "lets no other thread run"
+            )
+        return f"; {ranks} {'has' if len(absent) == 1 else 'have'} not come to this call"
 
     def _last_words(self, doing: Doing) -> str:
         """Return what this process knows when it is told to stop."""

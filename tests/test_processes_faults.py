@@ -123,6 +123,9 @@ attempt("overwrites", overwrites)
 attempt("hangs", lambda: run(lambda value: time.sleep(2) or value, timeout=0.8))
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
+
+
 def interrupted(value):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(1)

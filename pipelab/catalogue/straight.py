@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pipelab.errors import SizeError
+from pipelab.errors import SizeError, require_size
 from pipelab.schedule import Schedule
 
 __all__ = ["Straight"]
@@ -19,7 +19,7 @@ class Straight(Schedule):
         stages_per_rank: one.
 
     Raises:
-        SizeError: if `stages_per_rank` is another number than the class's.
+        SizeError: if a number is not a positive whole number, or if `stages_per_rank` is not the class's.
     """
 
     looping: ClassVar[str] = "looped-bfs"
@@ -28,7 +28,7 @@ class Straight(Schedule):
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
         """Keep the sizes."""
         ours = type(self).stages_per_rank  # a student's class that adds stages says how many it has
-        if stages_per_rank is not None and stages_per_rank != ours:
+        if stages_per_rank is not None and require_size("stages_per_rank", stages_per_rank) != ours:
             raise SizeError(
                 f"stages_per_rank={stages_per_rank!r}: {type(self).__name__} has exactly {ours} on every rank: leave "
                 f"it out, or take {self.looping}, which takes any number"

@@ -30,20 +30,16 @@ _WORDS: dict[Kind, str] = {
 }
 _NUMBER = "[0-9]{1,4300}"  # Python reads no more digits
 _NOTATION = re.compile(rf"(?P<stage>{_NUMBER})?(?:(?P<kind>[FBIW])(?P<microbatch>{_NUMBER})|(?P<reduce>R|REDUCE_GRAD))")
-_TRANSFER = re.compile(r"[0-9]*(UNSHARD|RESHARD|(SEND|RECV)_[FB])[0-9]*")
+_LOWERED = re.compile(r"[0-9]*(UNSHARD|RESHARD|(SEND|RECV)_[FB])[0-9]*")
+"""What PyTorch adds when it lowers a plan."""
 
 
 def _try(text: str) -> str:
     """Return what to write for a text that is no action, where that can be told."""
-    text = text.strip()
-    if _TRANSFER.fullmatch(text):
-        return "\n  try: leave it out: PyTorch's compute_comms format adds transfers, its compute_only format has none"
-    pieces = text.split(";")
-    if len(pieces) > 1 and all(_NOTATION.fullmatch(piece.strip()) for piece in pieces):
-        return "\n  try: commas between actions, instead of semicolons"
-    if _NOTATION.fullmatch(text.upper()):
-        return f"\n  try: {text.upper()}, in capital letters"
-    return ""
+    text = text.strip().upper()
+    if _LOWERED.fullmatch(text):
+        return "\n  try: leave it out: PyTorch's compute_comms format has such, its compute_only format has none"
+    return f"\n  try: {reprlib.repr(text)}, in capital letters" if _NOTATION.fullmatch(text) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,10 @@ class Cost:
         all_reduce: time of `R`.
         latency: time that any transfer takes, however small. It delays whoever needs the value; no rank is busy.
         bandwidth: bytes per unit of time; if left out, size does not matter.
-        activation_bytes: size of what a stage's forward sends on.
-        boundary_gradient_bytes: size of what a stage's backward sends back.
-        parameter_bytes: size of a stage's parameters; it says how much memory a rank needs, and changes no time.
+        activation_bytes: size of what a stage's forward sends on, of one micro-batch; it takes time where there is a
+            bandwidth.
+        boundary_gradient_bytes: size of what a stage's backward sends back, likewise.
+        parameter_bytes: size of a stage's parameters; kept for your own use, it changes no time.
         per: what a single number stands for. `"rank"`: one rank's share of the model, so that a stage takes
             `number * ranks / stages` and schedules with several stages per rank can be compared (`ranks` are those
             that one micro-batch visits). `"stage"`: one stage.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ __all__ = ["read_rows", "write_rows"]
 _IDLE = ("",)
 """The cells of a rank without actions, which is written `""`: an empty line would look like the end of the file."""
 
+_IS_PAIR = re.compile(r"\([^()]*\)OVERLAP_F_B")
 _MOST_TOLD = 8
 """How many micro-batches a message lists."""
 
@@ -75,15 +77,17 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Iterable[object]]) -
 
 
 def _forwards_of_the_last_stage(rows: Iterable[Iterable[object]]) -> list[int]:
-    """Return the micro-batches in the order in which the last stage runs them forward, if one rank holds it."""
-    found: dict[tuple[int, int], list[int]] = {}
+    """Return the micro-batches in the order in which the last stage of several runs them, if one rank holds it."""
+    found: dict[int, dict[int, list[int]]] = {}
     for rank, row in enumerate(rows):
         for item in row:
             action = item.forward if isinstance(item, Pair) else item
-            if isinstance(action, Action) and action.kind == "F" and None not in (action.stage, action.microbatch):
-                found.setdefault((action.stage, rank), []).append(action.microbatch)  # type: ignore[arg-type]  # see above
-    last = max(found, default=(0, 0))
-    return [] if any(stage == last[0] and rank != last[1] for stage, rank in found) else found.get(last, [])
+            if isinstance(action, Action) and action.kind == "F":
+                stage, microbatch = action.stage, action.microbatch
+                if isinstance(stage, int) and isinstance(microbatch, int):  # a plan may hold anything
+                    found.setdefault(stage, {}).setdefault(rank, []).append(microbatch)
+    last = max(found, default=0)
+    return next(iter(found[last].values())) if last > 0 and len(found[last]) == 1 else []
 
 
 def _is_empty(cells: list[str]) -> bool:
@@ -93,6 +97,8 @@ def _is_empty(cells: list[str]) -> bool:
 
 def _items(cells: list[str], where: str) -> list[Item]:
     """Return the actions of a line."""
+    if len(cells) == 1 and ";" in cells[0] and "," not in cells[0] and not _IS_PAIR.fullmatch(cells[0].strip()):
+        raise NotationError(f"{where}: its cells are separated by semicolons\n  try: save it with commas between cells")
     return [parse_item(cell, f"{where}, column {column}") for column, cell in enumerate(cells, 1) if cell.strip()]
 
 

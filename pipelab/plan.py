@@ -130,7 +130,8 @@ class Plan(Immutable):
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan in PyTorch's CSV notation (`compute_only`), which `from_csv` reads back; return the path.
 
-        PyTorch's runtime loads such a file if every stage is on one rank, every rank has a stage, and no `R` is listed.
+        PyTorch's runtime runs such a file if every stage is on one rank, every rank has a stage, no `R` is listed, and
+        the last of several stages takes the micro-batches forward in ascending order.
         A plan with replicated stages is for pipelab alone: its all-reduces are written in PyTorch's own word, as
         `2REDUCE_GRAD`, but PyTorch's runtime refuses a stage that is on two ranks.
 

@@ -179,25 +179,10 @@ def test_run_refuses_fewer_layers_than_stages(pipelab_command):
 DOCUMENTS = [Path(__file__).parents[1] / name for name in ("README.md", "docs/command.md")]
 
 
-NAIVE_ON_RANK_0 = """
-import pipelab
-from pipelab import B, F
-
-
-class MySchedule(pipelab.Schedule):
-    def actions(self, rank):
-        if rank == 0:
-            for m in range(self.microbatches):
-                yield F(m)
-                yield B(m)
-        else:
-            yield from pipelab.GPipe(self.ranks, self.microbatches).actions(rank)
-"""
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_what_the_documents_show_is_what_the_command_prints(pipelab_command, folder, document):
-    Path("my_file.py").write_text(NAIVE_ON_RANK_0)
+    (mine,) = re.findall(r"In `my_file.py`.*?```python\n(.*?)```", DOCUMENTS[0].read_text(encoding="utf-8"), re.DOTALL)
+    Path("my_file.py").write_text(mine)
     shown = re.findall(r"```console\n\$ pipelab (.*)\n((?:.*\n)+?)```", document.read_text(encoding="utf-8"))
     assert shown
     for command, printed in shown:

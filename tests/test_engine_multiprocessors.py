@@ -184,7 +184,7 @@ def test_a_stream_that_pytorch_cannot_use_is_a_reason_too(machine, monkeypatch):
 def test_without_cuda_bindings_the_way_to_them_is_told(machine, monkeypatch):
     machine(FakeGPU())
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(DeviceError, match=r'needs the package cuda.bindings.*pip install "pipelab\[gpu\]"'):
+    with pytest.raises(DeviceError, match=r"needs the package cuda.bindings.*pip install cuda-bindings"):
         parts_of(DEVICE, 2)
 
 

@@ -216,6 +216,29 @@ def test_clipping_is_by_the_norm_of_all():
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("norm_type", [2, "inf", 0, -1, 0.5])
+def test_clipping_gives_the_type_and_the_bits_that_pytorch_gives(norm_type):
+    class WithUnused(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 6)
+            self.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    found = []
+    for engine in ("torch", "threads"):
+        torch.manual_seed(0)
+        model = nn.Sequential(WithUnused(), nn.Linear(6, 6))
+        with Pipeline(model, PLAN, mse, engine=engine) as pipe:
+            pipe.step(*plain.batch(4))
+            norm = pipe.clip_grad_norm_(0.01, norm_type)
+        found.append((norm.dtype, norm.item(), model[0].weight.grad.tolist()))
+    assert found[0] == found[1]
+
+
+def test_a_model_without_gradients_has_a_norm_of_zero():
+    with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
+        assert pipe.clip_grad_norm_(1.0, float("-inf")) == 0
+
+
 def test_the_callers_autocast_holds_in_forwards():
     def loss(output, target):
         return mse(output.float(), target)
@@ -402,6 +425,8 @@ def test_each_process_takes_its_own_device_of_those_that_were_asked_for():
 
     assert device_of(["cpu", "cpu"], 1) == torch.device("cpu")
     assert device_of(["cuda:7", "cpu"], 1) == torch.device("cpu")  # the other one may be on another machine
+    with pytest.raises(DeviceError, match="rank 1 wants cuda:77, but this machine has"):
+        device_of(["cpu", "cuda:77"], 1)
     with pytest.raises(DeviceError, match="2 devices for 1 ranks"):
         Pipeline(plain.mlp(4), PLAN, mse, engine="torch", devices=["cpu", "cpu"])
 

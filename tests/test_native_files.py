@@ -57,6 +57,10 @@ def test_a_file_that_pytorch_loads_and_then_fails_on_is_written_with_a_warning(t
 def test_a_file_that_pytorch_runs_is_written_without_a_warning(order, tmp_path):
     rows = [" ".join(f"{stage}{action}" for action in order.split()) for stage in range(2)]
     Plan.parse(rows).to_csv(tmp_path / "plan.csv")  # warnings are errors
+    alone_on_its_rank = Plan.parse(["0F1 0F0 0B0 0B1"])
+    alone_on_its_rank.to_csv(tmp_path / "plan.csv")  # one stage has nobody who waits for another gradient
+    with alone():
+        step_of_plan(alone_on_its_rank, list(same_model(1)), same_task(2))
 
 
 @pytest.mark.parametrize("name", MULTI)

@@ -121,6 +121,21 @@ def test_a_bad_cell_is_told_with_file_line_and_column(tmp_path):
     assert str(refusal.value).startswith(f"{path}, line 2, column 3: 'oops' is not an action")
 
 
+@pytest.mark.parametrize("content", ["0F0;0B0\n1F0;1B0\n", "0F0;;0B0\n", "0f0;0b0\n", "(0F0;0B1)OVERLAP_F_B;0W0\n"])
+def test_cells_between_semicolons_are_told_as_such(tmp_path, content):
+    with pytest.raises(NotationError, match=r"line 1: its cells are separated by semicolons\n  try: save it with"):
+        read(tmp_path, content)
+
+
+def test_a_pair_alone_in_its_line_is_no_line_with_semicolons(tmp_path):
+    assert read(tmp_path, "(0F1;0B0)OVERLAP_F_B\n").rows[0] == (F(1, 0) & B(0, 0),)
+
+
+@pytest.mark.parametrize("item", [F("1", 0), F(1, "0"), "F0"])
+def test_a_plan_that_holds_anything_is_written(tmp_path, item):
+    assert Plan([[F(0, 0), item]]).to_csv(tmp_path / "plan.csv").read_text().startswith("0F0,")
+
+
 def test_a_bad_word_is_told_with_rank_and_position():
     with pytest.raises(NotationError, match=r"^rank 1, position 2: '1X0' is not an action: expected"):
         Plan.parse(["0F0 0B0", "1F0, 1B0 1X0"])

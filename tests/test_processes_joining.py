@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import socket
@@ -11,16 +10,14 @@ import threading
 
 import pytest
 import torch.distributed as dist
-from torch import nn
 
 from pipelab import RankError
-from pipelab.engine.processes.facts import describe_loss, facts_of_this_process
+from pipelab.engine.processes.facts import facts_of_this_process
 from pipelab.engine.processes.joining import _await, decline, introduce
 
 SAME = {
     "plan": {"sizes": [2, 2, 2], "rows": ["", ""]},
     "model": [],
-    "loss_fn": "MSELoss()",
     "reduction": "mean",
     "replicated_buffers": "refuse",
 }
@@ -55,17 +52,21 @@ def test_a_process_that_comes_just_when_it_is_given_up_is_not_missed():
     assert _await(Late(), ["hello/1"], timeout=0) is None
 
 
-def test_a_process_that_declines_is_told_to_the_others_with_its_reason():
+def test_a_process_that_declines_is_heard_while_another_one_is_missing():
     store = dist.HashStore()
     decline(store, 1, ValueError("no such device"))
-    with pytest.raises(RankError, match=r"^rank 1 made no Pipeline: no such device$"):
-        introduce(store, 0, 2, facts_of_this_process() | SAME, 20)
+    with pytest.raises(RankError, match=r"^rank 1 made no Pipeline: no such device$") as told:
+        introduce(store, 0, 3, facts_of_this_process() | SAME, 20)
+    assert told.value.rank == 1
 
 
-def test_losses_are_told_apart_by_their_settings_and_names():
-    told = "CrossEntropyLoss(reduction='mean', ignore_index=-100, label_smoothing=0.1)"
-    assert describe_loss(nn.CrossEntropyLoss(label_smoothing=0.1)) == told
-    assert describe_loss(functools.partial(nn.functional.mse_loss)) == "functools.partial"
+def test_a_store_that_is_gone_is_told_as_such():
+    class Gone(dist.HashStore):
+        def set(self, key, value):
+            raise dist.DistNetworkError("Broken pipe")
+
+    with pytest.raises(RankError, match="which holds the store of this job, is gone"):
+        introduce(Gone(), 1, 2, facts_of_this_process() | SAME, 20)
 
 
 FIRST = {"host": "first", "address": "10.0.0.1", "networks": ["eth0"]}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, B, F
-from pipelab.catalogue.straight import Straight
+from pipelab.catalogue.single_stage import SingleStage
 
 __all__ = ["DelayedBackward"]
 
 
-class DelayedBackward(Straight):
+class DelayedBackward(SingleStage):
     """After forward `i`, backward of `i - 1`, on every rank; the last backward after the loop.
 
         rank 0 | F0 F1       B0 F2       B1 F3       B2 B3

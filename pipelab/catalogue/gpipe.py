@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, B, F
-from pipelab.catalogue.straight import Straight
+from pipelab.catalogue.single_stage import SingleStage
 
 __all__ = ["GPipe"]
 
 
-class GPipe(Straight):
+class GPipe(SingleStage):
     """All micro-batches forward, then all backward, in the same order.
 
         rank 0 | F0 F1 F2             B0 B1 B2

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, B, F
-from pipelab.catalogue.straight import Straight
+from pipelab.catalogue.single_stage import SingleStage
 
 __all__ = ["Naive"]
 
 
-class Naive(Straight):
+class Naive(SingleStage):
     """Send one micro-batch through the whole pipeline and back before the next one starts.
 
         rank 0 | F0       B0 F1       B1

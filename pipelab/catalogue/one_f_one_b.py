@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, B, F
-from pipelab.catalogue.straight import Straight
+from pipelab.catalogue.single_stage import SingleStage
 
 __all__ = ["OneFOneB"]
 
 
-class OneFOneB(Straight):
+class OneFOneB(SingleStage):
     """Fill the pipe, then one backward for every new forward.
 
         rank 0 | F0 F1 F2       B0 F3 B1 F4 B2    B3    B4

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, F, I, W
-from pipelab.catalogue.straight import Straight
+from pipelab.catalogue.single_stage import SingleStage
 
 __all__ = ["ZBH1"]
 
 
-class ZBH1(Straight):
+class ZBH1(SingleStage):
     """1F1B with split backwards: weight gradients fill the bubble.
 
         rank 0 | F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4

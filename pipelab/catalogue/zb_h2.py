@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.actions import Action, F, I, W
-from pipelab.catalogue.straight import Straight
+from pipelab.catalogue.single_stage import SingleStage
 
 __all__ = ["ZBH2"]
 
 
-class ZBH2(Straight):
+class ZBH2(SingleStage):
     """ZB-H1 with twice the lead: no rank waits once it has begun.
 
         rank 0 | F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5

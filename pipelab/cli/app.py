@@ -203,7 +203,7 @@ def demo(
     folder: Annotated[Path, typer.Option("--folder", "-o", help="where the pictures go")] = Path("pipelab-demo"),
     steps: Annotated[int, typer.Option(min=2, help="training steps of each kind")] = 12,
 ) -> None:
-    """Train a language model plainly and with three schedules: the main job, in under a minute."""
+    """Train a language model plainly and with three schedules: the main job, in about a minute."""
     from pipelab.cli.showing import show_demo
 
     show_demo(folder, steps)

@@ -40,7 +40,7 @@ def devices(n: int) -> list[torch.device | RankDevice]:
 
     Ranks that share a GPU get a part of it each, with multiprocessors (SMs) of its own, so that they truly run side by
     side: on four parts of a GPU with 132 SMs, `cuda:0 (1 of 4: 32 of 132 SMs)` and so on. That takes the package
-    `cuda-bindings`, which a PyTorch for CUDA or `pip install "pipelab[gpu]"` brings, and a driver for CUDA 12.5 or
+    `cuda-bindings`, which a PyTorch for CUDA or `pip install cuda-bindings` brings, and a driver for CUDA 12.5 or
     newer. Without them every rank gets an ordinary stream, and kernels overlap only where the GPU has room. A warning
     says which ranks share, and how. The parts are made once in a process and shared by all that ask for the same
     number.
@@ -106,8 +106,10 @@ def share_evenly(pool: Sequence[torch.device], n: int) -> list[RankDevice]:
     return found
 
 
-def rank_devices(wanted: Sequence[RankDevice | torch.device | str] | None, ranks: int) -> list[RankDevice]:
-    """Return one device per rank: those that were asked for, or what this machine has.
+def rank_devices(
+    wanted: Sequence[RankDevice | torch.device | str] | None, ranks: int, *, first: int = 0
+) -> list[RankDevice]:
+    """Return one device per rank, from rank `first` on: those that were asked for, or what this machine has.
 
     Raises:
         DeviceError: if there is not one device per rank, or one of them is not there.
@@ -124,7 +126,7 @@ def rank_devices(wanted: Sequence[RankDevice | torch.device | str] | None, ranks
             f"{len(found)} device{'s' if len(found) != 1 else ''} for {ranks} ranks: give one per rank "
             f"(a device may stand several times), or leave devices out"
         )
-    for rank, each in enumerate(found):
+    for rank, each in enumerate(found, first):
         if each.device.type == "cuda" and each.device.index >= torch.cuda.device_count():
             raise DeviceError(f"rank {rank} wants {each.device}, but this machine has {torch.cuda.device_count()} GPUs")
         if each.device.type not in ("cpu", "cuda"):

@@ -73,7 +73,7 @@ def _make(device: torch.device, count: int) -> tuple[Part, ...]:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise DeviceError(f'it needs the package cuda.bindings ({error}): pip install "pipelab[gpu]"') from error
+        raise DeviceError(f"it needs the package cuda.bindings ({error}): pip install cuda-bindings") from error
     try:
         # If what follows fails, what was made is undone. No context is made current: the caller's stays.
         with torch.cuda.device(device), ExitStack() as undo:

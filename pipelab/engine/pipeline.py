@@ -48,7 +48,8 @@ class Pipeline(ModuleHabits):
         reduction: how the loss averages over rows. `"mean"`: each micro-batch weighs its share of the rows, so that
             uneven micro-batches are exact too; `"sum"`: each weighs 1; or a function from a micro-batch's target to its
             weight (the number of rows that are not ignored, say).
-        timeout: seconds without any progress after which a step is stopped with an explanation; `None` waits for ever.
+        timeout: seconds without any progress after which a step is stopped with an explanation; `None` waits for ever
+            (but between processes, for the store that they share, at most 300 seconds).
         watch_nan: whether to stop at the first NaN or infinity, naming who made it.
         intra_op_threads: how many processor threads each operation on a CPU rank may use; by default, the processor's
             threads shared evenly among the ranks, and in several processes, what each of them has.
@@ -131,7 +132,8 @@ class Pipeline(ModuleHabits):
 
         Raises:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
-            StageError: if a stage or the loss raised, with rank, stage and action; the pipeline can be used again.
+            StageError: if a stage or the loss raised, with rank, stage and action; in threads the pipeline can be used
+                again, in several processes it is over.
             StepTimeoutError: if nothing moved for `timeout` seconds.
             RankError: if another process failed, or is gone.
             PipelineClosedError: if the pipeline was closed.

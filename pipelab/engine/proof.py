@@ -17,7 +17,7 @@ class Verification:
         exact: whether all gradients are equal bit for bit.
         largest_difference: the largest relative difference of a parameter's gradient, in the 2-norm.
         whole_batch_difference: likewise, against the whole batch at once through the model; `None` where the model
-            cannot be run so (stages given as a list, or on several devices).
+            cannot be run so (stages given as a list, or on several devices), or where something is unproven.
         unproven: what cannot be proved, such as dropout.
         compared: whether the gradients could be compared with the micro-batches' at all: where they differ, and random
             numbers drawn in another order may be why, nothing is proved.

@@ -18,7 +18,7 @@ in `I` and its weight's in `W`: nothing is made twice.
 
 Some weights get their gradient in `I` all the same, and `W` only adds it to `.grad`:
 
-- those of a fork that makes all its gradients at once (a custom function, an LSTM on the processor), or that unpacks
+- those of a fork that makes all its gradients at once (a custom function, an LSTM), or that unpacks
   what it saved by a hook (a checkpoint would run its forward again for each fork);
 - those that forks share: one use may lie behind the other, and running the upper fork for the weight alone would walk
   down the trunk again.
@@ -45,7 +45,9 @@ MAKE_ALL_AT_ONCE = frozenset(
     for name in (
         "ConvTbc",
         "CudnnAttention",
+        "CudnnBatchNorm",
         "CudnnGridSampler",
+        "CudnnRnn",
         "EfficientAttention",
         "EuclideanDist",
         "FakeQuantizeLearnablePerChannelAffine",
@@ -56,10 +58,13 @@ MAKE_ALL_AT_ONCE = frozenset(
         "LinalgHouseholderProduct",
         "LinearBackward",
         "LstmMps",
+        "MiopenBatchNorm",
+        "MiopenRnn",
         "MkldnnRnnLayer",
         "Polar",
         "PreluKernel",
         "ScaledDotProductCudnnAttention",
+        "ScaledDotProductEfficientAttention",
         "ScaledDotProductFlashAttention",
         "ScaledDotProductFlashAttentionForCpu",
         "ScatterReduce",
@@ -68,7 +73,11 @@ MAKE_ALL_AT_ONCE = frozenset(
         "WeightNormInterface",
     )
 )
-"""Those of PyTorch's own nodes that make all their gradients, whichever are asked for (its table derivatives.yaml)."""
+"""Those of PyTorch's own nodes that make all their gradients, or most of them, whichever are asked for.
+
+Most are found in its table derivatives.yaml, by formulas for several gradients that are not told which are wanted; the
+kernels of some others do not care (recurrent and normalizing layers of cuDNN and MIOpen, memory-efficient attention).
+"""
 
 
 @dataclass(slots=True)
@@ -213,7 +222,7 @@ def _branches(
     for node in trunk:
         first = [each for each in graph.below[node] if each not in trunk]
         if first:
-            if _had_better_run_once(node):
+            if _runs_once(node):
                 early.add(len(branches))
             branches.append(Branch([GradientEdge(node, slot) for slot in sorted(graph.slots[node])]))
             heads.append(first)
@@ -261,7 +270,7 @@ def _unpack_hooks(node: Any) -> Iterator[Any]:
                 yield hook
 
 
-def _had_better_run_once(node: Any) -> bool:
+def _runs_once(node: Any) -> bool:
     """Tell whether a fork makes all its gradients at once, or unpacks by a hook what it saved."""
     if isinstance(node, BackwardCFunction) or type(node).__name__ in MAKE_ALL_AT_ONCE:
         return True

@@ -50,7 +50,7 @@ def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: in
         DeviceError: if what was asked for is not there.
     """
     if wanted is not None:
-        return rank_devices(wanted[rank : rank + 1], 1)[0].device
+        return rank_devices(wanted[rank : rank + 1], 1, first=rank)[0].device
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())

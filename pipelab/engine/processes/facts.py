@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from pipelab.errors import EngineError
 from pipelab.plan import Plan
 
-__all__ = ["describe_loss", "describe_model", "describe_plan", "facts_of_this_process"]
+__all__ = ["describe_model", "describe_plan", "facts_of_this_process"]
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
@@ -44,21 +44,6 @@ def describe_model(modules: Sequence[nn.Module]) -> list[str]:
         for stage, module in enumerate(modules)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     ]
-
-
-def describe_loss(loss_fn: object) -> str:
-    """Return what must be the same about the loss on every process: a module's settings, a function's name.
-
-    Example:
-        >>> describe_loss(nn.MSELoss()), describe_loss(nn.functional.mse_loss)
-        ("MSELoss(reduction='mean')", 'torch.nn.functional.mse_loss')
-    """
-    if isinstance(loss_fn, nn.Module):
-        public = {name: value for name, value in vars(loss_fn).items() if name[0] != "_" and name != "training"}
-        settings = [f"{name}={value!r}" for name, value in public.items() if isinstance(value, (int, float, str))]
-        return f"{type(loss_fn).__name__}({', '.join(settings)})"
-    named = loss_fn if hasattr(loss_fn, "__qualname__") else type(loss_fn)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def facts_of_this_process() -> dict[str, Any]:

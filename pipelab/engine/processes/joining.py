@@ -6,7 +6,6 @@ told by name, on every process, before any of them opens a connection to another
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import ipaddress
 import json
@@ -25,7 +24,7 @@ from pipelab.engine.processes.signals import told_before_the_end
 from pipelab.engine.processes.store import Store
 from pipelab.errors import EngineError, RankError
 
-__all__ = ["decline", "identify", "introduce"]
+__all__ = ["decline", "identify", "introduce", "started_as"]
 
 
 def identify(ranks: int) -> tuple[int, int]:
@@ -34,16 +33,14 @@ def identify(ranks: int) -> tuple[int, int]:
     Raises:
         EngineError: if there is not, with the line that starts as many.
     """
-    if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    else:
+    found = started_as()
+    if found is None:
         raise EngineError(
             "engine='torch' runs one process per rank, and this process was started alone\n"
             f"  try: pipelab launch {_script()} --ranks {ranks}\n"
             f"  which runs: torchrun --standalone --nproc-per-node {ranks} {_script()}"
         )
+    rank, size = found
     if size != ranks:
         raise EngineError(
             f"the plan has {ranks} rank{'s' if ranks != 1 else ''} and torchrun started {size} "
@@ -54,10 +51,18 @@ def identify(ranks: int) -> tuple[int, int]:
     return rank, size
 
 
+def started_as() -> tuple[int, int] | None:
+    """Return this process's rank and the number of processes; `None` if it was started alone."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return None
+
+
 def decline(store: Store, rank: int, error: Exception) -> None:
-    """Tell the others, if they wait, why this process makes no pipeline. It waits for nobody."""
-    with contextlib.suppress(RuntimeError):
-        store.set(f"hello/{rank}", json.dumps({"declined": str(error)}))
+    """Tell those who wait for this process why it makes no pipeline."""
+    store.compare_set(_DECLINED, "", json.dumps([rank, str(error)]))
 
 
 def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout: float | None) -> list[dict[str, Any]]:
@@ -76,16 +81,16 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
             another host; every process raises it.
     """
     brief = {key: _digest(value) if key in _LONG else value for key, value in facts.items()}
-    for key in _LONG:
-        store.set(f"{key}/{rank}", json.dumps(facts[key]))
-    store.set(f"hello/{rank}", json.dumps(brief))
+    try:
+        for key in _LONG:
+            store.set(f"{key}/{rank}", json.dumps(facts[key]))
+        store.set(f"hello/{rank}", json.dumps(brief))
+    except RuntimeError as error:
+        raise RankError(_STORE_GONE, 0) from error
     keys = [f"hello/{each}" for each in range(size)]
     with told_before_the_end(lambda: f"rank {rank} waits for rank {_missing(store, keys)} to make a Pipeline"):
         _await(store, keys, timeout)
     everyone = [json.loads(store.get(f"hello/{each}")) for each in range(size)]
-    for each, process in enumerate(everyone):
-        if "declined" in process:
-            raise RankError(f"rank {each} made no Pipeline: {process['declined']}", each)
     for key in _SAME:
         others = [each for each in range(size) if everyone[each][key] != everyone[0][key]]
         if others:
@@ -96,19 +101,25 @@ def introduce(store: Store, rank: int, size: int, facts: dict[str, Any], timeout
     return everyone
 
 
+_DECLINED = "declined"
+"""The key under which the first process that declines says why."""
+_STORE_GONE = "rank 0, or torchrun, which holds the store of this job, is gone"
 _LONG = ("plan", "model")
-_SAME = ("pipelab", "torch", "plan", "model", "loss_fn", "reduction", "replicated_buffers")
+_SAME = ("pipelab", "torch", "plan", "model", "reduction", "replicated_buffers")
 
 
 def _await(store: Store, keys: list[str], timeout: float | None) -> None:
     """Wait until all keys are there.
 
     Raises:
-        RankError: naming the processes that did not come.
+        RankError: naming a process that declines, or those that did not come.
     """
     began = time.monotonic()
     pause = 0.005
     while not _there(store, keys):
+        if _there(store, [_DECLINED]):
+            rank, told = json.loads(store.get(_DECLINED))
+            raise RankError(f"rank {rank} made no Pipeline: {told}", rank)
         waited = time.monotonic() - began
         if timeout is not None and waited > timeout and (missing := _missing(store, keys)):
             raise RankError(
@@ -129,7 +140,7 @@ def _there(store: Store, keys: list[str]) -> bool:
     try:
         return store.check(keys)
     except RuntimeError as error:
-        raise RankError("rank 0, or torchrun, which holds the store of this job, is gone", 0) from error
+        raise RankError(_STORE_GONE, 0) from error
 
 
 def _missing(store: Store, keys: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -18,8 +17,8 @@ from pipelab.engine.lanes import lanes_for
 from pipelab.engine.processes.bringing import spread
 from pipelab.engine.processes.connecting import Connections, backend_of, connect, device_of, gpu_of
 from pipelab.engine.processes.engine import TorchEngine
-from pipelab.engine.processes.facts import describe_loss, describe_model, describe_plan, facts_of_this_process
-from pipelab.engine.processes.joining import decline, identify, introduce
+from pipelab.engine.processes.facts import describe_model, describe_plan, facts_of_this_process
+from pipelab.engine.processes.joining import decline, identify, introduce, started_as
 from pipelab.engine.processes.notices import Notices
 from pipelab.engine.processes.parts import parts_of
 from pipelab.engine.processes.stale import warn_of_stale
@@ -33,6 +32,9 @@ __all__ = ["start"]
 
 _MARGIN_SECONDS = 30.0
 """How much longer PyTorch's own timeouts are: pipelab's come first, and say more."""
+
+_DECLINING_SECONDS = 5.0
+"""How long a process that makes no pipeline may take to reach the store."""
 
 _made = 0
 """How many pipelines this process has made: each has its own corner of the store."""
@@ -96,11 +98,11 @@ def start(job: Job) -> Started:
 
 def _decline(job: Job, error: PipelabError) -> None:
     """Tell processes that were given something else, and wait for this one, if there is a store to tell it in."""
-    if store_is_at_hand():
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        with suppress(RuntimeError):  # this process has an error of its own
-            store = corner(open_store(rank, size, job.timeout), str(_made))
-            decline(AnsweringStore(store, job.timeout), rank, error)
+    found = started_as()
+    if found is not None and store_is_at_hand():
+        with suppress(RuntimeError, EngineError):  # this process has an error of its own
+            limit = min(job.timeout or _DECLINING_SECONDS, _DECLINING_SECONDS)
+            decline(corner(open_store(*found, limit), str(_made)), found[0], error)
 
 
 def _require_replicable(job: Job) -> None:
@@ -124,7 +126,6 @@ def _facts(job: Job, device: torch.device) -> dict[str, Any]:
         "gpu": gpu_of(device),
         "plan": describe_plan(job.plan),
         "model": describe_model(job.stages.modules),
-        "loss_fn": describe_loss(job.loss_fn),
         "reduction": job.reduction,
         "replicated_buffers": job.replicated_buffers,
     }

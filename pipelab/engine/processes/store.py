@@ -120,7 +120,9 @@ def open_store(rank: int, size: int, timeout: float | None) -> Any:
         EngineError: if nobody says where it is; or naming what this torch lacks.
         RankError: if rank 0 does not open it.
     """
-    if not _opened and dist.is_initialized():
+    if _opened:
+        _opened[0].set_timeout(duration(timeout))
+    elif dist.is_initialized():
         return native.default_store()
     if not _opened and torchrun_holds_the_store():
         meet = dist.rendezvous  # type: ignore[attr-defined]  # its stubs leave it out
@@ -131,8 +133,8 @@ def open_store(rank: int, size: int, timeout: float | None) -> Any:
 
 
 def store_is_at_hand() -> bool:
-    """Tell whether the store can be had without waiting for another process."""
-    return "RANK" in os.environ and (bool(_opened) or torchrun_holds_the_store())
+    """Tell whether the store can be had without waiting for another process to make a pipeline."""
+    return bool(_opened) or dist.is_initialized() or torchrun_holds_the_store()
 
 
 def torchrun_holds_the_store() -> bool:
@@ -169,8 +171,10 @@ def _rank_0s_store(rank: int, size: int, timeout: float | None) -> Any:
 
 
 def corner(store: Any, name: str) -> Any:
-    """Return a part of a store, in which names are its own."""
-    return dist.PrefixStore(f"pipelab/{name}", store)  # type: ignore[attr-defined]  # its stubs leave it out
+    """Return a part of a store, in which names are its own, and its own at this attempt of torchrun's to start all."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # on several machines each counts alone
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if here else "0"
+    return dist.PrefixStore(f"pipelab/{attempt}/{name}", store)  # type: ignore[attr-defined]  # its stubs leave it out
 
 
 def duration(timeout: float | None) -> timedelta:

@@ -87,31 +87,34 @@ class ManyProcesses:
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
+        kind, most = float(norm_type), float(max_norm)
         self._settle()
-        total: torch.Tensor = self._engine.attend(lambda: self._norm(max_norm, norm_type), "clip_grad_norm_()")
+        total: torch.Tensor = self._engine.attend(lambda: self._norm(most, kind), "clip_grad_norm_()")
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
     def _norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Return the norm of all processes' gradients, from each gradient's own, as PyTorch does for one process."""
         group = self._engine.group
-        agree(group, "clip_grad_norm_()", f"max_norm {float(max_norm):g}; norm_type {float(norm_type):g}")
+        agree(group, "clip_grad_norm_()", f"max_norm {max_norm!r}; norm_type {norm_type!r}")
         every = [(stage, each) for stage, module in enumerate(self._stages.modules) for each in module.parameters()]
+        # A replicated stage has the same gradients on all its ranks: it counts once.
+        ours = [
+            index
+            for index, (stage, parameter) in enumerate(every)
+            if self._holders[stage] == self._rank and parameter.grad is not None
+        ]
         own = torch.zeros(2, len(every), dtype=torch.float64)  # each gradient's norm, and whether there is one
-        for index, (stage, parameter) in enumerate(every):
-            # A replicated stage has the same gradients on all its ranks: it counts once.
-            if self._holders[stage] == self._rank and parameter.grad is not None:
-                own[0, index], own[1, index] = torch.linalg.vector_norm(parameter.grad, norm_type), 1
-        norms, there = gathered(own, group).sum(0)
-        found = norms[there.bool()].to(self._widest())
-        total: torch.Tensor = torch.linalg.vector_norm(found, norm_type) if len(found) else found.sum()
+        if ours:
+            norms = [torch.linalg.vector_norm(every[index][1].grad, norm_type).double() for index in ours]
+            own[0, ours], own[1, ours] = torch.stack(norms).cpu(), 1.0
+        found, there = gathered(own, group).sum(0)
+        if not there.any():
+            return torch.zeros((), device=self.devices[0])
+        types = [parameter.dtype.to_real() for (_, parameter), has in zip(every, there, strict=True) if has]
+        widest = reduce(torch.promote_types, types)
+        total: torch.Tensor = torch.linalg.vector_norm(found[there.bool()].to(widest), norm_type)
         return total.to(self.devices[0])
-
-    def _widest(self) -> torch.dtype:
-        """Return the type of the whole model's norm: one for all processes, or replicas would be scaled differently."""
-        every = [parameter for module in self._stages.modules for parameter in module.parameters()]
-        types = [parameter.dtype.to_real() for parameter in every if parameter.requires_grad]
-        return reduce(torch.promote_types, types) if types else torch.float32
 
     def _first_to_say(self, words: str) -> str:
         group = self._engine.group

@@ -8,12 +8,14 @@ import socket
 import sys
 import threading
 
+import processes
 import pytest
 import torch.distributed as dist
 
 from pipelab import RankError
 from pipelab.engine.processes.facts import facts_of_this_process
 from pipelab.engine.processes.joining import _await, decline, introduce
+from pipelab.engine.processes.store import corner
 
 SAME = {
     "plan": {"sizes": [2, 2, 2], "rows": ["", ""]},
@@ -58,6 +60,36 @@ def test_a_process_that_declines_is_heard_while_another_one_is_missing():
     with pytest.raises(RankError, match=r"^rank 1 made no Pipeline: no such device$") as told:
         introduce(store, 0, 3, facts_of_this_process() | SAME, 20)
     assert told.value.rank == 1
+
+
+@pytest.mark.parametrize(("world", "apart"), [("2", True), ("4", False)])
+def test_what_an_earlier_attempt_of_torchruns_wrote_is_not_read_again_on_one_machine(monkeypatch, world, apart):
+    """Several machines each count their attempts alone: there the count tells processes apart that belong together."""
+    store = dist.HashStore()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    corner(store, "1").set("failed", "then")
+    assert corner(store, "1").check(["failed"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert corner(store, "1").check(["failed"]) is not apart
+
+
+@pytest.mark.dist
+def test_a_process_that_declines_ends_where_torchruns_store_is_gone():
+    script = """
+    import plain
+    from torch.nn.functional import mse_loss
+    from pipelab import EngineError, OneFOneB, Pipeline
+
+    try:
+        Pipeline(plain.mlp(6), OneFOneB(3, 2), mse_loss, engine="torch", timeout=None)
+    except EngineError as error:
+        print(error)
+    """
+    env = processes.environment(TORCHELASTIC_USE_AGENT_STORE="True")
+    (ended,) = processes.run_in(1, script, env=env, seconds=60)
+    assert ended.out.startswith("the plan has 3 ranks and torchrun started 1 process: "), ended
 
 
 def test_a_store_that_is_gone_is_told_as_such():

@@ -33,8 +33,8 @@ __all__ = ["start"]
 _MARGIN_SECONDS = 30.0
 """How much longer PyTorch's own timeouts are: pipelab's come first, and say more."""
 
-_DECLINING_SECONDS = 5.0
-"""How long a process that makes no pipeline may take to reach the store."""
+_DECLINING_SECONDS = 2.0
+"""How long each attempt to reach the store may take for a process that makes no pipeline; PyTorch makes several."""
 
 _made = 0
 """How many pipelines this process has made: each has its own corner of the store."""

@@ -72,9 +72,11 @@ class Fault:
 def shorten(thing: object, width: int = 60) -> str:
     """Return `repr(thing)` on one line, cut to `width` characters."""
     try:
-        text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(thing).split()))
+        text = " ".join(repr(thing).split())
     except Exception as error:  # noqa: BLE001 - a student's __repr__ may raise; the fault must still be told
         text = f"<{type(thing).__name__} whose repr raises {type(error).__name__}>"
+    if " at 0x" in text:
+        text = re.sub(r" at 0x[0-9a-f]+", "", text)
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
@@ -87,9 +89,11 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) ->
                            ^^^^
     """
     line = mark = ""
+    start = max(0, position - 4)
+    near = [_word(item) for item in row[start : position + 5]]
     for around in (4, 2, 1, 0):
         first = max(0, position - around)
-        words = [_word(item) for item in row[first : position + around + 1]]
+        words = near[first - start : position + around + 1 - start]
         marked = position - first
         lead = f"rank {rank} | {'… ' if first else ''}"
         line = lead + " ".join(words) + (" …" if position + around + 1 < len(row) else "")

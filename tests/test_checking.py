@@ -540,9 +540,11 @@ def test_a_class_is_told_of_its_stages_only_where_they_explain_all():
     class SaysSo(Halves, Mirrored, pipelab.Schedule):
         stages_per_rank = 2
 
-    schedules = (Raises(4, 8), Unfinished(4, 8), SaysSo(4, 8, stages_per_rank=1), WithoutStages(256, 256))
+    schedules = (Raises(4, 8), Unfinished(4, 8), SaysSo(4, 8, stages_per_rank=1), WithoutStages(64, 66))
     for schedule in schedules:
         assert not any("stages_per_rank" in fault.hint for fault in check(schedule))
+    (fault,) = check(WithoutStages(64, 64))  # the largest plan for which others are tried
+    assert "stages_per_rank = 2" in fault.hint
 
 
 def test_a_stage_out_of_range_is_no_loop_that_runs_too_far():

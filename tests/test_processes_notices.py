@@ -298,3 +298,19 @@ def test_a_sigterm_is_obeyed_after_the_last_words(handler, code, printed):
     out, err = process.communicate(timeout=20)
     assert err == "pipelab: told to stop (SIGTERM): rank 0 waits for rank 1\n"
     assert (process.returncode, out) == (code, printed)
+
+
+def test_of_processes_told_to_stop_one_after_the_other_each_names_the_one_that_was_gone_first(capsys):
+    """torchrun stops the others where one was killed: for the last of them, several are gone."""
+    store, own, dead = dist.HashStore(), os.getpid(), ended_process()
+    processes_of = {0: everyone(own, dead, own), 2: everyone(dead, dead, own)}
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # this script goes on
+    try:
+        for rank, seen in processes_of.items():
+            watch = Watch(rank, Notices(store, rank, seen), timeout=None, threads=1)
+            words = f"rank 1 is gone: process {dead} on node-a was killed, or ended\n  rank {rank} computes"
+            with pytest.raises(RankError, match=f"^{words}$"):
+                watch.attend(lambda: os.kill(own, signal.SIGTERM) or time.sleep(5), Doing(lambda: "computes"))
+            assert capsys.readouterr().err == f"pipelab: told to stop (SIGTERM): {words}\n"
+    finally:
+        signal.signal(signal.SIGTERM, before)

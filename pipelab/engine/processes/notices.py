@@ -66,14 +66,20 @@ class Notices:
         except RuntimeError:
             return Notice(0, "the process that holds this job's store is gone: rank 0, or torchrun itself", alive=False)
 
-    def tell(self, rank: int, told: str, *, alive: bool = False) -> Notice:
-        """Say that a rank failed, unless another was named before; wait until all others know. Return who failed."""
+    def note(self, rank: int, told: str, *, alive: bool = False) -> Notice:
+        """Say that a rank failed, unless another was named before. Return who failed first."""
         notice = Notice(rank, told, alive)
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that held it
-            self._store.set(f"heard/{self._rank}", "")
             self._store.compare_set("failed", "", json.dumps(asdict(notice)))
+            return self.news() or notice
+        return notice
+
+    def tell(self, rank: int, told: str, *, alive: bool = False) -> Notice:
+        """Say that a rank failed, unless another was named before; wait until all others know. Return who failed."""
+        notice = self.note(rank, told, alive=alive)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"heard/{self._rank}", "")
             linger(self._store, self._others("heard", notice))
-            notice = self.news() or notice
         self._take_leave(notice)
         return notice
 

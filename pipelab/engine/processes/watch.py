@@ -239,11 +239,16 @@ class Watch:
         return f"; {ranks} {'has' if len(absent) == 1 else 'have'} not come to this call"
 
     def _last_words(self, doing: Doing) -> str:
-        """Return what this process knows when it is told to stop."""
+        """Return what this process knows when it is told to stop.
+
+        Who is gone is noted for those who are told to stop as well: some of them may be gone before the next one looks.
+        """
         if self.over:
             return self.over
         notice, gone = self._notices.news(), self._notices.gone()
-        known = notice.told if notice else gone[1] if gone else "no other process has said why"
+        if notice is None and gone:
+            notice = self._notices.note(*gone)
+        known = notice.told if notice else "no other process has said why"
         return f"{known}\n  rank {self.rank} {doing.told()}"
 
 

@@ -187,9 +187,8 @@ def test_a_process_that_waits_too_long_names_those_who_have_not_come():
     pids = everyone(*[os.getpid()] * 4)
     for rank, number in ((1, 1), (3, 1)):
         Notices(store, rank, pids).wait(number)
-    heard = [threading.Timer(0.1, lambda rank=rank: store.set(f"heard/{rank}", "")) for rank in (1, 2, 3)]
-    for timer in heard:
-        timer.start()
+    for rank in (1, 2, 3):
+        Notices(store, rank, pids).hear(Notice(0, "it waits too long", alive=True))  # nobody is waited for
     watch = Watch(0, Notices(store, 0, pids), timeout=0.3, threads=1)
     doing = Doing(lambda: "waits for all processes in step(x, y)")
     with pytest.raises(StepTimeoutError, match=r"in step\(x, y\); rank 2 has not come to this call$"):
@@ -303,12 +302,12 @@ def test_a_sigterm_is_obeyed_after_the_last_words(handler, code, printed):
 def test_of_processes_told_to_stop_one_after_the_other_each_names_the_one_that_was_gone_first(capsys):
     """torchrun stops the others where one was killed: for the last of them, several are gone."""
     store, own, dead = dist.HashStore(), os.getpid(), ended_process()
-    processes_of = {0: everyone(own, dead, own), 2: everyone(dead, dead, own)}
+    seen_by = {1: everyone(own, own, dead, own), 3: everyone(own, dead, dead, own)}
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # this script goes on
     try:
-        for rank, seen in processes_of.items():
+        for rank, seen in seen_by.items():
             watch = Watch(rank, Notices(store, rank, seen), timeout=None, threads=1)
-            words = f"rank 1 is gone: process {dead} on node-a was killed, or ended\n  rank {rank} computes"
+            words = f"rank 2 is gone: process {dead} on node-a was killed, or ended\n  rank {rank} computes"
             with pytest.raises(RankError, match=f"^{words}$"):
                 watch.attend(lambda: os.kill(own, signal.SIGTERM) or time.sleep(5), Doing(lambda: "computes"))
             assert capsys.readouterr().err == f"pipelab: told to stop (SIGTERM): {words}\n"

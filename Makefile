@@ -18,7 +18,8 @@ demo: .venv/run.stamp ## run a pipeline on this machine: checked, simulated, dra
 
 # First, alone, the tests that start processes of their own; then one group on all cores, each worker with one computing
 # thread. pytest's exit code 5 says that a group has no tests. Other pytest plugins that the machine may have stay out.
-PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+# Python may keep what it compiled, whatever the machine's setting is: many processes import the same files.
+PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= \
 	$(BIN)/python -m pytest -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 
 # The first two groups do not see a GPU: what they compare runs on the CPU. Tests marked gpu skip there, and run last.

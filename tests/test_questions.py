@@ -1,0 +1,54 @@
+"""The page of questions: its code runs from top to bottom, and gives what the page says."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import pipelab
+
+PAGE = (Path(__file__).parents[1] / "docs" / "questions.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """Run the page; return what it has made."""
+    made: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL):
+        exec(block, made)  # noqa: S102 - it is the page's own
+    return made
+
+
+def test_costs_are_those_of_one_microbatch(names):
+    same, larger, finer = (names[name] for name in ("same_cut", "larger_batch", "finer_cut"))
+    assert finer.makespan == pytest.approx(larger.makespan / 2)
+    work = sum(names["cost"].times(same.plan)[kind][0] for kind in "FB")
+    assert same.makespan > 8 * work
+    assert larger.makespan > 16 * work
+
+
+def test_what_a_forward_keeps_are_the_inputs_of_its_layers(names):
+    (size, _) = names["bytes_kept"](names["model"][:4], names["given"])
+    assert size == 4 * 32 * 512 * 4
+
+
+def test_a_timeout_names_ranks_and_the_line(names):
+    class Sleeps(nn.Module):
+        def forward(self, x):
+            time.sleep(1)
+            return x
+
+    stages = [nn.Linear(512, 512), Sleeps()]
+    with (
+        pipelab.Pipeline(stages, pipelab.OneFOneB(2, 8), names["loss_fn"], timeout=0.3) as pipe,
+        pytest.raises(pipelab.StepTimeoutError) as raised,
+    ):
+        pipe.step(names["x"], names["y"])
+    told = str(raised.value)
+    assert "rank 0 waits" in told
+    assert "time.sleep(1)" in told

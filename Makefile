@@ -16,22 +16,23 @@ help: ## show this list
 demo: .venv/run.stamp ## run a pipeline on this machine: checked, simulated, drawn, executed
 	@$(BIN)/pipelab demo $(ARGS)
 
-# First, alone, the tests that start processes of their own; then one group on all cores, each worker with one computing
-# thread. pytest's exit code 5 says that a group has no tests. Other pytest plugins that the machine may have stay out.
-# Python may keep what it compiled, whatever the machine's setting is: many processes import the same files.
+# First the tests that start processes of their own, two files at a time, as much of their time is waiting; then all
+# others on all cores, each worker with one computing thread. pytest's exit code 5 says that a group has no tests. Other
+# pytest plugins that the machine may have stay out. Python may keep what it compiled, whatever the machine's setting
+# is: many processes import the same files.
 PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= \
 	$(BIN)/python -m pytest -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 
 # The first two groups do not see a GPU: what they compare runs on the CPU. Tests marked gpu skip there, and run last.
 test: .venv/dev.stamp ## run all tests
-	@echo "pipelab: tests that start several processes, one after the other"; alone=0; \
-	CUDA_VISIBLE_DEVICES= $(PYTEST) -m dist $(ARGS) || alone=$$?; \
-	echo "pipelab: all other tests, on all cores"; shared=0; \
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not dist" $(ARGS) || shared=$$?; \
+	@echo "pipelab: tests that start several processes"; several=0; \
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --maxprocesses 2 --dist loadfile -m dist $(ARGS) || several=$$?; \
+	echo "pipelab: all other tests, on all cores"; alone=0; \
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not dist" $(ARGS) || alone=$$?; \
 	ongpu=5; if command -v nvidia-smi >/dev/null; then \
 		echo "pipelab: tests on the GPU"; ongpu=0; $(PYTEST) -m gpu $(ARGS) || ongpu=$$?; \
 	fi; \
-	case $$alone$$shared$$ongpu in *[!05]* | 555) exit 1 ;; esac
+	case $$several$$alone$$ongpu in *[!05]* | 555) exit 1 ;; esac
 
 lint: .venv/dev.stamp ## check style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

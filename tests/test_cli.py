@@ -55,6 +55,7 @@ def test_conformance_with_nothing_to_compare_ends_with_exit_code_1(pipelab_comma
     code, output, _ = pipelab_command("conformance", "dualpipe", "-r", "3", "-m", "4")
     assert code == 1
     assert "bit-equal" not in output
+    assert "Nothing could be compared: exit code 1." in output
     code, _, error = pipelab_command("conformance", "1f1b", "-m", "2", "4")
     assert code == 1
     assert "4: a number is no schedule" in error

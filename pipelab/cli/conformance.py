@@ -103,7 +103,8 @@ def _notes(report: Report) -> list[str]:
             notes.append(f"{line.schedule}: PyTorch accepts {_sizes(line.not_ours)} more.")
     processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})
     where = f", and in {' and '.join(map(str, processes))} processes with gloo" if processes else ""
-    return [f"PyTorch ran in one process{where}.", *dict.fromkeys(notes)]  # two references may tell the same
+    ran = f"PyTorch ran in one process{where}." if report.compared else "Nothing could be compared: exit code 1."
+    return [ran, *dict.fromkeys(notes)]  # two references may tell the same
 
 
 def _sizes(number: int) -> str:

@@ -1,4 +1,4 @@
-"""A model of which other processes train a part: whoever saves it too early, or trains that part here, is warned."""
+"""Processes and their models: who would save, train or begin with weights that are not the right ones is warned."""
 
 from __future__ import annotations
 
@@ -142,3 +142,60 @@ def test_a_model_that_is_stale_says_so_when_it_is_saved_or_trained_otherwise():
             of_rank |= {"half frozen": [called, saved]}  # the other one has learnt
         assert warned == expected | of_rank
         assert hooks == 0
+
+
+OTHERWISE = """
+import json, os, sys, warnings
+import plain, torch
+from torch import nn
+import pipelab
+
+rank = int(os.environ["RANK"])
+found = {}
+
+
+def made(case, model, **settings):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = pipelab.OneFOneB(2, 2)
+        with pipelab.Pipeline(model, plan, nn.functional.mse_loss, engine="torch", timeout=60) as pipe:
+            step = settings.get("steps")
+            if step:
+                pipe.step(*plain.batch(4))
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            if settings.get("gathers"):
+                pipe.state_dict()
+    found[case] = [f"{os.path.basename(each.filename)}: {each.message}" for each in caught]
+
+
+same = plain.mlp(4)
+made("same", same, steps=True)
+made("trained on", same, steps=True)
+made("gathered", same, steps=True, gathers=True)
+made("after that", same)
+torch.manual_seed(rank)
+made("seed", nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))))
+loaded = plain.mlp(4)
+if rank == 0:
+    loaded.load_state_dict(plain.mlp(4, seed=9).state_dict())
+made("loaded once", loaded)
+made("half floats", plain.mlp(4).to(torch.bfloat16))
+with torch.device("meta"):
+    empty = nn.Linear(6, 6)
+made("own stages only", [[nn.Linear(6, 6), empty], [empty, nn.Linear(6, 6)]][rank])
+print(json.dumps(found))
+"""
+
+
+def test_processes_with_other_weights_are_told_before_the_first_step():
+    ended = processes.run_in(2, OTHERWISE)
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, processes.shown(ended)
+    first, second = (json.loads(each.out) for each in ended)
+    told = (
+        "script.py: rank {} has other weights for stage {} than rank {}, which trains it: a stage begins with the "
+        "weights that its own rank's process has\n  try: the same torch.manual_seed in every process before the model "
+        "is made; a saved state is loaded in every process"
+    )
+    warned = {case: each for case, each in first.items() if each}
+    assert warned == {"seed": [told.format(1, 0, 0)], "loaded once": [told.format(1, 0, 0)]}
+    assert not any(second.values())

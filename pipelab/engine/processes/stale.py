@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipelab.engine.splitting import Stages
 
-__all__ = ["clear_stale", "mark_stale", "warn_of_stale"]
+__all__ = ["clear_stale", "is_stale", "mark_stale", "warn_of_stale"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +81,13 @@ def clear_stale(stages: Stages, held: Sequence[int]) -> None:
         _forget(module)
 
 
+def is_stale(stages: Stages, stage: int) -> bool:
+    """Tell whether another process trains a stage, as far as is known here."""
+    module = stages.modules[stage]
+    known = _stale.get(stages.model) or _stale.get(module)
+    return known is not None and not known.trains(module)
+
+
 def warn_of_stale(stages: Stages, held: Sequence[int]) -> None:
     """Warn if this process is about to train what another one has trained in an earlier pipeline.
 
@@ -90,7 +97,7 @@ def warn_of_stale(stages: Stages, held: Sequence[int]) -> None:
     """
     for stage in held:
         known = _stale.get(stages.model) or _stale.get(stages.modules[stage])
-        if known is not None and known.has_learnt() and not known.trains(stages.modules[stage]):
+        if known is not None and known.has_learnt() and is_stale(stages, stage):
             warnings.warn(
                 f"stage {stage} is here as it was before an earlier pipeline, in which another process trained it: it "
                 "begins anew from there\n"

@@ -24,6 +24,7 @@ from pipelab.engine.processes.parts import parts_of
 from pipelab.engine.processes.stale import warn_of_stale
 from pipelab.engine.processes.store import AnsweringStore, corner, duration, open_store, store_is_at_hand
 from pipelab.engine.processes.watch import Doing, Watch
+from pipelab.engine.processes.weights import digests_of_weights, warn_of_other_weights
 from pipelab.engine.processes.whole import ManyProcesses
 from pipelab.engine.replicas import Runners, require_replicable
 from pipelab.errors import EngineError, PipelabError
@@ -66,6 +67,8 @@ def start(job: Job) -> Started:
     store = corner(base, str(_made))
     everyone = introduce(AnsweringStore(store, job.timeout), rank, size, facts, job.timeout)
     warn_of_stale(job.stages, held)
+    if rank == 0:
+        warn_of_other_weights(plan.replicas, [each["weights"] for each in everyone])
     backend = backend_of(everyone)
     threads = job.intra_op_threads or torch.get_num_threads()
     # A process that waits for one thing of a store waits with it for all others. So the watch has a connection of its
@@ -126,6 +129,7 @@ def _facts(job: Job, device: torch.device) -> dict[str, Any]:
         "gpu": gpu_of(device),
         "plan": describe_plan(job.plan),
         "model": describe_model(job.stages.modules),
+        "weights": digests_of_weights(job.stages),
         "reduction": job.reduction,
         "replicated_buffers": job.replicated_buffers,
     }

@@ -146,7 +146,10 @@ def _trace_of(subject: Trace | Plan | Draftable, cost: Cost | None) -> Trace:
         return subject
     if isinstance(subject, (Plan, Draftable, type, str)):
         return simulate(subject, cost)
-    raise TypeError(f"compare takes traces, plans and schedules, one by one, got {shorten(subject)}")
+    raise TypeError(
+        f"compare takes traces, plans and schedules, one by one, got {shorten(subject)}"
+        + (": take its trace" if hasattr(subject, "trace") else "")
+    )
 
 
 def _default_name(trace: Trace) -> str:

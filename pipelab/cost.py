@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
+from pipelab.faults import shorten
 from pipelab.plan import Plan
 from pipelab.trace import Trace
 
@@ -120,7 +121,12 @@ class Cost:
             (3.0, 4.0)
             >>> pipelab.simulate(pipelab.OneFOneB(2, 4), Cost.fit(trace)).makespan
             49.0
+
+        Raises:
+            TypeError: if it is given anything but a trace.
         """
+        if not isinstance(trace, Trace):
+            raise TypeError(f"Cost.fit takes a trace, step.trace or what simulate returns, got {shorten(trace)}")
         typical = {
             kind: [median(times) if times else 0.0 for times in each]
             for kind, each in _spans(trace).items()

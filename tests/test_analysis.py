@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -145,6 +146,8 @@ def test_what_cannot_be_compared_is_refused():
         compare(trace, trace, names=["one"])
     with pytest.raises(TypeError, match="compare takes traces, plans and schedules, one by one, got 3"):
         compare(trace, 3)
+    with pytest.raises(TypeError, match="one by one, got namespace.*: take its trace$"):
+        compare(SimpleNamespace(trace=simulate(pipelab.GPipe(2, 2))))
     with pytest.raises(TypeError, match=r"one by one, got \[<simulated"):
         compare([trace, trace])
     with pytest.raises(TypeError, match=r"got 'gpipe': make one, pipelab.schedules\['gpipe'\]\(ranks=4"):

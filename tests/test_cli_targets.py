@@ -68,6 +68,17 @@ def test_what_is_not_there_is_told_with_what_is(pipelab_command, folder):
     assert "x in empty.py is no schedule" in pipelab_command("check", "empty.py:x")[2]
 
 
+@pytest.mark.parametrize(("suffix", "words"), [("html", "a picture"), ("svg", "a picture"), ("pt", "a saved state")])
+def test_a_picture_is_no_schedule_and_a_script_of_its_name_does_not_run(pipelab_command, folder, suffix, words):
+    Path("mine.py").write_text("print('it runs')")
+    Path(f"mine.{suffix}").write_text("")
+    code, output, error = pipelab_command("check", f"mine.{suffix}")
+    assert code == 1
+    assert "it runs" not in output
+    assert f"mine.{suffix} holds no schedule: " in error
+    assert words in error
+
+
 def test_a_plan_in_a_csv_file_is_a_target_too(pipelab_command, folder):
     pipelab.OneFOneB(2, 3).plan().to_csv("plan.csv")
     code, output, _ = pipelab_command("check", "plan.csv")

@@ -55,6 +55,12 @@ def test_one_slow_action_does_not_change_the_fit():
     assert Cost.fit(slow).forward == (1,)
 
 
+@pytest.mark.parametrize("taken", [pipelab.GPipe(2, 4), [1, 2], None], ids=str)
+def test_a_fit_of_anything_but_a_trace_says_which_trace(taken):
+    with pytest.raises(TypeError, match=r"^Cost.fit takes a trace, step.trace or what simulate returns, got "):
+        Cost.fit(taken)
+
+
 def test_a_fit_for_other_stages_is_refused_with_the_next_move():
     fitted = Cost.fit(simulate(pipelab.GPipe(2, 4)))
     with pytest.raises(CostError) as refusal:

@@ -25,16 +25,18 @@ def names() -> dict[str, Any]:
 
 
 def test_costs_are_those_of_one_microbatch(names):
-    same, larger, finer = (names[name] for name in ("same_cut", "larger_batch", "finer_cut"))
-    assert finer.makespan == pytest.approx(larger.makespan / 2)
+    same, larger, best = (names[name] for name in ("same_cut", "larger_batch", "at_best"))
+    assert best.makespan == pytest.approx(larger.makespan / 2)
+    assert names["finer_cut"].plan == best.plan
     work = sum(names["cost"].times(same.plan)[kind][0] for kind in "FB")
     assert same.makespan > 8 * work
     assert larger.makespan > 16 * work
 
 
 def test_what_a_forward_keeps_are_the_inputs_of_its_layers(names):
-    (size, _) = names["bytes_kept"](names["model"][:4], names["given"])
-    assert size == 4 * 32 * 512 * 4
+    for given in (names["given"], names["x"][:32]):
+        (size, _) = names["bytes_kept"](names["model"][:4], given)
+        assert size == 4 * 32 * 512 * 4
 
 
 def test_a_timeout_names_ranks_and_the_line(names):

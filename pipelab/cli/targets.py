@@ -23,6 +23,12 @@ __all__ = ["find", "has_sizes", "settings"]
 
 _MICROBATCHES = 8
 
+_PICTURE = "it is a picture; save a trace as .json too, or a plan as .csv, and give that"
+_NO_SCHEDULES = dict.fromkeys((".html", ".svg", ".png", ".pdf", ".txt"), _PICTURE) | dict.fromkeys(
+    (".pt", ".pth"), "it is a saved state; give the file of the schedule, my_file.py:MySchedule"
+)
+"""What files are that hold no schedule: one in Python of the same name is not meant."""
+
 _CLASSES = {kind.__name__: kind for kind in schedules.values()}
 
 
@@ -48,6 +54,9 @@ def find(
     kind = schedules.get(target) or _CLASSES.get(target.removeprefix("pipelab."))
     if kind is not None:
         return _make(kind, *sizes)
+    suffix = Path(target).suffix
+    if suffix in _NO_SCHEDULES:
+        raise LoadError(f"{target} holds no schedule: {_NO_SCHEDULES[suffix]}")
     file = _student_file(target)
     if file is not None:
         path, name = file

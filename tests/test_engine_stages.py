@@ -311,3 +311,13 @@ def test_a_sparse_tensor_passes_between_stages_in_a_step_and_in_an_evaluation():
     with Pipeline(model, GPipe(2, 4), mse) as pipe:
         torch.testing.assert_close(pipe.step(x, y).outputs, model(x).detach())
         torch.testing.assert_close(pipe.forward(x), model(x).detach())
+
+
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.CrossEntropyLoss()], ids=["size", "class"])
+def test_an_error_in_the_loss_says_so_with_what_it_was_given(loss):
+    target = torch.randn(8) if loss is nn.functional.mse_loss else torch.full((8,), 99)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    with Pipeline(model, GPipe(2, 4), loss) as pipe, pytest.raises(StageError) as failed:
+        pipe.step(torch.randn(8, 6), target)
+    kind = str(target.dtype).removeprefix("torch.")
+    assert f"\n  in the loss, of an output [2, 3] float32 and a target [2] {kind}\n  at " in str(failed.value)

@@ -35,7 +35,8 @@ def stage_error(
     where = ""
     if not isinstance(error, PipelabError):
         told = f"{type(error).__name__}: {error}"
-        where = f"\n  at {students_line(error)}"
+        where = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        where += f"\n  at {students_line(error)}"
         if "leaf Variable that requires grad" in told:
             where += "\n  try: clone the stage's input before writing into it: a stage's input is its own leaf"
         where += relieve(error)

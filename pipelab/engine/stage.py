@@ -51,7 +51,13 @@ class Loss:
         Raises:
             LossError: if the function does not return one real number that depends on the output.
         """
-        loss = self.function(output, self.targets[microbatch])
+        try:
+            loss = self.function(output, self.targets[microbatch])
+        except Exception as error:
+            error.add_note(
+                f"in the loss, of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}"
+            )
+            raise
         if not isinstance(loss, torch.Tensor):
             raise LossError(f"the loss function returned {type(loss).__name__}, not a tensor")
         if loss.numel() != 1:
@@ -227,6 +233,13 @@ def _leaves(given: Any) -> tuple[Any, list[torch.Tensor | None]]:
     ]
     leaves = [part if part.requires_grad else None for part in entry if isinstance(part, torch.Tensor)]
     return rebuild(entry, spec), leaves
+
+
+def _sizes(value: Any) -> str:
+    """Return the sizes of what the loss was given: `"[4, 16] float32"`."""
+    tensors = tensors_of(value)
+    words = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors]
+    return ", ".join(words) or f"without tensors ({type(value).__name__})"
 
 
 def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:

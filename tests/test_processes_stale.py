@@ -183,6 +183,13 @@ made("half floats", plain.mlp(4).to(torch.bfloat16))
 with torch.device("meta"):
     empty = nn.Linear(6, 6)
 made("own stages only", [[nn.Linear(6, 6), empty], [empty, nn.Linear(6, 6)]][rank])
+class Own(nn.Parameter):
+    pass
+
+
+of_a_class = plain.mlp(4)
+of_a_class[0].weight = Own(torch.full((6, 6), 1.0 + rank))
+made("of a class", of_a_class)
 print(json.dumps(found))
 """
 

@@ -55,7 +55,8 @@ def warn_of_other_weights(holders: Mapping[int, Sequence[int]], digests: Sequenc
 def _digest(module: nn.Module) -> str | None:
     found = hashlib.sha256()
     for parameter in module.parameters():
-        if parameter.is_meta or parameter.layout is not torch.strided:
+        plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
+        if parameter.is_meta or not plain:  # of another class, it may lie in several processes
             return None
         flat: Any = parameter.detach().reshape(-1)
         sample = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous()

@@ -77,6 +77,8 @@ def test_a_picture_is_no_schedule_and_a_script_of_its_name_does_not_run(pipelab_
     assert "it runs" not in output
     assert f"mine.{suffix} holds no schedule: " in error
     assert words in error
+    _, _, error = pipelab_command("check", f"other.{suffix}")
+    assert f"there is no file other.{suffix}" in error
 
 
 def test_a_plan_in_a_csv_file_is_a_target_too(pipelab_command, folder):

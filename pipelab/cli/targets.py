@@ -23,7 +23,7 @@ __all__ = ["find", "has_sizes", "settings"]
 
 _MICROBATCHES = 8
 
-_PICTURE = "it is a picture; save a trace as .json too, or a plan as .csv, and give that"
+_PICTURE = "it is a picture, or text; save a trace as .json too, or a plan as .csv, and give that"
 _NO_SCHEDULES = dict.fromkeys((".html", ".svg", ".png", ".pdf", ".txt"), _PICTURE) | dict.fromkeys(
     (".pt", ".pth"), "it is a saved state; give the file of the schedule, my_file.py:MySchedule"
 )
@@ -56,7 +56,7 @@ def find(
         return _make(kind, *sizes)
     suffix = Path(target).suffix
     if suffix in _NO_SCHEDULES:
-        raise LoadError(f"{target} holds no schedule: {_NO_SCHEDULES[suffix]}")
+        raise LoadError(f"{_existing(target)} holds no schedule: {_NO_SCHEDULES[suffix]}")
     file = _student_file(target)
     if file is not None:
         path, name = file

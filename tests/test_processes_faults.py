@@ -348,7 +348,7 @@ class Dies(nn.Module):
 
     def forward(self, value):
         self.seen += 1
-        if rank == 1 and self.seen == 7:
+        if rank == 1 and self.seen == 8:  # 1F2 of the second step (one forward was to learn shapes): others are in it
             os.kill(os.getpid(), signal.SIGKILL)
         return value
 

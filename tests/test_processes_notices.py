@@ -17,6 +17,7 @@ import torch.distributed as dist
 import pipelab.engine.processes.watch
 from pipelab import BatchError, PipelineClosedError, RankError, StepTimeoutError
 from pipelab.engine.processes.notices import Notice, Notices
+from pipelab.engine.processes.signals import told_before_the_end
 from pipelab.engine.processes.store import AnsweringStore
 from pipelab.engine.processes.watch import Doing, Watch
 
@@ -272,21 +273,23 @@ def test_work_that_gets_on_may_take_longer_than_the_timeout(watch):
 
 
 TERMINATED = """
-import signal, sys, time
+import io, signal, sys, time
 from pipelab.engine.processes.signals import told_before_the_end
 
 if sys.argv[1] == "own":
     signal.signal(signal.SIGTERM, lambda *_: (print("mine too", flush=True), sys.exit(7)))
 with told_before_the_end(lambda: "rank 0 waits for rank 1"):
+    if sys.argv[1] == "elsewhere":
+        sys.stderr = io.StringIO()
     print("ready", flush=True)
     time.sleep(20)
 """
 
 
-@pytest.mark.parametrize(("handler", "code", "printed"), [("none", -signal.SIGTERM, ""), ("own", 7, "mine too\n")])
-def test_a_sigterm_is_obeyed_after_the_last_words(handler, code, printed):
+def terminated(case):
+    """Return how a process ended that was sent a SIGTERM: its exit code, and what it printed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", TERMINATED, handler],
+        [sys.executable, "-c", TERMINATED, case],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -295,8 +298,38 @@ def test_a_sigterm_is_obeyed_after_the_last_words(handler, code, printed):
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
-    assert err == "pipelab: told to stop (SIGTERM): rank 0 waits for rank 1\n"
-    assert (process.returncode, out) == (code, printed)
+    return process.returncode, out, err
+
+
+LAST_WORDS = "pipelab: told to stop (SIGTERM): rank 0 waits for rank 1\n"
+
+
+def test_a_sigterm_is_obeyed_after_the_last_words():
+    assert terminated("none") == (-signal.SIGTERM, "", LAST_WORDS)
+    assert terminated("own") == (7, "mine too\n", LAST_WORDS)
+
+
+def test_last_words_are_not_lost_in_a_traceback_that_is_being_written():
+    """PyTorch's hook for exceptions has `sys.stderr` collect the text, to write a rank before each line."""
+    assert terminated("elsewhere") == (-signal.SIGTERM, "", LAST_WORDS)
+
+
+def test_a_sigterm_is_obeyed_where_nothing_can_be_said(monkeypatch):
+    """As where the signal comes in the middle of a write, which Python does not enter again."""
+
+    class Busy:
+        def write(self, words):
+            raise RuntimeError(f"reentrant call, of {words!r}")
+
+    obeyed = []
+    before = signal.signal(signal.SIGTERM, lambda *_: obeyed.append(True))
+    try:
+        monkeypatch.setattr(sys, "stderr", Busy())
+        with told_before_the_end(lambda: "rank 0 waits for rank 1"):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert obeyed == [True]
 
 
 def test_of_processes_told_to_stop_one_after_the_other_each_names_the_one_that_was_gone_first(capsys):

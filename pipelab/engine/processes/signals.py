@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 __all__ = ["told_before_the_end"]
@@ -28,11 +28,16 @@ def told_before_the_end(what: Callable[[], str], for_good: Callable[[], bool] = 
         return
 
     def tell(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python calls it so
-        sys.stderr.write(f"pipelab: told to stop (SIGTERM): {what()}\n")
-        sys.stderr.flush()
-        signal.signal(signal.SIGTERM, before)
-        signal.raise_signal(signal.SIGTERM)
+        try:
+            words = f"pipelab: told to stop (SIGTERM): {what()}\n"
+            with suppress(OSError, RuntimeError, ValueError):  # gone, in the middle of a write, or closed
+                errors.write(words)
+                errors.flush()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            signal.raise_signal(signal.SIGTERM)
 
+    errors = sys.stderr  # as it is now: while PyTorch has a traceback written, it collects the text, and that is lost
     before = signal.signal(signal.SIGTERM, tell)
     try:
         yield

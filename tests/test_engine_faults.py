@@ -161,6 +161,41 @@ def test_an_exception_in_a_pure_forward_is_told_without_gradients():
         torch.testing.assert_close(pipe.forward(plain.batch(8)[0]), model(plain.batch(8)[0]).detach())
 
 
+def test_an_error_in_a_layer_of_pytorchs_names_the_layer():
+    """Otherwise the line told is PyTorch's own, the same for every layer of that kind."""
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 6))
+    told = {
+        nn.Sequential(
+            nn.Linear(6, 6), nn.ReLU(), nn.Linear(7, 6)
+        ): "2, Linear(in_features=7, out_features=6, bias=True)",
+        nn.Sequential(nn.Linear(6, 6), nn.ReLU(), inner): "2.1, Linear(in_features=7, out_features=6, bias=True)",
+        nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), fails_in_a_class_of_its_own())): "1.1, Fuse",
+    }
+    for model, layer in told.items():
+        with Pipeline(model, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(4))
+        assert f"\n  in layer {layer}\n  at " in str(failed.value)
+        with Pipeline(model, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError, match=rf"\n  in layer {layer[0]}"):
+            pipe.forward(plain.batch(4)[0])
+
+
+def fails_in_a_class_of_its_own():
+    fuse = Fuse()
+    fuse.forward_does, fuse.inner = fails_forward, nn.Identity()
+    return fuse
+
+
+def test_an_error_of_a_whole_stage_or_of_the_loss_names_no_layer():
+    fuse = fails_in_a_class_of_its_own()
+    for model, loss in [
+        ([nn.Linear(6, 6), fuse], mse),
+        (plain.mlp(2), nn.Sequential(nn.Identity(), nn.Identity())),
+    ]:
+        with Pipeline(model, OneFOneB(2, 2), loss) as pipe, pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(4))
+        assert "in layer" not in str(failed.value)
+
+
 def test_stages_that_all_fail_at_once_are_one_error():
     fuses = [Fuse() for _ in range(4)]
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), fuse) for fuse in fuses))
@@ -642,6 +677,14 @@ def test_an_evaluation_of_too_few_rows_is_refused():
         pytest.raises(BatchError, match="cannot fill 4 micro-batches"),
     ):
         pipe.forward(torch.zeros(3, 6))
+
+
+def test_a_schedule_that_stands_where_the_model_should_is_told_to_change_places():
+    schedule = GPipe(2, 2)
+    told = r"^Pipeline\(model, schedule, loss_fn\): the model comes first, and (GPipe|Plan)\(.*\) stands first$"
+    for first in (schedule, schedule.plan()):
+        with pytest.raises(TypeError, match=told):
+            Pipeline(first, plain.mlp(2), mse)
 
 
 def test_an_unknown_engine_is_refused():

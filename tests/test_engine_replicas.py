@@ -320,7 +320,7 @@ def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_before_anything
     x, y = plain.batch(8)
     with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:
         hook = model[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
-        with pytest.raises(EngineError, match=r"stage 1 is on ranks 1, 3, and its 0\.bias has a post-accumulate-grad"):
+        with pytest.raises(EngineError, match=r"stage 1 is on ranks 1, 3, and its 2\.bias has a post-accumulate-grad"):
             pipe.step(x, y)
         assert all(parameter.grad is None for parameter in model.parameters())
         hook.remove()

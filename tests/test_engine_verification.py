@@ -229,6 +229,19 @@ def test_a_stage_that_treats_a_microbatch_otherwise_than_the_whole_batch_is_told
         pipe.verify(*plain.batch(12))
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")  # PyTorch warns: one more reason to say it again
+def test_a_target_that_is_spread_over_the_output_is_told_from_a_stage_that_mixes_rows():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
+    x, y = plain.batch(12)
+    with Pipeline(model, OneFOneB(2, 3), mse) as pipe, pytest.raises(VerificationError) as wrong:
+        pipe.verify(x, y[:, 0])
+    assert str(wrong.value).splitlines()[1:] == [
+        "  the output is [12, 1] and y is [12]: the loss spreads them over each other, every row of one against every "
+        "row of the other",
+        "  try: y.view(12, 1)",
+    ]
+
+
 def test_what_dropout_and_batch_norm_do_not_let_it_prove_is_said():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.BatchNorm1d(6))

@@ -270,7 +270,8 @@ def test_processes_that_do_not_mean_the_same_step_all_refuse_it_and_go_on(ends, 
 
 def test_a_stage_that_raises_is_told_on_every_process_with_what_it_was_waiting_for(ends):
     first, failed, last = ends("raises")
-    lead = r"^1F0 on rank 1 failed: ValueError: a bug of mine\n  stage 1, micro-batch 0, on cpu\n  at .*script\.py, "
+    lead = r"^1F0 on rank 1 failed: ValueError: a bug of mine\n  stage 1, micro-batch 0, on cpu\n  in layer 2, Odd\(\)"
+    lead += r"\n  at .*script\.py, "
     assert_told([failed], "StageError", lead)
     assert_told([first, last], "RankError", lead)
     assert re.search(r"\n  rank 0 waits, before 0B0 \(position 3\), for what 1B0 on rank 1 gives$", first["told"])

@@ -74,8 +74,8 @@ class DualPipe(Schedule):
         if ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks:
             return None
         return (
-            f"{ranks} ranks and {microbatches} micro-batches: DualPipe sends half of the micro-batches each way, at "
-            "least as many as there are ranks, and the two ways meet between the ranks in the middle: it needs an even "
+            f"ranks={ranks}, microbatches={microbatches}: DualPipe sends half of the micro-batches each way, at least "
+            "as many as there are ranks, and the two ways meet between the ranks in the middle: it needs an even "
             "number of ranks, and an even number of micro-batches that is at least twice as large; the nearest sizes "
             f"are {_nearest(ranks, microbatches)}"
         )

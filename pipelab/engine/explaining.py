@@ -1,13 +1,17 @@
-"""Explain an error that a stage raised: with its rank, stage and action, and the student's own line."""
+"""Explain an error that a stage raised: with its rank, stage and action, its layer, and the student's own line."""
 
 from __future__ import annotations
+
+import traceback
+
+from torch import nn
 
 from pipelab.engine.hardware import RankDevice
 from pipelab.engine.shortage import relieve
 from pipelab.errors import PipelabError, StageError
 from pipelab.faults import students_line
 
-__all__ = ["stage_error"]
+__all__ = ["layer_of", "stage_error"]
 
 
 def stage_error(
@@ -50,3 +54,13 @@ def stage_error(
     )
     explained.__cause__ = error
     return explained
+
+
+def layer_of(error: BaseException, module: nn.Module) -> str:
+    """Return which layer of a module an error comes from: `"2.1, Linear(…)"`; nothing if it is the module's own."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
+    running = [frame.f_locals.get("self") for frame in reversed(frames)]
+    inner = {id(layer): (name, layer) for name, layer in module.named_modules() if name}
+    name, layer = next((inner[id(each)] for each in running if id(each) in inner), ("", module))
+    kind = type(layer).__name__ if any(layer.children()) else " ".join(str(layer).split())
+    return f"{name}, {kind}" if name else ""

@@ -23,6 +23,7 @@ from pipelab.engine.stage import Loss
 from pipelab.engine.step import Ran, Step
 from pipelab.engine.surroundings import Surroundings
 from pipelab.errors import BatchError, EngineError, LossError, UsageError, require_size
+from pipelab.faults import shorten
 from pipelab.plan import Plan
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class Pipeline(ModuleHabits):
             raise EngineError(f"replicated_buffers={replicated_buffers!r}: expected 'refuse' or 'lowest'")
         if intra_op_threads is not None:
             intra_op_threads = require_size("intra_op_threads", intra_op_threads)
+        if isinstance(model, (Plan, Draftable)):
+            raise TypeError(
+                f"Pipeline(model, schedule, loss_fn): the model comes first, and {shorten(model)} stands first"
+            )
         self.plan = as_plan(schedule)
         require_legal(self.plan)
         _require_loss(loss_fn, reduction)

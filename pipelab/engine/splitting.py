@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -232,14 +233,14 @@ def _given(modules: list[nn.Module], into: int) -> Stages:
 
 
 def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any) -> Stages:
+    named = list(model._modules.items())  # noqa: SLF001 - `named_children` leaves out a layer that stands there twice
     layers = list(model)
     _require_enough(len(layers), into, "nn.Sequential")
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
     bounds = cut(_weights(layers, by, lambda: layer_times(layers, example)), into)
-    modules = [
-        nn.Sequential(*layers[start:stop]) for start, stop in bounds
-    ]  # a slice would be of the model's own class
+    # A slice would be of the model's own class. Names stay the model's: an error tells one, of a layer.
+    modules = [nn.Sequential(OrderedDict(named[start:stop])) for start, stop in bounds]
     return Stages(model, modules, [len(module) for module in modules])
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.autograd import run_backward
+from pipelab.engine.explaining import layer_of
 from pipelab.engine.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
 from pipelab.errors import EngineError, LossError
@@ -127,7 +128,7 @@ class Stage:
             entry, leaves = _leaves(given)
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
-        output = self.module(entry)
+        output = self._call(entry)
         if self.is_last:
             kept[microbatch] = (leaves, loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
@@ -174,7 +175,7 @@ class Stage:
         """
         earlier = [each for handed in kept.values() for each in handed if each.tensor() is not None]
         in_use = [each.tensor() for each in earlier]  # it stays so until the stage has run
-        made = self.module(map_tensors(torch.clone, given) if self.clones_input else given)
+        made = self._call(map_tensors(torch.clone, given) if self.clones_input else given)
         # Only a strided tensor lies in one place, which can be asked for: a sparse one has no storage of its own.
         outputs = [each for each in tensors_of(made) if each.layout is torch.strided and not each.is_inference()]
         places = {tensor.data_ptr() for tensor in outputs}
@@ -186,6 +187,15 @@ class Stage:
                 )
         kept[microbatch] = [_Handed(weakref.ref(tensor), tensor._version) for tensor in outputs]  # noqa: SLF001
         return made
+
+    def _call(self, entry: Any) -> Any:
+        """Run the module; an error says in which of its layers it was raised."""
+        try:
+            return self.module(entry)
+        except Exception as error:
+            if layer := layer_of(error, self.module):
+                error.add_note(f"in layer {layer}")
+            raise
 
     def _starts(
         self, microbatch: int, output: Any, gradients: Any, loss: Loss

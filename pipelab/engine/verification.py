@@ -112,6 +112,8 @@ def _whole_batch_difference(
         f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
         f"{name} differs by {differences[name]:.1e} (2-norm, relative)\n"
     )
+    if spread := _spread(output, y):
+        return differences[name], told + spread
     *_, last = (each for each, off in differences.items() if off > _whole_batch_tolerance(pipe))
     least = _SMALLEST_SHARE * max(map(_norm, reference.values()))
     behind = list(differences)[list(differences).index(last) + 1 :]
@@ -126,6 +128,23 @@ def _whole_batch_difference(
         f"{told}  reduction is {reduction!r}; it must say how loss_fn averages over rows\n"
         "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch; "
         "where it is right, look for a stage that treats a micro-batch otherwise than the whole batch"
+    )
+
+
+def _spread(output: Any, y: Any) -> str:
+    """Say that output and targets have as many numbers, and that a loss makes more of them; nothing if it does not."""
+    if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.numel() == y.numel()):
+        return ""
+    try:
+        spread = torch.broadcast_shapes(output.shape, y.shape)
+    except RuntimeError:  # then the loss does something else with them
+        return ""
+    if spread.numel() == y.numel():
+        return ""
+    shape = list(output.shape)
+    return (
+        f"  the output is {shape} and y is {list(y.shape)}: the loss spreads them over each other, every row of one "
+        f"against every row of the other\n  try: y.view({', '.join(map(str, shape))})"
     )
 
 

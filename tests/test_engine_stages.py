@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import plain
 import pytest
 import torch
@@ -183,6 +186,139 @@ def test_an_operation_in_place_on_the_batch_leaves_the_batch_alone():
         pipe.step(x, y)
         pipe.forward(x)
     assert torch.equal(x, before)
+
+
+class Fills(nn.Module):
+    """Writes into what it is given, with operations of its own that nobody sees from outside."""
+
+    def forward(self, x):
+        x[:, 0] = 0
+        x += 1
+        return x
+
+
+@pytest.mark.parametrize("name", schedules)
+def test_a_first_stage_may_write_into_the_batch_as_in_plain_training(name):
+    """The slices of one batch must not look as if they overwrote each other: a linear layer saves its input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Fills(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    plan = with_stages(name, 4, 4)
+    x, y = plain.batch(2 * plan.microbatches)
+    plain.one_after_another(model, mse, x.clone(), y, plan.microbatches)
+    reference = plain.taken(model)
+    with Pipeline(model, plan, mse) as pipe:
+        pipe.step(x, y)
+        assert plain.difference(plain.taken(model), reference) < 1e-6
+
+
+def test_a_stage_that_writes_into_what_an_earlier_backward_needs_is_told_to_write_into_a_copy():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(6))
+
+        def forward(self, x):
+            self.scale += 1
+            return x * self.scale
+
+    model = nn.Sequential(nn.Linear(6, 6), Grows(), nn.Linear(6, 6))
+    with Pipeline(model, GPipe(2, 2), mse) as pipe, pytest.raises(StageError, match=r"\n  try: write into a copy"):
+        pipe.step(*plain.batch(4))
+
+
+class Box:
+    def __init__(self, held):
+        self.held = held
+
+
+@dataclass
+class Record:
+    held: torch.Tensor
+
+
+class Gives(nn.Module):
+    """Gives an object with its output in it, or takes it out again."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.linear, self.made = nn.Linear(6, 6), made
+
+    def forward(self, given):
+        return self.made(self.linear(given))
+
+
+class Opens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, given):
+        return self.linear(given.held)
+
+
+@pytest.mark.parametrize("made", [Box, Record, lambda x: (x, {"more": [SimpleNamespace(held=x)]}), lambda x: {x}])
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+def test_an_object_that_hides_what_learns_is_refused(name, made):
+    model = [nn.Linear(6, 6), Gives(made), Opens()]
+    told = "stage 1 returned an object of class (Box|Record|SimpleNamespace|set), whose tensors are not seen"
+    with Pipeline(model, schedules[name](3, 3), mse) as pipe, pytest.raises(StageError, match=told):
+        pipe.step(*plain.batch(6))
+
+
+def test_an_object_that_hides_nothing_that_learns_passes():
+    class Passes(nn.Module):
+        def forward(self, x):
+            return x, Box(torch.ones(6)), Box(None), nn.functional.relu
+
+    class Uses(nn.Module):
+        def forward(self, given):
+            x, box, _, function = given
+            return function(x * box.held)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Passes(), Uses(), nn.Linear(6, 6))
+    with Pipeline(model, schedules["zb-h1"](4, 4), mse) as pipe:
+        assert pipe.verify(*plain.batch(8)).exact
+
+
+def test_a_dataclass_that_pytorch_has_been_told_of_passes():
+    @dataclass
+    class Known:
+        held: torch.Tensor
+
+    torch.export.register_dataclass(Known)
+    with Pipeline([nn.Linear(6, 6), Gives(Known), Opens()], schedules["zb-h1"](3, 3), mse) as pipe:
+        assert pipe.verify(*plain.batch(6)).exact
+
+
+def test_a_stage_that_returns_nothing_is_named_and_not_the_next_one():
+    class Forgets(nn.Module):
+        def forward(self, x):
+            x.relu()
+
+    with Pipeline([nn.Linear(6, 6), Forgets(), nn.Linear(6, 6)], OneFOneB(3, 2), mse) as pipe:
+        told = r"^1F0 on rank 1 failed: stage 1 returned None: does the forward of its last layer end in a return\?"
+        with pytest.raises(StageError, match=told):
+            pipe.step(*plain.batch(4))
+        with pytest.raises(StageError, match=told):
+            pipe.forward(plain.batch(4)[0])
+
+
+def test_a_stage_that_wants_two_arguments_is_told_that_a_tuple_is_one():
+    class Adds(nn.Module):
+        def forward(self, left, right):
+            return left + right
+
+    class Splits(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    told = r"\n  a stage is called with one argument, which is a tuple of 2 here\n"
+    with (
+        Pipeline([nn.Linear(6, 6), Splits(), Adds()], OneFOneB(3, 2), mse) as pipe,
+        pytest.raises(StageError, match=told),
+    ):
+        pipe.step(*plain.batch(4))
 
 
 def test_a_stage_that_writes_into_its_input_by_hand_is_told_its_line():

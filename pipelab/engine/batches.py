@@ -55,11 +55,16 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
 
 
 def split_batch(value: Any, counts: list[int]) -> list[Any]:
-    """Return the micro-batches of a batch, as views: `counts[m]` rows each."""
+    """Return the micro-batches of a batch, in the batch's own memory: `counts[m]` rows each.
+
+    Views of one tensor would share the count of writes by which autograd finds that what it saved was overwritten: a
+    stage that writes into its input would seem to overwrite other micro-batches. What asks for a gradient stays a view.
+    """
     if isinstance(value, torch.Tensor):
-        return list(value.split(counts))
+        pieces = value.split(counts)
+        return list(pieces) if value.requires_grad else [piece.data for piece in pieces]
     leaves, spec = take_apart(value)
-    pieces = [leaf.split(counts) if isinstance(leaf, torch.Tensor) else [leaf] * len(counts) for leaf in leaves]
+    pieces = [split_batch(leaf, counts) if isinstance(leaf, torch.Tensor) else [leaf] * len(counts) for leaf in leaves]
     return [rebuild(list(piece), spec) for piece in zip(*pieces, strict=True)]
 
 

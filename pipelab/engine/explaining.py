@@ -43,6 +43,11 @@ def stage_error(
         where += f"\n  at {students_line(error)}"
         if "leaf Variable that requires grad" in told:
             where += "\n  try: clone the stage's input before writing into it: a stage's input is its own leaf"
+        if "modified by an inplace operation" in told:
+            where += (
+                "\n  try: write into a copy: what an earlier micro-batch's backward needs, the forward of a later one "
+                "may have overwritten, in a buffer say"
+            )
         where += relieve(error)
     zero = "\n  gradients are partial now: zero_grad() before the next step" if partial else ""
     of_microbatch = "" if microbatch is None else f", micro-batch {microbatch}"

@@ -20,7 +20,7 @@ from torch import nn
 from pipelab.engine.autograd import run_backward
 from pipelab.engine.explaining import layer_of
 from pipelab.engine.split_backward import Branch, input_gradients, weight_gradients
-from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.trees import hides_learning_tensors, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.errors import EngineError, LossError
 
 __all__ = ["Loss", "Stage"]
@@ -132,6 +132,8 @@ class Stage:
         if self.is_last:
             kept[microbatch] = (leaves, loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
+        if not isinstance(output, torch.Tensor):
+            self._require_visible(output)
         kept[microbatch] = (leaves, output)
         return output
 
@@ -189,13 +191,38 @@ class Stage:
         return made
 
     def _call(self, entry: Any) -> Any:
-        """Run the module; an error says in which of its layers it was raised."""
+        """Run the module; an error says in which of its layers it was raised.
+
+        Raises:
+            EngineError: if it returns nothing for the next stage.
+        """
         try:
-            return self.module(entry)
+            output = self.module(entry)
         except Exception as error:
             if layer := layer_of(error, self.module):
                 error.add_note(f"in layer {layer}")
+            if isinstance(error, TypeError) and isinstance(entry, tuple) and "argument" in str(error):
+                error.add_note(f"a stage is called with one argument, which is a tuple of {len(entry)} here")
             raise
+        if output is None and not self.is_last:
+            raise EngineError(f"stage {self.index} returned None: does the forward of its last layer end in a return?")
+        return output
+
+    def _require_visible(self, output: Any) -> None:
+        """Refuse objects whose tensors are not seen.
+
+        Raises:
+            EngineError: saying what to return instead.
+        """
+        parts, _ = take_apart(output)
+        hiding = next((part for part in parts if hides_learning_tensors(part)), None)
+        if hiding is not None:
+            name = type(hiding).__name__
+            raise EngineError(
+                f"stage {self.index} returned an object of class {name}, whose tensors are not seen: the stages before "
+                "would not learn from their gradients\n  try: return a tensor, or tensors in tuples, lists and dicts; "
+                f"if {name} is a dataclass, torch.export.register_dataclass({name}) lets them be seen"
+            )
 
     def _starts(
         self, microbatch: int, output: Any, gradients: Any, loss: Loss

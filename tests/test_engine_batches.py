@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab.engine.batches import join, row_counts, rows_of, split_batch, weights_of
-from pipelab.engine.stage import Loss
+from pipelab.engine.loss import Loss
 from pipelab.engine.trees import map_tensors, rebuild, take_apart, tensors_of
 from pipelab.errors import BatchError
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipelab.engine.loss import Loss
 from pipelab.engine.split_backward import holds_checkpoint
-from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.stage import Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import EngineError
 

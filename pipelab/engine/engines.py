@@ -14,9 +14,9 @@ from torch import nn
 
 from pipelab.engine.hardware import RankDevice, rank_devices
 from pipelab.engine.lanes import lanes_for
+from pipelab.engine.loss import Loss
 from pipelab.engine.replicas import Buffers, Runners
 from pipelab.engine.splitting import Stages
-from pipelab.engine.stage import Loss
 from pipelab.engine.step import Ran
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.threads import ThreadsEngine

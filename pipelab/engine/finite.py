@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from pipelab.actions import Action
-from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.loss import Loss
+from pipelab.engine.stage import Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import NotANumberError
 

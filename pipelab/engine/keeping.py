@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["KeptBuffers", "KeptRandomState", "overwrite", "unchanged"]
+from pipelab.engine.trees import tensors_of
+
+__all__ = ["KeptBatch", "KeptBuffers", "KeptRandomState", "overwrite", "unchanged"]
 
 
 class KeptBuffers:
@@ -39,6 +41,22 @@ class KeptBuffers:
                 if buffer is not None and before is not None:
                     overwrite(buffer, before)
                 setattr(part, name, buffer)
+
+
+class KeptBatch:
+    """The numbers of a batch, as they are now: a stage may write into it, as its first operation does on purpose."""
+
+    def __init__(self, value: object) -> None:
+        """Copy them; an inference tensor may not be written into, and a sparse one is not."""
+        tensors = [each for each in tensors_of(value) if each.layout == torch.strided and not each.is_inference()]
+        self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def put_back(self) -> None:
+        """Give every tensor that was written into its numbers back; others are not touched."""
+        with torch.no_grad():
+            for tensor, before in self._kept:
+                if not bool(((tensor == before) | (tensor.isnan() & before.isnan())).all()):
+                    overwrite(tensor, before)
 
 
 class KeptRandomState:

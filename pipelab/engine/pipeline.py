@@ -16,13 +16,13 @@ from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_b
 from pipelab.engine.engines import ENGINES, Job
 from pipelab.engine.habits import ModuleHabits
 from pipelab.engine.hardware import RankDevice
+from pipelab.engine.loss import Loss, require_even_targets, require_loss
 from pipelab.engine.optimizers import OptimizerGuard
 from pipelab.engine.replicas import Buffers
 from pipelab.engine.splitting import Stages, split
-from pipelab.engine.stage import Loss
 from pipelab.engine.step import Ran, Step
 from pipelab.engine.surroundings import Surroundings
-from pipelab.errors import BatchError, EngineError, LossError, UsageError, require_size
+from pipelab.errors import BatchError, EngineError, UsageError, require_size
 from pipelab.faults import shorten
 from pipelab.plan import Plan
 
@@ -48,7 +48,7 @@ class Pipeline(ModuleHabits):
             torchrun, of which this is one.
         reduction: how the loss averages over rows. `"mean"`: each micro-batch weighs its share of the rows, so that
             uneven micro-batches are exact too; `"sum"`: each weighs 1; or a function from a micro-batch's target to its
-            weight (the number of rows that are not ignored, say).
+            weight (the number of rows that are not ignored, say: a cross entropy that needs it is told so).
         timeout: seconds without any progress after which a step is stopped with an explanation; `None` waits for ever
             (but between processes, for the store that they share, at most 300 seconds).
         watch_nan: whether to stop at the first NaN or infinity, naming who made it.
@@ -110,7 +110,7 @@ class Pipeline(ModuleHabits):
             )
         self.plan = as_plan(schedule)
         require_legal(self.plan)
-        _require_loss(loss_fn, reduction)
+        require_loss(loss_fn, reduction)
         self.loss_fn = loss_fn
         self.reduction = reduction
         self.watch_nan = watch_nan
@@ -137,6 +137,7 @@ class Pipeline(ModuleHabits):
 
         Raises:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
+            LossError: if a cross entropy leaves targets out, or weighs classes, and `reduction` does not say so.
             StageError: if a stage or the loss raised, with rank, stage and action; in threads the pipeline can be used
                 again, in several processes it is over.
             StepTimeoutError: if nothing moved for `timeout` seconds.
@@ -168,6 +169,7 @@ class Pipeline(ModuleHabits):
         self.stages.require_rows(counts)
         self.stages.require_no_lost_hooks()
         targets = split_batch(y, counts)
+        require_even_targets(self.loss_fn, self.reduction, targets, counts)
         weights = weights_of(self.reduction, counts, targets)
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
@@ -207,11 +209,6 @@ class Pipeline(ModuleHabits):
         from pipelab.engine.verification import verify
 
         return verify(self, x, y)
-
-    @property
-    def writes_into_input(self) -> bool:
-        """Whether the first stage may write into what it is given, and so gets a copy of the batch."""
-        return any(runner.clones_input for (stage, _), runner in self._runners.of.items() if stage == 0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages that this process holds, stage by stage, each once.
@@ -262,23 +259,3 @@ class Pipeline(ModuleHabits):
     def surroundings(self) -> Surroundings:
         """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""
         return Surroundings.of_caller(each.device.type for each in self.devices)
-
-
-def _require_loss(loss_fn: object, reduction: Reduction) -> None:
-    """Refuse what cannot be a loss function, and a `reduction` that is not the loss's own.
-
-    Raises:
-        LossError: saying what to write instead.
-    """
-    if isinstance(loss_fn, type):
-        raise LossError(f"loss_fn is the class {loss_fn.__name__}: make one, {loss_fn.__name__}()")
-    if not callable(loss_fn):
-        raise LossError(f"loss_fn={loss_fn!r}: expected a function of output and target, such as torch.nn.MSELoss()")
-    own = getattr(loss_fn, "reduction", None)
-    if isinstance(reduction, str) and own in ("mean", "sum", "none") and own != reduction:
-        raise LossError(
-            f"{type(loss_fn).__name__} has reduction={own!r} and the pipeline reduction={reduction!r}, so gradients "
-            f"would be wrong by a factor: pass Pipeline(..., reduction={own!r})"
-            if own != "none"
-            else f"{type(loss_fn).__name__} has reduction='none', which gives no single number: use 'mean' or 'sum'"
-        )

@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipelab.engine.keeping import KeptBuffers
+from pipelab.engine.loss import Loss
 from pipelab.engine.split_backward import leaves_of
-from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.stage import Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import EngineError
 

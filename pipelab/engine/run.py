@@ -11,7 +11,7 @@ from pipelab.actions import Action
 from pipelab.engine.all_reduce import Meeting, Seat
 from pipelab.engine.device_clock import StepClock
 from pipelab.engine.instructions import Instruction
-from pipelab.engine.stage import Loss
+from pipelab.engine.loss import Loss
 from pipelab.engine.surroundings import PLAIN, Surroundings
 
 __all__ = ["Run"]

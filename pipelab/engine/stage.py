@@ -10,8 +10,8 @@ The autograd graph of a micro-batch lives from its forward to its backward, with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,85 +19,12 @@ from torch import nn
 
 from pipelab.engine.autograd import run_backward
 from pipelab.engine.explaining import layer_of
+from pipelab.engine.loss import Loss
 from pipelab.engine.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.engine.trees import hides_learning_tensors, map_tensors, rebuild, take_apart, tensors_of
-from pipelab.errors import EngineError, LossError
+from pipelab.errors import EngineError
 
-__all__ = ["Loss", "Stage"]
-
-
-@dataclass(slots=True)
-class Loss:
-    """The loss of one step: the function, each micro-batch's target and weight, and what came out.
-
-    Attributes:
-        function: takes the model's output and the target, and returns a scalar.
-        targets: per micro-batch.
-        weights: per micro-batch, what its loss weighs in the loss of the batch.
-        values: per micro-batch, the loss, not weighed and without history, once it is known.
-    """
-
-    function: Callable[[Any, Any], torch.Tensor]
-    targets: list[Any]
-    weights: list[float]
-    values: list[torch.Tensor | None] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Make room for the values."""
-        self.values = [None] * len(self.targets)
-
-    def of(self, microbatch: int, output: Any) -> torch.Tensor:
-        """Return the loss of one micro-batch, not weighed; note its value.
-
-        Raises:
-            LossError: if the function does not return one real number that depends on the output.
-        """
-        try:
-            loss = self.function(output, self.targets[microbatch])
-        except Exception as error:
-            error.add_note(
-                f"in the loss, of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}"
-            )
-            raise
-        if not isinstance(loss, torch.Tensor):
-            raise LossError(f"the loss function returned {type(loss).__name__}, not a tensor")
-        if loss.numel() != 1:
-            raise LossError(
-                f"the loss function returned a tensor of shape {tuple(loss.shape)}, not one number: "
-                "average or sum it (most losses do with reduction='mean')"
-            )
-        if loss.is_complex():
-            raise LossError(f"the loss is {loss.dtype}: only a real number can be made smaller; take .abs() or .real")
-        if not loss.requires_grad:
-            raise LossError(
-                "the loss has no history, so there is nothing to run backward: it must depend on the model's output, "
-                "and some parameter must require a gradient"
-            )
-        if not self.weights[microbatch]:
-            loss = _nothing(output, loss)
-        self.values[microbatch] = loss.detach()
-        return loss
-
-    def gradient(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
-        """Return the gradient that a micro-batch's backward starts from: what its loss weighs."""
-        return torch.full_like(loss, self.weights[microbatch])
-
-    def some(self, microbatches: Sequence[int]) -> Loss:
-        """Return the loss of some micro-batches, numbered from 0, without values."""
-        targets = [self.targets[microbatch] for microbatch in microbatches]
-        return Loss(self.function, targets, [self.weights[microbatch] for microbatch in microbatches])
-
-    def total(self) -> torch.Tensor:
-        """Return the loss of the whole batch, without dimensions or history.
-
-        Where replicas of the last stage are on several devices, it is on the first micro-batch's.
-        """
-        parts = [
-            value.reshape(()) * weight
-            for value, weight in zip(self.values, self.weights, strict=True)
-            if value is not None
-        ]
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+__all__ = ["Stage"]
 
 
 class Stage:
@@ -270,18 +197,3 @@ def _leaves(given: Any) -> tuple[Any, list[torch.Tensor | None]]:
     ]
     leaves = [part if part.requires_grad else None for part in entry if isinstance(part, torch.Tensor)]
     return rebuild(entry, spec), leaves
-
-
-def _sizes(value: Any) -> str:
-    """Return the sizes of what the loss was given: `"[4, 16] float32"`."""
-    tensors = tensors_of(value)
-    words = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors]
-    return ", ".join(words) or f"without tensors ({type(value).__name__})"
-
-
-def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss of zero whose gradients are zero, even where `loss` is 0 / 0: all its rows are ignored, say."""
-    learning = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-    if not learning:
-        return loss * 0
-    return torch.cat([tensor.flatten()[:0].to(loss.dtype) for tensor in learning]).sum()

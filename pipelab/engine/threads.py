@@ -27,8 +27,9 @@ from pipelab.engine.explaining import stage_error
 from pipelab.engine.instructions import instructions
 from pipelab.engine.interpreter import quick_switches
 from pipelab.engine.lanes import Lane, begin, finish
+from pipelab.engine.loss import Loss
 from pipelab.engine.run import Run
-from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.stage import Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.worker import Report, Worker
 from pipelab.errors import PipelineClosedError, StageError, StepTimeoutError

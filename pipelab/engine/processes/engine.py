@@ -13,6 +13,7 @@ from torch import nn
 
 from pipelab.engine.device_clock import StepClock
 from pipelab.engine.lanes import Lane, begin, finish
+from pipelab.engine.loss import Loss
 from pipelab.engine.processes.agreement import agree, describe_batch, sample_of
 from pipelab.engine.processes.buffers import ReplicatedBuffers
 from pipelab.engine.processes.clocks import Clock, set_clocks
@@ -28,7 +29,7 @@ from pipelab.engine.processes.stages import ProcessStage
 from pipelab.engine.processes.watch import Doing, Watch
 from pipelab.engine.processes.wording import doing, met_rank
 from pipelab.engine.replicas import Buffers, refuse_lost_hooks
-from pipelab.engine.stage import Loss, Stage
+from pipelab.engine.stage import Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.trees import tensors_of
 from pipelab.plan import Plan

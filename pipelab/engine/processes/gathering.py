@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from pipelab.engine.device_clock import HOST, StepClock
+from pipelab.engine.loss import Loss
 from pipelab.engine.processes.agreement import gathered
 from pipelab.engine.processes.clocks import Clock
 from pipelab.engine.processes.packing import pack, unpack
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
-from pipelab.engine.stage import Loss
 from pipelab.plan import Plan
 
 __all__ = ["ProcessRun", "share"]

@@ -11,8 +11,8 @@ from pipelab.actions import Action
 from pipelab.engine.clock import here
 from pipelab.engine.device_clock import StepClock
 from pipelab.engine.lanes import Lane
+from pipelab.engine.loss import Loss
 from pipelab.engine.processes.forms import Form
-from pipelab.engine.stage import Loss
 from pipelab.engine.surroundings import PLAIN, Surroundings
 
 __all__ = ["Passage"]

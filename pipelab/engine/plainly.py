@@ -1,0 +1,87 @@
+"""Run a pipeline's model plainly, without the engine: what its gradients are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pipelab.engine.batches import row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.loss import Loss
+from pipelab.engine.trees import map_tensors
+
+if TYPE_CHECKING:
+    from pipelab.engine.pipeline import Pipeline
+
+__all__ = ["gradient", "gradients_of", "learning", "run_at_once", "run_one_after_another"]
+
+
+def learning(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that learn, under the model's own names, as in `"0.weight (stage 0)"`."""
+    names = {id(parameter): name for name, parameter in pipe.stages.model.named_parameters()}
+    return [
+        (f"{names.get(id(parameter), name)} (stage {stage})", parameter)
+        for stage, module in enumerate(pipe.stages.modules)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    """Return copies of the gradients as they are now, zeros where there is none."""
+    return {name: gradient(parameter) for name, parameter in learning(pipe)}
+
+
+def gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a copy of a parameter's gradient, zeros if it has none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
+
+
+def run_one_after_another(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> None:
+    """Run the stages composed, one micro-batch after another, forward and backward; or one micro-batch alone."""
+    counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
+    targets = split_batch(y, counts)
+    weights = weights_of(pipe.reduction, counts, targets)
+    for microbatch, value in enumerate(split_batch(x, counts)):
+        if only in (None, microbatch):
+            _backward(pipe, _through(pipe, pipe.stages.modules, value), targets[microbatch], weights[microbatch])
+
+
+def run_at_once(pipe: Pipeline, x: Any, y: Any) -> Any:
+    """Run the whole batch through the model, forward and backward; return the output.
+
+    Where there is no model (stages given as a list), or none that runs on one device, it goes through the stages.
+    """
+    model = pipe.stages.model
+    devices = set(pipe.home.devices)
+    if len(devices) > 1 or isinstance(model, nn.ModuleList):
+        output = _through(pipe, pipe.stages.modules, x)
+    elif pipe.stages.is_traced and isinstance(x, (tuple, list)):
+        output = model(*_moved(x, *devices))
+    else:
+        output = model(_moved(x, *devices))
+    _backward(pipe, output, y, 1.0)
+    return output
+
+
+def _through(pipe: Pipeline, modules: Sequence[nn.Module], value: Any) -> Any:
+    """Return what comes out of the stages, each on its device."""
+    for module, device in zip(modules, pipe.home.devices, strict=True):
+        value = module(_moved(value, device))
+    return value
+
+
+def _backward(pipe: Pipeline, output: Any, target: Any, weight: float) -> None:
+    """Run loss and backward, the latter outside of the caller's autocast, as the workers do."""
+    loss = Loss(pipe.loss_fn, [_moved(target, pipe.home.devices[-1])], [weight])
+    value = loss.of(0, output)
+    with pipe.surroundings().autocast_off():
+        value.backward(loss.gradient(0, value))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), value)

@@ -1,0 +1,96 @@
+"""Losses of PyTorch's that do not average over rows are refused before they make other gradients than the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipelab import OneFOneB, Pipeline
+from pipelab.errors import LossError, StageError
+
+CLASSES = 3
+WEIGHT = torch.tensor([1.0, 2.0, 4.0])
+
+
+def data(*ignored):
+    torch.manual_seed(0)
+    target = torch.arange(12) % CLASSES
+    target[list(ignored)] = -100
+    return torch.randn(12, 4), target
+
+
+def pipeline(loss, **options):
+    torch.manual_seed(0)
+    return Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, CLASSES)), OneFOneB(2, 3), loss, **options)
+
+
+def assert_right(loss, x, target, **options):
+    """Assert that a pipeline with this loss makes the gradients of the whole batch."""
+    with pipeline(loss, **options) as pipe:
+        assert pipe.verify(x, target).whole_batch_difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.NLLLoss()], ids=["CE", "function", "NLL"]
+)
+def test_targets_that_are_left_out_of_some_micro_batches_are_told_with_what_to_write(loss):
+    x, target = data(0, 1, 5)
+    told = (
+        r"leaves out targets that are -100 and averages over the others, of which micro-batches have 2, 3, 4: "
+        r"reduction='mean'.*\n  try: Pipeline\(\.\.\., reduction=lambda target: \(target != -100\)\.sum\(\)\)"
+    )
+    with pipeline(loss) as pipe, pytest.raises(LossError, match=told):
+        pipe.step(x, target)
+    assert_right(loss, x, target, reduction=lambda target: (target != -100).sum())
+
+
+def test_as_many_left_out_of_each_micro_batch_harm_nothing():
+    assert_right(nn.CrossEntropyLoss(), *data(0, 4, 8))
+    assert_right(nn.CrossEntropyLoss(ignore_index=7), *data())
+
+
+def test_weights_of_classes_are_told_with_what_to_write():
+    x, target = data()
+    loss = nn.CrossEntropyLoss(weight=WEIGHT)
+    with pipeline(loss) as pipe, pytest.raises(LossError, match=r"lambda target: weight\[target\]\.sum\(\)\)"):
+        pipe.step(x, target)
+    assert_right(loss, x, target, reduction=lambda target: WEIGHT[target].sum())
+    assert_right(loss, x, target.sort().values % 1)
+
+
+def test_weights_and_targets_left_out_are_told_with_what_to_write():
+    x, target = data(0, 1, 5)
+    loss = nn.CrossEntropyLoss(weight=WEIGHT)
+    with pipeline(loss) as pipe, pytest.raises(LossError, match=r"weight\[target\[target != -100\]\]\.sum\(\)\)"):
+        pipe.step(x, target)
+    assert_right(loss, x, target, reduction=lambda target: WEIGHT[target[target != -100]].sum())
+
+
+def test_weighing_by_rows_all_the_same_can_be_asked_for():
+    x, target = data(0, 1, 5)
+    with pipeline(nn.CrossEntropyLoss(), reduction=len) as pipe:
+        loss = pipe.step(x, target).loss
+        parts = [nn.functional.cross_entropy(pipe.forward(x)[m : m + 4], target[m : m + 4]) for m in (0, 4, 8)]
+    assert torch.allclose(loss, torch.stack(parts).mean())
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [(nn.CrossEntropyLoss(reduction="sum"), "sum"), (nn.CrossEntropyLoss(label_smoothing=0.1), "mean")],
+)
+def test_what_averages_over_rows_or_not_at_all_passes(loss, reduction):
+    x, target = data()
+    assert_right(loss, x, target, reduction=reduction)
+    if reduction == "mean":
+        probabilities = torch.rand(12, CLASSES).softmax(-1)
+        assert_right(nn.CrossEntropyLoss(weight=WEIGHT), x, probabilities)
+
+
+def test_a_class_that_is_not_there_is_told_by_the_loss_itself():
+    x, target = data()
+    target[3] = CLASSES
+    with pipeline(nn.CrossEntropyLoss()) as pipe, pytest.raises(StageError, match=r"Target 3 is out of bounds"):
+        pipe.step(x, target)
+    with pipeline(nn.CrossEntropyLoss(weight=WEIGHT)) as pipe, pytest.raises(LossError, match="weight of its class"):
+        pipe.step(x, target)

@@ -108,6 +108,7 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
     with Pipeline(model, plan, mse) as pipe:
         assert_steps(pipe, model)
         workers = ranks_threads()
+        model.zero_grad()
         fuse.forward_does = fails_forward
         with pytest.raises(StageError) as failed:
             pipe.step(*plain.batch(8))
@@ -121,7 +122,8 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
         assert f"stage {at}, micro-batch {m}, on cpu" in told
         line = fails_forward.__code__.co_firstlineno + 1
         assert f"{__file__}, line {line}, in fails_forward: return x @ torch.zeros(7, 7)" in told
-        assert "gradients are partial now" in told
+        added = any(parameter.grad is not None for parameter in model.parameters())
+        assert ("gradients are partial now" in told) == added
         assert isinstance(error.__cause__, RuntimeError)
         assert_steps(pipe, model)
 
@@ -280,6 +282,36 @@ def test_the_first_nan_or_infinity_of_a_forward_is_told(value, told):
         assert (failed.value.rank, failed.value.stage, str(failed.value.action)) == (1, 1, "1F2")
         fuse.forward_does = None
         assert_steps(pipe, model)
+
+
+def test_a_nan_after_a_backward_says_that_gradients_are_partial():
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
+        for at in (0, 3):  # in 1F0, before any backward, and in 1F3, after some
+            model.zero_grad()
+            fuse.forward_does = at_call(at, lambda x: x * float("nan"))
+            with pytest.raises(NotANumberError) as failed:
+                pipe.step(*plain.batch(8))
+            added = any(parameter.grad is not None for parameter in model.parameters())
+            notes = getattr(failed.value, "__notes__", [])
+            assert notes == (["gradients are partial now: zero_grad() before the next step"] if added else [])
+            assert added == (at == 3)
+
+
+def test_a_nan_that_was_there_before_is_not_said_to_be_made():
+    x, y = plain.batch(8)
+    model = plain.mlp(6)
+    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
+        x[5, 1] = float("nan")
+        told = r"^0F2 on rank 0 made NaN: .*\n  there was NaN in what it was given: in the rows of x of micro-batch 2$"
+        with pytest.raises(NotANumberError, match=told):
+            pipe.step(x, y)
+        x[5, 1] = 0
+        with torch.no_grad():
+            model[2].bias[0] = float("nan")
+        with pytest.raises(NotANumberError, match=r"\n  there was NaN in 2\.bias of stage 1 before: look at the step"):
+            pipe.step(x, y)
 
 
 @pytest.mark.parametrize(("value", "told"), [(float("nan"), "NaN"), (float("inf"), "infinity")])

@@ -11,7 +11,9 @@ from pipelab.engine.shortage import relieve
 from pipelab.errors import PipelabError, StageError
 from pipelab.faults import students_line
 
-__all__ = ["layer_of", "stage_error"]
+__all__ = ["PARTIAL", "layer_of", "stage_error"]
+
+PARTIAL = "gradients are partial now: zero_grad() before the next step"
 
 
 def stage_error(
@@ -49,7 +51,7 @@ def stage_error(
                 "may have overwritten, in a buffer say"
             )
         where += relieve(error)
-    zero = "\n  gradients are partial now: zero_grad() before the next step" if partial else ""
+    zero = f"\n  {PARTIAL}" if partial else ""
     of_microbatch = "" if microbatch is None else f", micro-batch {microbatch}"
     explained = StageError(
         f"{action} on rank {rank} failed: {told}\n  stage {stage}{of_microbatch}, on {runs_on}{where}{zero}",

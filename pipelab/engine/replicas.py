@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pipelab.engine.explaining import PARTIAL
 from pipelab.engine.keeping import KeptBuffers
 from pipelab.engine.loss import Loss
 from pipelab.engine.split_backward import leaves_of
@@ -105,7 +106,7 @@ class Runners:
                 name = written(before[stage, rank], versions(replica.module))
                 if name is not None and self._buffers == "refuse":
                     kept.put_back()
-                    zero = "\n  gradients are partial now: zero_grad() before the next step" if learning else ""
+                    zero = f"\n  {PARTIAL}" if learning else ""
                     rest = f"\n  the model's buffers are as they were before{zero}"
                     raise written_error(stage, rank, name, rest)
         finally:

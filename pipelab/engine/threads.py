@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pipelab.engine.explaining import stage_error
+from pipelab.engine.explaining import PARTIAL, stage_error
 from pipelab.engine.instructions import instructions
 from pipelab.engine.interpreter import quick_switches
 from pipelab.engine.lanes import Lane, begin, finish
@@ -192,12 +192,15 @@ class ThreadsEngine:
         """Return a worker's error with its place: rank, stage, action."""
         error = report.error
         assert error is not None
+        partial = _has_added(report.run)
         if isinstance(error, StageError):
+            if partial:
+                error.add_note(PARTIAL)
             return error
         instruction = report.run.rows[report.rank][min(report.position, len(report.run.rows[report.rank]) - 1)]
         action = instruction.action
         where = (report.rank, instruction.stage.index, action.microbatch, self.lanes[report.rank].runs_on)
-        return stage_error(error, str(action), *where, partial=report.run.loss is not None)
+        return stage_error(error, str(action), *where, partial=partial)
 
     def _where(self, run: Run, lead: str) -> str:
         """Return what every rank was doing, or waiting for."""
@@ -225,6 +228,12 @@ class ThreadsEngine:
             f"waits, before {place}, for {program.numbering.value_name(instruction.needs)}, "
             f"given by {program.numbering.action(giver)} on rank {program.rank_of[giver]}"
         )
+
+
+def _has_added(run: Run) -> bool:
+    """Tell whether an action has begun, in a run that has stopped, that adds to the gradients of parameters."""
+    begun = (row[: (phase + 1) // 2] for row, phase in zip(run.rows, run.phase, strict=True))
+    return any(each.action.kind in "BWR" for row in begun for each in row)
 
 
 def _dismiss(workers: list[Worker]) -> None:

@@ -105,7 +105,7 @@ class Worker:
                 made = each.act(each.microbatch, given, kept[each.stage.index], loss)
             end(mark())
             if run.watch_nan:
-                refuse_nan(rank, each.action, each.stage, made, run.loss)
+                refuse_nan(rank, each.action, each.stage, given, made, run.loss)
             # [3] hand over what it made
             if each.gives is not None:
                 values[each.gives] = gives(made) if each.sends and gives is not None else made

@@ -233,7 +233,7 @@ class ProcessStage:
             else:
                 made = passage.timed(lambda: act(microbatch, given, kept, loss))
             if passage.watch_nan:
-                refuse_nan(self._rank, self._named(action), self.runner, made, loss)
+                refuse_nan(self._rank, self._named(action), self.runner, given, made, loss)
         except StageError:
             raise
         except Exception as error:

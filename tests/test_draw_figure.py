@@ -76,6 +76,18 @@ def test_no_label_is_wider_than_its_bar(size):
         assert label.get_window_extent().width <= room
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_actions_that_take_next_to_no_time_do_not_shrink_the_labels_of_the_others(ranks):
+    """As the first stage's input gradients do, in every measured step of a split backward."""
+    none = [0.001] + [1.0] * (ranks - 1)
+    trace = pipelab.simulate(pipelab.ZBH1(ranks, 8), Cost(forward=1, input_grad=none, weight_grad=1))
+    ax = figure.plot(trace)
+    named = {(round(label.get_position()[1]), label.get_text()) for label in ax.texts}
+    seen = [event for event in trace.events if event.end - event.start > 0.5]
+    assert named == {(event.rank, f"{event.action.kind}{event.action.microbatch}") for event in seen}
+    assert {label.get_fontsize() for label in ax.texts} == {9.0}
+
+
 def test_a_comparisons_labels_fit_its_common_axis():
     traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.Naive, pipelab.GPipe)]
     drawn = figure.plot_comparison(pipelab.compare(*traces))

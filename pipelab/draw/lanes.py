@@ -17,6 +17,9 @@ __all__ = ["Bar", "Lanes"]
 
 Half = Literal["whole", "upper", "lower"]
 
+_NEXT_TO_NOTHING = 0.05
+"""Which share of an average action's time is too short to set the scale."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -100,18 +103,21 @@ class Lanes:
         return stage + 1 + (0 if kind == "R" else len(str(plan.microbatches - 1)))
 
     def typical(self, ranks: Iterable[int]) -> dict[Kind, float]:
-        """Return, by kind, how long its shorter actions take: a quarter of them are shorter; none takes no time.
+        """Return, by kind, how long its shorter actions take: a quarter of them are shorter.
 
-        A label that fits there fits nearly everywhere, and one freak reading does not set the scale.
+        A label that fits there fits nearly everywhere. Neither does one freak reading set the scale, nor do actions
+        that take next to no time, as the first stage's input gradients do: those are not counted.
         """
         program = self.trace.plan.program
         lasting: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
         for rank in ranks:
             row, starts, ends = program.rows[rank], self.trace.starts[rank], self.trace.ends[rank]
             for code, start, end in zip(row, starts, ends, strict=True):
-                if end > start:
-                    lasting[program.numbering.kind(code)].append(end - start)
-        return {kind: sorted(times)[len(times) // 4] for kind, times in lasting.items() if times}
+                lasting[program.numbering.kind(code)].append(end - start)
+        every = [time for times in lasting.values() for time in times if time > 0]
+        least = sum(every) / max(len(every), 1) * _NEXT_TO_NOTHING
+        counted = {kind: sorted(time for time in times if time > least) for kind, times in lasting.items()}
+        return {kind: times[len(times) // 4] for kind, times in counted.items() if times}
 
     def _named(self, code: int) -> tuple[Action, str]:
         """Return the action of a code, and its label."""

@@ -428,6 +428,22 @@ class TooFar(Gpipe, pipelab.Schedule):
         return [(m,) for m in range(self.microbatches + rank)]
 
 
+class TooEarly(Gpipe, pipelab.Schedule):
+    def numbers(self, rank):
+        return [(m,) for m in range(-rank, self.microbatches)]
+
+
+class UnboundedWarmUp(pipelab.Schedule):
+    """1F1B whose warm-up is as long as the pipeline, however few micro-batches there are."""
+
+    def actions(self, rank):
+        warm = self.ranks - rank
+        yield from (F(m) for m in range(warm))
+        for m in range(warm, self.microbatches):
+            yield from (B(m - warm), F(m))
+        yield from (B(m) for m in range(self.microbatches - warm, self.microbatches))
+
+
 class TwoEach(Valley):
     stages_per_rank = 1
 
@@ -444,6 +460,7 @@ class TwoEach(Valley):
         (FromOne, "micro-batches are counted from 1 here, and from 0 everywhere: F4 on", "range(4), not range(1, 5)"),
         (StagesFromOne, "stages are counted from 1 here, and from 0 everywhere: 3F0 on", "range(3), not range(1, 4)"),
         (TooFar, "6 actions are too many, a loop runs too far; the first: F4 on rank 1", "end the loop earlier"),
+        (TooEarly, "6 actions are too many, a loop begins too early; the first: F-1 on rank 1", "begin the loop at 0"),
         (TwoEach, "3F0 on rank 0 names stage 3; there are 3", "write stages_per_rank = 2 in the class: stages 0 to 5"),
     ],
 )
@@ -454,6 +471,18 @@ def test_a_slip_in_counting_is_the_one_fault(kind, message, hint):
     assert hint in fault.hint
     assert fault.hint.endswith("; then the schedule is right")
     assert "^" in fault.excerpt
+
+
+def test_a_warm_up_longer_than_there_are_micro_batches_is_told_to_be_bounded():
+    (fault,) = check(UnboundedWarmUp(ranks=4, microbatches=2))
+    assert fault.message.startswith(
+        "6 actions are too many, loops run beyond micro-batches 0 to 1 at either end; the fir"
+    )
+    told = (
+        "let no warm-up have more than the 2 there are, by min(2, ...): without them, all 2 micro-batches are complete"
+    )
+    assert fault.hint.startswith(told)
+    assert check(UnboundedWarmUp(ranks=2, microbatches=2)) == []
 
 
 class Halves:
@@ -866,6 +895,20 @@ def test_a_schedule_is_checked_as_its_plan_is():
 def test_anything_but_a_plan_or_a_schedule_is_a_type_error(thing):
     with pytest.raises(TypeError, match="expected a plan or a schedule"):
         check(thing)
+
+
+def test_rows_by_themselves_are_told_to_be_a_plan():
+    with pytest.raises(TypeError, match=r"make a plan of it, Plan\(rows, stages=2, microbatches=1\)$"):
+        check([[F(0), B(0)], [F(0), B(0)]])
+
+
+def test_a_class_without_its_base_is_told_to_have_it():
+    class Forgot:
+        def actions(self, rank):
+            return [F(0), B(0)]
+
+    with pytest.raises(TypeError, match=r": write class Forgot\(pipelab\.Schedule\)$"):
+        check(Forgot())
 
 
 def test_a_schedules_class_is_told_to_be_made():

@@ -415,6 +415,31 @@ def test_what_the_tracer_cannot_follow_is_told():
         split(Branching(), 2, example=plain.batch(4)[0])
 
 
+def test_a_models_class_is_told_to_be_made():
+    class Net(nn.Module):
+        pass
+
+    with pytest.raises(SplitError, match=r"^Net is a class: make a model of it, Net\(\)$"):
+        split(Net, into=2)
+
+
+def test_an_example_that_does_not_fit_says_so_and_at_which_layer_and_leaves_no_trace():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.body = nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 6), nn.Linear(7, 6))
+
+        def forward(self, x):
+            return self.body(self.norm(x))
+
+    model = Net()
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
+        split(model, into=2, example=torch.randn(4, 5))
+    layer = "body.1, Linear(in_features=7, out_features=6, bias=True)"
+    assert raised.value.__notes__ == [f"raised by the model, run on the example, in layer {layer}"]
+    assert model.norm.num_batches_tracked == 0
+
+
 def test_a_model_that_is_no_sequence_needs_an_example():
     with pytest.raises(SplitError, match=r"Residual is no plain nn.Sequential.*example=x"):
         split(Residual(), 2)

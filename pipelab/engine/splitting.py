@@ -201,6 +201,8 @@ def split(
         return model
     if by not in ("layers", "parameters", "time"):
         raise SplitError(f"by={by!r}: expected 'layers', 'parameters' or 'time'")
+    if isinstance(model, type):
+        raise SplitError(f"{model.__name__} is a class: make a model of it, {model.__name__}()")
     if not isinstance(model, nn.Module):
         return _given(list(model), into)
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from pipelab.engine.batches import rows_of
+from pipelab.engine.explaining import layer_of
+from pipelab.engine.keeping import unchanged
 from pipelab.engine.relocation import fill, outline
 from pipelab.engine.routes import Route, routes_of
 from pipelab.engine.trees import Spec, map_tensors, rebuild, take_apart
@@ -184,11 +186,13 @@ class TracedStages:
 
     def _run(self) -> None:
         """Run the model once on the example, leaving random state and buffers as they were; note its result's shape."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            _, self._result = take_apart(self._model(*_arguments(self._example)))
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        with torch.no_grad(), unchanged([self._model]):
+            try:
+                _, self._result = take_apart(self._model(*_arguments(self._example)))
+            except Exception as error:
+                layer = layer_of(error, self._model)
+                error.add_note(f"raised by the model, run on the example{f', in layer {layer}' if layer else ''}")
+                raise
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

@@ -122,7 +122,19 @@ def too_far(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
         return
     places = {(fault.rank, fault.position) for fault in out}
     rows = [[item for at, item in enumerate(row) if (rank, at) not in places] for rank, row in enumerate(plan.written)]
-    message = f"{len(out)} actions are too many, a loop runs too far; the first: {out[0].message}"
-    hint = f"end the loop earlier: without them, all {plan.microbatches} micro-batches are complete"
+    ends, advice = _beyond([getattr(fault.action, "microbatch", 0) for fault in out], plan.microbatches)
+    message = f"{len(out)} actions are too many, {ends}; the first: {out[0].message}"
+    hint = f"{advice}: without them, all {plan.microbatches} micro-batches are complete"
     meant = Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
     yield Slip(replace(out[0], message=message, hint=hint), meant, ALL_THERE)
+
+
+def _beyond(numbers: Sequence[object], limit: int) -> tuple[str, str]:
+    """Return at which end loops run beyond the micro-batches, and what to do about it."""
+    early = [type(number) is int and number < 0 for number in numbers]
+    if all(early):
+        return "a loop begins too early", "begin the loop at 0"
+    if any(early):
+        ends = f"loops run beyond micro-batches 0 to {limit - 1} at either end"
+        return ends, f"let no warm-up have more than the {limit} there are, by min({limit}, ...)"
+    return "a loop runs too far", "end the loop earlier"

@@ -485,6 +485,39 @@ def test_a_warm_up_longer_than_there_are_micro_batches_is_told_to_be_bounded():
     assert check(UnboundedWarmUp(ranks=2, microbatches=2)) == []
 
 
+class OfChunks(pipelab.Schedule):
+    """Numbers the stages of each rank by themselves, as a loop over model chunks does."""
+
+    stages_per_rank = 2
+
+    def actions(self, rank):
+        order = [(m, chunk) for m in range(self.microbatches) for chunk in range(2)]
+        yield from (F(*each) for each in order)
+        yield from (B(*each) for each in reversed(order))
+
+
+def test_stages_numbered_within_each_rank_are_the_one_fault():
+    (fault,) = check(OfChunks(ranks=4, microbatches=4))
+    assert (fault.code, fault.rank, str(fault.action)) == ("wrong-rank", 0, "1F0")
+    assert fault.message == (
+        "stages are numbered within each rank here, 0 to 1, and through the whole model everywhere, 0 to 7: "
+        "1F0 is on rank 0, but micro-batch 0 of stage 1 is placed on rank 1"
+    )
+    assert fault.hint == "write rank + 4 * chunk, such as F(0, 4) on rank 0 for its chunk 1; then the schedule is right"
+
+
+def test_stages_numbered_within_each_rank_are_told_where_another_placement_puts_them():
+    class InAV(OfChunks):
+        def place(self, microbatch, stage):
+            return min(stage, self.stages - 1 - stage)
+
+    (fault,) = check(InAV(ranks=4, microbatches=4))
+    assert fault.hint == (
+        "rank 0 has stages 0 and 7, rank 1 stages 1 and 6: write F(0, 7) on rank 0 for its chunk 1; then the schedule "
+        "is right"
+    )
+
+
 class Halves:
     """Down the ranks and back up, the backward in halves."""
 

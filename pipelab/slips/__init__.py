@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pipelab.faults import Fault
 from pipelab.plan import Plan
-from pipelab.slips.miscounting import counted_from_one, forgotten_stages, more_stages, too_far
+from pipelab.slips.miscounting import chunks_for_stages, counted_from_one, forgotten_stages, more_stages, too_far
 from pipelab.slips.mistyping import alone_with_its_number, standing_twice
 from pipelab.slips.slip import OF_PLACE, Slip
 from pipelab.slips.swapping import everybodys_actions, numbers_swapped, place_swapped
@@ -49,6 +49,7 @@ def _slips(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
         yield from place_swapped(plan)
         yield from everybodys_actions(plan, faults)
         yield from more_stages(plan, faults)
+        yield from chunks_for_stages(plan, faults)
     yield from forgotten_stages(plan, faults)
     if of_place:
         yield from counted_from_one(plan, faults)

@@ -1,4 +1,4 @@
-"""Slips in counting: stages that a class does not say it has, numbers from 1, a loop that runs too far."""
+"""Slips in counting: stages that a class does not say it has, numbers from 1, chunks, a loop that runs too far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelab.placement import within
 from pipelab.plan import Plan
 from pipelab.slips.slip import ALL_THERE, Slip, names_both, rewritten
 
-__all__ = ["counted_from_one", "forgotten_stages", "more_stages", "too_far"]
+__all__ = ["chunks_for_stages", "counted_from_one", "forgotten_stages", "more_stages", "too_far"]
 
 _MOST_PER_RANK = 16
 """How many stages per rank a student may have meant."""
@@ -102,6 +102,37 @@ def counted_from_one(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
         yield _one_too_high(late[0], "micro-batches", plan.microbatches, rewritten(plan, earlier))
     if high:
         yield _one_too_high(high[0], "stages", plan.stages, rewritten(plan, lower))
+
+
+def chunks_for_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
+    """Try stages that are numbered within each rank, where it has several."""
+    shown = next((fault for fault in faults if fault.code == "wrong-rank" and names_both(fault.action)), None)
+    per_rank = plan.stages // plan.ranks
+    if shown is None or shown.rank is None or not isinstance(shown.action, Action):
+        return
+    kind, microbatch, chunk = shown.action.kind, shown.action.microbatch, shown.action.stage
+    if per_rank < 2 or chunk is None or not within(chunk, per_rank):
+        return
+    placed = plan.program.placed[: plan.stages]
+    held = [[stage for stage, holder in enumerate(placed) if holder == rank] for rank in range(plan.ranks)]
+    if any(len(stages) != per_rank for stages in held):
+        return
+
+    def through(rank: int, _at: int, action: Action) -> Action:
+        number = action.stage
+        return replace(action, stage=held[rank][number]) if number is not None and within(number, per_rank) else action
+
+    message = (
+        f"stages are numbered within each rank here, 0 to {per_rank - 1}, and through the whole model everywhere, 0 to "
+        f"{plan.stages - 1}: {shown.message}"
+    )
+    example = f"{kind}({microbatch}, {held[shown.rank][chunk]}) on rank {shown.rank} for its chunk {chunk}"
+    if all(stage % plan.ranks == rank for rank, stages in enumerate(held) for stage in stages):
+        hint = f"write rank + {plan.ranks} * chunk, such as {example}"
+    else:
+        first, second = (" and ".join([ranges(stages[:-1]), str(stages[-1])]) for stages in held[:2])
+        hint = f"rank 0 has stages {first}, rank 1 stages {second}: write {example}"
+    yield Slip(replace(shown, message=message, hint=hint), rewritten(plan, through), ALL_THERE)
 
 
 def _less(number: int | None) -> int | None:

@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from pipelab.cli import app
 
+os.environ.pop("COLUMNS", None)  # whoever runs the tests may have it: text drawings would be as wide
+
 settings.register_profile(
     "ci", max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )

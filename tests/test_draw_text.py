@@ -200,6 +200,15 @@ def test_colour_changes_no_letter(one_f_one_b):
     assert [line.rstrip() for line in bare.splitlines()] == plain.splitlines()
 
 
+def test_columns_are_heard_where_there_is_no_terminal_too(monkeypatch):
+    trace = pipelab.simulate(pipelab.OneFOneB(4, 64))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, text.timeline(trace).splitlines())) <= 120
+    assert "more ┄" in text.timeline(trace)
+    monkeypatch.setenv("COLUMNS", "900")
+    assert "more ┄" not in text.timeline(trace)
+
+
 def test_a_terminal_gives_its_width(one_f_one_b, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "60")

@@ -38,7 +38,7 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
 
     Args:
         trace: what to draw.
-        width: how many characters a line has; by default the terminal's, 120 without one.
+        width: how many characters a line has; by default what `COLUMNS` says, or the terminal has; 120 without one.
         colour: whether to write colour codes; by default, only to a terminal, and not if `NO_COLOR` is set.
 
     Example:
@@ -73,7 +73,7 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
 
     Args:
         comparison: what to draw.
-        width: how many characters a line has; by default the terminal's, 120 without one.
+        width: how many characters a line has; by default what `COLUMNS` says, or the terminal has; 120 without one.
         colour: whether to write colour codes; by default, only to a terminal, and not if `NO_COLOR` is set.
 
     Example:
@@ -121,7 +121,8 @@ def _terminal(width: int | None, colour: bool | None) -> tuple[int, bool]:
     """Fill in what was left open: what standard output can show."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     if width is None:
-        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
+        told = terminal or os.environ.get("COLUMNS")
+        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if told else PLAIN_WIDTH
     if colour is None:
         colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return max(width, 40), colour

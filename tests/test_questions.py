@@ -39,6 +39,21 @@ def test_what_a_forward_keeps_are_the_inputs_of_its_layers(names):
         assert size == 4 * 32 * 512 * 4
 
 
+def test_padding_is_weighed_as_the_whole_batch_weighs_it(names):
+    assert names["padded"].whole_batch_difference < 1e-5
+    with (
+        pipelab.Pipeline(names["classifier"], pipelab.OneFOneB(2, 8), nn.CrossEntropyLoss()) as pipe,
+        pytest.raises(pipelab.LossError, match=r"reduction=lambda target: \(target != -100\)\.sum\(\)"),
+    ):
+        pipe.step(names["x"], names["labels"])
+
+
+def test_a_trace_of_whole_backwards_gives_halves(names):
+    trace = pipelab.simulate(pipelab.ZBH1(2, 8), names["cost"])
+    times = {event.action.kind: event.end - event.start for event in trace.events if event.rank == 0}
+    assert times["I"] == pytest.approx(times["W"])
+
+
 def test_a_timeout_names_ranks_and_the_line(names):
     class Sleeps(nn.Module):
         def forward(self, x):

@@ -156,9 +156,8 @@ def _how_to_make(other: object) -> str:
     """Return what stands where a schedule should, and how to make one of it, if it is a name, rows, or half of one."""
     if isinstance(other, str):
         return f"{shorten(other)}: make one, pipelab.schedules[{other!r}](ranks=4, microbatches=8)"
-    if isinstance(other, (list, tuple)) and other and all(isinstance(row, (list, tuple)) for row in other):
-        count = max((item.microbatch or 0 for row in other for item in row if isinstance(item, Action)), default=0) + 1
-        return f"{shorten(other)}: make a plan of it, Plan(rows, stages={len(other)}, microbatches={count})"
+    if isinstance(other, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in other):
+        return f"{shorten(other)}: make a plan of it, Plan(rows)"
     if callable(getattr(other, "actions", None)):
         name = type(other).__name__
         return f"{shorten(other)}, whose class is no schedule: write class {name}(pipelab.Schedule)"

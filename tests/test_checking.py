@@ -460,7 +460,11 @@ class TwoEach(Valley):
         (FromOne, "micro-batches are counted from 1 here, and from 0 everywhere: F4 on", "range(4), not range(1, 5)"),
         (StagesFromOne, "stages are counted from 1 here, and from 0 everywhere: 3F0 on", "range(3), not range(1, 4)"),
         (TooFar, "6 actions are too many, a loop runs too far; the first: F4 on rank 1", "end the loop earlier"),
-        (TooEarly, "6 actions are too many, a loop begins too early; the first: F-1 on rank 1", "begin the loop at 0"),
+        (
+            TooEarly,
+            "6 actions are too many, a loop begins below 0; the first: F-1",
+            "leave out numbers below 0",
+        ),
         (TwoEach, "3F0 on rank 0 names stage 3; there are 3", "write stages_per_rank = 2 in the class: stages 0 to 5"),
     ],
 )
@@ -478,9 +482,7 @@ def test_a_warm_up_longer_than_there_are_micro_batches_is_told_to_be_bounded():
     assert fault.message.startswith(
         "6 actions are too many, loops run beyond micro-batches 0 to 1 at either end; the fir"
     )
-    told = (
-        "let no warm-up have more than the 2 there are, by min(2, ...): without them, all 2 micro-batches are complete"
-    )
+    told = "leave out what is below 0 or above 1; of a warm-up, by min(2, ...): without them, all 2 micro-batches are"
     assert fault.hint.startswith(told)
     assert check(UnboundedWarmUp(ranks=2, microbatches=2)) == []
 
@@ -931,7 +933,7 @@ def test_anything_but_a_plan_or_a_schedule_is_a_type_error(thing):
 
 
 def test_rows_by_themselves_are_told_to_be_a_plan():
-    with pytest.raises(TypeError, match=r"make a plan of it, Plan\(rows, stages=2, microbatches=1\)$"):
+    with pytest.raises(TypeError, match=r"make a plan of it, Plan\(rows\)$"):
         check([[F(0), B(0)], [F(0), B(0)]])
 
 

@@ -88,6 +88,19 @@ def test_actions_that_take_next_to_no_time_do_not_shrink_the_labels_of_the_other
     assert {label.get_fontsize() for label in ax.texts} == {9.0}
 
 
+def test_a_long_all_reduce_does_not_set_the_scale():
+    trace = pipelab.simulate(pipelab.replicate(pipelab.OneFOneB(2, 4), 2), Cost(all_reduce=500))
+    assert {kind: Lanes(trace).typical(range(4))[kind] for kind in "FB"} == {"F": 1.0, "B": 2.0}
+
+
+def test_one_freak_reading_does_not_set_the_scale():
+    trace = pipelab.simulate(pipelab.OneFOneB(2, 16))
+    starts = [[start + 2000 * (at > 0) for at, start in enumerate(row)] for row in trace.starts]
+    ends = [[end + 2000 for end in row] for row in trace.ends]
+    freak = pipelab.Trace(trace.plan, starts, ends)
+    assert Lanes(freak).typical(range(2)) == {"F": 1.0, "B": 2.0}
+
+
 def test_a_comparisons_labels_fit_its_common_axis():
     traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.Naive, pipelab.GPipe)]
     drawn = figure.plot_comparison(pipelab.compare(*traces))

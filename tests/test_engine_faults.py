@@ -18,6 +18,7 @@ import torch
 from strategies import in_order, near
 from torch import nn
 
+import pipelab
 from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, ScheduleError, schedules
 from pipelab.engine import threads
 from pipelab.errors import (
@@ -181,6 +182,49 @@ def test_an_error_in_a_layer_of_pytorchs_names_the_layer():
             pipe.forward(plain.batch(4)[0])
 
 
+def test_a_layer_that_stands_twice_has_both_names_and_one_that_cannot_be_shown_hides_no_error():
+    class Shy(nn.Module):
+        def forward(self, x):
+            return fails_forward(x)
+
+        def extra_repr(self):
+            raise ValueError("not to be shown")
+
+    twice = nn.Linear(6, 6)
+    for model, told in [
+        (nn.Sequential(nn.Linear(6, 6), twice, nn.Linear(6, 7), twice), "in layer 1 or 3, Linear"),
+        (nn.Sequential(nn.Linear(6, 6), nn.Sequential(Shy(), nn.ReLU())), "in layer 1.0, Shy\n"),
+    ]:
+        with Pipeline(model, OneFOneB(1, 2), mse) as pipe, pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(4))
+        assert told in str(failed.value)
+        assert "mat1 and mat2" in str(failed.value)
+
+
+def test_an_error_in_a_traced_model_names_the_students_own_layer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+        def forward(self, x):
+            return self.body(x).relu()
+
+    stages = pipelab.split(Net(), into=2, example=plain.batch(2)[0])
+    with Pipeline(stages, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError) as failed:
+        pipe.step(plain.batch(4)[0].double(), plain.batch(4)[1])
+    assert "\n  in layer body.0\n" in str(failed.value)
+
+
+def test_a_model_that_has_a_draft_is_a_model():
+    class Speculative(nn.Sequential):
+        def draft(self):
+            """A smaller model's guess: nothing to do with plans."""
+
+    with Pipeline(Speculative(*plain.mlp(4)), OneFOneB(2, 2), mse) as pipe:
+        assert pipe.verify(*plain.batch(4)).exact
+
+
 def fails_in_a_class_of_its_own():
     fuse = Fuse()
     fuse.forward_does, fuse.inner = fails_forward, nn.Identity()
@@ -304,7 +348,7 @@ def test_a_nan_that_was_there_before_is_not_said_to_be_made():
     model = plain.mlp(6)
     with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
         x[5, 1] = float("nan")
-        told = r"^0F2 on rank 0 made NaN: .*\n  there was NaN in what it was given: in the rows of x of micro-batch 2$"
+        told = r"^0F2 on rank 0 made NaN: .*\n  there was NaN in what it was given: in the rows of x of micro-batch 2\b"
         with pytest.raises(NotANumberError, match=told):
             pipe.step(x, y)
         x[5, 1] = 0
@@ -312,6 +356,34 @@ def test_a_nan_that_was_there_before_is_not_said_to_be_made():
             model[2].bias[0] = float("nan")
         with pytest.raises(NotANumberError, match=r"\n  there was NaN in 2\.bias of stage 1 before: look at the step"):
             pipe.step(x, y)
+
+
+def test_infinities_that_are_meant_and_what_a_forward_writes_are_not_blamed_for_its_nan():
+    class Masks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.full((6,), -torch.inf))
+
+        def forward(self, x):
+            return x.log_() + 0 * self.mask.exp()
+
+    x, y = plain.batch(8)
+    for model in (nn.Sequential(Masks(), nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 6), Masks(), nn.BatchNorm1d(6))):
+        with Pipeline(model, OneFOneB(2, 4), mse, watch_nan=True) as pipe, pytest.raises(NotANumberError) as failed:
+            pipe.step(x.clone() - 5, y)
+        assert "made NaN" in str(failed.value)
+        assert "there was" not in str(failed.value)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_backward_that_fails_late_says_that_gradients_are_partial(name):
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+        fuse.backward_does = at_call(3, fails_backward)
+        with pytest.raises(StageError, match="\n  gradients are partial now"):
+            pipe.step(*plain.batch(8))
+        assert any(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("value", "told"), [(float("nan"), "NaN"), (float("inf"), "infinity")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -265,6 +266,40 @@ def test_an_object_that_hides_what_learns_is_refused(name, made):
         pipe.step(*plain.batch(6))
 
 
+def test_what_a_function_has_taken_along_is_refused_too():
+    def made(x):
+        return lambda: x
+
+    class Calls(Opens):
+        def forward(self, given):
+            return self.linear(given())
+
+    model = [nn.Linear(6, 6), Gives(made), Calls()]
+    told = "returned an object of class function"
+    with Pipeline(model, schedules["zb-h1"](3, 3), mse) as pipe, pytest.raises(StageError, match=told):
+        pipe.step(*plain.batch(6))
+
+
+def test_a_layer_that_is_handed_on_and_what_cannot_be_saved_pass():
+    class Hands(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tied = nn.Linear(6, 6)
+
+        def forward(self, x):
+            others = SimpleNamespace(model=self), self.tied.forward, threading.Lock(), torch, iter([])
+            return self.tied(x), self.tied, *others
+
+    class Uses(nn.Module):
+        def forward(self, given):
+            return given[1](given[0])
+
+    for name in ("1f1b", "zb-h1"):
+        torch.manual_seed(0)
+        with Pipeline([nn.Linear(6, 6), Hands(), Uses()], schedules[name](3, 3), mse) as pipe:
+            assert pipe.verify(*plain.batch(6)).largest_difference < 1e-6
+
+
 def test_an_object_that_hides_nothing_that_learns_passes():
     class Passes(nn.Module):
         def forward(self, x):
@@ -319,6 +354,22 @@ def test_a_stage_that_wants_two_arguments_is_told_that_a_tuple_is_one():
         pytest.raises(StageError, match=told),
     ):
         pipe.step(*plain.batch(4))
+
+
+def test_a_type_error_inside_a_stage_that_takes_a_tuple_says_nothing_of_tuples():
+    class Mistypes(nn.Module):
+        def forward(self, given):
+            left, right = given
+            return torch.softmax(left + right, dimm=1)
+
+    class Splits(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    stages = [nn.Linear(6, 6), Splits(), Mistypes()]
+    with Pipeline(stages, OneFOneB(3, 2), mse) as pipe, pytest.raises(StageError) as failed:
+        pipe.step(*plain.batch(4))
+    assert "one argument" not in str(failed.value)
 
 
 def test_a_stage_that_writes_into_its_input_by_hand_is_told_its_line():

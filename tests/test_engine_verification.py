@@ -316,6 +316,43 @@ def test_stages_given_as_a_list_are_held_against_the_whole_batch_too():
         pipe.verify(*plain.batch(4))
 
 
+def test_stages_that_take_a_micro_batchs_rows_alone_are_proved_without_the_whole_batch():
+    class Views(nn.Module):
+        def forward(self, x):
+            return x.view(4, 2, 3).view(4, 6)
+
+    with Pipeline([nn.Linear(6, 6), Views()], GPipe(2, 2), mse) as pipe:
+        proof = pipe.verify(*plain.batch(8))
+    assert proof.exact
+    assert proof.whole_batch_difference is None
+    (reason,) = proof.unproven
+    assert reason.startswith("the stages, given as a list, do not take the whole batch at once (RuntimeError: shape")
+
+
+def test_a_loss_that_puts_the_shapes_right_itself_is_not_said_to_spread():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
+    x, y = plain.batch(12)
+
+    def sums(output, target):
+        return (output.squeeze(1) - target).pow(2).sum()
+
+    with Pipeline(model, OneFOneB(2, 3), sums) as pipe, pytest.raises(VerificationError, match="reduction is 'mean'"):
+        pipe.verify(x, y[:, 0])
+    with Pipeline(model, OneFOneB(2, 3), sums, reduction="sum") as pipe:
+        assert pipe.verify(x, y[:, 0]).exact
+
+
+def test_a_batch_that_shows_its_memory_several_times_or_is_its_own_target_is_verified():
+    model = nn.Sequential(nn.ReLU(inplace=True), *plain.mlp(2))
+    x, y = plain.batch(8)
+    with torch.inference_mode():
+        unwritable = x * 2
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe:
+        assert pipe.verify(x[:1].expand(8, 6), y).exact
+        assert pipe.verify(x, x).exact
+        assert pipe.verify(unwritable, y).exact
+
+
 def test_parameters_without_a_gradient_are_named():
     class Detaches(nn.Module):
         def forward(self, x):
@@ -331,16 +368,18 @@ def test_parameters_without_a_gradient_are_named():
     )
 
 
-@pytest.mark.parametrize(("number", "kind"), [(float("nan"), "NaN"), (float("inf"), "NaN")])
+@pytest.mark.parametrize(("number", "kind"), [(float("nan"), "NaN"), (3e38, "infinite")])
 def test_what_is_no_number_in_the_plain_model_either_is_no_fault_of_the_pipelines(number, kind):
     x, y = plain.batch(8)
     x[5, 2] = number
+    given = ", and its rows of x hold what is no number already" if kind == "NaN" else ""
     told = (
         rf"^the gradient of 0\.weight \(stage 0\) is {kind}, in the plain model too: there is nothing to compare\n"
-        r"  micro-batch 2 is the first that makes one, and its rows of x hold what is no number already\n"
+        rf"  micro-batch 2 is the first that makes one{given}\n"
         r"  try: Pipeline\(\.\.\., watch_nan=True\)"
     )
-    with Pipeline(plain.mlp(4), OneFOneB(2, 4), mse) as pipe, pytest.raises(VerificationError, match=told):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(VerificationError, match=told):
         pipe.verify(x, y)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from pipelab.actions import KINDS, Action, Kind
@@ -18,7 +19,7 @@ __all__ = ["Bar", "Lanes"]
 Half = Literal["whole", "upper", "lower"]
 
 _NEXT_TO_NOTHING = 0.05
-"""Which share of an average action's time is too short to set the scale."""
+"""Which share of the median action's time is too short to set the scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,8 @@ class Lanes:
             row, starts, ends = program.rows[rank], self.trace.starts[rank], self.trace.ends[rank]
             for code, start, end in zip(row, starts, ends, strict=True):
                 lasting[program.numbering.kind(code)].append(end - start)
-        every = [time for times in lasting.values() for time in times if time > 0]
-        least = sum(every) / max(len(every), 1) * _NEXT_TO_NOTHING
+        every = [time for kind, times in lasting.items() for time in times if time > 0 and kind != "R"]
+        least = median(every or [0.0]) * _NEXT_TO_NOTHING
         counted = {kind: sorted(time for time in times if time > least) for kind, times in lasting.items()}
         return {kind: times[len(times) // 4] for kind, times in counted.items() if times}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import suppress
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from pipelab.engine.shortage import relieve
 from pipelab.errors import PipelabError, StageError
 from pipelab.faults import students_line
 
-__all__ = ["PARTIAL", "layer_of", "stage_error"]
+__all__ = ["PARTIAL", "layer_of", "raised_by_the_call", "stage_error"]
 
 PARTIAL = "gradients are partial now: zero_grad() before the next step"
 
@@ -64,10 +65,27 @@ def stage_error(
 
 
 def layer_of(error: BaseException, module: nn.Module) -> str:
-    """Return which layer of a module an error comes from: `"2.1, Linear(…)"`; nothing if it is the module's own."""
+    """Return which layer of a module an error comes from: `"2.1, Linear(…)"`; nothing if it is the module's own.
+
+    A layer that stands there several times has all its names; one that PyTorch's tracer has made has its name alone.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
     running = [frame.f_locals.get("self") for frame in reversed(frames)]
-    inner = {id(layer): (name, layer) for name, layer in module.named_modules() if name}
-    name, layer = next((inner[id(each)] for each in running if id(each) in inner), ("", module))
-    kind = type(layer).__name__ if any(layer.children()) else " ".join(str(layer).split())
-    return f"{name}, {kind}" if name else ""
+    every = [(name, layer) for name, layer in module.named_modules(remove_duplicate=False) if name]
+    layer = next((each for each in running if any(each is other for _, other in every)), None)
+    if not isinstance(layer, nn.Module):
+        return ""
+    names = " or ".join(name.removeprefix("traced.") for name, other in every if other is layer)
+    if type(layer).__module__.startswith(("torch.export", "torch.fx")):
+        return names
+    kind = type(layer).__name__
+    if not any(layer.children()):
+        with suppress(Exception):  # a student's extra_repr may raise, and must not hide the error
+            kind = " ".join(str(layer).split())
+    return f"{names}, {kind}"
+
+
+def raised_by_the_call(error: TypeError) -> bool:
+    """Tell whether a module's forward could not even be called, with the arguments that it was given."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_name == "_call_impl"

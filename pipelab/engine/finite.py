@@ -12,19 +12,24 @@ from pipelab.engine.stage import Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import NotANumberError
 
-__all__ = ["refuse_nan"]
+__all__ = ["batch_has_nan", "refuse_nan"]
 
 
-def refuse_nan(rank: int, action: Action, stage: Stage, given: Any, made: Any, loss: Loss | None) -> None:
+def batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
+    """Tell whether there is NaN in what the first stage is given of the batch; to be asked before it writes into it."""
+    return action.kind == "F" and stage.is_first and any(bool(tensor.isnan().any()) for tensor in tensors_of(given))
+
+
+def refuse_nan(rank: int, action: Action, stage: Stage, made: Any, loss: Loss | None, *, had_nan: bool = False) -> None:
     """Look at everything that an action made.
 
     Args:
         rank: which rank ran it.
         action: which action.
         stage: its stage.
-        given: what the action was given.
         made: what it made for another stage.
         loss: the step's loss; `None` for an evaluation.
+        had_nan: whether there was NaN in the batch before, as far as the action was given it.
 
     Raises:
         NotANumberError: naming the first NaN or infinity.
@@ -42,7 +47,7 @@ def refuse_nan(rank: int, action: Action, stage: Stage, given: Any, made: Any, l
             of_microbatch = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
             raise NotANumberError(
                 f"{action} on rank {rank} made {kind}: the {what} of stage {stage.index}"
-                f"{of_microbatch}, shape {tuple(tensor.shape)}, is not finite{_source(action, stage, given)}",
+                f"{of_microbatch}, shape {tuple(tensor.shape)}, is not finite{_source(action, stage, had_nan=had_nan)}",
                 rank,
                 stage.index,
                 str(action),
@@ -57,13 +62,12 @@ def _found(value: Any) -> tuple[str, torch.Tensor] | None:
     return None
 
 
-def _source(action: Action, stage: Stage, given: Any) -> str:
-    """Say where a forward has it from, if it did not make it itself: the batch, or a parameter or buffer."""
-    if action.kind != "F":
-        return ""
-    if found := _found(given):  # of what an earlier stage made, it would have been told there
-        return f"\n  there was {found[0]} in what it was given: in the rows of x of micro-batch {action.microbatch}"
-    for name, tensor in [*stage.module.named_parameters(), *stage.module.named_buffers()]:
-        if found := _found(tensor):
-            return f"\n  there was {found[0]} in {name} of stage {stage.index} before: look at the step before this one"
+def _source(action: Action, stage: Stage, *, had_nan: bool) -> str:
+    """Say where a forward has it from, if it did not make it itself: NaN in the batch, or in a parameter."""
+    if had_nan:
+        return f"\n  there was NaN in what it was given: in the rows of x of micro-batch {action.microbatch}"
+    if action.kind == "F":
+        for name, parameter in stage.module.named_parameters():
+            if bool(parameter.isnan().any()):
+                return f"\n  there was NaN in {name} of stage {stage.index} before: look at the step before this one"
     return ""

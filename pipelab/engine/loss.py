@@ -24,12 +24,14 @@ class Loss:
         function: takes the model's output and the target, and returns a scalar.
         targets: per micro-batch.
         weights: per micro-batch, what its loss weighs in the loss of the batch.
+        require: raises if the targets cannot be weighed so; an engine asks, once all processes mean the same step.
         values: per micro-batch, the loss, not weighed and without history, once it is known.
     """
 
     function: Callable[[Any, Any], torch.Tensor]
     targets: list[Any]
     weights: list[float]
+    require: Callable[[], None] = lambda: None
     values: list[torch.Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,6 +112,10 @@ def require_loss(loss_fn: object, reduction: Reduction) -> None:
         )
 
 
+_AVERAGE_OTHERWISE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+"""What averages over the targets that count, each as often as its class weighs; a class may have another `forward`."""
+
+
 def require_even_targets(
     loss_fn: Callable[[Any, Any], torch.Tensor], reduction: Reduction, targets: Sequence[Any], counts: Sequence[int]
 ) -> None:
@@ -123,7 +129,7 @@ def require_even_targets(
     """
     if reduction != "mean":
         return
-    if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
+    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss_fn).forward in _AVERAGE_OTHERWISE:
         ignored, weight, name = loss_fn.ignore_index, loss_fn.weight, type(loss_fn).__name__
     elif loss_fn is nn.functional.cross_entropy or loss_fn is nn.functional.nll_loss:
         ignored, weight, name = -100, None, loss_fn.__name__
@@ -143,8 +149,7 @@ def require_even_targets(
         counted = f"(target != {ignored}).sum()"
     else:
         told = "counts each target as often as the weight of its class says, which differs between the micro-batches"
-        some = any(bool((each == ignored).any()) for each in targets)
-        counted = f"weight[target[target != {ignored}]].sum()" if some else "weight[target].sum()"
+        counted = f"weight[target[target != {ignored}]].sum()"
     raise LossError(
         f"{name} {told}: reduction='mean', which weighs micro-batches by rows, would make other gradients than the "
         f"whole batch\n  try: Pipeline(..., reduction=lambda target: {counted}); or reduction=len, to weigh by rows "
@@ -163,7 +168,7 @@ def _share(target: torch.Tensor, ignored: int, weight: torch.Tensor | None) -> f
     if weight is None:
         return float(counted.sum())
     known = counted & (target >= 0) & (target < len(weight))  # the loss itself tells of others
-    return float(weight.to(target.device)[target[known]].sum())
+    return float(weight.to(target.device).double()[target[known].long()].sum())
 
 
 def _sizes(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -104,7 +105,7 @@ class Pipeline(ModuleHabits):
             raise EngineError(f"replicated_buffers={replicated_buffers!r}: expected 'refuse' or 'lowest'")
         if intra_op_threads is not None:
             intra_op_threads = require_size("intra_op_threads", intra_op_threads)
-        if isinstance(model, (Plan, Draftable)):
+        if isinstance(model, (Plan, Draftable)) and not isinstance(model, nn.Module):
             raise TypeError(
                 f"Pipeline(model, schedule, loss_fn): the model comes first, and {shorten(model)} stands first"
             )
@@ -169,11 +170,11 @@ class Pipeline(ModuleHabits):
         self.stages.require_rows(counts)
         self.stages.require_no_lost_hooks()
         targets = split_batch(y, counts)
-        require_even_targets(self.loss_fn, self.reduction, targets, counts)
         weights = weights_of(self.reduction, counts, targets)
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
-        loss = Loss(self.loss_fn, targets, weights)
+        even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
+        loss = Loss(self.loss_fn, targets, weights, even)
         with self._one_at_a_time, self._runners.running(self.stages.modules, learning=True):
             run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, around=self.surroundings())
         return run, loss
@@ -201,7 +202,7 @@ class Pipeline(ModuleHabits):
     def verify(self, x: Any, y: Any) -> Verification:
         """Check that the pipeline's gradients are those of the plain model; return the proof.
 
-        Gradients, buffers and random state are as before afterwards.
+        Gradients, buffers, random state and the batch are as before afterwards.
 
         Raises:
             VerificationError: naming the parameter and the micro-batch that differ first.
@@ -209,6 +210,11 @@ class Pipeline(ModuleHabits):
         from pipelab.engine.verification import verify
 
         return verify(self, x, y)
+
+    @property
+    def writes_into_input(self) -> bool:
+        """Whether the first stage may write into what it is given, and so gets a copy of the batch."""
+        return any(runner.clones_input for (stage, _), runner in self._runners.of.items() if stage == 0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages that this process holds, stage by stage, each once.

@@ -46,7 +46,7 @@ def run_one_after_another(pipe: Pipeline, x: Any, y: Any, only: int | None = Non
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
-    for microbatch, value in enumerate(split_batch(x, counts)):
+    for microbatch, value in enumerate(split_batch(_batch(pipe, x), counts)):
         if only in (None, microbatch):
             _backward(pipe, _through(pipe, pipe.stages.modules, value), targets[microbatch], weights[microbatch])
 
@@ -56,7 +56,7 @@ def run_at_once(pipe: Pipeline, x: Any, y: Any) -> Any:
 
     Where there is no model (stages given as a list), or none that runs on one device, it goes through the stages.
     """
-    model = pipe.stages.model
+    model, x = pipe.stages.model, _batch(pipe, x)
     devices = set(pipe.home.devices)
     if len(devices) > 1 or isinstance(model, nn.ModuleList):
         output = _through(pipe, pipe.stages.modules, x)
@@ -81,6 +81,11 @@ def _backward(pipe: Pipeline, output: Any, target: Any, weight: float) -> None:
     value = loss.of(0, output)
     with pipe.surroundings().autocast_off():
         value.backward(loss.gradient(0, value))
+
+
+def _batch(pipe: Pipeline, x: Any) -> Any:
+    """Return the batch, or a copy where the model writes into it: a copy may lie otherwise, which changes last bits."""
+    return map_tensors(torch.clone, x) if pipe.writes_into_input else x
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.autograd import run_backward
-from pipelab.engine.explaining import layer_of
+from pipelab.engine.explaining import layer_of, raised_by_the_call
 from pipelab.engine.loss import Loss
 from pipelab.engine.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.engine.trees import hides_learning_tensors, map_tensors, rebuild, take_apart, tensors_of
@@ -128,7 +128,7 @@ class Stage:
         except Exception as error:
             if layer := layer_of(error, self.module):
                 error.add_note(f"in layer {layer}")
-            if isinstance(error, TypeError) and isinstance(entry, tuple) and "argument" in str(error):
+            if isinstance(error, TypeError) and isinstance(entry, tuple) and raised_by_the_call(error):
                 error.add_note(f"a stage is called with one argument, which is a tuple of {len(entry)} here")
             raise
         if output is None and not self.is_last:

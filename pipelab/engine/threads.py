@@ -101,6 +101,7 @@ class ThreadsEngine:
         """Run all micro-batches; return the run, its values complete.
 
         Raises:
+            LossError: if the loss does not average as it is said to.
             StageError: if a stage or the loss raised; the original error is the cause.
             StepTimeoutError: if nothing moved for `timeout` seconds.
             PipelineClosedError: if the engine was closed.
@@ -108,6 +109,8 @@ class ThreadsEngine:
         """
         if not self._closer.alive:
             raise PipelineClosedError("this pipeline is closed: make a new one, or use it inside its with block")
+        if loss is not None:
+            loss.require()
         rows = self.forward_rows if loss is None else self.rows
         run = Run(rows, inputs, loss, watch_nan, around)
         run.clocks = begin(self.lanes)

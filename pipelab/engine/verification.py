@@ -58,8 +58,22 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         if seen := pipe.home.first_to_say(seen):
             raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
         unproven = _unproven(pipe.stages.model, draws)
-        whole = _alike(pipe, lambda: (None, "") if unproven else whole_batch_difference(pipe, x, y, reference))
+        whole = None
+        if not unproven:
+            whole, unproven = _alike(pipe, lambda: _at_once(pipe, x, y, reference))
     return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven, idle, compared=not wrong)
+
+
+def _at_once(pipe: Pipeline, x: Any, y: Any, reference: Gradients) -> tuple[tuple[float | None, tuple[str, ...]], str]:
+    """Return the difference from the whole batch, or why there is none; and what is wrong with it."""
+    try:
+        difference, told = whole_batch_difference(pipe, x, y, reference)
+    except Exception as error:
+        if not isinstance(pipe.stages.model, nn.ModuleList):
+            raise
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
+        return (None, (f"the stages, given as a list, do not take the whole batch at once ({why})",)), ""
+    return (difference, ()), told
 
 
 def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
@@ -131,7 +145,7 @@ def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: G
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    return bool(torch.isfinite(tensor).all())
 
 
 @contextmanager
@@ -162,7 +176,10 @@ def _unproven(model: nn.Module, draws: bool) -> tuple[str, ...]:
     if draws and any(isinstance(layer, _DropoutNd) and layer.training and layer.p for layer in model.modules()):
         reasons.append("dropout draws from one random stream, in another order than the plain model: set model.eval()")
     elif draws:
-        reasons.append("the model draws from one random stream, in another order than the plain model: leave that out")
+        reasons.append(
+            "the model draws from one random stream, in another order than the plain model: set model.eval(), or leave "
+            "that out"
+        )
     if any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules()):
         reasons.append("BatchNorm sees each micro-batch by itself: equal to micro-batches, not to the whole batch")
     return tuple(reasons)

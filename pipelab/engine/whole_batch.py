@@ -39,18 +39,26 @@ def whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str, 
         f"{name} differs by {off[name]:.1e} (2-norm, relative)\n"
     )
     wrong = [each for each in off if off[each] > allowed]
-    return off[name], told + (_of_a_spread(output, y) or _of_rows_mixed(pipe, wrong, reference))
+    return off[name], told + (_of_a_spread(pipe, output, y) or _of_rows_mixed(pipe, wrong, reference))
 
 
-def _of_a_spread(output: Any, y: Any) -> str:
-    """Say that output and targets have as many numbers, and that a loss makes more of them; nothing if it does not."""
+def _of_a_spread(pipe: Pipeline, output: Any, y: Any) -> str:
+    """Say that the loss spreads output and targets over each other; nothing if it does not.
+
+    Then it takes every row of one with every row of the other, and it is all the same to it in which order they are.
+    """
     if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.numel() == y.numel()):
         return ""
     try:
         spread = torch.broadcast_shapes(output.shape, y.shape)
     except RuntimeError:  # then the loss does something else with them
         return ""
-    if spread.numel() == y.numel():
+    turned = y.flip(0)
+    if spread.numel() == y.numel() or torch.equal(turned, y):
+        return ""
+    with torch.no_grad():
+        as_it_is, turned_round = (pipe.loss_fn(output, each.to(output.device)) for each in (y, turned))
+    if not torch.allclose(as_it_is, turned_round, rtol=1e-4):
         return ""
     shape = list(output.shape)
     return (

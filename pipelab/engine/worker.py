@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from pipelab.engine.clock import here
-from pipelab.engine.finite import refuse_nan
+from pipelab.engine.finite import batch_has_nan, refuse_nan
 from pipelab.engine.lanes import Lane
 from pipelab.engine.run import Run
 
@@ -96,6 +96,7 @@ class Worker:
                 loss.targets[each.microbatch] = takes(loss.targets[each.microbatch])
             # [2] compute, between two readings of the clock
             phase[rank] = 2 * position + 1
+            had_nan = run.watch_nan and batch_has_nan(each.action, each.stage, given)
             here.began = mark()
             begin(here.began)
             if around.autocast and not each.forward:
@@ -105,7 +106,7 @@ class Worker:
                 made = each.act(each.microbatch, given, kept[each.stage.index], loss)
             end(mark())
             if run.watch_nan:
-                refuse_nan(rank, each.action, each.stage, given, made, run.loss)
+                refuse_nan(rank, each.action, each.stage, made, run.loss, had_nan=had_nan)
             # [3] hand over what it made
             if each.gives is not None:
                 values[each.gives] = gives(made) if each.sends and gives is not None else made

@@ -164,8 +164,8 @@ def _beyond(numbers: Sequence[object], limit: int) -> tuple[str, str]:
     """Return at which end loops run beyond the micro-batches, and what to do about it."""
     early = [type(number) is int and number < 0 for number in numbers]
     if all(early):
-        return "a loop begins too early", "begin the loop at 0"
+        return "a loop begins below 0", "leave out numbers below 0"
     if any(early):
         ends = f"loops run beyond micro-batches 0 to {limit - 1} at either end"
-        return ends, f"let no warm-up have more than the {limit} there are, by min({limit}, ...)"
+        return ends, f"leave out what is below 0 or above {limit - 1}; of a warm-up, by min({limit}, ...)"
     return "a loop runs too far", "end the loop earlier"

@@ -118,6 +118,7 @@ class TorchEngine:
         Raises:
             EngineError: if a replicated stage has a hook that would see a part of its gradients.
             BatchError: if the processes were given different batches, or do not make the same call.
+            LossError: if the loss does not average as it is said to.
             StageError: if a stage or the loss raised.
             RankError: if another process failed, or is gone.
             StepTimeoutError: if nothing moved for `timeout` seconds.
@@ -164,6 +165,8 @@ class TorchEngine:
             # [1] does everybody mean the same step?
             shapes = self._shapes(inputs, around, learning=loss is not None)
             self._agree(call, shapes, inputs, loss)
+            if loss is not None:
+                loss.require()
             own = [inputs[microbatch] for microbatch in self._part.microbatches]
             counts = [len(tensors_of(each)[0]) for each in own]
             around.enter(stack)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from pipelab.actions import Action, B, F, I, W
 from pipelab.engine.explaining import stage_error
-from pipelab.engine.finite import refuse_nan
+from pipelab.engine.finite import batch_has_nan, refuse_nan
 from pipelab.engine.instructions import Act
 from pipelab.engine.processes.connecting import Connections
 from pipelab.engine.processes.forms import Form
@@ -227,13 +227,14 @@ class ProcessStage:
         microbatch = action.microbatch or 0
         kept = passage.kept[self.stage_index]
         try:
+            had_nan = passage.watch_nan and batch_has_nan(action, self.runner, given)
             if passage.around.autocast and action.kind != "F":
                 with passage.around.autocast_off():
                     made = passage.timed(lambda: act(microbatch, given, kept, loss))
             else:
                 made = passage.timed(lambda: act(microbatch, given, kept, loss))
             if passage.watch_nan:
-                refuse_nan(self._rank, self._named(action), self.runner, given, made, loss)
+                refuse_nan(self._rank, self._named(action), self.runner, made, loss, had_nan=had_nan)
         except StageError:
             raise
         except Exception as error:

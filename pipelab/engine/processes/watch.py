@@ -29,6 +29,7 @@ from pipelab.engine.processes.signals import told_before_the_end
 from pipelab.errors import (
     BatchError,
     EngineError,
+    LossError,
     PipelabError,
     PipelineClosedError,
     RankError,
@@ -94,7 +95,8 @@ class Watch:
     def attend(self, work: Callable[[], Result], doing: Doing) -> Result:
         """Run some work in the worker thread and wait for it; return what it returns.
 
-        The work may raise a `BatchError` if all processes do. Any other error ends the pipeline, on every process.
+        The work may raise a `BatchError` or a `LossError` if all processes do. Any other error ends the pipeline, on
+        every process.
 
         Raises:
             RankError: if another process failed or is gone.
@@ -109,7 +111,7 @@ class Watch:
             with told_before_the_end(lambda: self._last_words(doing), for_good=lambda: self._failed):
                 outcome: tuple[Result, BaseException | None] = self._await(done, doing)
                 result, error = outcome
-                if error is not None and not isinstance(error, BatchError):
+                if error is not None and not isinstance(error, BatchError | LossError):
                     self._fail(error, doing)
         except EngineError:
             raise

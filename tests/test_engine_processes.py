@@ -28,6 +28,7 @@ from pipelab import (
     DeviceError,
     EngineError,
     GPipe,
+    LossError,
     NotANumberError,
     OneFOneB,
     Pipeline,
@@ -326,6 +327,15 @@ def test_a_batch_that_cannot_be_cut_leaves_the_pipeline_as_it_was():
         with pytest.raises(BatchError, match="a batch of 1 row cannot fill 2 micro-batches"):
             pipe.step(*plain.batch(1))
         pipe.step(*plain.batch(2))
+
+
+def test_a_loss_that_averages_otherwise_leaves_the_pipeline_as_it_was():
+    x, target = plain.batch(4)[0], torch.tensor([-100, 1, 2, 3])
+    with Pipeline(plain.mlp(4), PLAN, nn.CrossEntropyLoss(), engine="torch") as pipe:
+        with pytest.raises(LossError, match="leaves out targets that are -100"):
+            pipe.step(x, target)
+        target[0] = 0
+        assert pipe.verify(x, target).whole_batch_difference < 1e-5
 
 
 def test_a_closed_pipeline_says_so():

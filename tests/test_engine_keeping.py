@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelab.engine.keeping import KeptBuffers, KeptRandomState, unchanged
+from pipelab.engine.keeping import KeptBatch, KeptBuffers, KeptRandomState, unchanged
 
 
 def test_buffers_get_their_values_and_their_places_back():
@@ -50,3 +50,22 @@ def test_an_error_leaves_nothing_changed():
         fail()
     assert norm.num_batches_tracked == 0
     assert kept == KeptRandomState()
+
+
+def test_a_batch_that_nobody_wrote_into_is_not_written_into_again():
+    """A graph of the caller's that has saved it would find it changed."""
+    numbers = [torch.tensor([1.0, torch.nan]), torch.tensor([True]), torch.tensor([3]), torch.tensor([1 + 2j])]
+    kept = KeptBatch(numbers)
+    versions = [each._version for each in numbers]
+    kept.put_back()
+    assert [each._version for each in numbers] == versions
+    numbers[0][0] = 5
+    numbers[2][0] = 5
+    kept.put_back()
+    assert (float(numbers[0][0]), int(numbers[2][0])) == (1.0, 3)
+    with torch.inference_mode():
+        unwritable = torch.ones(2)
+        kept = KeptBatch([unwritable])
+        unwritable += 1
+    kept.put_back()
+    assert unwritable.tolist() == [2, 2]  # a batch that cannot be written into is left as the model left it

@@ -430,6 +430,12 @@ def test_a_models_class_is_told_to_be_made():
         split(Net, into=2)
 
 
+@pytest.mark.parametrize("model", [None, 3], ids=str)
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(SplitError, match=rf"^expected a module, or a list of one per stage, got {model}$"):
+        split(model, into=2)
+
+
 def test_an_example_that_does_not_fit_says_so_and_at_which_layer_and_leaves_no_trace():
     class Net(nn.Module):
         def __init__(self):

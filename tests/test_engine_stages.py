@@ -326,13 +326,14 @@ def test_a_dataclass_that_pytorch_has_been_told_of_passes():
         assert pipe.verify(*plain.batch(6)).exact
 
 
-def test_a_stage_that_returns_nothing_is_named_and_not_the_next_one():
+@pytest.mark.parametrize("returned", [None, "text", 3.0], ids=str)
+def test_a_stage_that_returns_nothing_is_named_and_not_the_next_one(returned):
     class Forgets(nn.Module):
         def forward(self, x):
-            x.relu()
+            return returned
 
     with Pipeline([nn.Linear(6, 6), Forgets(), nn.Linear(6, 6)], OneFOneB(3, 2), mse) as pipe:
-        told = r"^1F0 on rank 1 failed: stage 1 returned None: does the forward of its last layer end in a return\?"
+        told = rf"^1F0 on rank 1 failed: stage 1 returned {returned!r}, not a tensor: does the forward of"
         with pytest.raises(StageError, match=told):
             pipe.step(*plain.batch(4))
         with pytest.raises(StageError, match=told):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from pipelab.engine.sizes import count_parameters, short
 from pipelab.engine.tracing import TracedStages
 from pipelab.engine.uncuttable import BACKWARD_HOOKS, refuse_hooks, refuse_shared
 from pipelab.errors import SplitError, require_size
+from pipelab.faults import shorten
 
 __all__ = ["Stages", "split"]
 
@@ -201,10 +202,8 @@ def split(
         return model
     if by not in ("layers", "parameters", "time"):
         raise SplitError(f"by={by!r}: expected 'layers', 'parameters' or 'time'")
-    if isinstance(model, type):
-        raise SplitError(f"{model.__name__} is a class: make a model of it, {model.__name__}()")
     if not isinstance(model, nn.Module):
-        return _given(list(model), into)
+        return _given(model, into)
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return _sequential(model, into, by, example)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -225,7 +224,12 @@ def split(
     return _Traced(model, traced, [stop - start for start, stop in bounds])
 
 
-def _given(modules: list[nn.Module], into: int) -> Stages:
+def _given(given: object, into: int) -> Stages:
+    if isinstance(given, type):
+        raise SplitError(f"{given.__name__} is a class: make a model of it, {given.__name__}()")
+    if not isinstance(given, Iterable):
+        raise SplitError(f"expected a module, or a list of one per stage, got {shorten(given)}")
+    modules = list(given)
     for index, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise SplitError(f"stage {index} is {type(module).__name__}, not a module")

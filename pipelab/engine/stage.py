@@ -27,6 +27,10 @@ from pipelab.errors import EngineError
 __all__ = ["Stage"]
 
 
+_NOTHING_TO_TAKE = (type(None), bool, int, float, complex, str, bytes)
+"""What no next stage can go on with."""
+
+
 class Stage:
     """A stage's module, and how to run it forward and backward one micro-batch at a time.
 
@@ -131,8 +135,11 @@ class Stage:
             if isinstance(error, TypeError) and isinstance(entry, tuple) and raised_by_the_call(error):
                 error.add_note(f"a stage is called with one argument, which is a tuple of {len(entry)} here")
             raise
-        if output is None and not self.is_last:
-            raise EngineError(f"stage {self.index} returned None: does the forward of its last layer end in a return?")
+        if not self.is_last and isinstance(output, _NOTHING_TO_TAKE):
+            raise EngineError(
+                f"stage {self.index} returned {output!r:.40}, not a tensor: does the forward of its last layer end in "
+                "a return?"
+            )
         return output
 
     def _require_visible(self, output: Any) -> None:

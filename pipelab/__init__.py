@@ -15,7 +15,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipelab.actions import Action, B, F, I, Pair, R, W
 from pipelab.analysis import Comparison, compare, critical_path
 from pipelab.catalogue import (
     ZBH1,
@@ -59,8 +58,9 @@ from pipelab.errors import (
     UsageError,
     VerificationError,
 )
-from pipelab.faults import Fault
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action, B, F, I, Pair, R, W
+from pipelab.plan.fault import Fault
+from pipelab.plan.plan import Plan
 from pipelab.replication import replicate
 from pipelab.reporting import report_to_torchrun
 from pipelab.schedule import Schedule

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from pipelab.checking import Draftable
 from pipelab.errors import CostError, SizeError
-from pipelab.faults import shorten
-from pipelab.plan import Plan
+from pipelab.plan.fault import shorten
+from pipelab.plan.plan import Plan
 from pipelab.simulation import Cost, simulate
 from pipelab.trace import Event, Trace
 

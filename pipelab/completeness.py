@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 
-from pipelab.faults import Fault, ranges
 from pipelab.moves import as_yielded
-from pipelab.placement import NO_RANK
-from pipelab.program import Program
+from pipelab.plan.binding import NO_RANK
+from pipelab.plan.bound import Program
+from pipelab.plan.fault import Fault, ranges
 
 __all__ = ["complete", "misplaced", "missing"]
 

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
-from pipelab.faults import shorten
-from pipelab.plan import Plan
+from pipelab.plan.fault import shorten
+from pipelab.plan.plan import Plan
 from pipelab.trace import Trace
 
 __all__ = ["Cost"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelab.faults import Fault
+    from pipelab.plan.fault import Fault
 
 __all__ = [
     "BatchError",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipelab.actions import Action
-from pipelab.program import Program
+from pipelab.plan.actions import Action
+from pipelab.plan.bound import Program
 
 __all__ = ["Event", "Transfer", "crossings", "union"]
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from pipelab.actions import Action
-from pipelab.faults import shorten
-from pipelab.program import Program
+from pipelab.plan.actions import Action
+from pipelab.plan.bound import Program
+from pipelab.plan.fault import shorten
 
 __all__ = ["Moment", "Priority", "least_caps", "list_schedule"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
 
-from pipelab.program import Program
+from pipelab.plan.bound import Program
 
 __all__ = ["Block", "as_yielded", "merged", "parts_of", "rows_after", "told"]
 

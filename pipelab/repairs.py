@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 
-from pipelab.faults import ranges
 from pipelab.moves import Block, as_yielded, merged, parts_of, rows_after, told
-from pipelab.program import Program
-from pipelab.traversal import absent, at_start, traverse
+from pipelab.plan.bound import Program
+from pipelab.plan.fault import ranges
+from pipelab.plan.order import absent, at_start, traverse
 
 __all__ = ["Knot", "repair"]
 

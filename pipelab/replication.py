@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from pipelab.actions import Action, Pair
 from pipelab.checking import as_plan, require_legal
 from pipelab.errors import require_size
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action, Pair
+from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 
 __all__ = ["Replicated", "replicate"]

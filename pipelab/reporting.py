@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipelab.errors import PipelabError
-from pipelab.faults import students_line
+from pipelab.plan.fault import students_line
 
 __all__ = ["report_to_torchrun"]
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
-from pipelab.actions import Action, Item, Pair
 from pipelab.checking import require_legal
 from pipelab.errors import ScheduleError, require_size
-from pipelab.faults import Fault, line_of_function, shorten, students_line
-from pipelab.plan import Plan
-from pipelab.program import endless_limit
-from pipelab.signatures import misfit
+from pipelab.plan.actions import Action, Item, Pair
+from pipelab.plan.bound import endless_limit
+from pipelab.plan.fault import Fault, line_of_function, shorten, students_line
+from pipelab.plan.plan import Plan
+from pipelab.plan.student_code import misfit
 
 __all__ = ["Schedule"]
 

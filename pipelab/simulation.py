@@ -6,10 +6,10 @@ from pipelab.checking import Draftable, as_plan, require_legal, with_excerpt
 from pipelab.cost import Cost
 from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError
-from pipelab.plan import Plan
-from pipelab.program import Program
+from pipelab.plan.bound import Program
+from pipelab.plan.order import traverse
+from pipelab.plan.plan import Plan
 from pipelab.trace import Trace
-from pipelab.traversal import traverse
 
 __all__ = ["Cost", "simulate"]
 

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipelab.actions import Action
 from pipelab.errors import FormatError, PipelabError
 from pipelab.events import Event, Transfer, crossings, union
 from pipelab.immutable import Immutable
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Action, B, F, I, Pair, R, W
-from pipelab.actions import parse_item
 from pipelab.errors import NotationError
+from pipelab.plan.actions import parse_item
 
 numbers = st.integers(0, 10**6)
 stages = st.none() | numbers

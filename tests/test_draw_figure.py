@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 import pipelab
 from pipelab import B, Cost, F, Plan
-from pipelab.actions import KINDS
 from pipelab.draw import coarse, colours, figure
 from pipelab.draw.lanes import Lanes
+from pipelab.plan.actions import KINDS
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 

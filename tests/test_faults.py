@@ -8,7 +8,7 @@ import pytest
 
 import pipelab
 from pipelab import B, F, Plan, check
-from pipelab.faults import Code, excerpt, shorten
+from pipelab.plan.fault import Code, excerpt, shorten
 
 
 def forever():

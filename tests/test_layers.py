@@ -31,17 +31,17 @@ LAYERS: list[list[str]] = [
     ["pipelab.schedule"],
     ["pipelab.checking"],
     ["pipelab.deadlocks", "pipelab.completeness", "pipelab.slips"],
-    ["pipelab.plan"],
-    ["pipelab.reduction"],
+    ["pipelab.plan.plan"],
+    ["pipelab.plan.all_reduce"],
     ["pipelab.repairs"],
     ["pipelab.moves"],
-    ["pipelab.traversal", "pipelab.dependencies", "pipelab.list_scheduling"],
-    ["pipelab.program"],
-    ["pipelab.binding"],
-    ["pipelab.numbering", "pipelab.placement", "pipelab.reporting"],
-    ["pipelab.signatures"],
-    ["pipelab.faults", "pipelab.csv_notation"],
-    ["pipelab.actions"],
+    ["pipelab.plan.order", "pipelab.plan.graph", "pipelab.list_scheduling"],
+    ["pipelab.plan.bound"],
+    ["pipelab.plan.binding"],
+    ["pipelab.plan.codes", "pipelab.plan.binding", "pipelab.reporting"],
+    ["pipelab.plan.student_code"],
+    ["pipelab.plan.fault", "pipelab.plan.csv_notation"],
+    ["pipelab.plan.actions"],
     ["pipelab.errors", "pipelab.immutable"],
 ]
 
@@ -56,7 +56,7 @@ DISPLAYS = {
     "pipelab.analysis:Comparison.save",
     "pipelab.analysis:Comparison.__str__",
     "pipelab.analysis:Comparison._repr_svg_",
-    "pipelab.plan:Plan.save_graph",
+    "pipelab.plan.plan:Plan.save_graph",
 }
 
 TORCH_HALF = ("pipelab.engine", "pipelab.labs")
@@ -152,10 +152,10 @@ def test_exactly_the_display_methods_import_what_is_above_them():
 
 
 def test_the_rule_sees_an_upward_import_a_sideways_one_and_one_inside_a_function():
-    assert points_up(Import("pipelab.plan", "pipelab.checking", ""))
+    assert points_up(Import("pipelab.plan.plan", "pipelab.checking", ""))
     assert points_up(Import("pipelab.draw.text", "pipelab.engine.pipeline", ""))
     assert points_up(Import("pipelab.engine.threads", "pipelab.draw", ""))
-    assert points_up(Import("pipelab.numbering", "pipelab.placement", "code"))
+    assert points_up(Import("pipelab.plan.codes", "pipelab.plan.binding", "code"))
     assert points_up(Import("pipelab.simulation", "pipelab", ""))
     assert not points_up(Import("pipelab.engine.threads", "pipelab.engine.stage", ""))
     assert not points_up(Import("pipelab.cli.app", "pipelab.catalogue", ""))

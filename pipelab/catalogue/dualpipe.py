@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from pipelab.actions import Action, B, F, I, Item, W
 from pipelab.errors import SizeError
+from pipelab.plan.actions import Action, B, F, I, Item, W
 from pipelab.schedule import Schedule
 
 __all__ = ["DualPipe"]

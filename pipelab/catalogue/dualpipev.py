@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
-from pipelab.actions import Action, B, F, I, Item, W
 from pipelab.catalogue.v_shape import VShaped
+from pipelab.plan.actions import Action, B, F, I, Item, W
 
 __all__ = ["DualPipeV"]
 

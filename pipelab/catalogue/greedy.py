@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from pipelab.actions import Action
 from pipelab.cost import Cost
 from pipelab.errors import PipelabError, PolicyError, ScheduleError, require_caps
-from pipelab.faults import Fault, students_line
 from pipelab.list_scheduling import Moment, Priority, least_caps, list_schedule
-from pipelab.plan import Plan
-from pipelab.program import Program
+from pipelab.plan.actions import Action
+from pipelab.plan.bound import Program
+from pipelab.plan.fault import Fault, students_line
+from pipelab.plan.plan import Plan
+from pipelab.plan.student_code import misfit
 from pipelab.schedule import Schedule
-from pipelab.signatures import misfit
 
 __all__ = ["Greedy", "policies"]
 

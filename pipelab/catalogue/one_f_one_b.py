@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelab.actions import Action, B, F
 from pipelab.catalogue.single_stage import SingleStage
+from pipelab.plan.actions import Action, B, F
 
 __all__ = ["OneFOneB"]
 

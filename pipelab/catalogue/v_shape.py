@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 
-from pipelab.actions import Item, Pair
 from pipelab.errors import SizeError
+from pipelab.plan.actions import Item, Pair
 from pipelab.schedule import Schedule
 
 __all__ = ["VShaped"]

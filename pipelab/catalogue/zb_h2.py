@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelab.actions import Action, F, I, W
 from pipelab.catalogue.single_stage import SingleStage
+from pipelab.plan.actions import Action, F, I, W
 
 __all__ = ["ZBH2"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from pipelab.actions import Action, F, I, W
 from pipelab.catalogue.v_shape import VShaped
+from pipelab.plan.actions import Action, F, I, W
 
 __all__ = ["ZBV"]
 

@@ -43,8 +43,8 @@ from pipelab.cli.saving import (
 from pipelab.cli.sweeping import Cell, Table, sweep
 from pipelab.draw import text
 from pipelab.errors import LoadError, PipelabError
-from pipelab.faults import ranges
-from pipelab.plan import Plan
+from pipelab.plan.fault import ranges
+from pipelab.plan.plan import Plan
 from pipelab.simulation import simulate
 
 __all__ = ["app", "main"]

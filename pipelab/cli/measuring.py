@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from pipelab.analysis import Comparison, compare
 from pipelab.cli.sweeping import Cell, Table, sweep
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 
 if TYPE_CHECKING:
     from pipelab.labs.running import Job, Result

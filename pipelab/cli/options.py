@@ -13,11 +13,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from pipelab.actions import KINDS, Kind
 from pipelab.cli.targets import find, has_sizes, settings
 from pipelab.errors import LoadError
-from pipelab.placement import NO_RANK
-from pipelab.plan import Plan
+from pipelab.plan.actions import KINDS, Kind
+from pipelab.plan.binding import NO_RANK
+from pipelab.plan.plan import Plan
 from pipelab.replication import replicate
 from pipelab.schedule import Schedule
 from pipelab.simulation import Cost, simulate

@@ -14,8 +14,8 @@ from typing import Any
 
 from pipelab.catalogue import schedules
 from pipelab.errors import LoadError, PipelabError
-from pipelab.faults import line_of_function, students_line
-from pipelab.plan import Plan
+from pipelab.plan.fault import line_of_function, students_line
+from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace import Trace
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipelab.actions import Action, Kind
+    from pipelab.plan.actions import Action, Kind
 
 __all__ = ["IDLE", "IDLE_LINES", "PALETTE", "RANKS", "ansi", "ink", "of"]
 

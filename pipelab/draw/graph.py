@@ -6,18 +6,18 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelab.actions import KINDS
 from pipelab.analysis import critical_path
 from pipelab.draw import colours
 from pipelab.draw.wording import clean
 from pipelab.errors import FormatError, MissingProgramError, require_suffix
+from pipelab.plan.actions import KINDS
 from pipelab.simulation import Cost, simulate
 
 if TYPE_CHECKING:
     import os
 
-    from pipelab.actions import Action
-    from pipelab.plan import Plan
+    from pipelab.plan.actions import Action
+    from pipelab.plan.plan import Plan
     from pipelab.trace import Trace
 
 __all__ = ["SUFFIXES", "dot", "save"]

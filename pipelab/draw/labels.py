@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from pipelab.actions import Kind
     from pipelab.draw.lanes import Bar, Lanes
+    from pipelab.plan.actions import Kind
 
 __all__ = ["Label", "fitting", "inches", "points"]
 

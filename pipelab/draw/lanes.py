@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from pipelab.actions import KINDS, Action, Kind
+from pipelab.plan.actions import KINDS, Action, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -55,7 +55,7 @@ class Lanes:
         """Look at which stages each rank has: labels name the stage where a rank has several."""
         self.trace = trace
         stages = trace.plan.stages
-        # A code leaves its stage when divided by the number of stages: see pipelab.numbering.
+        # A code leaves its stage when divided by the number of stages: see pipelab.plan.codes.
         self.names_stages = any(len({code % stages for code in row}) > 1 for row in trace.plan.program.rows)
         self._labels: dict[int, tuple[Action, str]] = {}
 

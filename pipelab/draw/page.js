@@ -48,7 +48,7 @@ function niceStep(least) {
   return [1, 2, 5, 10].map((digit) => digit * power).find((step) => step >= least * (1 - 1e-9));
 }
 
-// One action by its code, as pipelab/numbering.py lays the codes out.
+// One action by its code, as pipelab/plan/codes.py lays the codes out.
 function decode(trace, code) {
   const kind = Math.min(Math.floor(code / trace.slots), 4);
   const reduce = kind === 4;

@@ -12,10 +12,10 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from pipelab.actions import KINDS, Action
 from pipelab.draw import colours, text, wording
 from pipelab.draw.lanes import Lanes
 from pipelab.draw.waits import waits
+from pipelab.plan.actions import KINDS, Action
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,7 @@ def _table_row(cells: Sequence[str], tag: str) -> str:
 
 
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
-    """Return what the page draws of a trace. Times count from its start; codes are those of `pipelab.numbering`.
+    """Return what the page draws of a trace. Times count from its start; codes are those of `pipelab.plan.codes`.
 
     For each rank, lists of one length: `codes`, `starts`, `ends`, and `waits`, the code that an action waited for (-1:
     none), with `there`, when that was there. `halves` names the actions that share a slot with the next.

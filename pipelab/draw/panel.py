@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipelab.actions import KINDS, Action, Kind
 from pipelab.draw import coarse, colours, labels, wording
 from pipelab.draw.lanes import Bar, Lanes
+from pipelab.plan.actions import KINDS, Action, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

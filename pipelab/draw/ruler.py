@@ -11,8 +11,8 @@ from pipelab.draw.wording import number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pipelab.actions import Kind
     from pipelab.draw.lanes import Lanes
+    from pipelab.plan.actions import Kind
 
 __all__ = ["Ruler", "nice_step"]
 

@@ -20,7 +20,7 @@ from pipelab.engine.splitting import Stages
 from pipelab.engine.step import Ran
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.threads import ThreadsEngine
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 
 __all__ = ["ENGINES", "Engine", "Home", "Job", "OneProcess", "Started"]
 

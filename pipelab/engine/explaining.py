@@ -10,7 +10,7 @@ from torch import nn
 from pipelab.engine.hardware import RankDevice
 from pipelab.engine.shortage import relieve
 from pipelab.errors import PipelabError, StageError
-from pipelab.faults import students_line
+from pipelab.plan.fault import students_line
 
 __all__ = ["PARTIAL", "layer_of", "raised_by_the_call", "stage_error"]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from pipelab.actions import Action
 from pipelab.engine.loss import Loss
 from pipelab.engine.stage import Stage
 from pipelab.engine.trees import tensors_of
 from pipelab.errors import NotANumberError
+from pipelab.plan.actions import Action
 
 __all__ = ["batch_has_nan", "refuse_nan"]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelab.actions import Action
 from pipelab.engine.all_reduce import AllReduce
 from pipelab.engine.draws import watched
 from pipelab.engine.lanes import Lane
 from pipelab.engine.stage import Stage
-from pipelab.program import Program
+from pipelab.plan.actions import Action
+from pipelab.plan.bound import Program
 
 __all__ = ["Instruction", "instructions"]
 

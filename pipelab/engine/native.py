@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from pipelab.actions import Item
 from pipelab.errors import EngineError
+from pipelab.plan.actions import Item
 
 __all__ = [
     "Native",

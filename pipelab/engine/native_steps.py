@@ -13,7 +13,7 @@ from torch import distributed, nn
 
 from pipelab.engine import native
 from pipelab.errors import EngineError
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 
 __all__ = ["Outcome", "Task", "alone", "make_schedule", "step_of_class", "step_of_plan", "take_step"]
 

@@ -24,8 +24,8 @@ from pipelab.engine.splitting import Stages, split
 from pipelab.engine.step import Ran, Step
 from pipelab.engine.surroundings import Surroundings
 from pipelab.errors import BatchError, EngineError, UsageError, require_size
-from pipelab.faults import shorten
-from pipelab.plan import Plan
+from pipelab.plan.fault import shorten
+from pipelab.plan.plan import Plan
 
 if TYPE_CHECKING:
     from pipelab.engine.proof import Verification

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelab.actions import Action, B, F, I, Item, W
 from pipelab.engine import native
 from pipelab.errors import EngineError, NativeRefusalError
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action, B, F, I, Item, W
+from pipelab.plan.plan import Plan
 
 __all__ = ["NATIVE", "RecordingStage", "executed", "executed_by_runtime", "native_place", "order_table", "watch"]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelab.actions import Action
 from pipelab.engine.all_reduce import Meeting, Seat
 from pipelab.engine.device_clock import StepClock
 from pipelab.engine.instructions import Instruction
 from pipelab.engine.loss import Loss
 from pipelab.engine.surroundings import PLAIN, Surroundings
+from pipelab.plan.actions import Action
 
 __all__ = ["Run"]
 

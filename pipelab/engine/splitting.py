@@ -16,7 +16,7 @@ from pipelab.engine.sizes import count_parameters, short
 from pipelab.engine.tracing import TracedStages
 from pipelab.engine.uncuttable import BACKWARD_HOOKS, refuse_hooks, refuse_shared
 from pipelab.errors import SplitError, require_size
-from pipelab.faults import shorten
+from pipelab.plan.fault import shorten
 
 __all__ = ["Stages", "split"]
 

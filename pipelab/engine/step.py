@@ -12,7 +12,7 @@ from torch._C import _disabled_torch_function_impl
 from pipelab.engine.batches import join
 from pipelab.engine.device_clock import StepClock
 from pipelab.errors import EngineError, UsageError
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 from pipelab.trace import Trace
 
 __all__ = ["BatchLoss", "Ran", "Step"]

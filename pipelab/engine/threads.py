@@ -33,8 +33,8 @@ from pipelab.engine.stage import Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.worker import Report, Worker
 from pipelab.errors import PipelineClosedError, StageError, StepTimeoutError
-from pipelab.faults import line_of
-from pipelab.plan import Plan
+from pipelab.plan.fault import line_of
+from pipelab.plan.plan import Plan
 
 __all__ = ["ThreadsEngine"]
 

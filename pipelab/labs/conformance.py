@@ -9,7 +9,6 @@ from itertools import zip_longest
 
 import torch
 
-from pipelab.actions import Action
 from pipelab.catalogue import schedules
 from pipelab.engine.native_steps import Outcome, alone
 from pipelab.engine.pipeline import Pipeline
@@ -17,7 +16,8 @@ from pipelab.errors import NativeRefusalError, ScheduleError
 from pipelab.labs.native_processes import run_in_processes
 from pipelab.labs.references import Grid, Reference, flat, references
 from pipelab.labs.same_work import one_thread, same_model, same_task
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 
 __all__ = ["Difference", "Line", "Numbers", "Report", "conformance", "count", "first_difference"]

@@ -21,13 +21,13 @@ from typing import Any, cast
 import torch
 from torch import distributed
 
-from pipelab.actions import Action
 from pipelab.engine import native
 from pipelab.engine.native_steps import Outcome, make_schedule, take_step
 from pipelab.engine.recording import native_place, watch
 from pipelab.errors import EngineError
 from pipelab.labs.same_work import same_model, same_task
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
 
 __all__ = ["Job", "Ran", "run_in_processes"]
 

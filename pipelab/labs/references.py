@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pipelab.actions import Action
 from pipelab.catalogue import schedules
 from pipelab.catalogue.looped import Looped
 from pipelab.engine.native_steps import Outcome, step_of_class, step_of_plan
@@ -13,7 +12,8 @@ from pipelab.engine.recording import NATIVE, executed, executed_by_runtime
 from pipelab.errors import NativeRefusalError
 from pipelab.labs.native_processes import Job
 from pipelab.labs.same_work import same_model, same_task
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 
 __all__ = ["Grid", "Reference", "flat", "references"]

@@ -11,7 +11,7 @@ from torch import nn
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.proof import Verification
 from pipelab.errors import SplitError
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 from pipelab.simulation import Cost, simulate
 from pipelab.trace import Trace
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from pipelab.faults import Fault
-from pipelab.plan import Plan
+from pipelab.plan.fault import Fault
+from pipelab.plan.plan import Plan
 from pipelab.slips.miscounting import chunks_for_stages, counted_from_one, forgotten_stages, more_stages, too_far
 from pipelab.slips.mistyping import alone_with_its_number, standing_twice
 from pipelab.slips.slip import OF_PLACE, Slip

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from pipelab.actions import Action
-from pipelab.faults import Code, Fault, line_of_function, ranges
-from pipelab.placement import within
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action
+from pipelab.plan.binding import within
+from pipelab.plan.fault import Code, Fault, line_of_function, ranges
+from pipelab.plan.plan import Plan
 from pipelab.slips.slip import ALL_THERE, Slip, names_both, rewritten
 
 __all__ = ["chunks_for_stages", "counted_from_one", "forgotten_stages", "more_stages", "too_far"]

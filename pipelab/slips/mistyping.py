@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from pipelab.actions import KINDS, Action, Kind, Pair
-from pipelab.faults import Fault
-from pipelab.placement import NO_RANK
-from pipelab.plan import Plan
-from pipelab.program import Program
+from pipelab.plan.actions import KINDS, Action, Kind, Pair
+from pipelab.plan.binding import NO_RANK
+from pipelab.plan.bound import Program
+from pipelab.plan.fault import Fault
+from pipelab.plan.plan import Plan
 from pipelab.slips.slip import Slip, names_both, rewritten
 
 __all__ = ["alone_with_its_number", "standing_twice"]

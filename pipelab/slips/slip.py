@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from pipelab.actions import KINDS, Action, Pair
-from pipelab.faults import Code, Fault
-from pipelab.plan import Plan
+from pipelab.plan.actions import KINDS, Action, Pair
+from pipelab.plan.fault import Code, Fault
+from pipelab.plan.plan import Plan
 
 __all__ = ["ALL_THERE", "OF_PLACE", "Slip", "names_both", "rewritten"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pipelab.actions import Action, Kind, Pair
-from pipelab.faults import Fault, line_of_function, ranges
-from pipelab.placement import NO_RANK, ask, within
-from pipelab.plan import Plan
-from pipelab.program import Program
+from pipelab.plan.actions import Action, Kind, Pair
+from pipelab.plan.binding import NO_RANK, ask, within
+from pipelab.plan.bound import Program
+from pipelab.plan.fault import Fault, line_of_function, ranges
+from pipelab.plan.plan import Plan
 from pipelab.slips.slip import ALL_THERE, OF_PLACE, Slip, names_both, rewritten
 
 __all__ = ["everybodys_actions", "numbers_swapped", "place_swapped"]

@@ -32,7 +32,7 @@ from pipelab.engine.replicas import Buffers, refuse_lost_hooks
 from pipelab.engine.stage import Stage
 from pipelab.engine.surroundings import PLAIN, Surroundings
 from pipelab.engine.trees import tensors_of
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 
 __all__ = ["TorchEngine"]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipelab.errors import EngineError
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 
 __all__ = ["describe_model", "describe_plan", "facts_of_this_process"]
 

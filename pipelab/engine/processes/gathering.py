@@ -16,7 +16,7 @@ from pipelab.engine.processes.clocks import Clock
 from pipelab.engine.processes.packing import pack, unpack
 from pipelab.engine.processes.parts import Part
 from pipelab.engine.processes.passage import Passage
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 
 __all__ = ["ProcessRun", "share"]
 

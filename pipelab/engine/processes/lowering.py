@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipelab.actions import Action
 from pipelab.engine import native
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
 
 __all__ = ["lowered"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipelab.actions import Action
 from pipelab.errors import EngineError
-from pipelab.plan import Plan
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
 
 __all__ = ["Part", "parts_of"]
 

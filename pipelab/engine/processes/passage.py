@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelab.actions import Action
 from pipelab.engine.clock import here
 from pipelab.engine.device_clock import StepClock
 from pipelab.engine.lanes import Lane
 from pipelab.engine.loss import Loss
 from pipelab.engine.processes.forms import Form
 from pipelab.engine.surroundings import PLAIN, Surroundings
+from pipelab.plan.actions import Action
 
 __all__ = ["Passage"]
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.actions import Action, B, F, I, W
 from pipelab.engine.explaining import stage_error
 from pipelab.engine.finite import batch_has_nan, refuse_nan
 from pipelab.engine.instructions import Act
@@ -30,6 +29,7 @@ from pipelab.engine.processes.passage import Passage
 from pipelab.engine.processes.reducing import Reducer
 from pipelab.engine.stage import Stage
 from pipelab.errors import StageError
+from pipelab.plan.actions import Action, B, F, I, W
 
 __all__ = ["ProcessStage"]
 

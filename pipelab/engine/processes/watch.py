@@ -36,7 +36,7 @@ from pipelab.errors import (
     StageError,
     StepTimeoutError,
 )
-from pipelab.faults import line_of
+from pipelab.plan.fault import line_of
 
 __all__ = ["Doing", "Watch"]
 

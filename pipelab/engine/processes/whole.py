@@ -15,7 +15,7 @@ from pipelab.engine.processes.agreement import agree, gathered
 from pipelab.engine.processes.bringing import Courier
 from pipelab.engine.processes.stale import clear_stale, mark_stale
 from pipelab.engine.splitting import Stages
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 
 if TYPE_CHECKING:
     from pipelab.engine.processes.engine import TorchEngine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelab.engine.processes.passage import Passage
-from pipelab.plan import Plan
+from pipelab.plan.plan import Plan
 
 __all__ = ["doing", "met_rank"]
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipelab.actions import KINDS, Action, Item, Pair
-from pipelab.binding import Refusal, bound
-from pipelab.faults import Fault
-from pipelab.numbering import Numbering
-from pipelab.placement import NO_RANK, Held, Place, ask, held_by_name, held_by_placement, within
+from pipelab.plan.actions import KINDS, Action, Item, Pair
+from pipelab.plan.binding import NO_RANK, Held, Place, Refusal, ask, bound, held_by_name, held_by_placement, within
+from pipelab.plan.codes import Numbering
+from pipelab.plan.fault import Fault
 
 if TYPE_CHECKING:
-    from pipelab.traversal import Traversal
+    from pipelab.plan.order import Traversal
 
 __all__ = ["Program", "endless_limit", "named_sizes"]
 

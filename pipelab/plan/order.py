@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from pipelab.program import Program
+from pipelab.plan.bound import Program
 
 __all__ = ["Traversal", "absent", "at_start", "traverse"]
-
 
 _NOBODY = -1
 

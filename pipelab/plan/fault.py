@@ -29,7 +29,7 @@ Code = Literal[
     "exception",
 ]
 
-_LIBRARIES = (Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+_LIBRARIES = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipelab.actions import KINDS, Action, Kind
+from pipelab.plan.actions import KINDS, Action, Kind
 
 __all__ = ["Numbering"]
 

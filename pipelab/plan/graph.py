@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pipelab.actions import Action
-from pipelab.program import Program
+from pipelab.plan.actions import Action
+from pipelab.plan.bound import Program
 
 if TYPE_CHECKING:
     import networkx

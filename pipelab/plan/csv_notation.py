@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipelab.actions import Action, Item, Pair, parse_item
 from pipelab.errors import NotationError
+from pipelab.plan.actions import Action, Item, Pair, parse_item
 
 __all__ = ["read_rows", "write_rows"]
 

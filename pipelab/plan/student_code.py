@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from pipelab.faults import Fault, line_of_function, shorten
+from pipelab.plan.fault import Fault, line_of_function, shorten
 
 __all__ = ["misfit"]
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from pipelab.numbering import Numbering
-from pipelab.program import Program
-from pipelab.traversal import traverse
+from pipelab.plan.bound import Program
+from pipelab.plan.codes import Numbering
+from pipelab.plan.order import traverse
 
 __all__ = ["with_reduces"]
 

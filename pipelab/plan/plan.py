@@ -9,15 +9,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.actions import Action, Item, Pair, parse_item
-from pipelab.csv_notation import read_rows, write_rows
-from pipelab.dependencies import dependency_graph
 from pipelab.errors import NotationError, require_size
-from pipelab.faults import shorten
 from pipelab.immutable import Immutable
-from pipelab.placement import Place
-from pipelab.program import Program, endless_limit, named_sizes
-from pipelab.reduction import with_reduces
+from pipelab.plan.actions import Action, Item, Pair, parse_item
+from pipelab.plan.all_reduce import with_reduces
+from pipelab.plan.binding import Place
+from pipelab.plan.bound import Program, endless_limit, named_sizes
+from pipelab.plan.csv_notation import read_rows, write_rows
+from pipelab.plan.fault import shorten
+from pipelab.plan.graph import dependency_graph
 
 if TYPE_CHECKING:
     import networkx

@@ -65,7 +65,7 @@ from pipelab.replication import replicate
 from pipelab.reporting import report_to_torchrun
 from pipelab.schedule import Schedule
 from pipelab.simulation import Cost, simulate
-from pipelab.trace import Event, Trace, Transfer
+from pipelab.trace.trace import Event, Trace, Transfer
 
 if TYPE_CHECKING:
     from pipelab.engine.emulation import emulated

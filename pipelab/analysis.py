@@ -14,7 +14,7 @@ from pipelab.errors import CostError, SizeError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.simulation import Cost, simulate
-from pipelab.trace import Event, Trace
+from pipelab.trace.trace import Event, Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pipelab.errors import CostError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
-from pipelab.trace import Trace
+from pipelab.trace.trace import Trace
 
 __all__ = ["Cost"]
 

@@ -9,7 +9,7 @@ from pipelab.errors import ScheduleError
 from pipelab.plan.bound import Program
 from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
-from pipelab.trace import Trace
+from pipelab.trace.trace import Trace
 
 __all__ = ["Cost", "simulate"]
 

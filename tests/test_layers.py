@@ -25,8 +25,8 @@ LAYERS: list[list[str]] = [
     ["pipelab.analysis"],
     ["pipelab.simulation", "pipelab.catalogue"],
     ["pipelab.cost"],
-    ["pipelab.trace"],
-    ["pipelab.events"],
+    ["pipelab.trace.trace"],
+    ["pipelab.trace.events"],
     ["pipelab.replication"],
     ["pipelab.schedule"],
     ["pipelab.checking"],
@@ -47,11 +47,11 @@ LAYERS: list[list[str]] = [
 
 # The one place where an import may point up: what shows a thing imports `draw` when it is called.
 DISPLAYS = {
-    "pipelab.trace:Trace.save",
-    "pipelab.trace:Trace.plot",
-    "pipelab.trace:Trace.show",
-    "pipelab.trace:Trace.__str__",
-    "pipelab.trace:Trace._repr_svg_",
+    "pipelab.trace.trace:Trace.save",
+    "pipelab.trace.trace:Trace.plot",
+    "pipelab.trace.trace:Trace.show",
+    "pipelab.trace.trace:Trace.__str__",
+    "pipelab.trace.trace:Trace._repr_svg_",
     "pipelab.analysis:Comparison.plot",
     "pipelab.analysis:Comparison.save",
     "pipelab.analysis:Comparison.__str__",

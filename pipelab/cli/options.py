@@ -21,7 +21,7 @@ from pipelab.plan.plan import Plan
 from pipelab.replication import replicate
 from pipelab.schedule import Schedule
 from pipelab.simulation import Cost, simulate
-from pipelab.trace import Trace
+from pipelab.trace.trace import Trace
 
 __all__ = [
     "RunSizes",

@@ -10,7 +10,7 @@ from pipelab import draw
 from pipelab.cli.sweeping import SUFFIXES as TABLE_SUFFIXES
 from pipelab.draw import graph
 from pipelab.errors import require_suffix
-from pipelab.trace import Trace
+from pipelab.trace.trace import Trace
 
 __all__ = ["COMPARISON", "GRAPH", "RUN", "TABLE", "TIMELINE", "require_folder", "require_writable", "save_timeline"]
 

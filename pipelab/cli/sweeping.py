@@ -13,7 +13,7 @@ from pipelab.analysis import compare
 from pipelab.draw import wording
 from pipelab.draw.tables import columns
 from pipelab.errors import ScheduleError, require_suffix
-from pipelab.trace import Trace
+from pipelab.trace.trace import Trace
 
 __all__ = ["SUFFIXES", "Cell", "Sweep", "Table", "sweep"]
 

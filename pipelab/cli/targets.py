@@ -17,7 +17,7 @@ from pipelab.errors import LoadError, PipelabError
 from pipelab.plan.fault import line_of_function, students_line
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
-from pipelab.trace import Trace
+from pipelab.trace.trace import Trace
 
 __all__ = ["find", "has_sizes", "settings"]
 

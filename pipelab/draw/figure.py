@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from pipelab.analysis import Comparison
-    from pipelab.trace import Trace
+    from pipelab.trace.trace import Trace
 
 __all__ = ["comparison_svg", "plot", "plot_comparison", "svg", "write"]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pipelab.plan.actions import Action
     from pipelab.plan.plan import Plan
-    from pipelab.trace import Trace
+    from pipelab.trace.trace import Trace
 
 __all__ = ["SUFFIXES", "dot", "save"]
 

@@ -12,7 +12,7 @@ from pipelab.plan.actions import KINDS, Action, Kind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pipelab.trace import Trace
+    from pipelab.trace.trace import Trace
 
 __all__ = ["Bar", "Lanes"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipelab.analysis import Comparison
-    from pipelab.trace import Trace
+    from pipelab.trace.trace import Trace
 
 __all__ = ["comparison_page", "page"]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pipelab.trace import Trace
+    from pipelab.trace.trace import Trace
 
 __all__ = ["draw", "height", "legend", "owner"]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipelab.analysis import Comparison
-    from pipelab.trace import Trace
+    from pipelab.trace.trace import Trace
 
 __all__ = ["PLAIN_WIDTH", "comparison", "timeline"]
 

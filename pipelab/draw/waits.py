@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipelab.draw.lanes import Lanes
 
 if TYPE_CHECKING:
-    from pipelab.trace import Trace
+    from pipelab.trace.trace import Trace
 
 __all__ = ["Wait", "waits"]
 

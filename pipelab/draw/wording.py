@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pipelab.analysis import Comparison
-    from pipelab.trace import Trace
+    from pipelab.trace.trace import Trace
 
 __all__ = ["clean", "elided", "figures", "headline", "number", "percent", "percents", "span", "table", "unit"]
 

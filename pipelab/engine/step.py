@@ -13,7 +13,7 @@ from pipelab.engine.batches import join
 from pipelab.engine.device_clock import StepClock
 from pipelab.errors import EngineError, UsageError
 from pipelab.plan.plan import Plan
-from pipelab.trace import Trace
+from pipelab.trace.trace import Trace
 
 __all__ = ["BatchLoss", "Ran", "Step"]
 

@@ -17,7 +17,7 @@ from pipelab.engine.pipeline import Pipeline
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
 from pipelab.labs.same_work import one_thread
 from pipelab.simulation import Cost, simulate
-from pipelab.trace import Trace
+from pipelab.trace.trace import Trace
 
 __all__ = ["Emulation", "Plain", "Setting", "Trained", "emulate", "train_plainly", "train_with"]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelab.errors import FormatError, PipelabError
-from pipelab.events import Event, Transfer, crossings, union
 from pipelab.immutable import Immutable
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
+from pipelab.trace.events import Event, Transfer, crossings, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,7 +32,7 @@ from pipelab.catalogue import (
     OneFOneB,
     schedules,
 )
-from pipelab.checking import check
+from pipelab.checking.checker import check
 from pipelab.errors import (
     BatchError,
     CostError,

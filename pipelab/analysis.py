@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.checking import Draftable
+from pipelab.checking.checker import Draftable
 from pipelab.errors import CostError, SizeError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan

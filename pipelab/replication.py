@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from pipelab.checking import as_plan, require_legal
+from pipelab.checking.checker import as_plan, require_legal
 from pipelab.errors import require_size
 from pipelab.plan.actions import Action, Pair
 from pipelab.plan.plan import Plan

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
-from pipelab.checking import require_legal
+from pipelab.checking.checker import require_legal
 from pipelab.errors import ScheduleError, require_size
 from pipelab.plan.actions import Action, Item, Pair
 from pipelab.plan.bound import endless_limit

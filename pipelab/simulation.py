@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipelab.checking import Draftable, as_plan, require_legal, with_excerpt
+from pipelab.checking.checker import Draftable, as_plan, require_legal, with_excerpt
+from pipelab.checking.deadlock import deadlocks
 from pipelab.cost import Cost
-from pipelab.deadlocks import deadlocks
 from pipelab.errors import ScheduleError
 from pipelab.plan.bound import Program
 from pipelab.plan.order import traverse

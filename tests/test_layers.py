@@ -29,12 +29,12 @@ LAYERS: list[list[str]] = [
     ["pipelab.trace.events"],
     ["pipelab.replication"],
     ["pipelab.schedule"],
-    ["pipelab.checking"],
-    ["pipelab.deadlocks", "pipelab.completeness", "pipelab.slips"],
+    ["pipelab.checking.checker"],
+    ["pipelab.checking.deadlock", "pipelab.checking.rules", "pipelab.checking.mistakes"],
     ["pipelab.plan.plan"],
     ["pipelab.plan.all_reduce"],
-    ["pipelab.repairs"],
-    ["pipelab.moves"],
+    ["pipelab.checking.repair"],
+    ["pipelab.checking.repair"],
     ["pipelab.plan.order", "pipelab.plan.graph", "pipelab.list_scheduling"],
     ["pipelab.plan.bound"],
     ["pipelab.plan.binding"],
@@ -152,7 +152,7 @@ def test_exactly_the_display_methods_import_what_is_above_them():
 
 
 def test_the_rule_sees_an_upward_import_a_sideways_one_and_one_inside_a_function():
-    assert points_up(Import("pipelab.plan.plan", "pipelab.checking", ""))
+    assert points_up(Import("pipelab.plan.plan", "pipelab.checking.checker", ""))
     assert points_up(Import("pipelab.draw.text", "pipelab.engine.pipeline", ""))
     assert points_up(Import("pipelab.engine.threads", "pipelab.draw", ""))
     assert points_up(Import("pipelab.plan.codes", "pipelab.plan.binding", "code"))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from strategies import catalogue_plans
 
 import pipelab
-from pipelab import B, F, GPipe, OneFOneB, Plan, check, repairs
+from pipelab import B, F, GPipe, OneFOneB, Plan, check
+from pipelab.checking.checker import repair
 
 
 class Naive0(pipelab.Schedule):
@@ -74,7 +75,7 @@ def test_a_row_in_a_naive_order_is_mended_in_one_go(schedule, hint):
     assert hint_of(schedule) == hint
 
 
-@given(catalogue_plans().filter(lambda plan: max(map(len, plan.rows)) <= repairs._LONGEST_ROW), st.data())
+@given(catalogue_plans().filter(lambda plan: max(map(len, plan.rows)) <= repair._LONGEST_ROW), st.data())
 def test_one_row_in_any_order_is_mended_in_one_go(plan, data):
     rank = data.draw(st.integers(0, plan.ranks - 1))
     rows = list(plan.rows)
@@ -106,11 +107,11 @@ def test_what_others_do_not_wait_for_stays_where_it_is():
 
 def test_a_big_plan_is_searched_only_so_long(monkeypatch):
     walked = []
-    traverse = repairs.traverse
+    traverse = repair.traverse
     monkeypatch.setattr(
-        repairs, "traverse", lambda program, **options: walked.append(program) or traverse(program, **options)
+        repair, "traverse", lambda program, **options: walked.append(program) or traverse(program, **options)
     )
     (fault,) = check(WrongWayRound(32, 512))
     assert fault.hint == "on ranks 0…30, yield all forwards before the first backward"
     actions = 2 * 32 * 512
-    assert len(walked) * actions <= 2 * repairs._TRIAL_ACTIONS + 5 * actions
+    assert len(walked) * actions <= 2 * repair._TRIAL_ACTIONS + 5 * actions

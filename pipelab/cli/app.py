@@ -13,7 +13,7 @@ from rich.table import Table as Columns
 from rich.text import Text
 
 import pipelab
-from pipelab.checking import as_plan
+from pipelab.checking.checker import as_plan
 from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of
 from pipelab.cli.options import (
     RunSizes,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from pipelab.checking import Draftable, as_plan, require_legal
+from pipelab.checking.checker import Draftable, as_plan, require_legal
 from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.engines import ENGINES, Job
 from pipelab.engine.habits import ModuleHabits

@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pipelab.checking.repair import Knot, repair
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.bound import Program
 from pipelab.plan.fault import Fault
 from pipelab.plan.order import Traversal
-from pipelab.repairs import Knot, repair
 
 __all__ = ["deadlocks"]
 

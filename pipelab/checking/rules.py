@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 
-from pipelab.moves import as_yielded
+from pipelab.checking.repair import as_yielded
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.bound import Program
 from pipelab.plan.fault import Fault, ranges

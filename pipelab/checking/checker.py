@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from pipelab.completeness import complete, misplaced, missing
-from pipelab.deadlocks import deadlocks
+from pipelab.checking.deadlock import deadlocks
+from pipelab.checking.mistakes import led_by_a_slip
+from pipelab.checking.repair import as_yielded
+from pipelab.checking.rules import complete, misplaced, missing
 from pipelab.errors import ScheduleError, require_caps
-from pipelab.moves import as_yielded
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import Program
 from pipelab.plan.codes import Numbering
 from pipelab.plan.fault import Code, Fault, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
-from pipelab.slips import led_by_a_slip
 
 __all__ = ["Draftable", "as_plan", "check", "require_legal", "with_excerpt"]
 

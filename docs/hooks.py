@@ -23,7 +23,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pipelab
-from pipelab.draw.page import comparison_page, page
+from pipelab.draw.page.page import comparison_page, page
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

@@ -15,7 +15,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pipelab.analysis import Comparison, compare, critical_path
 from pipelab.catalogue import (
     ZBH1,
     ZBH2,
@@ -61,10 +60,10 @@ from pipelab.errors import (
 from pipelab.plan.actions import Action, B, F, I, Pair, R, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
-from pipelab.replication import replicate
 from pipelab.reporting import report_to_torchrun
-from pipelab.schedule import Schedule
-from pipelab.simulation import Cost, simulate
+from pipelab.schedule import Schedule, replicate
+from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.comparison import Comparison, compare, critical_path
 from pipelab.trace.trace import Event, Trace, Transfer
 
 if TYPE_CHECKING:

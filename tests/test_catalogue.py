@@ -16,9 +16,7 @@ from strategies import SIZES, costs, sizes
 
 import pipelab
 from pipelab import Cost, ScheduleError, schedules, simulate
-from pipelab.catalogue.looped import Looped
-from pipelab.catalogue.single_stage import SingleStage
-from pipelab.catalogue.v_shape import VShaped
+from pipelab.catalogue.bases import Looped, SingleStage, VShaped
 from pipelab.errors import SizeError
 
 # Which sizes up to 6 ranks x 12 micro-batches a schedule accepts.

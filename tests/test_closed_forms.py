@@ -22,7 +22,7 @@ import pytest
 
 import pipelab
 from pipelab import Cost, Plan, Schedule, schedules, simulate
-from pipelab.catalogue.looped import Looped
+from pipelab.catalogue.bases import Looped
 
 PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "schedules.md").read_text(encoding="utf-8")
 

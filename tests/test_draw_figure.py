@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 import pipelab
 from pipelab import B, Cost, F, Plan
-from pipelab.draw import coarse, colours, figure
-from pipelab.draw.lanes import Lanes
+from pipelab.draw import colours, figure, labels
+from pipelab.draw.bars import Lanes
 from pipelab.plan.actions import KINDS
 
 TEXT = "{http://www.w3.org/2000/svg}text"
@@ -203,7 +203,7 @@ def test_65536_actions_become_pictures_of_a_few_kilobytes():
 
 
 def test_each_pixel_of_a_coarse_lane_is_the_mean_of_what_it_stands_for(trace):
-    pixels = coarse.strip(Lanes(trace), 0, 33)[0]
+    pixels = labels.strip(Lanes(trace), 0, 33)[0]
     lane = ["F0"] * 33
     for event in trace.events_of(0):
         for unit in range(int(event.start), int(event.end)):
@@ -213,7 +213,7 @@ def test_each_pixel_of_a_coarse_lane_is_the_mean_of_what_it_stands_for(trace):
             assert pixel[3] == pytest.approx(0)
         else:
             assert pixel == pytest.approx([*(channel / 255 for channel in colours.channels(colour)), 1])
-    assert coarse.strip(Lanes(trace), 0, 7)[0, :, 3].sum() / 7 == pytest.approx(trace.busy[0] / trace.makespan)
+    assert labels.strip(Lanes(trace), 0, 7)[0, :, 3].sum() / 7 == pytest.approx(trace.busy[0] / trace.makespan)
 
 
 # What people with one missing receptor see, in linear light (Viénot, Brettel and Mollon 1999; Machado et al. 2009).

@@ -22,12 +22,12 @@ LAYERS: list[list[str]] = [
     ["pipelab.labs"],
     ["pipelab"],  # the face: `import pipelab`
     ["pipelab.engine", "pipelab.draw"],
-    ["pipelab.analysis"],
-    ["pipelab.simulation", "pipelab.catalogue"],
-    ["pipelab.cost"],
+    ["pipelab.simulation.comparison"],
+    ["pipelab.simulation.clock", "pipelab.catalogue"],
+    ["pipelab.simulation.cost"],
     ["pipelab.trace.trace"],
     ["pipelab.trace.events"],
-    ["pipelab.replication"],
+    ["pipelab.schedule"],
     ["pipelab.schedule"],
     ["pipelab.checking.checker"],
     ["pipelab.checking.deadlock", "pipelab.checking.rules", "pipelab.checking.mistakes"],
@@ -35,7 +35,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.plan.all_reduce"],
     ["pipelab.checking.repair"],
     ["pipelab.checking.repair"],
-    ["pipelab.plan.order", "pipelab.plan.graph", "pipelab.list_scheduling"],
+    ["pipelab.plan.order", "pipelab.plan.graph", "pipelab.catalogue.list_scheduling"],
     ["pipelab.plan.bound"],
     ["pipelab.plan.binding"],
     ["pipelab.plan.codes", "pipelab.plan.binding", "pipelab.reporting"],
@@ -52,10 +52,10 @@ DISPLAYS = {
     "pipelab.trace.trace:Trace.show",
     "pipelab.trace.trace:Trace.__str__",
     "pipelab.trace.trace:Trace._repr_svg_",
-    "pipelab.analysis:Comparison.plot",
-    "pipelab.analysis:Comparison.save",
-    "pipelab.analysis:Comparison.__str__",
-    "pipelab.analysis:Comparison._repr_svg_",
+    "pipelab.simulation.comparison:Comparison.plot",
+    "pipelab.simulation.comparison:Comparison.save",
+    "pipelab.simulation.comparison:Comparison.__str__",
+    "pipelab.simulation.comparison:Comparison._repr_svg_",
     "pipelab.plan.plan:Plan.save_graph",
 }
 
@@ -156,7 +156,7 @@ def test_the_rule_sees_an_upward_import_a_sideways_one_and_one_inside_a_function
     assert points_up(Import("pipelab.draw.text", "pipelab.engine.pipeline", ""))
     assert points_up(Import("pipelab.engine.threads", "pipelab.draw", ""))
     assert points_up(Import("pipelab.plan.codes", "pipelab.plan.binding", "code"))
-    assert points_up(Import("pipelab.simulation", "pipelab", ""))
+    assert points_up(Import("pipelab.simulation.clock", "pipelab", ""))
     assert not points_up(Import("pipelab.engine.threads", "pipelab.engine.stage", ""))
     assert not points_up(Import("pipelab.cli.app", "pipelab.catalogue", ""))
 

@@ -9,7 +9,7 @@ import pytest
 
 import pipelab
 from pipelab import Pair, schedules
-from pipelab.catalogue.looped import Looped
+from pipelab.catalogue.bases import Looped
 from pipelab.engine.recording import NATIVE, executed
 from pipelab.errors import NativeRefusalError
 

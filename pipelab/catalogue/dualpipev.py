@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
-from pipelab.catalogue.v_shape import VShaped
+from pipelab.catalogue.bases import VShaped
 from pipelab.plan.actions import Action, B, F, I, Item, W
 
 __all__ = ["DualPipeV"]

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from pipelab.cost import Cost
+from pipelab.catalogue.list_scheduling import Moment, Priority, least_caps, list_schedule
 from pipelab.errors import PipelabError, PolicyError, ScheduleError, require_caps
-from pipelab.list_scheduling import Moment, Priority, least_caps, list_schedule
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import Program
 from pipelab.plan.fault import Fault, students_line
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
 from pipelab.schedule import Schedule
+from pipelab.simulation.cost import Cost
 
 __all__ = ["Greedy", "policies"]
 
@@ -57,8 +57,8 @@ class Greedy(Schedule):
         priority: `"backward-first"`, `"forward-first"` or `"oldest-first"` (the lowest micro-batch); or a function
             `(action, rank, moment)` that returns a number, or a tuple of numbers. The action with the largest runs
             first; of equals, the lowest micro-batch's, then the last stage's. The
-            [`Moment`][pipelab.list_scheduling.Moment] is the state of the rank: the `time`, how many activations are
-            `held`, and the `last` action.
+            [`Moment`][pipelab.catalogue.list_scheduling.Moment] is the state of the rank: the `time`, how many activations
+            are `held`, and the `last` action.
         memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
             number. No cap that is accepted ends in a deadlock.
         cost: how long things take; by default forward 1, backward 2, transfers nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelab.catalogue.looped import Looped
+from pipelab.catalogue.bases import Looped
 from pipelab.plan.actions import Action, B, F
 
 __all__ = ["Interleaved1F1B"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipelab.catalogue.single_stage import SingleStage
+from pipelab.catalogue.bases import SingleStage
 from pipelab.plan.actions import Action, F, I, W
 
 __all__ = ["ZBH2"]

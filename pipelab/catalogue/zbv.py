@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from pipelab.catalogue.v_shape import VShaped
+from pipelab.catalogue.bases import VShaped
 from pipelab.plan.actions import Action, F, I, W
 
 __all__ = ["ZBV"]

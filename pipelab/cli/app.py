@@ -45,7 +45,7 @@ from pipelab.draw import text
 from pipelab.errors import LoadError, PipelabError
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
-from pipelab.simulation import simulate
+from pipelab.simulation.clock import simulate
 
 __all__ = ["app", "main"]
 

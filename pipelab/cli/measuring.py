@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from pipelab.analysis import Comparison, compare
 from pipelab.cli.sweeping import Cell, Table, sweep
 from pipelab.plan.plan import Plan
+from pipelab.simulation.comparison import Comparison, compare
 
 if TYPE_CHECKING:
     from pipelab.labs.running import Job, Result

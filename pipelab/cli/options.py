@@ -18,9 +18,8 @@ from pipelab.errors import LoadError
 from pipelab.plan.actions import KINDS, Kind
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.plan import Plan
-from pipelab.replication import replicate
-from pipelab.schedule import Schedule
-from pipelab.simulation import Cost, simulate
+from pipelab.schedule import Schedule, replicate
+from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
 __all__ = [

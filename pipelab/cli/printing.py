@@ -10,9 +10,9 @@ from pathlib import Path
 
 import typer
 
-from pipelab.analysis import Comparison
 from pipelab.cli.sweeping import Table
 from pipelab.draw import text, wording
+from pipelab.simulation.comparison import Comparison
 
 __all__ = ["folded", "number", "say", "show", "wrote"]
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pipelab.analysis import compare
 from pipelab.catalogue import schedules
 from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
-from pipelab.simulation import Cost, simulate
+from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.comparison import compare
 
 __all__ = ["show_demo"]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from pipelab.analysis import compare
 from pipelab.draw import wording
-from pipelab.draw.tables import columns
+from pipelab.draw.wording import columns
 from pipelab.errors import ScheduleError, require_suffix
+from pipelab.simulation.comparison import compare
 from pipelab.trace.trace import Trace
 
 __all__ = ["SUFFIXES", "Cell", "Sweep", "Table", "sweep"]

@@ -11,7 +11,8 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.draw import figure, page, text
+from pipelab.draw import figure, text
+from pipelab.draw.page.page import page
 from pipelab.errors import require_suffix
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pipelab.analysis import Comparison
+    from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
 __all__ = ["COMPARISON_SUFFIXES", "TRACE_SUFFIXES", "save", "save_comparison", "show"]

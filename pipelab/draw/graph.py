@@ -6,12 +6,12 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelab.analysis import critical_path
 from pipelab.draw import colours
 from pipelab.draw.wording import clean
 from pipelab.errors import FormatError, MissingProgramError, require_suffix
 from pipelab.plan.actions import KINDS
-from pipelab.simulation import Cost, simulate
+from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.comparison import critical_path
 
 if TYPE_CHECKING:
     import os

@@ -11,7 +11,7 @@ from pipelab.draw.wording import number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pipelab.draw.lanes import Lanes
+    from pipelab.draw.bars import Lanes
     from pipelab.plan.actions import Kind
 
 __all__ = ["Ruler", "nice_step"]

@@ -9,14 +9,14 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pipelab.draw import colours, wording
-from pipelab.draw.lanes import Bar, Lanes
+from pipelab.draw.bars import Bar, Lanes
 from pipelab.draw.ruler import Ruler, gap_mark
-from pipelab.draw.tables import columns
+from pipelab.draw.wording import columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pipelab.analysis import Comparison
+    from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
 __all__ = ["PLAIN_WIDTH", "comparison", "timeline"]

@@ -16,7 +16,7 @@ from pipelab.engine.emulation import emulated
 from pipelab.engine.pipeline import Pipeline
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
 from pipelab.labs.same_work import one_thread
-from pipelab.simulation import Cost, simulate
+from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
 __all__ = ["Emulation", "Plain", "Setting", "Trained", "emulate", "train_plainly", "train_with"]

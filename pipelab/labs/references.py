@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipelab.catalogue import schedules
-from pipelab.catalogue.looped import Looped
+from pipelab.catalogue.bases import Looped
 from pipelab.engine.native_steps import Outcome, step_of_class, step_of_plan
 from pipelab.engine.recording import NATIVE, executed, executed_by_runtime
 from pipelab.errors import NativeRefusalError

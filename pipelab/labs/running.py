@@ -12,7 +12,7 @@ from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.proof import Verification
 from pipelab.errors import SplitError
 from pipelab.plan.plan import Plan
-from pipelab.simulation import Cost, simulate
+from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
 __all__ = ["Job", "Result", "linear_stack", "run_all"]

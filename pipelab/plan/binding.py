@@ -1,4 +1,4 @@
-"""Bind actions to stages: which rank runs a stage, what an action without a stage means, and why an item cannot be bound."""
+"""Bind actions to stages: which rank runs a stage, and why an item cannot be bound."""
 
 from __future__ import annotations
 

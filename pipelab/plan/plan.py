@@ -22,7 +22,7 @@ from pipelab.plan.graph import dependency_graph
 if TYPE_CHECKING:
     import networkx
 
-    from pipelab.simulation import Cost
+    from pipelab.simulation.clock import Cost
 
 __all__ = ["Plan"]
 

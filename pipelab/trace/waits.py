@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelab.draw.lanes import Lanes
+from pipelab.draw.bars import Lanes
 
 if TYPE_CHECKING:
     from pipelab.trace.trace import Trace

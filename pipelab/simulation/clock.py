@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pipelab.checking.checker import Draftable, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
-from pipelab.cost import Cost
 from pipelab.errors import ScheduleError
 from pipelab.plan.bound import Program
 from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
 
 __all__ = ["Cost", "simulate"]

@@ -13,14 +13,14 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours, text, wording
-from pipelab.draw.lanes import Lanes
-from pipelab.draw.waits import waits
+from pipelab.draw.bars import Lanes
 from pipelab.plan.actions import KINDS, Action
+from pipelab.trace.waits import waits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelab.analysis import Comparison
+    from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
 __all__ = ["comparison_page", "page"]
@@ -34,7 +34,7 @@ def page(trace: Trace) -> str:
         >>> page(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))).startswith("<!DOCTYPE html>")
         True
     """
-    from pipelab.analysis import compare
+    from pipelab.simulation.comparison import compare
 
     name = wording.headline(trace)
     return _page(name, compare(trace, names=[name]), text.timeline(trace, text.PLAIN_WIDTH, colour=False))

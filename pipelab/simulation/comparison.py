@@ -13,7 +13,7 @@ from pipelab.checking.checker import Draftable
 from pipelab.errors import CostError, SizeError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
-from pipelab.simulation import Cost, simulate
+from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Event, Trace
 
 if TYPE_CHECKING:

@@ -1,0 +1,137 @@
+"""What schedules with one stage per rank share: micro-batches go down the ranks once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import ClassVar
+
+from pipelab.errors import SizeError
+from pipelab.plan.actions import Item, Pair
+from pipelab.schedule import Schedule
+
+__all__ = ["Looped", "SingleStage", "VShaped"]
+
+
+class SingleStage(Schedule):
+    """A schedule whose micro-batches go down the ranks once: rank `r` holds stage `r`, and no other.
+
+    Args:
+        ranks: how many workers the pipeline has.
+        microbatches: how many slices the batch is cut into.
+        stages_per_rank: one.
+
+    Raises:
+        SizeError: if a number is not a positive whole number, or if `stages_per_rank` is not 1.
+    """
+
+    looping: ClassVar[str] = "looped-bfs"
+    """What is like it, for several stages per rank."""
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
+        """Keep the sizes."""
+        super().__init__(ranks, microbatches, stages_per_rank)
+        ours = type(self).actions.__module__.startswith("pipelab.")  # a student's may be for any number of stages
+        if ours and self.stages_per_rank != 1:
+            raise SizeError(
+                f"stages_per_rank={self.stages_per_rank}: {type(self).__name__} has exactly 1 on every rank: leave it "
+                f"out, or take a schedule for several, such as {self.looping}"
+            )
+
+
+class Looped(Schedule):
+    """A schedule whose micro-batches loop through the ranks: rank `r` of `P` holds stages `r`, `r + P`, and so on.
+
+        stage   0 1 2 3   4 5 6 7   8 …
+        rank    0 1 2 3   0 1 2 3   0 …
+
+    Args:
+        ranks: how many workers the pipeline has.
+        microbatches: how many slices the batch is cut into.
+        stages_per_rank: how many stages each rank holds, and so how often a micro-batch comes by.
+    """
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 2) -> None:
+        """Keep the sizes; with two stages per rank unless told otherwise."""
+        super().__init__(ranks, microbatches, stages_per_rank)
+
+    def stages_of(self, rank: int) -> range:
+        """Return the stages that a rank holds, from the input on."""
+        return range(rank, self.stages, self.ranks)
+
+    @property
+    def rounds(self) -> list[range]:
+        """The micro-batches in rounds: a rank takes a round through all its stages before the next round starts.
+
+        As many rounds as hold one micro-batch or more for every rank, as even as can be, the longer ones first.
+
+        Example:
+            >>> import pipelab
+            >>> pipelab.Interleaved1F1B(ranks=4, microbatches=8).rounds
+            [range(0, 4), range(4, 8)]
+            >>> pipelab.Interleaved1F1B(ranks=4, microbatches=9).rounds
+            [range(0, 5), range(5, 9)]
+        """
+        count = max(1, self.microbatches // self.ranks)
+        length, longer = divmod(self.microbatches, count)
+        starts = [length * index + min(index, longer) for index in range(count + 1)]
+        return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+class VShaped(Schedule):
+    """A schedule whose micro-batches go down the ranks and back up: rank `r` of `P` holds stages `r` and `2P - 1 - r`.
+
+        rank 0 | 0       7
+        rank 1 |  1     6
+        rank 2 |   2   5
+        rank 3 |    3 4
+
+    Rank 0 has the loss at hand, and the last rank passes a value on to itself.
+
+    Args:
+        ranks: how many workers the pipeline has.
+        microbatches: how many slices the batch is cut into.
+        stages_per_rank: two.
+
+    Raises:
+        SizeError: if `stages_per_rank` is not 2.
+    """
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 2) -> None:
+        """Keep the sizes."""
+        if stages_per_rank != 2:
+            raise SizeError(
+                f"stages_per_rank={stages_per_rank!r}: {type(self).__name__} needs exactly 2 on every rank, one on the "
+                "way down the ranks and one on the way back up: leave it out, or take a looping schedule such as "
+                "interleaved-1f1b or interleaved-zb, which take any number"
+            )
+        super().__init__(ranks, microbatches, stages_per_rank)
+
+    def place(self, microbatch: int, stage: int) -> int:  # noqa: ARG002 - all micro-batches go the same way
+        """Return the rank that runs a stage: down the ranks, and back up."""
+        return min(stage, self.stages - 1 - stage)
+
+    def actions(self, rank: int) -> Iterator[Item]:
+        """Yield a full pipeline's actions, without those of micro-batches that do not exist."""
+        row = self.filled(rank, rank, self.stages - 1 - rank, max(self.microbatches, self.enough))
+        return row if self.microbatches >= self.enough else self._existing(row)
+
+    def _existing(self, row: Iterable[Item]) -> Iterator[Item]:
+        """Yield what concerns micro-batches that exist; of a pair, perhaps one half."""
+        for item in row:
+            halves = (item.forward, item.backward) if isinstance(item, Pair) else (item,)
+            there = [half for half in halves if half.microbatch is not None and half.microbatch < self.microbatches]
+            if len(there) == len(halves):
+                yield item
+            else:
+                yield from there
+
+    @property
+    @abstractmethod
+    def enough(self) -> int:
+        """How many micro-batches fill the pipeline."""
+
+    @abstractmethod
+    def filled(self, rank: int, down: int, up: int, microbatches: int) -> Iterator[Item]:
+        """Yield a rank's actions on its two stages, with micro-batches enough to fill the pipeline."""

@@ -11,7 +11,7 @@ from gpu_setting import RANKS, SCHEDULES, Setting, Size, mse, sequence, typical
 from torch import nn
 
 import pipelab
-from pipelab.engine.native import local_stage, schedule_class
+from pipelab.conformance.native import local_stage, schedule_class
 
 
 def makespans(setting: Setting, out: Path) -> dict[str, object]:

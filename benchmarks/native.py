@@ -14,8 +14,9 @@ import torch
 from torch import multiprocessing, nn
 
 import pipelab
-from pipelab.engine import native
-from pipelab.engine.recording import NATIVE, native_place
+from pipelab.conformance import native
+from pipelab.conformance.recording import NATIVE, native_place
+from pipelab.engine.torchrun import runtime
 
 RANKS = 2
 
@@ -104,9 +105,9 @@ def _native_step(
     """Return what runs a step of this process's part of a native schedule."""
     modules = pipelab.split(model, into=plan.stages).modules
     held = [stage for stage in range(plan.stages) if native_place(kind, RANKS, stage) == rank]
-    stages = [native.load().stage(modules[stage], stage, plan.stages, torch.device("cpu")) for stage in held]
+    stages = [runtime.load().stage(modules[stage], stage, plan.stages, torch.device("cpu")) for stage in held]
     cls = native.schedule_class(kind)
-    single = issubclass(cls, native.load().schedules.PipelineScheduleSingle)
+    single = issubclass(cls, runtime.load().schedules.PipelineScheduleSingle)
     schedule = cls(stages[0] if single else stages, plan.microbatches, loss_fn=nn.functional.mse_loss)
     arguments = (x,) if 0 in held else ()
 

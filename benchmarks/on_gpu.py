@@ -25,10 +25,10 @@ from gpu_parts import PARTS
 from gpu_promises import promises
 
 TESTS = {
-    "tests/test_engine_gpu_parts.py": 60.0,
-    "tests/test_engine_gpu.py": 110.0,
-    "tests/test_engine_relocation.py": 40.0,
-    "tests/test_processes_gpu.py": 60.0,
+    "tests/engine/device/test_gpu_parts.py": 60.0,
+    "tests/engine/test_gpu.py": 110.0,
+    "tests/engine/model/test_traced.py": 40.0,
+    "tests/engine/torchrun/test_process_gpu.py": 60.0,
 }
 """Where tests are marked gpu, and how many seconds each file may take: half of the time is the benchmark's."""
 

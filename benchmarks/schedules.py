@@ -11,7 +11,7 @@ from timing import in_turns, milliseconds, timed
 from torch import nn
 
 import pipelab
-from pipelab.engine.recording import NATIVE
+from pipelab.conformance.recording import NATIVE
 
 BATCH = 256
 MICROBATCHES = (4, 8)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import pipelab
-from pipelab.engine.autograd import run_backward
-from pipelab.engine.split_backward import input_gradients, weight_gradients
+from pipelab.engine.stage.autograd import run_backward
+from pipelab.engine.stage.split_backward import input_gradients, weight_gradients
 
 ROWS = 256
 SIZES = ((1024, 41), (512, 81), (256, 201), (128, 401), (64, 401))

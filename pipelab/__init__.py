@@ -67,10 +67,10 @@ from pipelab.simulation.comparison import Comparison, compare, critical_path
 from pipelab.trace.trace import Event, Trace, Transfer
 
 if TYPE_CHECKING:
+    from pipelab.engine.device.devices import devices
     from pipelab.engine.emulation import emulated
-    from pipelab.engine.hardware import devices
+    from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
-    from pipelab.engine.splitting import split
     from pipelab.engine.step import Step
 
 __version__ = "0.1.0"
@@ -146,9 +146,9 @@ report_to_torchrun()
 _TORCH_HALF = {
     "Pipeline": "pipelab.engine.pipeline",
     "Step": "pipelab.engine.step",
-    "devices": "pipelab.engine.hardware",
+    "devices": "pipelab.engine.device.devices",
     "emulated": "pipelab.engine.emulation",
-    "split": "pipelab.engine.splitting",
+    "split": "pipelab.engine.model.split",
 }
 
 

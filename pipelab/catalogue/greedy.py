@@ -57,8 +57,8 @@ class Greedy(Schedule):
         priority: `"backward-first"`, `"forward-first"` or `"oldest-first"` (the lowest micro-batch); or a function
             `(action, rank, moment)` that returns a number, or a tuple of numbers. The action with the largest runs
             first; of equals, the lowest micro-batch's, then the last stage's. The
-            [`Moment`][pipelab.catalogue.list_scheduling.Moment] is the state of the rank: the `time`, how many activations
-            are `held`, and the `last` action.
+            [`Moment`][pipelab.catalogue.list_scheduling.Moment] is the state of the rank: the `time`, how many
+            activations are `held`, and the `last` action.
         memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
             number. No cap that is accepted ends in a deadlock.
         cost: how long things take; by default forward 1, backward 2, transfers nothing.

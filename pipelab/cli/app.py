@@ -1,7 +1,9 @@
-"""The commands."""
+"""Start a script in several processes: torchrun, for those who have never met it."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,16 +31,20 @@ from pipelab.cli.options import (
     untimed,
     whole_numbers,
 )
-from pipelab.cli.printing import folded, number, say, show, wrote
-from pipelab.cli.saving import (
+from pipelab.cli.printing import (
     COMPARISON,
     GRAPH,
     RUN,
     TABLE,
     TIMELINE,
+    folded,
+    number,
     require_folder,
     require_writable,
     save_timeline,
+    say,
+    show,
+    wrote,
 )
 from pipelab.cli.sweeping import Cell, Table, sweep
 from pipelab.draw import text
@@ -47,7 +53,44 @@ from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 
-__all__ = ["app", "main"]
+__all__ = ["app", "launch_script", "main", "torchrun_line"]
+
+
+def torchrun_line(script: str, ranks: int, arguments: list[str]) -> list[str]:
+    """Return the words of the line that starts a script in as many processes on this machine.
+
+    Example:
+        >>> " ".join(torchrun_line("train.py", 4, ["--steps", "10"]))
+        'torchrun --standalone --nproc-per-node 4 train.py --steps 10'
+    """
+    return ["torchrun", "--standalone", "--nproc-per-node", str(ranks), script, *arguments]
+
+
+def launch_script(script: str, ranks: int, arguments: list[str]) -> bool:
+    """Say what is run, and run it, in this process: signals reach torchrun itself. Tell whether all went well.
+
+    If a process failed, the last lines say in few words which one, and why: torchrun's own report is long.
+
+    Raises:
+        LoadError: if there is no such script.
+    """
+    if not Path(script).is_file():
+        beside = ", ".join(sorted(found.name for found in Path(script).parent.glob("*.py"))[:8])
+        raise LoadError(f"there is no file {script}" + (f"; beside it: {beside}" if beside else ""))
+    line = torchrun_line(script, ranks, arguments)
+    shown = shlex.join(line)
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+        shown = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {shown}"
+    sys.stdout.write(shown + "\n")
+    sys.stdout.flush()
+    from pipelab.engine.torchrun.launch import torchrun
+
+    failed = torchrun(line[1:])
+    if failed:
+        sys.stderr.write(failed + "\n")
+    return not failed
+
 
 app = typer.Typer(
     add_completion=False,
@@ -192,7 +235,7 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="what your script takes", show_default=False)] = None,
 ) -> None:
     """Run a script in several processes on this machine, one per rank: torchrun, whose line it prints."""
-    from pipelab.cli.launching import launch_script
+    from pipelab.cli.app import launch_script
 
     if not launch_script(script, ranks, arguments or []):
         raise typer.Exit(1)
@@ -228,7 +271,7 @@ def conformance(
 ) -> None:
     """Compare with the PyTorch that is installed. Exit code 1 if anything differs, or nothing could be compared."""
     from pipelab.cli.conformance import show_conformance
-    from pipelab.labs.references import Grid
+    from pipelab.conformance.references import Grid
 
     if save is not None:
         require_folder(save)

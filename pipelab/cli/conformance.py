@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pipelab.labs.conformance import Line, Report, conformance, count
-from pipelab.labs.references import Grid
+from pipelab.conformance.references import Grid
+from pipelab.conformance.report import Line, Report, conformance, count
 
 __all__ = ["markdown", "show_conformance"]
 

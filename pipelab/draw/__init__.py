@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.draw import figure, text
-from pipelab.draw.page.page import page
+from pipelab.draw.page import page
 from pipelab.errors import require_suffix
 
 if TYPE_CHECKING:

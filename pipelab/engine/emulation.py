@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from pipelab.engine.autograd import will_run
-from pipelab.engine.clock import here, since
+from pipelab.engine.device.clocks import here, since
+from pipelab.engine.stage.autograd import will_run
 from pipelab.errors import CostError, require_size
 
 __all__ = ["EmulatedStage", "emulated"]

@@ -1,36 +1,125 @@
-"""Pipelines: a model and a schedule, run on tensors."""
+"""What users of `nn.Module` do out of habit: done where a pipeline can mean it, answered where it cannot."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipelab.checking.checker import Draftable, as_plan, require_legal
-from pipelab.engine.batches import Reduction, join, row_counts, rows_of, split_batch, weights_of
-from pipelab.engine.engines import ENGINES, Job
-from pipelab.engine.habits import ModuleHabits
-from pipelab.engine.hardware import RankDevice
-from pipelab.engine.loss import Loss, require_even_targets, require_loss
-from pipelab.engine.optimizers import OptimizerGuard
-from pipelab.engine.replicas import Buffers
-from pipelab.engine.splitting import Stages, split
+from pipelab.engine.device.devices import RankDevice
+from pipelab.engine.engine import ENGINES, Job
+from pipelab.engine.model.split import Stages, split
+from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage.caller import Surroundings
+from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss
+from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.step import Ran, Step
-from pipelab.engine.surroundings import Surroundings
-from pipelab.errors import BatchError, EngineError, UsageError, require_size
+from pipelab.errors import BatchError, DeviceError, EngineError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from pipelab.engine.proof import Verification
+    from pipelab.engine.model.split import Stages
+    from pipelab.engine.verify.verify import Verification
 
-__all__ = ["Pipeline", "Step"]
+__all__ = ["ModuleHabits", "OptimizerGuard", "Pipeline", "Step"]
+
+
+class ModuleHabits:
+    """The habits of `nn.Module` in a pipeline, which is none: its parameters and its mode are the model's own."""
+
+    stages: Stages
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model's training mode, as `model.train()` does; return the pipeline."""
+        self.stages.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the model's evaluation mode, as `model.eval()` does; return the pipeline."""
+        return self.train(mode=False)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Refuse: a call could mean an evaluation or a training step.
+
+        Raises:
+            UsageError: naming both.
+        """
+        raise UsageError(
+            "a pipeline is not called: pipe.forward(x) gives the outputs, without gradients; "
+            "pipe.step(x, y) runs forward and backward"
+        )
+
+    if not TYPE_CHECKING:  # a type checker should go on to refuse what is not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Name the model's own method where only a module has one."""
+            kind = type(self).__name__
+            if not name.startswith("_") and hasattr(nn.Module, name):
+                raise AttributeError(f"a {kind} has no {name!r}: the model is yours as before, so use model.{name}")
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+
+
+class OptimizerGuard:
+    """Watches for an optimizer whose state was left behind on another device.
+
+    Moving a stage keeps its parameters the same objects, so an optimizer made before goes on working; but momentum and
+    the like, which it made in earlier steps, stay where they were.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note where the parameters are now, before they are moved."""
+        self._homes = {parameter: parameter.device for parameter in parameters}
+        self._unwatch: Callable[[], object] | None = None
+
+    def watch_if_moved(self) -> None:
+        """Look at every optimizer step from now on, if any parameter has moved."""
+        if any(parameter.device != home for parameter, home in self._homes.items()):
+            watch = weakref.WeakMethod(self._before_step)
+
+            def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+                if (before_step := watch()) is not None:
+                    before_step(optimizer)
+
+            # PyTorch's list of hooks lives as long as the process: it must not keep the pipeline's parameters alive.
+            self._unwatch = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._unwatch is not None:
+            self._unwatch()
+
+    def move(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the state of the pipeline's parameters to where the parameters are."""
+        for parameter, state in optimizer.state.items():
+            if parameter in self._homes:
+                for key, value in state.items():
+                    if _follows(key, value):
+                        state[key] = value.to(parameter.device)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if parameter in self._homes and _follows(key, value) and value.device != parameter.device:
+                    raise DeviceError(
+                        f"the optimizer's {key!r} for a parameter of shape {tuple(parameter.shape)} is on "
+                        f"{value.device}, but the pipeline moved the parameter to {parameter.device}: call "
+                        "pipe.move_optimizer_state(optimizer) once, after making the pipeline"
+                    )
+
+
+def _follows(key: str, value: object) -> bool:
+    """Tell whether a piece of state lives with its parameter; PyTorch keeps `step` on the CPU."""
+    return isinstance(value, torch.Tensor) and key != "step"
 
 
 class Pipeline(ModuleHabits):
@@ -207,7 +296,7 @@ class Pipeline(ModuleHabits):
         Raises:
             VerificationError: naming the parameter and the micro-batch that differ first.
         """
-        from pipelab.engine.verification import verify
+        from pipelab.engine.verify.verify import verify
 
         return verify(self, x, y)
 

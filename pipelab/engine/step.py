@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch._C import _disabled_torch_function_impl
 
-from pipelab.engine.batches import join
-from pipelab.engine.device_clock import StepClock
+from pipelab.engine.device.clocks import StepClock
+from pipelab.engine.stage.batch import join
 from pipelab.errors import EngineError, UsageError
 from pipelab.plan.plan import Plan
 from pipelab.trace.trace import Trace

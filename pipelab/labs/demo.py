@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from pipelab.catalogue import schedules
-from pipelab.engine.batches import row_counts, split_batch
+from pipelab.conformance.same_work import one_thread
 from pipelab.engine.emulation import emulated
 from pipelab.engine.pipeline import Pipeline
+from pipelab.engine.stage.batch import row_counts, split_batch
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
-from pipelab.labs.same_work import one_thread
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.pipeline import Pipeline
-from pipelab.engine.proof import Verification
+from pipelab.engine.verify.verify import Verification
 from pipelab.errors import SplitError
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate

@@ -1,0 +1,83 @@
+"""PyTorch's own schedules, as conformance runs them: classes, orders, and stages in one process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from pipelab.engine.torchrun.runtime import SCHEDULES, load, missing
+from pipelab.plan.actions import Item
+
+__all__ = ["local_stage", "lower", "order_table", "run_on_recorders", "schedule_class"]
+
+
+def schedule_class(name: str) -> Any:
+    """Return one of PyTorch's schedule classes, such as `ScheduleGPipe`.
+
+    Raises:
+        EngineError: if this torch has no such class, or if its loop over the micro-batches is called otherwise.
+    """
+    schedules = load().schedules
+    try:
+        found = getattr(schedules, name)
+    except AttributeError:
+        raise missing(f"{schedules.__name__}.{name}") from None
+    taken = inspect.signature(found._step_microbatches).parameters  # noqa: SLF001 - there is no public way
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    for parameter in ("target_mbs", "losses"):
+        if parameter not in taken and not takes_any:
+            raise missing(f"{schedules.__name__}.{name}._step_microbatches({parameter}=...)")
+    return found
+
+
+def lower(runtime: Any, rows: Iterable[Iterable[Item]]) -> None:
+    """Hand an order to PyTorch's runtime, which adds the transfers to it.
+
+    Args:
+        runtime: a `Native.runtime`.
+        rows: every rank's actions, bound to stages.
+    """
+    read = load().action.from_str
+    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way
+        {rank: [read(str(item)) for item in row] for rank, row in enumerate(rows)}
+    )
+
+
+def run_on_recorders(schedule: Any, microbatches: int) -> None:
+    """Run a schedule's own loop over its micro-batches, on stages that need no setting up and compute nothing.
+
+    Args:
+        schedule: made with a loss function, so that it runs backwards.
+        microbatches: how many.
+    """
+    setup: Callable[..., tuple[bool, bool]] = lambda *_, **__: (True, True)  # noqa: E731 - it stands for a method
+    schedule._initialize_stage = schedule._initialize_stages = setup  # noqa: SLF001 - it would ask a process group
+    schedule._step_microbatches(target_mbs=[None] * microbatches, losses=[])  # noqa: SLF001 - `step` wants tensors
+
+
+def order_table(schedule: Any) -> tuple[tuple[str, ...], ...]:
+    """Return what a schedule's own table says of every rank, idle slots and gradient reductions left out.
+
+    It is made beside the loop that runs, and is not what is executed: `Schedule1F1B`'s last rank is wrong in it.
+
+    Raises:
+        EngineError: if this torch's schedules have no such table.
+    """
+    try:
+        table: dict[int, Sequence[Any]] = schedule.pipeline_order
+    except AttributeError:
+        raise missing(f"{SCHEDULES}.{type(schedule).__name__}().pipeline_order") from None
+    return tuple(
+        tuple(str(action) for action in table[rank] if action is not None and action.is_compute_op)
+        for rank in sorted(table)
+    )
+
+
+def local_stage(module: torch.nn.Module, index: int, count: int, device: torch.device | str = "cpu") -> Any:
+    """Return one of a pipeline's stages, for PyTorch's own schedules, in a process that also holds its neighbours."""
+    stage = load().stage(module, index, count, torch.device(device))
+    stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - up to torch 2.11 it would greet itself, and wait
+    return stage

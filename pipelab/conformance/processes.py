@@ -1,0 +1,185 @@
+"""PyTorch's own pipelining in processes of its own, one for each rank, connected by gloo.
+
+A native schedule runs on real stages; what each stage was asked to do comes back, with its gradients and the loss.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import distributed
+
+from pipelab.conformance import native
+from pipelab.conformance.recording import native_place, watch
+from pipelab.conformance.same_work import same_model, same_task
+from pipelab.conformance.steps import Outcome, make_schedule, take_step
+from pipelab.errors import EngineError
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
+
+__all__ = ["Job", "Ran", "run_in_processes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One step of PyTorch's pipelining.
+
+    Attributes:
+        kind: the name of PyTorch's class.
+        microbatches: how many there are.
+        stages_per_rank: how many stages each rank holds.
+        one_at_a_time: whether the schedule is given one micro-batch after the other.
+        rows: the plan, as text, for the runtime, which has no order of its own.
+    """
+
+    kind: str
+    microbatches: int
+    stages_per_rank: int = 1
+    one_at_a_time: bool = False
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a job gave: the plan that real stages were asked to run, and the numbers."""
+
+    executed: Plan
+    outcome: Outcome
+
+
+def run_in_processes(jobs: Sequence[Job], ranks: int, timeout: float = 120.0) -> list[Ran]:
+    """Run jobs, one after the other, in `ranks` processes that are started for them.
+
+    Args:
+        jobs: what to run.
+        ranks: how many processes.
+        timeout: seconds after which they are ended.
+
+    Raises:
+        EngineError: if a process fails, with its traceback, or does not answer in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = (Path(folder) / "meeting").as_uri()
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_serve, args=(rank, ranks, meeting, list(jobs), timeout, theirs), daemon=True
+                )
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            answers = _answers(pipes, time.monotonic() + timeout, timeout)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+            for pipe in pipes:
+                pipe.close()
+    return [_merged([answer[number] for answer in answers]) for number in range(len(jobs))]
+
+
+def _answers(pipes: Sequence[Connection], deadline: float, timeout: float) -> list[list[dict[str, Any]]]:
+    """Return what every rank sends.
+
+    Raises:
+        EngineError: if one fails, or none is there in time.
+    """
+    waiting: dict[Any, int] = dict(zip(pipes, range(len(pipes)), strict=True))
+    found: dict[int, list[dict[str, Any]]] = {}
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(map(str, waiting.values()))
+            raise EngineError(f"of {len(pipes)} processes of PyTorch, rank {late} did not answer within {timeout:g} s")
+        for pipe in cast(list[Connection], ready):
+            rank = waiting.pop(pipe)
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                raise EngineError(f"rank {rank} of {len(pipes)} processes of PyTorch ended without an answer") from None
+            if isinstance(answer, str):
+                raise EngineError(f"rank {rank} of {len(pipes)} processes of PyTorch failed:\n{answer}")
+            found[rank] = torch.load(io.BytesIO(answer))
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _merged(answers: Sequence[dict[str, Any]]) -> Ran:
+    """Put together what the ranks tell of one job."""
+    gradients = {stage: each for answer in answers for stage, each in answer["gradients"].items()}
+    loss = next(answer["loss"] for answer in answers if answer["loss"] is not None)
+    outcome = Outcome([gradient for _, each in sorted(gradients.items()) for gradient in each], loss)
+    return Ran(Plan.parse(answer["record"] for answer in answers), outcome)
+
+
+def _serve(rank: int, ranks: int, meeting: str, jobs: list[Job], timeout: float, answers: Connection) -> None:
+    """Be one rank: run the jobs, and send what came out, or a traceback."""
+    try:
+        torch.set_num_threads(1)
+        distributed.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+        )
+        done = [_run(job, rank, ranks) for job in jobs]
+        distributed.barrier()
+        distributed.destroy_process_group()
+        written = io.BytesIO()
+        torch.save(done, written)
+        answers.send(written.getvalue())
+    except Exception:  # noqa: BLE001 - whatever it is, the parent tells it
+        answers.send(traceback.format_exc())
+    finally:
+        answers.close()
+
+
+def _run(job: Job, rank: int, ranks: int) -> dict[str, Any]:
+    """Run one job's part of this rank."""
+    count = ranks * job.stages_per_rank
+    plan = Plan.parse(job.rows) if job.rows else None
+    held = [
+        index
+        for index in range(count)
+        if (rank in plan.replicas[index] if plan else native_place(job.kind, ranks, index) == rank)
+    ]
+    modules = list(same_model(count))
+    task = same_task(job.microbatches)
+    stages = [native.local_stage(modules[index], index, count) for index in held]
+    record: list[Action] = []
+    for stage in stages:
+        watch(stage, record)
+    schedule = make_schedule(job.kind, stages, task, one_at_a_time=job.one_at_a_time)
+    if plan:
+        native.lower(schedule, plan.rows)
+    loss = take_step(schedule, stages, task, one_at_a_time=job.one_at_a_time)
+    return {
+        "gradients": {index: [parameter.grad for parameter in modules[index].parameters()] for index in held},
+        "loss": loss,
+        "record": " ".join(map(str, _numbered(record) if job.one_at_a_time else record)),
+    }
+
+
+def _numbered(record: Sequence[Action]) -> list[Action]:
+    """Return what was executed with micro-batches counted: given one at a time, each calls itself the first."""
+    seen: Counter[tuple[str, int | None]] = Counter()
+    numbered = []
+    for action in record:
+        numbered.append(replace(action, microbatch=seen[action.kind, action.stage]))
+        seen[action.kind, action.stage] += 1
+    return numbered

@@ -1,0 +1,252 @@
+"""The order that PyTorch's own schedules execute, recorded without any process group.
+
+PyTorch's order tables are not what its schedules do: `Schedule1F1B`'s is wrong on the last rank. So a native schedule
+object is handed stages that compute nothing, runs its own loop over the micro-batches, and every stage writes down what
+it is asked for:
+
+    schedule's loop --forward_one_chunk(0)--> stage 0: 0F0
+                    --forward_one_chunk(1)--> stage 0: 0F1
+                    --backward_one_chunk(0)-> stage 0: 0B0    …
+
+A pair of overlapped actions reaches the stages as a forward, then a backward: the record shows it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelab.conformance import native
+from pipelab.engine.torchrun import runtime
+from pipelab.errors import EngineError, NativeRefusalError
+from pipelab.plan.actions import Action, B, F, I, Item, W
+from pipelab.plan.plan import Plan
+
+__all__ = ["NATIVE", "RecordingStage", "executed", "executed_by_runtime", "native_place", "order_table", "watch"]
+
+NATIVE = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+"""PyTorch's class for each schedule that both have."""
+
+_V_SHAPED = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
+"""The classes whose second stage on a rank is the mirror image of the first."""
+
+Record = list[Action]
+
+
+class RecordingStage:
+    """What a native schedule takes for a stage; it computes nothing and writes down what it is asked to do.
+
+    Its methods have the names and the parameters of PyTorch's `PipelineStage`.
+    """
+
+    def __init__(self, index: int, stages: int, rank: int, ranks: int, record: Record) -> None:
+        """Stand for stage `index` of `stages` on a rank, and write into a record that the rank's stages share."""
+        self.stage_index = index
+        self.num_stages = stages
+        self.group_rank = rank
+        self.group_size = ranks
+        self.is_first = index == 0
+        self.is_last = index == stages - 1
+        self.has_backward = True
+        self.submod = nn.Identity()
+        self.output_chunks: list[Any] = []
+        self.stage_index_to_group_rank: dict[int, int] = {}
+        self._record = record
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        """Write down a forward."""
+        self._record.append(F(fwd_chunk_id, self.stage_index))
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,  # noqa: ARG002 - it stands before the parameter that matters
+        full_backward: Any = True,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Write down a full backward, or the input gradient alone."""
+        self._record.append((B if full_backward else I)(bwd_chunk_id, self.stage_index))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        """Write down a weight gradient."""
+        self._record.append(W(bwd_chunk_id, self.stage_index))
+
+    def _no_transfers(self, *_: Any) -> list[Any]:
+        """Send and receive nothing."""
+        return []
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_transfers
+    set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _nothing
+    scale_grads = perform_reduce_grad = clear_runtime_states = _nothing
+
+
+def executed(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Plan:
+    """Return the plan that a native schedule executes: each rank's actions in the order in which its loop runs them.
+
+    Args:
+        kind: the name of PyTorch's class.
+        ranks: how many ranks.
+        microbatches: how many micro-batches.
+        stages_per_rank: how many stages each rank holds.
+
+    Example:
+        >>> executed("Schedule1F1B", ranks=2, microbatches=3).rows
+        ((0F0, 0F1, 0B0, 0F2, 0B1, 0B2), (1F0, 1B0, 1F1, 1B1, 1F2, 1B2))
+
+    Raises:
+        NativeRefusalError: if PyTorch refuses the size.
+        EngineError: if this torch has no such class, or asks a stage for what the recorder does not know.
+    """
+    held = _held(kind, ranks, stages_per_rank)
+    rows = [_row(kind, held, rank, microbatches) for rank in range(ranks)]
+    more = f", stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""
+    name = f"{kind}(ranks={ranks}, microbatches={microbatches}{more}) as torch {torch.__version__} executes it"
+    return Plan(rows, ranks * stages_per_rank, microbatches, name=name)
+
+
+def order_table(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[tuple[str, ...], ...]:
+    """Return what a native schedule's own table says that each rank does, which need not be what it executes.
+
+    Example:
+        >>> order_table("Schedule1F1B", ranks=2, microbatches=3)[1]
+        ('1F1', '1B0', '1F2', '1B1', '1F3', '1B2')
+
+    Raises:
+        NativeRefusalError: if PyTorch refuses the size.
+    """
+    return native.order_table(_schedule(kind, _held(kind, ranks, stages_per_rank), 0, microbatches, []))
+
+
+def executed_by_runtime(plan: Plan) -> Plan:
+    """Return what PyTorch's runtime executes when it is given a plan, which it completes with transfers.
+
+    Example:
+        >>> import pipelab
+        >>> plan = pipelab.Naive(ranks=2, microbatches=2).plan()
+        >>> executed_by_runtime(plan).rows == plan.rows
+        True
+
+    Raises:
+        NativeRefusalError: if PyTorch's runtime refuses the plan.
+    """
+    for stage, ranks in plan.replicas.items():
+        if len(ranks) > 1:
+            raise NativeRefusalError(
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: "
+                "PyTorch's runtime holds each stage on one rank"
+            )
+    held = [[stage for stage, ranks in plan.replicas.items() if rank in ranks] for rank in range(plan.ranks)]
+    rows = [_row("_PipelineScheduleRuntime", held, rank, plan.microbatches, plan.rows) for rank in range(plan.ranks)]
+    name = f"{plan.name} as the runtime of torch {torch.__version__} executes it"
+    return Plan(rows, plan.stages, plan.microbatches, name=name)
+
+
+def native_place(kind: str, ranks: int, stage: int) -> int:
+    """Return the rank on which a native schedule puts a stage.
+
+    Example:
+        >>> [native_place("ScheduleInterleaved1F1B", 2, stage) for stage in range(4)]
+        [0, 1, 0, 1]
+        >>> [native_place("ScheduleZBVZeroBubble", 2, stage) for stage in range(4)]
+        [0, 1, 1, 0]
+    """
+    if kind in _V_SHAPED and stage >= ranks:
+        return 2 * ranks - 1 - stage
+    return stage % ranks
+
+
+def watch(stage: Any, record: Record) -> None:
+    """Make a real `PipelineStage` write down what it is asked to do, as the recording one does, and do it."""
+    recorder = RecordingStage(stage.stage_index, stage.num_stages, stage.group_rank, stage.group_size, record)
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        setattr(stage, name, _both(getattr(recorder, name), getattr(stage, name)))
+
+
+def _both(note: Callable[..., None], run: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*arguments: Any, **named: Any) -> Any:
+        note(*arguments, **named)
+        return run(*arguments, **named)
+
+    return noted
+
+
+def _held(kind: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
+    """Return the stages of each rank."""
+    stages = range(ranks * stages_per_rank)
+    return [[stage for stage in stages if native_place(kind, ranks, stage) == rank] for rank in range(ranks)]
+
+
+def _row(
+    kind: str,
+    held: Sequence[Sequence[int]],
+    rank: int,
+    microbatches: int,
+    rows: Iterable[Iterable[Item]] | None = None,
+) -> Record:
+    """Return what one rank executes; the runtime, which has no order of its own, is given one.
+
+    Raises:
+        NativeRefusalError: with PyTorch's own words.
+        EngineError: if this torch asks a stage for what the recorder does not know.
+    """
+    record: Record = []
+    try:
+        native.run_on_recorders(_schedule(kind, held, rank, microbatches, record, rows), microbatches)
+    except AttributeError as error:
+        if not isinstance(error.obj, RecordingStage):
+            raise
+        raise EngineError(
+            f"torch {torch.__version__} asks the stages of {kind} for {error.name!r}, which pipelab's recorder of "
+            "executed orders does not have: use torch 2.10 to 2.13 to compare with PyTorch"
+        ) from error
+    return record
+
+
+def _schedule(
+    kind: str,
+    held: Sequence[Sequence[int]],
+    rank: int,
+    microbatches: int,
+    record: Record,
+    rows: Iterable[Iterable[Item]] | None = None,
+) -> Any:
+    """Return a rank's native schedule, its stages recording.
+
+    Args:
+        kind: the name of PyTorch's class.
+        held: for each rank, its stages.
+        rank: which rank.
+        microbatches: how many micro-batches.
+        record: where the stages write what they are asked to do.
+        rows: the order of all ranks, for the runtime.
+
+    Raises:
+        NativeRefusalError: with PyTorch's own words.
+    """
+    cls = native.schedule_class(kind)
+    single = issubclass(cls, runtime.load().schedules.PipelineScheduleSingle)
+    stages = sum(map(len, held))
+    recorders = [RecordingStage(index, stages, rank, len(held), record) for index in held[rank]]
+    try:
+        schedule = cls(recorders[0] if single else recorders, microbatches, loss_fn=lambda *_: None)
+        if rows is not None:
+            native.lower(schedule, rows)
+    except (ValueError, AssertionError) as error:
+        words = " ".join(str(error).partition("\n\n")[0].split())  # without the whole schedule, which may follow
+        raise NativeRefusalError(f"{kind} of torch {torch.__version__}: {words}") from error
+    return schedule

@@ -1,0 +1,257 @@
+"""Every schedule beside PyTorch's: is the order the one that PyTorch executes, and are the numbers the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import zip_longest
+
+import torch
+
+from pipelab.catalogue import schedules
+from pipelab.conformance.processes import run_in_processes
+from pipelab.conformance.references import Grid, Reference, flat, references
+from pipelab.conformance.same_work import one_thread, same_model, same_task
+from pipelab.conformance.steps import Outcome, alone
+from pipelab.engine.pipeline import Pipeline
+from pipelab.errors import NativeRefusalError, ScheduleError
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
+from pipelab.schedule import Schedule
+
+__all__ = ["Difference", "Line", "Numbers", "Report", "conformance", "count", "first_difference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where the orders of a plan differ.
+
+    Attributes:
+        plan: the plan's name.
+        rank: the first rank that differs.
+        position: where in its row.
+        pytorch: what PyTorch executes on that rank.
+        pipelab: what the plan says.
+    """
+
+    plan: str
+    rank: int
+    position: int
+    pytorch: tuple[Action, ...]
+    pipelab: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        """Return both orders around the place."""
+        first = max(0, self.position - 5)
+        lead = "… " if first else ""
+        rows = [[str(action) for action in row[first : self.position + 6]] for row in (self.pytorch, self.pipelab)]
+        width = max(map(len, rows[0] + rows[1]), default=0)
+        lines = [lead + " ".join(f"{cell:<{width}}" for cell in row).rstrip() for row in rows]
+        mark = " " * (len(lead) + (width + 1) * (self.position - first)) + "^" * width
+        return (
+            f"{self.plan}: rank {self.rank} differs at position {self.position}\n"
+            f"  PyTorch | {lines[0]}\n  pipelab | {lines[1]}\n            {mark}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One step of both on the same model and batch.
+
+    Attributes:
+        plan: the plan's name.
+        processes: how many processes PyTorch ran in.
+        same_gradients: whether all are equal bit for bit.
+        difference: the largest relative difference of a parameter's gradient, in the 2-norm.
+        same_loss: whether the loss is equal bit for bit.
+    """
+
+    plan: str
+    processes: int
+    same_gradients: bool
+    difference: float
+    same_loss: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A schedule beside one reference.
+
+    Attributes:
+        schedule: its registered name.
+        reference: the reference's name; empty where PyTorch cannot run the schedule.
+        sizes: at how many sizes orders were compared.
+        refused: how many sizes of the grid PyTorch refuses and pipelab does not.
+        refusal: what PyTorch says to the first of them.
+        refused_here: how many sizes pipelab refuses.
+        refusal_here: what it says to the first of them.
+        not_ours: how many of them PyTorch accepts.
+        differences: where orders differ.
+        numbers: the steps that were compared.
+    """
+
+    schedule: str
+    reference: str
+    sizes: int = 0
+    refused: int = 0
+    refusal: str = ""
+    refused_here: int = 0
+    refusal_here: str = ""
+    not_ours: int = 0
+    differences: tuple[Difference, ...] = ()
+    numbers: tuple[Numbers, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences and all(each.same_gradients and each.same_loss for each in self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was compared with which PyTorch, and when."""
+
+    torch: str
+    date: str
+    lines: tuple[Line, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return all(line.same for line in self.lines)
+
+    @property
+    def compared(self) -> bool:
+        """Whether anything could be compared: there are schedules, and sizes, that PyTorch does not have."""
+        return any(line.sizes for line in self.lines)
+
+
+def count(names: Sequence[str], grid: Grid) -> int:
+    """Return how often `conformance` calls `advance`."""
+    return sum(len(list(grid.of(name))) * len(references(name)) for name in names)
+
+
+def conformance(
+    names: Sequence[str] = tuple(schedules),
+    grid: Grid = Grid(),  # noqa: B008 - it is frozen
+    processes: Sequence[int] = (),
+    advance: Callable[[], object] = lambda: None,
+) -> Report:
+    """Compare schedules with the PyTorch that is installed.
+
+    Args:
+        names: registered schedules.
+        grid: at which sizes.
+        processes: run PyTorch's classes also in so many processes, for each number given.
+        advance: called after every size.
+    """
+    pairs = [(name, reference) for name in names for reference in references(name)]
+    with one_thread(), alone():
+        lines = [_line(name, reference, grid, advance) for name, reference in pairs]
+    for ranks in processes:
+        lines = _with_processes(lines, pairs, ranks)
+    return Report(torch.__version__, date.today().isoformat(), tuple(lines))
+
+
+def first_difference(plan: Plan, theirs: Plan) -> Difference | None:
+    """Return where a plan's order first differs from what PyTorch executes; `None` if it is the same.
+
+    Overlapped pairs count as the forward, then the backward, which is how PyTorch runs them.
+    """
+    for rank, (ours, native) in enumerate(zip(flat(plan), flat(theirs), strict=True)):
+        for position, (mine, other) in enumerate(zip_longest(ours, native)):
+            if mine != other:
+                return Difference(plan.name, rank, position, native, ours)
+    return None
+
+
+def _line(name: str, reference: Reference, grid: Grid, advance: Callable[[], object]) -> Line:
+    """Compare one schedule with one reference at every size."""
+    differences: list[Difference] = []
+    numbers: list[Numbers] = []
+    refusals: list[str] = []
+    refusals_here: list[str] = []
+    compared = not_ours = 0
+    for schedule in grid.of(name):
+        advance()
+        plan = _plan(schedule)
+        if isinstance(plan, str):
+            refusals_here.append(plan)
+            not_ours += reference.has(schedule)
+            continue
+        try:
+            theirs = reference.executed(plan)
+        except NativeRefusalError as error:
+            refusals.append(str(error))
+            continue
+        compared += 1
+        difference = first_difference(plan, theirs)
+        if difference:
+            differences.append(difference)
+        if plan.ranks * plan.microbatches <= grid.most_work:
+            numbers.append(_numbers(plan, reference.step(plan, theirs), 1))
+    return Line(
+        name,
+        reference.name,
+        compared,
+        *_counted(refusals),
+        *_counted(refusals_here),
+        not_ours,
+        tuple(differences),
+        tuple(numbers),
+    )
+
+
+def _counted(words: Sequence[str]) -> tuple[int, str]:
+    """Return how many there are, and the first."""
+    return len(words), words[0] if words else ""
+
+
+def _plan(schedule: Schedule) -> Plan | str:
+    """Return a schedule's plan; where it refuses its size, what it says."""
+    try:
+        return schedule.plan()
+    except ScheduleError as error:
+        (first, *others) = error.faults
+        if first.code != "refused" or others:
+            raise
+        return first.message
+
+
+def _numbers(plan: Plan, theirs: Outcome, processes: int) -> Numbers:
+    """Run the same step with pipelab, and compare."""
+    model, task = same_model(plan.stages), same_task(plan.microbatches)
+    with Pipeline(model, plan, task.loss_fn, ["cpu"] * plan.ranks, intra_op_threads=1) as pipe:
+        step = pipe.step(task.x, task.y)
+    ours = Outcome([parameter.grad for parameter in model.parameters() if parameter.grad is not None], step.loss)
+    return Numbers(
+        plan.name,
+        processes,
+        ours.same_gradients(theirs),
+        ours.difference(theirs),
+        torch.equal(ours.loss, theirs.loss),
+    )
+
+
+def _with_processes(lines: list[Line], pairs: Sequence[tuple[str, Reference]], ranks: int) -> list[Line]:
+    """Add what PyTorch's classes do in processes of their own, with two micro-batches for each rank."""
+    grid = Grid(ranks=(ranks,), microbatches=(2 * ranks,), stages_per_rank=(2,))
+    todo: list[tuple[int, Plan]] = []
+    for index, (name, reference) in enumerate(pairs):
+        plan = _plan(next(iter(grid.of(name))))
+        if isinstance(plan, Plan) and reference.runs(plan):
+            todo.append((index, plan))
+    if not todo:
+        return lines
+    ran = run_in_processes([pairs[index][1].job(plan) for index, plan in todo], ranks)
+    found = list(lines)
+    with one_thread():
+        for (index, plan), each in zip(todo, ran, strict=True):
+            difference = first_difference(plan, each.executed)
+            found[index] = replace(
+                found[index],
+                differences=(*found[index].differences, *([difference] if difference else [])),
+                numbers=(*found[index].numbers, _numbers(plan, each.outcome, ranks)),
+            )
+    return found

@@ -1,0 +1,141 @@
+"""One step of PyTorch's own pipelining, for its numbers: what pipelab's gradients and losses are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import networkx
+import torch
+from torch import distributed, nn
+
+from pipelab.conformance import native
+from pipelab.engine.torchrun import runtime
+from pipelab.errors import EngineError
+from pipelab.plan.plan import Plan
+
+__all__ = ["Outcome", "Task", "alone", "make_schedule", "step_of_class", "step_of_plan", "take_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step gave.
+
+    Attributes:
+        gradients: every parameter's, stage by stage.
+        loss: the loss of the whole batch.
+    """
+
+    gradients: list[torch.Tensor]
+    loss: torch.Tensor
+
+    def same_gradients(self, other: Outcome) -> bool:
+        """Tell whether all gradients are equal bit for bit."""
+        return len(self.gradients) == len(other.gradients) and all(map(torch.equal, self.gradients, other.gradients))
+
+    def difference(self, other: Outcome) -> float:
+        """Return the largest relative difference of a parameter's gradient, in the 2-norm."""
+        return max(
+            float((ours - theirs).norm() / theirs.norm())
+            for ours, theirs in zip(self.gradients, other.gradients, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a step works on; every micro-batch has as many rows.
+
+    Attributes:
+        x: the batch, `[rows, ...]`.
+        y: its targets, `[rows, ...]`.
+        loss_fn: the mean loss of a micro-batch.
+        microbatches: how many there are.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    microbatches: int
+
+    def weighed(self, output: Any, target: Any) -> torch.Tensor:
+        """Return a micro-batch's part of the loss of the batch."""
+        return self.loss_fn(output, target) * (1 / self.microbatches)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Make this process a process group of one, which runs PyTorch's pipelining without any other.
+
+    Raises:
+        EngineError: if the process is already in a group, whose size would be another.
+    """
+    if distributed.is_initialized():
+        raise EngineError(
+            "this process is in a process group already, and comparing with PyTorch makes one of its own: "
+            "run it without torchrun"
+        )
+    store = distributed.HashStore()  # type: ignore[attr-defined]  # public, and listed nowhere
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def step_of_class(kind: str, modules: Sequence[nn.Module], task: Task, *, one_at_a_time: bool = False) -> Outcome:
+    """Run one step of a native schedule whose only rank, this process, holds all stages. Call it inside `alone`.
+
+    Args:
+        kind: the name of PyTorch's class.
+        modules: the stages; gradients are added to theirs.
+        task: what to work on.
+        one_at_a_time: whether the schedule is given one micro-batch after the other, instead of all at once.
+    """
+    stages = [native.local_stage(module, index, len(modules)) for index, module in enumerate(modules)]
+    schedule = make_schedule(kind, stages, task, one_at_a_time=one_at_a_time)
+    return _outcome(modules, take_step(schedule, stages, task, one_at_a_time=one_at_a_time))
+
+
+def step_of_plan(plan: Plan, modules: Sequence[nn.Module], task: Task) -> Outcome:
+    """Let PyTorch's runtime run a plan on one rank, this process: each stage's actions in the plan's order.
+
+    The rows become one, in an order that the plan's dependencies allow. Call it inside `alone`.
+
+    Args:
+        plan: a plan of any number of ranks.
+        modules: the stages; gradients are added to theirs.
+        task: what to work on.
+    """
+    stages = [native.local_stage(module, index, len(modules)) for index, module in enumerate(modules)]
+    schedule = make_schedule("_PipelineScheduleRuntime", stages, task)
+    native.lower(schedule, [networkx.topological_sort(plan.graph())])
+    return _outcome(modules, take_step(schedule, stages, task))
+
+
+def make_schedule(kind: str, stages: Sequence[Any], task: Task, *, one_at_a_time: bool = False) -> Any:
+    """Return a native schedule on the stages that this rank holds, which scales gradients as pipelab does."""
+    cls = native.schedule_class(kind)
+    single = issubclass(cls, runtime.load().schedules.PipelineScheduleSingle)
+    microbatches = 1 if one_at_a_time else task.microbatches
+    return cls(stages[0] if single else list(stages), microbatches, loss_fn=task.weighed, scale_grads=False)
+
+
+def take_step(schedule: Any, stages: Sequence[Any], task: Task, *, one_at_a_time: bool = False) -> torch.Tensor | None:
+    """Run one step on the stages that this rank holds; return the batch's loss where the last one is."""
+    portions = task.microbatches if one_at_a_time else 1
+    losses: list[torch.Tensor] = []
+    for x, y in zip(task.x.chunk(portions), task.y.chunk(portions), strict=True):
+        arguments = (x,) if any(stage.is_first for stage in stages) else ()
+        found: list[torch.Tensor] = []
+        named = {"target": y, "losses": found} if any(stage.is_last for stage in stages) else {}
+        schedule.step(*arguments, **named)
+        losses += found
+    return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+
+def _outcome(modules: Sequence[nn.Module], loss: torch.Tensor | None) -> Outcome:
+    assert loss is not None
+    gradients = [parameter.grad for module in modules for parameter in module.parameters()]
+    return Outcome([gradient for gradient in gradients if gradient is not None], loss)

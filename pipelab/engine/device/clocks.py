@@ -1,0 +1,165 @@
+"""When the action that this thread is running began: what an emulated stage counts its time from."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["HOST", "Clock", "GpuClock", "StepClock", "here", "since"]
+
+_OVERHEAD_NANOSECONDS = 1_000_000
+
+
+class _Here(threading.local):
+    """Per thread: the reading of the clock at the start of its action; `None` outside of a pipeline, and on CUDA."""
+
+    began: object = None
+
+
+here = _Here()
+
+
+def since() -> int:
+    """Return the moment from which an emulated layer counts, in nanoseconds of `time.perf_counter_ns`.
+
+    It is the start of the action, or the end of the emulated layer before, as long as only overhead lies between; after
+    real work of a millisecond or more, it is now.
+    """
+    now = time.perf_counter_ns()
+    if isinstance(here.began, int) and now - here.began < _OVERHEAD_NANOSECONDS:
+        return here.began
+    return now
+
+
+_TRIES = 8
+"""How often an anchor is measured; the quickest counts."""
+
+_RESOLUTION_NS = 500
+"""What CUDA says of the resolution of its events' times."""
+
+_FLOAT_ROUNDING = 2.0**-24
+"""The relative error of a time between two events, a 32-bit float."""
+
+_DRIFT = 1e-4
+"""How much faster or slower than the host's clock a GPU's may run: a quartz is off by half of that at most."""
+
+
+class StepClock(Protocol):
+    """What one step's marks on a device are read by.
+
+    Attributes:
+        error_ns: how far the readings that were asked for may be from the host's clock, in nanoseconds.
+    """
+
+    @property
+    def error_ns(self) -> int:  # noqa: D102 - told above
+        ...
+
+    def nanoseconds(self, marks: list[Any]) -> list[int]:
+        """Return a rank's marks, in their order, as readings of the host's clock, waiting for the device if need be."""
+
+
+class Clock(Protocol):
+    """A device's clock, shared by all ranks on the device."""
+
+    def begin(self) -> StepClock:
+        """Return the clock of a step that begins now; without waiting for the device."""
+
+
+class _HostClock:
+    """The host's clock: marks are readings of it."""
+
+    error_ns = 0
+
+    def begin(self) -> StepClock:
+        return self
+
+    def nanoseconds(self, marks: list[Any]) -> list[int]:
+        return marks
+
+
+HOST = _HostClock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """A moment on both clocks."""
+
+    event: torch.cuda.Event
+    host_ns: int
+    error_ns: int
+
+
+class GpuClock:
+    """The clock of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Set the device's clock against the host's."""
+        self.device = device
+        self._stream = torch.cuda.Stream(device)  # of its own, so that no work stands before an anchor
+        self.anchor = self.measure()
+
+    def measure(self) -> _Anchor:
+        """Read both clocks at one moment, and keep that as the newest anchor."""
+        tries = []
+        for _ in range(_TRIES):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._stream)  # the first time makes the event, which takes long
+            event.synchronize()
+            before = time.perf_counter_ns()
+            event.record(self._stream)
+            event.synchronize()
+            after = time.perf_counter_ns()
+            tries.append(_Anchor(event, (before + after) // 2, (after - before + 1) // 2))
+        self.anchor = min(tries, key=lambda each: each.error_ns)
+        return self.anchor
+
+    def begin(self) -> StepClock:
+        """Return the clock of a step that begins now: after all that the caller has launched on this device."""
+        return _GpuStepClock(self)
+
+
+class _GpuStepClock:
+    """One step's clock on one GPU, shared by the ranks on it."""
+
+    def __init__(self, clock: GpuClock) -> None:
+        self._clock = clock
+        self._before = clock.anchor
+        self._reference = torch.cuda.Event(enable_timing=True)
+        self._reference.record(torch.cuda.current_stream(clock.device))
+        self._longest = 0.0  # from the reference to the last mark that was read
+
+    @property
+    def error_ns(self) -> int:
+        _, error, gap = self._origin
+        return error + _RESOLUTION_NS + round((_FLOAT_ROUNDING + _DRIFT) * gap + _DRIFT * self._longest)
+
+    def nanoseconds(self, marks: list[Any]) -> list[int]:
+        if not marks:
+            return []
+        marks[-1].synchronize()
+        origin, _, _ = self._origin
+        since = [1e6 * self._reference.elapsed_time(mark) for mark in marks]
+        self._longest = max(self._longest, since[-1])
+        return [origin + round(each) for each in since]
+
+    @cached_property
+    def _origin(self) -> tuple[int, int, float]:
+        """Where the reference lies on the host's clock, by the nearest of the anchors around the step.
+
+        With it come that anchor's error, and how far away it is.
+
+        Times are 32-bit floats, in milliseconds: the longer, the coarser.
+        """
+        self._reference.synchronize()
+        after = self._clock.measure()
+        since = 1e6 * self._before.event.elapsed_time(self._reference)
+        until = 1e6 * self._reference.elapsed_time(after.event)
+        if since < until:
+            return self._before.host_ns + round(since), self._before.error_ns, since
+        return after.host_ns - round(until), after.error_ns, until

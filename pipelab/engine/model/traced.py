@@ -1,0 +1,358 @@
+"""Which values travel between traced stages: a value that skips stages is carried through them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from pipelab.engine.stage.batch import rows_of
+from pipelab.engine.stage.errors import layer_of
+from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart
+from pipelab.engine.stage.snapshot import unchanged
+from pipelab.errors import SplitError
+
+__all__ = ["Route", "TracedStages", "fill", "move", "outline", "routes_of"]
+
+
+@dataclass(slots=True)
+class Route:
+    """How one traced stage is fed.
+
+    Attributes:
+        takes: the values that arrive, in order: the model's arguments, or what the stage before gives.
+        arguments: those that the traced stage is called with.
+        makes: the values it makes, and their places in its result; `None` where the result is the value.
+        gives: the values that later stages need; none on the last stage, which gives its result.
+    """
+
+    takes: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    makes: dict[str, int | None] = field(default_factory=dict)
+    gives: list[str] = field(default_factory=list)
+
+
+def routes_of(graph: fx.Graph) -> list[Route]:
+    """Return the route of every stage, from the graph that calls one stage after the other.
+
+    Raises:
+        SplitError: if the model returns a value of an earlier stage than the last.
+    """
+    arriving = [node.name for node in graph.nodes if node.op == "placeholder"]
+    stages: dict[str, Route] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            stages[node.name] = Route(arguments=[each.name for each in node.args], makes={node.name: None})
+        elif node.op == "call_function":  # one part of a stage's result
+            result, place = node.args
+            stages[result.name].makes[node.name] = place
+        elif node.op == "output":
+            last = list(stages.values())[-1]
+            outside = [each.name for each in node.all_input_nodes if each.name not in last.makes]
+            if outside:
+                raise SplitError(
+                    f"the model returns {', '.join(outside)}, which an earlier stage than the last makes: return what "
+                    "the last layers make, or give a list of stage modules"
+                )
+    routes = list(stages.values())
+    for index, route in enumerate(routes):
+        later = {name for each in routes[index + 1 :] for name in each.arguments}
+        route.takes = arriving
+        arriving = route.gives = [name for name in (*arriving, *route.makes) if name in later]
+    return routes
+
+
+def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
+    """Move a traced stage to a device: its tensors, and the devices in its graphs.
+
+    Parameters stay the same objects. Buffers become other ones, which are given to the model as well.
+    """
+    before = {id(tensor): (part, name) for part, name, tensor in _tensors(stage)}
+    stage.to(device)
+    for part, name, tensor in list(_tensors(model)):
+        if id(tensor) in before:
+            stages_part, stages_name = before[id(tensor)]
+            setattr(part, name, getattr(stages_part, stages_name))
+    for part in stage.modules():
+        graph = getattr(part, "graph", None)
+        if isinstance(graph, torch.fx.Graph):
+            _on(device, graph)
+        for compiled in (part, getattr(part, "graph_module", None)):
+            if isinstance(compiled, torch.fx.GraphModule):
+                compiled.recompile()
+
+
+def outline(model: nn.Module) -> tuple[nn.Module, dict[int, torch.Tensor]]:
+    """Return a copy of a model on no device, and by the `id` of each of its tensors the model's own.
+
+    Its tensors are parameters, buffers and what modules hold as plain attributes. Numbers take no memory.
+
+    Raises:
+        SplitError: if the model cannot be copied.
+    """
+    copies: dict[int, Any] = {}
+    originals: dict[int, torch.Tensor] = {}
+    loose = [value for part in model.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    for tensor in [*(tensor for _, _, tensor in _tensors(model)), *loose]:
+        if id(tensor) not in copies:
+            empty = torch.empty_like(tensor, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            copies[id(tensor)] = empty
+            originals[id(empty)] = tensor
+    try:
+        return copy.deepcopy(model, dict(copies)), originals
+    except Exception as error:
+        raise SplitError(
+            f"the model must be traced again, which takes a copy of it as its stages lie on several devices, but "
+            f"{type(model).__name__} cannot be copied: {error}; evaluate with all ranks on one device, or give a list "
+            "of stage modules"
+        ) from error
+
+
+def fill(stage: nn.Module, originals: dict[int, torch.Tensor]) -> None:
+    """Give a stage that was traced by a model's outline the model's own tensors.
+
+    Raises:
+        SplitError: if the tracer has made a tensor of its own, whose numbers nobody knows.
+    """
+    for part, name, tensor in list(_tensors(stage)):
+        if id(tensor) in originals:
+            setattr(part, name, originals[id(tensor)])
+        elif tensor.is_meta:
+            raise SplitError(
+                f"the model must be traced again, but its stages lie on several devices, and the numbers of {name!r} "
+                "are known only where all of it is on one: evaluate with all ranks on one device, or give a list of "
+                "stage modules"
+            )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield every parameter and buffer, as often as it stands somewhere, with the module and the name where."""
+    for part in model.modules():
+        for name, tensor in (
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ):
+            yield part, name, tensor
+
+
+def _on(device: torch.device, graph: torch.fx.Graph) -> None:
+    """Put a device in the place of every one that stands in a graph: all of a stage lives on one."""
+
+    def here(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    for node in graph.nodes:
+        node.args = map_aggregate(node.args, here)
+        node.kwargs = map_aggregate(node.kwargs, here)
+
+
+class _Carrying(nn.Module):
+    """A traced stage: takes the values that it or a later stage needs, and gives those that later stages need.
+
+    Attributes:
+        inplace: whether some operation writes into its input, as `nn.ReLU(inplace=True)` does.
+    """
+
+    def __init__(self, traced: nn.Module, route: Route, result: Spec) -> None:
+        super().__init__()
+        self.traced = traced
+        self.route = route
+        self.result = result
+        graphs = [getattr(part, "graph", None) for part in traced.modules()]
+        self.inplace = any(
+            node.op == "call_function" and node.target.__name__.partition(".")[0].endswith("_")
+            for graph in graphs
+            if isinstance(graph, torch.fx.Graph)
+            for node in graph.nodes
+        )
+
+    def forward(self, given: Any) -> Any:
+        route = self.route
+        values = dict(zip(route.takes, _arguments(given), strict=True))
+        made = self.traced(*(values[name] for name in route.arguments))
+        if not route.gives:  # the last stage: the tracer has taken the model's result apart
+            return rebuild(list(_arguments(made)), self.result)
+        for name, index in route.makes.items():
+            values[name] = made if index is None else made[index]
+        return values[route.gives[0]] if len(route.gives) == 1 else tuple(values[name] for name in route.gives)
+
+
+class TracedStages:
+    """A model that PyTorch's tracer cuts, again for every mode and row count that is wanted.
+
+    Attributes:
+        rows: the example's row count.
+        units: the model's layers in the order in which they run, each with its name: the model's children, those of
+            lists and sequences one by one.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        """Find the model's layers by running it once on the example."""
+        self._model = model
+        self._example = example
+        self.rows = rows_of(example, "example")
+        self.units = self._layers_in_order()
+        self._names: list[str] = []
+
+    def cut_at(self, names: Sequence[str]) -> None:
+        """Begin a new stage at each of these layers."""
+        self._names = list(names)
+
+    def modules(self, example: Any = None) -> list[nn.Module]:
+        """Return one module per stage, in the model's present training mode, for the row count of `example`.
+
+        A model that lies on several devices is traced by its outline.
+
+        Raises:
+            SplitError: if the tracer cannot follow the model.
+        """
+        example = self._example if example is None else example
+        homes = self._homes()
+        if len(homes) < 2:
+            return self._traced(self._model, _moved(example, next(iter(homes), None)))
+        model, originals = outline(self._model)
+        modules = self._traced(model, _moved(example, torch.device("meta")))
+        for module in modules:
+            fill(module, originals)
+        return modules
+
+    def _homes(self) -> set[torch.device]:
+        """Return the devices that the model lies on; none where it has no numbers."""
+        return {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
+
+    def _traced(self, model: nn.Module, example: Any) -> list[nn.Module]:
+        """Trace a model, this one or its outline, and cut it."""
+        from torch.distributed.pipelining import SplitPoint, pipeline
+
+        # The tracer draws random numbers (dropout) and warns about its own internals; neither is the caller's business.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet(), self._unmarked():
+            warnings.simplefilter("ignore")
+            try:
+                pipe = pipeline(
+                    model,
+                    mb_args=_arguments(example),
+                    split_spec=dict.fromkeys(self._names, SplitPoint.BEGINNING),
+                )
+            except Exception as error:
+                raise SplitError(
+                    f"PyTorch's tracer cannot follow {type(self._model).__name__}: {type(error).__name__}: "
+                    f"{str(error).strip().splitlines()[0]}; give a list of stage modules instead"
+                ) from error
+        count = len(self._names) + 1
+        if pipe.num_stages != count:
+            raise SplitError(
+                f"the tracer made {pipe.num_stages} stages where {count} were asked for, cut at "
+                f"{', '.join(self._names)}: give a list of stage modules instead"
+            )
+        routes = routes_of(pipe.split_gm.graph)
+        return [_Carrying(pipe.get_stage_module(stage), route, self._result) for stage, route in enumerate(routes)]
+
+    @contextmanager
+    def _unmarked(self) -> Iterator[None]:
+        """Take the tracer's marks off the model again: it replaces the `forward` of the layers that begin a stage."""
+        layers = [self._model.get_submodule(name) for name in self._names]
+        before = [dict(vars(layer)) for layer in layers]
+        try:
+            yield
+        finally:
+            for layer, attributes in zip(layers, before, strict=True):
+                vars(layer).clear()
+                vars(layer).update(attributes)
+
+    def unit_times(self, repeats: int = 5) -> list[float]:
+        """Return the median seconds between the starts of the layers, forward; backward is taken to be proportional."""
+        starts: list[float] = []
+        hooks = [
+            module.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter())) for _, module in self.units
+        ]
+        measured: list[list[float]] = []
+        try:
+            for _ in range(repeats + 1):
+                starts.clear()
+                self._run()
+                ends = [*starts[1:], time.perf_counter()]
+                measured.append([end - start for start, end in zip(starts, ends, strict=True)])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [median(each) for each in zip(*measured[1:], strict=True)]
+
+    def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
+        """Return the layers that one forward runs, in order, each once."""
+        order: list[tuple[str, nn.Module]] = []
+        hooks = []
+        for name, module in _layers(self._model):
+
+            def note(*_: Any, name: str = name, module: nn.Module = module) -> None:
+                order.append((name, module))
+
+            hooks.append(module.register_forward_pre_hook(note))
+        try:
+            self._run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        names = [name for name, _ in order]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise SplitError(
+                f"layer {twice!r} runs {names.count(twice)} times in one forward, so the model cannot be cut between "
+                "its layers: give a list of stage modules"
+            )
+        return order
+
+    def _run(self) -> None:
+        """Run the model once on the example, leaving random state and buffers as they were; note its result's shape."""
+        with torch.no_grad(), unchanged([self._model]):
+            try:
+                _, self._result = take_apart(self._model(*_arguments(self._example)))
+            except Exception as error:
+                layer = layer_of(error, self._model)
+                error.add_note(f"raised by the model, run on the example{f', in layer {layer}' if layer else ''}")
+                raise
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return value if device is None else map_tensors(lambda tensor: tensor.to(device), value)
+
+
+def _arguments(example: Any) -> tuple[Any, ...]:
+    return tuple(example) if isinstance(example, (tuple, list)) else (example,)
+
+
+def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the model's children with their names, those of lists and sequences one by one."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            found.extend(_layers(child, f"{prefix}{name}."))
+        else:
+            found.append((f"{prefix}{name}", child))
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the tracer's log for a while."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.pipelining", "torch.export", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,103 @@
+"""Cut a batch into micro-batches, weigh their losses, and put outputs back together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from pipelab.engine.stage.pytree import rebuild, take_apart, tensors_of
+from pipelab.errors import BatchError
+
+__all__ = ["Reduction", "join", "row_counts", "rows_of", "split_batch", "weights_of"]
+
+Reduction = Literal["mean", "sum"] | Callable[[Any], float | torch.Tensor]
+"""How a loss averages over its rows, which says what each micro-batch's loss weighs."""
+
+
+def rows_of(value: object, what: str) -> int:
+    """Return the number of rows (the size of dimension 0) that all tensors of a batch share.
+
+    Raises:
+        BatchError: if there is no tensor, one has no rows, or they differ.
+    """
+    tensors = tensors_of(value)
+    if not tensors:
+        raise BatchError(f"{what} holds no tensor: expected a tensor, or a tuple or dict of tensors, [rows, ...]")
+    flat = next((tensor for tensor in tensors if tensor.dim() == 0), None)
+    if flat is not None:
+        raise BatchError(f"{what} holds a tensor without dimensions: dimension 0 must be the rows of the batch")
+    counts = sorted({tensor.shape[0] for tensor in tensors})
+    if len(counts) > 1:
+        raise BatchError(f"the tensors in {what} have {' and '.join(map(str, counts))} rows: they must have the same")
+    return counts[0]
+
+
+def row_counts(rows: int, microbatches: int) -> list[int]:
+    """Return how many rows each micro-batch has: as even as can be, the first ones one more.
+
+    Example:
+        >>> row_counts(10, 4)
+        [3, 3, 2, 2]
+
+    Raises:
+        BatchError: if there are more micro-batches than rows.
+    """
+    if rows < microbatches:
+        raise BatchError(
+            f"a batch of {rows} row{'s' if rows != 1 else ''} cannot fill {microbatches} micro-batches: "
+            f"use at most {rows} micro-batch{'es' if rows != 1 else ''}, or a batch of at least {microbatches} rows; "
+            "drop_last=True leaves a DataLoader's short last batch out"
+        )
+    each, more = divmod(rows, microbatches)
+    return [each + (index < more) for index in range(microbatches)]
+
+
+def split_batch(value: Any, counts: list[int]) -> list[Any]:
+    """Return the micro-batches of a batch, in the batch's own memory: `counts[m]` rows each.
+
+    Views of one tensor would share the count of writes by which autograd finds that what it saved was overwritten: a
+    stage that writes into its input would seem to overwrite other micro-batches. What asks for a gradient stays a view.
+    """
+    if isinstance(value, torch.Tensor):
+        pieces = value.split(counts)
+        return list(pieces) if value.requires_grad else [piece.data for piece in pieces]
+    leaves, spec = take_apart(value)
+    pieces = [split_batch(leaf, counts) if isinstance(leaf, torch.Tensor) else [leaf] * len(counts) for leaf in leaves]
+    return [rebuild(list(piece), spec) for piece in zip(*pieces, strict=True)]
+
+
+def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> list[float]:
+    """Return what each micro-batch's loss weighs in the loss of the batch.
+
+    Raises:
+        BatchError: if a function gives weights that sum to nothing.
+    """
+    if reduction == "sum":
+        return [1.0] * len(counts)
+    if reduction == "mean":
+        rows = sum(counts)
+        return [count / rows for count in counts]
+    weights = [float(reduction(target)) for target in targets]
+    total = sum(weights)
+    if not total > 0:
+        raise BatchError(f"the weights of the micro-batches sum to {total:g}: the batch has nothing to average")
+    return [weight / total for weight in weights]
+
+
+def join(pieces: list[Any]) -> Any:
+    """Return the outputs of all micro-batches as one value, rows in the batch's order.
+
+    A tensor without rows (a scalar beside the predictions, say) becomes one with a row per micro-batch. Where replicas
+    of the last stage are on several devices, all is brought to the first micro-batch's.
+    """
+    if isinstance(pieces[0], torch.Tensor):
+        home = pieces[0].device
+        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(home) for piece in pieces])
+    apart = [take_apart(piece) for piece in pieces]
+    leaves = [
+        join(list(each)) if isinstance(each[0], torch.Tensor) else each[0]
+        for each in zip(*(leaves for leaves, _ in apart), strict=True)
+    ]
+    return rebuild(leaves, apart[0][1])

@@ -1,0 +1,72 @@
+"""What surrounds the caller's `step` and is per thread in PyTorch: autocast, and hooks on saved tensors.
+
+The workers enter it. As in plain training, forwards and losses run under autocast and backwards do not: a backward
+computes in the types that its forward chose. Hooks on saved tensors (`torch.autograd.graph.save_on_cpu`, say) pack in
+the forward and unpack in the backward; several workers may call them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pipelab.engine.stage.autograd import SavingHooks, saving_hooks
+
+__all__ = ["PLAIN", "Surroundings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The caller's autocast, one for each kind of device, and its hooks on saved tensors.
+
+    Example:
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     Surroundings.of_caller(["cpu"]).types
+        {torch.bfloat16}
+    """
+
+    autocast: tuple[partial[torch.autocast], ...] = ()
+    saving: SavingHooks | None = None
+
+    @classmethod
+    def of_caller(cls, kinds: Iterable[str]) -> Surroundings:
+        """Return what surrounds this thread, for these kinds of device."""
+        autocast = (
+            partial(
+                torch.autocast,
+                kind,
+                dtype=torch.get_autocast_dtype(kind),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            for kind in sorted(set(kinds))
+            if torch.is_autocast_enabled(kind)
+        )
+        return cls(tuple(autocast), saving_hooks())
+
+    @property
+    def types(self) -> set[torch.dtype]:
+        """What autocast casts to."""
+        return {each.keywords["dtype"] for each in self.autocast}
+
+    def enter(self, stack: ExitStack) -> None:
+        """Surround this thread until the stack closes."""
+        for context in self.autocast:
+            stack.enter_context(context())
+        if self.saving is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saving))
+
+    @contextmanager
+    def autocast_off(self) -> Iterator[None]:
+        """Leave autocast for a while; the weights that it has cast stay cast."""
+        with ExitStack() as stack:
+            for context in self.autocast:
+                stack.enter_context(context(enabled=False))
+            yield
+
+
+PLAIN = Surroundings()
+"""Nothing around."""

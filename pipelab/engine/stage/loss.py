@@ -1,0 +1,186 @@
+"""The loss of a step, weighed by micro-batch; and losses that do not average as they are said to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelab.engine.stage.batch import Reduction
+from pipelab.engine.stage.pytree import tensors_of
+from pipelab.errors import LossError
+
+__all__ = ["Loss", "require_even_targets", "require_loss"]
+
+
+@dataclass(slots=True)
+class Loss:
+    """The loss of one step: the function, each micro-batch's target and weight, and what came out.
+
+    Attributes:
+        function: takes the model's output and the target, and returns a scalar.
+        targets: per micro-batch.
+        weights: per micro-batch, what its loss weighs in the loss of the batch.
+        require: raises if the targets cannot be weighed so; an engine asks, once all processes mean the same step.
+        values: per micro-batch, the loss, not weighed and without history, once it is known.
+    """
+
+    function: Callable[[Any, Any], torch.Tensor]
+    targets: list[Any]
+    weights: list[float]
+    require: Callable[[], None] = lambda: None
+    values: list[torch.Tensor | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Make room for the values."""
+        self.values = [None] * len(self.targets)
+
+    def of(self, microbatch: int, output: Any) -> torch.Tensor:
+        """Return the loss of one micro-batch, not weighed; note its value.
+
+        Raises:
+            LossError: if the function does not return one real number that depends on the output.
+        """
+        try:
+            loss = self.function(output, self.targets[microbatch])
+        except Exception as error:
+            error.add_note(
+                f"in the loss, of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}"
+            )
+            raise
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(f"the loss function returned {type(loss).__name__}, not a tensor")
+        if loss.numel() != 1:
+            raise LossError(
+                f"the loss function returned a tensor of shape {tuple(loss.shape)}, not one number: "
+                "average or sum it (most losses do with reduction='mean')"
+            )
+        if loss.is_complex():
+            raise LossError(f"the loss is {loss.dtype}: only a real number can be made smaller; take .abs() or .real")
+        if not loss.requires_grad:
+            raise LossError(
+                "the loss has no history, so there is nothing to run backward: it must depend on the model's output, "
+                "and some parameter must require a gradient"
+            )
+        if not self.weights[microbatch]:
+            loss = _nothing(output, loss)
+        self.values[microbatch] = loss.detach()
+        return loss
+
+    def gradient(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that a micro-batch's backward starts from: what its loss weighs."""
+        return torch.full_like(loss, self.weights[microbatch])
+
+    def some(self, microbatches: Sequence[int]) -> Loss:
+        """Return the loss of some micro-batches, numbered from 0, without values."""
+        targets = [self.targets[microbatch] for microbatch in microbatches]
+        return Loss(self.function, targets, [self.weights[microbatch] for microbatch in microbatches])
+
+    def total(self) -> torch.Tensor:
+        """Return the loss of the whole batch, without dimensions or history.
+
+        Where replicas of the last stage are on several devices, it is on the first micro-batch's.
+        """
+        parts = [
+            value.reshape(()) * weight
+            for value, weight in zip(self.values, self.weights, strict=True)
+            if value is not None
+        ]
+        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+
+
+def require_loss(loss_fn: object, reduction: Reduction) -> None:
+    """Refuse what cannot be a loss function, and a `reduction` that is not the loss's own.
+
+    Raises:
+        LossError: saying what to write instead.
+    """
+    if isinstance(loss_fn, type):
+        raise LossError(f"loss_fn is the class {loss_fn.__name__}: make one, {loss_fn.__name__}()")
+    if not callable(loss_fn):
+        raise LossError(f"loss_fn={loss_fn!r}: expected a function of output and target, such as torch.nn.MSELoss()")
+    own = getattr(loss_fn, "reduction", None)
+    if isinstance(reduction, str) and own in ("mean", "sum", "none") and own != reduction:
+        raise LossError(
+            f"{type(loss_fn).__name__} has reduction={own!r} and the pipeline reduction={reduction!r}, so gradients "
+            f"would be wrong by a factor: pass Pipeline(..., reduction={own!r})"
+            if own != "none"
+            else f"{type(loss_fn).__name__} has reduction='none', which gives no single number: use 'mean' or 'sum'"
+        )
+
+
+_AVERAGE_OTHERWISE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+"""What averages over the targets that count, each as often as its class weighs; a class may have another `forward`."""
+
+
+def require_even_targets(
+    loss_fn: Callable[[Any, Any], torch.Tensor], reduction: Reduction, targets: Sequence[Any], counts: Sequence[int]
+) -> None:
+    """Refuse to weigh micro-batches by rows where the loss is one of PyTorch's that averages otherwise.
+
+    Cross entropy leaves out the targets of `ignore_index`, -100 by default, and counts each class as often as its
+    `weight` says: where micro-batches have different shares of those, their average is not the batch's.
+
+    Raises:
+        LossError: with the `reduction` to write.
+    """
+    if reduction != "mean":
+        return
+    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss_fn).forward in _AVERAGE_OTHERWISE:
+        ignored, weight, name = loss_fn.ignore_index, loss_fn.weight, type(loss_fn).__name__
+    elif loss_fn is nn.functional.cross_entropy or loss_fn is nn.functional.nll_loss:
+        ignored, weight, name = -100, None, loss_fn.__name__
+    else:
+        return
+    if not all(isinstance(each, torch.Tensor) and _are_classes(each) for each in targets):
+        return
+    shares = [_share(each, ignored, weight) for each in targets]
+    total, rows = sum(shares), sum(counts)
+    if all(
+        abs(share * rows - total * count) <= 1e-6 * total * rows for share, count in zip(shares, counts, strict=True)
+    ):
+        return
+    if weight is None:
+        told = f"leaves out targets that are {ignored} and averages over the others, of which micro-batches have "
+        told += ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
+        counted = f"(target != {ignored}).sum()"
+    else:
+        told = "counts each target as often as the weight of its class says, which differs between the micro-batches"
+        counted = f"weight[target[target != {ignored}]].sum()"
+    raise LossError(
+        f"{name} {told}: reduction='mean', which weighs micro-batches by rows, would make other gradients than the "
+        f"whole batch\n  try: Pipeline(..., reduction=lambda target: {counted}); or reduction=len, to weigh by rows "
+        "all the same"
+    )
+
+
+def _are_classes(target: torch.Tensor) -> bool:
+    """Tell whether targets are numbers of classes, not probabilities."""
+    return not target.is_floating_point() and not target.is_complex()
+
+
+def _share(target: torch.Tensor, ignored: int, weight: torch.Tensor | None) -> float:
+    """Return over how much cross entropy averages."""
+    counted = target != ignored
+    if weight is None:
+        return float(counted.sum())
+    known = counted & (target >= 0) & (target < len(weight))  # the loss itself tells of others
+    return float(weight.to(target.device).double()[target[known].long()].sum())
+
+
+def _sizes(value: Any) -> str:
+    """Return the sizes of what the loss was given: `"[4, 16] float32"`."""
+    tensors = tensors_of(value)
+    words = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors]
+    return ", ".join(words) or f"without tensors ({type(value).__name__})"
+
+
+def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss of zero whose gradients are zero, even where `loss` is 0 / 0: all its rows are ignored, say."""
+    learning = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    if not learning:
+        return loss * 0
+    return torch.cat([tensor.flatten()[:0].to(loss.dtype) for tensor in learning]).sum()

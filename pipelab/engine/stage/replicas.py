@@ -1,0 +1,271 @@
+"""A stage on several ranks: the model's own module on the lowest of them, copies of it on the others.
+
+    rank 0 │ the model's own stage ── weight ─┐ one storage, where the device is one,
+    rank 2 │ a copy, for one run ──── weight ─┘ and a .grad for each: two ranks never add to one
+
+A copy lives for one run. So it begins with whatever the model is by then, its parameters, buffers, hooks and training
+mode; and what it writes into its buffers ends with it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from pipelab.engine.stage.errors import PARTIAL
+from pipelab.engine.stage.loss import Loss
+from pipelab.engine.stage.pytree import tensors_of
+from pipelab.engine.stage.snapshot import KeptBuffers
+from pipelab.engine.stage.split_backward import leaves_of
+from pipelab.engine.stage.stage import Stage
+from pipelab.errors import EngineError
+
+__all__ = [
+    "Buffers",
+    "Runners",
+    "copied",
+    "refuse_lost_hooks",
+    "require_replicable",
+    "versions",
+    "written",
+    "written_error",
+]
+
+Buffers = Literal["refuse", "lowest"]
+"""What becomes of the buffers that replicated stages write into."""
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+
+
+class Runners:
+    """What runs each stage on each of its ranks.
+
+    Attributes:
+        of: by stage and rank.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        replicas: Mapping[int, Sequence[int]],
+        devices: Sequence[torch.device],
+        buffers: Buffers,
+    ) -> None:
+        """Make a runner for every stage and rank.
+
+        Raises:
+            EngineError: if a stage cannot be replicated.
+        """
+        self._own = list(modules)
+        self._devices = list(devices)
+        self._buffers = buffers
+        self.of: dict[tuple[int, int], Stage] = {}
+        self._copies: dict[tuple[int, int], _Replica] = {}
+        self._replicated = {stage: ranks for stage, ranks in replicas.items() if len(ranks) > 1}
+        for stage, (lowest, *others) in replicas.items():
+            if others:
+                require_replicable(stage, modules[stage], replicas[stage], buffers)
+            self.of[stage, lowest] = Stage(stage, modules[stage], len(modules))
+            for rank in others:
+                self._copies[stage, rank] = _Replica(stage, modules[stage], len(modules), rank)
+        self.of.update(self._copies)
+
+    @contextmanager
+    def running(self, modules: Sequence[nn.Module], *, learning: bool) -> Iterator[None]:
+        """Run these modules, one for each stage, for a while: on all ranks but a stage's lowest, copies of them.
+
+        Args:
+            modules: what to run.
+            learning: whether gradients are added.
+
+        Raises:
+            EngineError: if a copy was written into, and that was not asked for, or would lose a hook.
+        """
+        for stage, ranks in self._replicated.items():
+            refuse_lost_hooks(stage, modules[stage], ranks)
+            if self._buffers == "refuse":
+                _refuse_statistics(stage, modules[stage], ranks)  # it may have rested when the pipeline was made
+        for (stage, rank), runner in self.of.items():
+            runner.module = modules[stage]
+            if (stage, rank) in self._copies:
+                runner.module = copied(modules[stage], self._devices[rank])
+        before = {key: versions(replica.module) for key, replica in self._copies.items()}
+        guarded = self._replicated if self._buffers == "refuse" else ()
+        kept = KeptBuffers(modules[stage] for stage in guarded)
+        try:
+            yield
+            for (stage, rank), replica in self._copies.items():
+                name = written(before[stage, rank], versions(replica.module))
+                if name is not None and self._buffers == "refuse":
+                    kept.put_back()
+                    zero = f"\n  {PARTIAL}" if learning else ""
+                    rest = f"\n  the model's buffers are as they were before{zero}"
+                    raise written_error(stage, rank, name, rest)
+        finally:
+            for (stage, _), runner in self.of.items():
+                runner.module = self._own[stage]
+
+
+class _Replica(Stage):
+    """Runs a copy of a stage."""
+
+    __slots__ = ("_is_apart", "_own", "_rank")
+
+    def __init__(self, index: int, module: nn.Module, stages: int, rank: int) -> None:
+        """Wrap stage `index` of `stages`; `module` is the model's own, of which copies are run."""
+        super().__init__(index, module, stages)
+        self._own = module
+        self._rank = rank
+        self._is_apart = False
+
+    def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
+        """Run one micro-batch forward; after the first one, see whether the copy really is one.
+
+        Raises:
+            EngineError: if it uses parameters of the model's own stage.
+        """
+        made = super().forward(microbatch, given, kept, loss)
+        if not self._is_apart:
+            _, output = kept[microbatch]
+            used = leaves_of([tensor for tensor in tensors_of(output) if tensor.requires_grad])
+            for name, parameter in self._own.named_parameters():
+                if id(parameter) in used:
+                    raise EngineError(
+                        f"the copy of stage {self.index} on rank {self._rank} uses the model's own {name}, and two "
+                        "ranks must not add to one .grad: something in the stage holds on to the module where a copy "
+                        "of it does not reach, such as a lambda or a compiled function\n"
+                        "  try: reach everything through self, or run the stage on one rank"
+                    )
+            self._is_apart = True
+        return made
+
+
+def copied(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a module that computes what this one does now, for another thread.
+
+    Its parameters are new ones that share storage with the module's where the device is the same; their gradients are
+    their own. Its buffers are copies. Whatever else belongs to the module's attributes is shared, but for what refers
+    to one of its parts.
+    """
+    copies: dict[int, Any] = {}
+    parts = list(module.modules())
+    for part in parts:
+        copies[id(part)] = object.__new__(type(part))
+        for parameter in part._parameters.values():  # noqa: SLF001 - every step waits for this: parameters() is slow
+            if parameter is not None and id(parameter) not in copies:
+                copies[id(parameter)] = _parameter(parameter, device)
+        for buffer in part._buffers.values():  # noqa: SLF001
+            if buffer is not None and id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().to(device, copy=True)
+    for part in parts:
+        attributes = vars(copies[id(part)])
+        attributes.update(vars(part))
+        for name, value in vars(part).items():
+            if type(value) in _CONTAINERS or type(value) is MethodType or id(value) in copies:
+                attributes[name] = _copied(value, copies)
+        for name in ("_parameters", "_buffers", "_modules"):  # a part may put others there, for itself
+            attributes[name] = dict(attributes[name])
+    copy: nn.Module = copies[id(module)]
+    return copy
+
+
+def _parameter(own: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter with the same values, attributes and hooks, and no gradient."""
+    parameter = nn.Parameter(own.detach().to(device), own.requires_grad)
+    vars(parameter).update(vars(own))
+    for hook in (own._backward_hooks or {}).values():  # noqa: SLF001 - there is no public way to ask for hooks
+        parameter.register_hook(hook)
+    return parameter
+
+
+def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
+    """Refuse hooks that wait for a whole gradient, or use the parameter: a rank's copy has a part of the gradient.
+
+    Raises:
+        EngineError: with the name of the parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - as in `_parameter`
+            raise EngineError(
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {name} has a post-accumulate-grad "
+                "hook, which would see one rank's gradients only, before all ranks' are added up\n"
+                "  try: parameter.register_hook, which runs on every rank; or run the stage on one rank"
+            )
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a value with copies in place of what was copied; the value itself, if it holds nothing such."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in copies:
+        return MethodType(value.__func__, copies[id(value.__self__)])
+    if type(value) not in _CONTAINERS or not value:
+        return value
+    copies[id(value)] = value  # should it hold itself
+    if isinstance(value, dict):
+        filled = type(value)((key, _copied(each, copies)) for key, each in value.items())
+        same = all(one is other for one, other in zip(value.values(), filled.values(), strict=True))
+    else:
+        filled = type(value)(_copied(each, copies) for each in value)
+        same = all(one is other for one, other in zip(value, filled, strict=True))
+    copies[id(value)] = value if same else filled
+    return copies[id(value)]
+
+
+def versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    """Return each buffer, and how often it was written into."""
+    return {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}  # noqa: SLF001
+
+
+def written(before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[torch.Tensor, int]]) -> str | None:
+    """Return the name of a buffer that was written into or replaced between two looks at `versions`, if one was."""
+    for name, (buffer, version) in after.items():
+        was, once = before.get(name, (None, 0))
+        if was is not buffer or once != version:
+            return name
+    return None
+
+
+def written_error(stage: int, rank: int, name: str, rest: str = "") -> EngineError:
+    """Return why a stage on several ranks must not write into a buffer."""
+    return EngineError(
+        f"stage {stage} writes into its buffer {name!r}, and rank {rank} runs a copy of the stage, "
+        f"which then differs from the model: {_HOW}{rest}"
+    )
+
+
+_HOW = (
+    "pass replicated_buffers='lowest' if the buffers of the lowest rank, which sees a part of the micro-batches, are "
+    "good enough; or run the stage on one rank"
+)
+
+
+def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buffers: Buffers) -> None:
+    """Refuse a stage that has parameters without a shape, or tracks running statistics.
+
+    Raises:
+        EngineError: with the name of the part.
+    """
+    on = f"stage {stage} is on ranks {', '.join(map(str, ranks))}"
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        raise EngineError(f"{on}, and has parameters without a shape: run the model forward once before")
+    if buffers == "refuse":
+        _refuse_statistics(stage, module, ranks)
+
+
+def _refuse_statistics(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
+    for name, part in module.named_modules():
+        tracks = getattr(part, "running_mean", None) is not None and getattr(part, "track_running_stats", True)
+        if tracks and part.training:
+            raise EngineError(
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {type(part).__name__} {name!r} "
+                f"tracks running statistics, which each rank would track for itself: {_HOW}"
+            )

@@ -1,0 +1,251 @@
+"""The door to PyTorch's own pipelining: every private name that pipelab uses of it stands here, and only here.
+
+`torch.distributed.pipelining` has no public way to run an order of one's own. A contract test holds what is expected of
+these names, which stand in one table; where a torch has moved one, `load` says which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pipelab.errors import EngineError
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
+
+__all__ = ["SCHEDULES", "Native", "default_store", "load", "lowered", "missing", "order_runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """What pipelab needs of PyTorch's pipelining.
+
+    Attributes:
+        action: reads an action, `action.from_str("0F0")`.
+        runtime: the schedule class that runs any order.
+        schedules: the module, whose public `Schedule...` classes are PyTorch's native schedules.
+        stage: a stage of a pipeline.
+    """
+
+    action: Any
+    runtime: Any
+    schedules: Any
+    stage: Any
+
+
+SCHEDULES = "torch.distributed.pipelining.schedules"
+_STAGE = "torch.distributed.pipelining.stage"
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "torch.distributed": ("HashStore", "PrefixStore", "rendezvous"),
+    "torch.distributed.distributed_c10d": ("_get_default_store",),
+    SCHEDULES: (
+        "_Action",
+        "_Action.from_str",
+        "_Action.computation_type",
+        "_Action.is_compute_op",
+        "_ComputationType",
+        "_ComputationType.UNSHARD",
+        "_ComputationType.RESHARD",
+        "_ComputationType.REDUCE_GRAD",
+        "PipelineScheduleSingle._initialize_stage",
+        "PipelineScheduleSingle._step_microbatches",
+        "PipelineScheduleMulti._initialize_stages",
+        "PipelineScheduleMulti._step_microbatches",
+        "_PipelineScheduleRuntime._initialize_stages",
+        "_PipelineScheduleRuntime._prepare_schedule_with_comms",
+        "_PipelineScheduleRuntime._step_microbatches",
+        "logger",
+    ),
+    _STAGE: (
+        "PipelineStage._get_init_p2p_neighbors_ops",
+        "PipelineStage.has_backward",
+        "PipelineStage.is_first",
+        "PipelineStage.is_last",
+        "PipelineStage.forward_one_chunk",
+        "PipelineStage.backward_one_chunk",
+        "PipelineStage.backward_weight_one_chunk",
+        "PipelineStage.get_fwd_recv_ops",
+        "PipelineStage.get_fwd_send_ops",
+        "PipelineStage.get_bwd_recv_ops",
+        "PipelineStage.get_bwd_send_ops",
+        "PipelineStage.set_local_fwd_input",
+        "PipelineStage.set_local_bwd_input",
+        "PipelineStage.get_local_bwd_output",
+        "PipelineStage.scale_grads",
+        "PipelineStage.perform_reduce_grad",
+        "PipelineStage.clear_runtime_states",
+    ),
+}
+"""By module, what pipelab calls, reads or replaces. Of a stage: what a schedule asks of it, and pipelab's answer to."""
+
+_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops", "pipeline_order", "pipeline_order_with_comms", "rank")
+"""What a runtime has once it is made and given an order."""
+
+
+@cache
+def load() -> Native:
+    """Return PyTorch's pipelining, after a look at every name that pipelab needs of it.
+
+    Raises:
+        EngineError: naming what this torch lacks.
+    """
+    for module, names in _NAMES.items():
+        for name in names:
+            try:
+                resolve_name(f"{module}:{name}")
+            except (ImportError, AttributeError):
+                raise missing(f"{module}.{name}") from None
+    schedules = import_module(SCHEDULES)
+    runtime = schedules._PipelineScheduleRuntime  # noqa: SLF001 - there is no public way
+    found = Native(schedules._Action, runtime, schedules, import_module(_STAGE).PipelineStage)  # noqa: SLF001 - see above
+    made = _smallest_runtime(found)
+    for name in _OF_A_RUNTIME:
+        if not hasattr(made, name):
+            raise missing(f"{SCHEDULES}._PipelineScheduleRuntime().{name}")
+    return found
+
+
+def _smallest_runtime(found: Native) -> Any:
+    """Return a runtime with an order for one stage, which is never run.
+
+    Raises:
+        EngineError: if this torch makes runtimes in another way.
+    """
+    stage = SimpleNamespace(stage_index=0, num_stages=1, group_rank=0, group_size=1)
+    try:
+        return _runtime(found, [stage], 1, {0: ["0F0", "0B0"]})
+    except Exception as error:
+        raise EngineError(
+            f"torch {torch.__version__} does not take an order as pipelab gives it ({type(error).__name__}: {error}): "
+            f"{_TRY}"
+        ) from error
+
+
+_TRY = "use torch 2.10 to 2.13, or engine='threads'"
+
+
+def missing(name: str) -> EngineError:
+    """Return why this torch cannot be used: it lacks a name."""
+    return EngineError(f"torch {torch.__version__} has no {name}, which pipelab runs plans with: {_TRY}")
+
+
+def default_store() -> Any:
+    """Return the store of the process group that is there already.
+
+    Raises:
+        EngineError: naming what this torch lacks.
+    """
+    load()
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
+
+
+def order_runner(
+    stages: Sequence[Any],
+    microbatches: int,
+    rows: Mapping[int, Sequence[str]],
+    reduces: Mapping[int, Sequence[int]],
+    receiving: Callable[[int, int, list[Any]], None],
+) -> Callable[[list[tuple[Any, ...]] | None], None]:
+    """Lower an order onto PyTorch's runtime; return what runs this process's part of it, given the batch.
+
+    Args:
+        stages: this process's stages, ready to run: the runtime sets nothing up.
+        microbatches: how many there are.
+        rows: every rank's computing actions, as PyTorch writes them.
+        reduces: for this rank, the stages whose gradients are reduced before its so-many-th action.
+        receiving: called with a stage, a micro-batch, and what is under way for it from another rank, to be waited for.
+    """
+    found = load()
+    found.schedules.logger.addFilter(_quiet)
+    runtime = _runtime(found, stages, microbatches, rows)
+    runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
+    orders, kinds = runtime.pipeline_order_with_comms, found.schedules._ComputationType  # noqa: SLF001 - see above
+    order: list[Any] = []
+    done = 0
+    for action in orders[runtime.rank]:
+        if action.is_compute_op:
+            order += [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
+            done += 1
+        if action.computation_type.name not in _NOT_ASKED_FOR:
+            order.append(action)
+    orders[runtime.rank] = order + [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
+    runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
+
+    def run(inputs: list[tuple[Any, ...]] | None) -> None:
+        runtime._step_microbatches(inputs)  # noqa: SLF001 - `step` cuts the batch evenly, or not at all
+
+    return run
+
+
+def _runtime(found: Native, stages: Sequence[Any], microbatches: int, rows: Mapping[int, Sequence[str]]) -> Any:
+    """Return a runtime that has been given an order."""
+    runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
+    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
+        {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}
+    )
+    return runtime
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Drop the log of an error in one of pipelab's threads: every rank's whole order, line by line."""
+    return not (record.threadName or "").startswith("pipelab-")
+
+
+_NOT_ASKED_FOR = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
+"""What PyTorch's runtime adds by itself for models that are sharded, which these are not."""
+
+
+class _Receives(dict[tuple[int, int], list[Any]]):
+    """Receives under way. The runtime takes them out to wait for them; here they are waited for before."""
+
+    def __init__(self, receiving: Callable[[int, int, list[Any]], None]) -> None:
+        super().__init__()
+        self._receiving = receiving
+
+    def pop(self, key: tuple[int, int], *_: Any) -> list[Any]:
+        self._receiving(*key, super().pop(key))
+        return []
+
+
+def lowered(
+    plan: Plan, rank: int, stages: Sequence[Any], receiving: Callable[[int, int, list[Any]], None]
+) -> Callable[[list[tuple[Any, ...]] | None], None]:
+    """Lower a plan; return what runs one rank's part of it on PyTorch's runtime, given the first stage's inputs.
+
+    An overlapped pair runs as its forward, then its backward, as in the threads engine: PyTorch's runtime would wait
+    for what both of them need before it starts either, which may be for ever.
+
+    Args:
+        plan: the plan of one pipeline: every stage is on one rank, and every rank has something to do.
+        rank: which rank.
+        stages: the rank's stages, as PyTorch's runtime asks for them.
+        receiving: called with a stage, a micro-batch, and what is under way for it from another rank, to be waited for.
+
+    Raises:
+        EngineError: if this torch lacks what is needed.
+    """
+    action = plan.program.numbering.action
+    rows = [[action(code) for code in row] for row in plan.program.rows]
+    computing = {each: [str(action) for action in row if action.kind != "R"] for each, row in enumerate(rows)}
+    return order_runner(stages, plan.microbatches, computing, _reduces(rows[rank]), receiving)
+
+
+def _reduces(row: Sequence[Action]) -> dict[int, list[int]]:
+    """Return the stages of the all-reduces in a row, by the number of other actions before them."""
+    found: dict[int, list[int]] = {}
+    before = 0
+    for action in row:
+        if action.kind != "R":
+            before += 1
+        elif action.stage is not None:
+            found.setdefault(before, []).append(action.stage)
+    return found

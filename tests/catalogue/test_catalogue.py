@@ -1,0 +1,390 @@
+"""Every schedule in the catalogue: legal at every size it accepts, drawn as it is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import oracle
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from strategies import SIZES, costs, sizes
+
+import pipelab
+from pipelab import Cost, ScheduleError, schedules, simulate
+from pipelab.catalogue.bases import Looped, SingleStage, VShaped
+from pipelab.errors import SizeError
+
+# Which sizes up to 6 ranks x 12 micro-batches a schedule accepts.
+ACCEPTS = {
+    "naive": lambda *_: True,
+    "gpipe": lambda *_: True,
+    "1f1b": lambda *_: True,
+    "delayed": lambda *_: True,
+    "interleaved-1f1b": lambda *_: True,
+    "looped-bfs": lambda *_: True,
+    "zb-h1": lambda *_: True,
+    "zb-h2": lambda *_: True,
+    "interleaved-zb": lambda *_: True,
+    "zbv": lambda *_: True,
+    "dualpipev": lambda *_: True,
+    "greedy": lambda *_: True,
+    "dualpipe": lambda ranks, microbatches: ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
+}
+
+
+def any_times():
+    """(F, I, W), whatever they are."""
+    return st.tuples(costs(), costs(), costs())
+
+
+def equal_times():
+    """F = I = W, as the zero bubble papers draw it."""
+    return costs().map(lambda time: (time, time, time))
+
+
+def light_weights():
+    """F = I >= W: attention has no weights, so the weight gradient is the least work."""
+    return st.tuples(costs(), costs()).map(lambda pair: (max(pair), max(pair), min(pair)))
+
+
+def split_cost(forward, inputs, weights, **more):
+    """Return the cost of these times."""
+    return Cost(forward=forward, backward=inputs + weights, input_grad=inputs, weight_grad=weights, **more)
+
+
+def exactly(value):
+    """Equal but for the rounding of fractions such as a third of a rank's time."""
+    return pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+def accepted(name):
+    return [size for size in SIZES if schedules[name].refusal(*size) is None]
+
+
+every_schedule = pytest.mark.parametrize("name", sorted(schedules))
+
+
+def test_every_schedule_has_a_line_in_the_table_of_sizes():
+    assert set(ACCEPTS) == set(schedules)
+
+
+@every_schedule
+def test_every_schedule_accepts_the_sizes_of_the_table_and_no_others(name):
+    kind = schedules[name]
+    for size in SIZES:
+        accepts = ACCEPTS[name](*size)
+        reason = kind.refusal(*size)
+        assert (reason is None) == accepts, f"{name} at {size}: {reason}"
+        if accepts:
+            assert kind(*size).plan().microbatches == size[1]
+        else:
+            assert any(character.isdigit() for character in reason), "a refusal names the nearest sizes that can"
+            with pytest.raises(ScheduleError) as refusal:
+                kind(*size).plan()
+            assert [(fault.code, fault.message) for fault in refusal.value.faults] == [("refused", reason)]
+
+
+@every_schedule
+def test_every_schedule_runs_each_microbatch_once_through_each_stage_in_a_legal_order(name):
+    for size in accepted(name):
+        schedule = schedules[name](*size)
+        plan = schedule.plan()
+        assert (plan.ranks, plan.microbatches, plan.stages) == (*size, schedule.stages)
+        assert oracle.legal(plan.rows, plan.stages, plan.microbatches, schedule.place), f"{name} at {size}"
+        counts = Counter(half.kind for row in plan.rows for item in row for half in oracle.halves(item))
+        whole = plan.stages * plan.microbatches
+        assert counts["F"] == whole
+        assert counts["B"] + counts["I"] == whole
+        assert counts["I"] == counts["W"]
+
+
+@every_schedule
+@given(size=sizes(), forward=costs(), backward=costs(), latency=st.sampled_from([0, 0.5, 3]))
+def test_every_schedule_is_simulated_within_every_dependency(name, size, forward, backward, latency):
+    if schedules[name].refusal(*size) is not None:
+        return
+    plan = schedules[name](*size).plan()
+    trace = simulate(plan, Cost(forward=forward, backward=backward, latency=latency))
+    at = {event.action: event for event in trace.events}
+    for giver, needer, edge in plan.graph().edges(data=True):
+        travels = edge["kind"] == "data" and needer.kind != "R"  # an all-reduce's own time is that of its transfers
+        crosses = travels and at[giver].rank != at[needer].rank
+        assert at[needer].start >= at[giver].end + latency * crosses
+    assert trace.makespan == max(event.end for event in trace.events)
+    assert 0 <= trace.bubble < 1
+
+
+@every_schedule
+@given(size=sizes(), forward=costs(), backward=costs())
+def test_every_schedule_does_the_same_work(name, size, forward, backward):
+    if schedules[name].refusal(*size) is not None:
+        return
+    ranks, microbatches = size
+    trace = simulate(schedules[name](*size), Cost(forward=forward, backward=backward))
+    assert sum(trace.busy) == pytest.approx(ranks * microbatches * (forward + backward))
+    assert trace.makespan >= max(trace.busy)
+
+
+@given(sizes(), equal_times())
+def test_no_rank_of_zb_h2_or_zbv_ever_waits_once_it_has_begun_if_all_times_are_equal(size, times):
+    ranks, microbatches = size
+    for kind in (pipelab.ZBH2, pipelab.ZBV):
+        trace = simulate(kind(ranks, microbatches + 2 * ranks - 2), split_cost(*times))
+        assert trace.spans == exactly(trace.busy)
+
+
+@given(sizes(), costs(), costs())
+def test_zb_h1_and_zb_h2_take_equally_long_from_first_start_to_last_end_if_both_gradients_do(size, one, other):
+    forward, gradient = max(one, other), min(one, other)
+    ranks, microbatches = size
+    cost = split_cost(forward, gradient, gradient)
+    early, late = (simulate(kind(ranks, microbatches + 2 * ranks - 2), cost) for kind in (pipelab.ZBH1, pipelab.ZBH2))
+    assert early.makespan == exactly(late.makespan)
+    # What ZB-H2 gains is that its first rank is done so much earlier than its last one.
+    assert late.ends[-1][-1] - late.ends[0][-1] == exactly((ranks - 1) * gradient)
+    assert early.ends[0][-1] == exactly(early.makespan)
+
+
+@given(sizes(), any_times())
+def test_splitting_the_backward_is_never_slower_than_1f1b(size, times):
+    cost = split_cost(*times)
+    whole = simulate(pipelab.OneFOneB(*size), cost).makespan
+    assert simulate(pipelab.ZBH1(*size), cost).makespan <= whole
+    assert simulate(pipelab.ZBH2(*size), cost).makespan <= whole
+
+
+@given(sizes())
+def test_zb_h1_has_a_third_of_1f1bs_bubble_in_the_memory_of_its_first_rank(size):
+    ranks, microbatches = size
+    microbatches += ranks - 1
+    plain, split = (simulate(kind(ranks, microbatches)) for kind in (pipelab.OneFOneB, pipelab.ZBH1))
+    work = 3 * microbatches
+    assert split.makespan - work == (plain.makespan - work) / 3
+    assert max(split.peak_activations) == max(plain.peak_activations)
+
+
+@given(sizes())
+def test_with_few_microbatches_zb_h1_is_never_slower_than_zb_h2_if_all_times_are_equal(size):
+    ranks, microbatches = size
+    assume(microbatches < 2 * ranks - 1)
+    assert simulate(pipelab.ZBH1(*size)).makespan <= simulate(pipelab.ZBH2(*size)).makespan
+
+
+def test_with_few_microbatches_zb_h2_may_be_quicker_if_the_inputs_gradient_takes_longer():
+    early, late = (simulate(kind(4, 6), split_cost(1, 2, 1)).makespan for kind in (pipelab.ZBH1, pipelab.ZBH2))
+    assert late < early
+
+
+@given(sizes())
+def test_zbv_holds_no_larger_a_share_of_the_batch_than_1f1bs_first_rank(size):
+    shares = [pipelab.compare(simulate(kind(*size))).rows[0].peak_share for kind in (pipelab.ZBV, pipelab.OneFOneB)]
+    assert max(shares[0]) <= max(shares[1])
+
+
+@pytest.mark.parametrize(
+    ("times", "waits"),
+    [
+        ((1, 1, 1), (0, 0, 0, 0)),
+        ((2, 2, 1), (3, 2, 1, 0)),
+        ((2, 1, 1), (3, 2, 1.5, 1)),
+        ((1, 2, 1), (3, 2.5, 2, 1.5)),
+        ((1, 1, 2), (0, 0, 0.5, 1)),
+        ((12, 14, 9), (15, 11, 7, 3)),
+    ],
+)
+def test_zbvs_fixed_order_waits_where_times_differ(times, waits):
+    trace = simulate(pipelab.ZBV(4, 16), split_cost(*times))
+    assert tuple(span - 16 * sum(times) for span in trace.spans) == waits
+
+
+@given(sizes(), light_weights(), st.sampled_from([0, 0.25, 0.5, 1]))
+def test_each_rank_of_dualpipev_before_the_last_two_has_one_pair_less_to_save_time_with(size, times, overlap):
+    ranks, microbatches = size
+    forward, inputs, weights = times
+    saved = overlap * min(forward, inputs + weights)
+    cost = split_cost(*times, pair=sum(times) - saved, per="stage")
+    trace = simulate(pipelab.DualPipeV(ranks, microbatches + 2 * ranks - 1), cost)
+    assert trace.busy == exactly(tuple(trace.busy[-1] + max(0, ranks - 2 - rank) * saved for rank in range(ranks)))
+
+
+def test_with_transfer_latency_1f1b_is_slower_than_gpipe():
+    cost = Cost(forward=1, backward=2, latency=0.5)
+    assert simulate(pipelab.OneFOneB(4, 8), cost).makespan > simulate(pipelab.GPipe(4, 8), cost).makespan
+
+
+def test_dualpipevs_pairs_can_be_one_slot_at_every_size():
+    for size in SIZES:
+        trace = simulate(pipelab.DualPipeV(*size), Cost(pair=2.5))
+        assert trace.makespan <= simulate(pipelab.OneFOneB(*size)).makespan
+
+
+@given(sizes())
+def test_interleaved_zero_bubble_with_one_stage_per_rank_is_zb_h1(size):
+    assert pipelab.InterleavedZeroBubble(*size, stages_per_rank=1).plan().rows == pipelab.ZBH1(*size).plan().rows
+
+
+@pytest.mark.parametrize("name", [name for name, kind in schedules.items() if issubclass(kind, Looped)])
+def test_looping_schedules_hold_two_stages_per_rank_unless_told_otherwise(name):
+    assert schedules[name](3, 4).stages == 6
+    for stages_per_rank in (1, 2, 3, 4):
+        for size in SIZES:
+            schedule = schedules[name](*size, stages_per_rank=stages_per_rank)
+            plan = schedule.plan()
+            assert plan.stages == size[0] * stages_per_rank
+            assert oracle.legal(plan.rows, plan.stages, plan.microbatches, schedule.place)
+
+
+@given(sizes())
+def test_rounds_hold_every_microbatch_once_and_differ_by_one_at_most(size):
+    ranks, microbatches = size
+    rounds = pipelab.Interleaved1F1B(*size).rounds
+    assert [m for each in rounds for m in each] == list(range(microbatches))
+    lengths = list(map(len, rounds))
+    assert lengths == sorted(lengths, reverse=True)
+    assert max(lengths) - min(lengths) <= 1
+    assert min(lengths) >= min(ranks, microbatches)
+
+
+V_SHAPES = [name for name, kind in schedules.items() if issubclass(kind, VShaped)]
+
+
+@pytest.mark.parametrize("name", V_SHAPES)
+def test_v_shapes_go_down_the_ranks_and_back_up(name):
+    assert [schedules[name](3, 4).place(0, stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", V_SHAPES)
+@pytest.mark.parametrize("stages_per_rank", [1, 3, None])
+def test_v_shapes_say_that_they_have_two_stages_per_rank(name, stages_per_rank):
+    with pytest.raises(
+        SizeError, match=rf"stages_per_rank={stages_per_rank}: {schedules[name].__name__} needs exactly 2"
+    ):
+        schedules[name](4, 8, stages_per_rank=stages_per_rank)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in schedules.items() if issubclass(kind, SingleStage)])
+@pytest.mark.parametrize("stages_per_rank", [2, 3])
+def test_single_stage_schedules_say_that_they_have_one_stage_per_rank_and_what_has_more(name, stages_per_rank):
+    kind = schedules[name]
+    told = f"stages_per_rank={stages_per_rank}: {kind.__name__} has exactly 1 on every rank: leave it out, or take a "
+    with pytest.raises(SizeError, match=re.escape(told)) as caught:
+        kind(4, 8, stages_per_rank=stages_per_rank)
+    assert schedules[str(caught.value).rpartition(" ")[2]](4, 8, stages_per_rank=2).plan().stages == 8
+
+
+@pytest.mark.parametrize("said", ["in the class", "where it is made"])
+def test_a_students_class_may_give_a_single_stage_schedule_more_stages(said):
+    class Twice(pipelab.GPipe):
+        def actions(self, rank):
+            yield from pipelab.LoopedBFS(self.ranks, self.microbatches, self.stages_per_rank).actions(rank)
+
+    if said == "in the class":
+        Twice.stages_per_rank = 2
+    schedule = Twice(2, 3) if said == "in the class" else Twice(2, 3, stages_per_rank=2)
+    assert schedule.plan().rows == pipelab.LoopedBFS(2, 3).plan().rows
+
+
+@given(sizes())
+def test_dualpipev_overlaps_all_but_the_first_and_last_few_actions(size):
+    ranks, microbatches = size
+    microbatches += 2 * ranks - 1
+    for rank, row in enumerate(pipelab.DualPipeV(ranks, microbatches).plan().rows):
+        pairs = sum(isinstance(item, pipelab.Pair) for item in row)
+        assert pairs == 2 * microbatches - 3 * ranks + rank + 1 - (rank == ranks - 1)
+
+
+@every_schedule
+def test_every_schedule_names_its_source(name):
+    assert len(schedules[name].source) > 20
+
+
+def test_the_tables_of_the_reference_have_every_schedule_and_what_simulate_gives():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "schedules.md").read_text(encoding="utf-8")
+    formulas, figures = (
+        dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page.partition(heading)[2].partition("\n\n")[0], re.MULTILINE))
+        for heading in ("| wait | peak | source |", "| makespan | bubble | peak | of the batch |")
+    )
+    assert list(formulas) == list(figures) == list(schedules)
+    for name, cells in figures.items():
+        (row,) = pipelab.compare(simulate(schedules[name](4, 8))).rows
+        share = f"{100 * max(row.peak_share) + 1e-9:.0f} %"
+        peaks = " ".join(map(str, row.peak_activations))
+        assert cells == f"{row.makespan:g} | {100 * row.bubble:.1f} % | {peaks} | {share}"
+
+
+# The drawings in the docstrings
+
+LANE = re.compile(r"^rank (\d+) \| ?(.*?)\s*$", re.MULTILINE)
+
+
+def drawing(trace):
+    """Draw a trace in fixed width: three columns for each unit of time, four where a name has a stage.
+
+    Every action starts with its name; a line leads on to its end. Two that share a slot are joined.
+    """
+    named = trace.plan.stages > trace.ranks
+    wide = 4 if named else 3
+    lanes = []
+    for rank in range(trace.ranks):
+        slots = {}
+        for event in trace.events_of(rank):
+            if event.action.kind == "R":  # of no length, unless it is given a cost
+                continue
+            name = str(event.action if named else replace(event.action, stage=None))
+            slots.setdefault((event.start, event.end), []).append(name)
+        lane = ""
+        for (start, end), names in slots.items():
+            lane = f"{lane:{round(wide * start)}}{'&'.join(names):─<{round(wide * (end - start)) - 1}}"
+        lanes.append(lane)
+    return lanes
+
+
+def drawn_trace(kind, ranks, microbatches):
+    """Return what the docstrings draw: F, B, I and W take one unit; a B beside them, and a pair, all their parts'."""
+    plan = kind(ranks, microbatches).plan()
+    split = any(half.kind == "I" for row in plan.rows for item in row for half in oracle.halves(item))
+    return simulate(plan, Cost(forward=1, backward=2 if split else 1, pair=3, per="stage"))
+
+
+@every_schedule
+def test_the_drawing_in_every_docstring_is_what_simulate_gives(name):
+    kind = schedules[name]
+    drawn = [(int(rank), lane) for rank, lane in LANE.findall(inspect.getdoc(kind).replace("    rank", "rank"))]
+    if name != "greedy":
+        assert drawn, f"the docstring of {kind.__name__} draws no `rank 0 | …`"
+    if not drawn:
+        pytest.skip("no drawing")
+    assert [rank for rank, _ in drawn] == list(range(len(drawn)))
+    microbatches = 1 + max(int(number) for _, lane in drawn for number in re.findall(r"[FBIW](\d+)", lane))
+    assert [lane for _, lane in drawn] == drawing(drawn_trace(kind, len(drawn), microbatches))
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [("1F1B", "1f1b"), ("OneFOneB", "1f1b"), ("zb_h1", "zb-h1"), ("GPipe", "gpipe"), ("zbh2", "zb-h2")],
+)
+def test_a_name_that_is_not_registered_is_told_with_the_nearest(asked, nearest):
+    with pytest.raises(KeyError) as refusal:
+        _ = schedules[asked]
+    assert isinstance(refusal.value, pipelab.UnknownScheduleError)
+    first, registered = str(refusal.value).splitlines()
+    assert first == f"{asked!r} is no registered schedule; did you mean {nearest}?"
+    assert registered == f"  registered: {', '.join(schedules)}"
+
+
+def test_a_name_that_is_near_to_none_is_told_without_a_guess():
+    with pytest.raises(KeyError, match=r"^'quantum' is no registered schedule\n"):
+        _ = schedules["quantum"]
+    with pytest.raises(KeyError, match=r"^7 is no registered schedule\n"):
+        _ = schedules[7]
+
+
+def test_schedules_are_looked_for_as_in_any_dict():
+    assert "1F1B" not in schedules
+    assert schedules.get("1F1B") is None
+    assert schedules.get("1f1b") is pipelab.OneFOneB

@@ -1,0 +1,225 @@
+"""The command line: every capability has a command, and every mistake an answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import RIGHT
+
+import pipelab
+from pipelab.draw import wording
+
+
+@pytest.mark.parametrize("name", pipelab.schedules)
+def test_every_registered_schedule_checks_out(pipelab_command, name):
+    code, output, _ = pipelab_command("check", name, "--ranks", "4", "--microbatches", "8")
+    assert code == 0
+    actions = sum(len(row) for row in pipelab.schedules[name](4, 8).plan().program.rows)
+    assert f"is right: {actions} actions, no fault" in output
+
+
+def test_schedules_are_listed_with_their_sources(pipelab_command):
+    code, output, _ = pipelab_command("schedules")
+    assert code == 0
+    for name, kind in pipelab.schedules.items():
+        assert name in output
+        assert kind.source.split()[0] in output
+
+
+def test_a_students_file_is_checked_simulated_and_drawn(pipelab_command, folder):
+    Path("mine.py").write_text(RIGHT)
+    assert pipelab_command("check", "mine.py:MySchedule")[0] == 0
+    code, output, _ = pipelab_command("simulate", "mine.py:MySchedule", "-r", "2", "-m", "2", "-o", "t.json")
+    assert code == 0
+    assert "makespan 9 units" in output
+    assert pipelab.Trace.load("t.json").makespan == 9
+    code, output, _ = pipelab_command("draw", "mine.py:MySchedule", "-o", "t.svg", "-o", "t.html", "-o", "t.txt")
+    assert code == 0
+    assert all(Path(f"t.{suffix}").stat().st_size > 500 for suffix in ("svg", "html", "txt"))
+    assert output.count("wrote ") == 3
+
+
+def test_conformance_compares_the_sizes_that_are_asked_for(pipelab_command, folder):
+    code, output, _ = pipelab_command("conformance", "1f1b", "delayed", "-r", "2", "-m", "2,4", "-o", "t.md")
+    assert code == 0
+    assert [line.split()[0] for line in output.splitlines() if "bit-equal" in line] == ["1f1b", "delayed"]
+    assert Path("t.md").read_text().count("| 2 | equal | 2 | bit-equal | equal |") == 2
+
+
+def test_conformance_with_nothing_to_compare_ends_with_exit_code_1(pipelab_command):
+    code, output, _ = pipelab_command("conformance", "dualpipe", "-r", "3", "-m", "4")
+    assert code == 1
+    assert "bit-equal" not in output
+    assert "Nothing could be compared: exit code 1." in output
+    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2", "4")
+    assert code == 1
+    assert "4: a number is no schedule" in error
+    assert "-m 2,4" in error
+    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2,none")
+    assert code == 1
+    assert "--microbatches 2,none: expected whole numbers, at least 1, such as 8 or 2,4,8" in error
+
+
+def test_conformance_with_another_order_ends_with_exit_code_1(pipelab_command, monkeypatch):
+    monkeypatch.setitem(pipelab.schedules, "1f1b", pipelab.GPipe)
+    code, output, _ = pipelab_command("conformance", "1f1b", "-r", "2", "-m", "4")
+    assert code == 1
+    assert "GPipe(ranks=2, microbatches=4): rank 0 differs at position 2" in output
+    assert "PyTorch | 0F0 0F1 0B0 0F2" in output
+    assert "pipelab | 0F0 0F1 0F2 0F3" in output
+
+
+def test_conformance_of_an_unknown_schedule_names_the_known_ones(pipelab_command):
+    code, _, error = pipelab_command("conformance", "1f1p")
+    assert code == 1
+    assert "'1f1p' is no registered schedule; did you mean 1f1b?" in error
+    assert "registered: naive" in error
+
+
+def test_a_memory_cap_is_a_fault_like_any_other(pipelab_command):
+    assert pipelab_command("check", "1f1b", "--memory-cap", "4")[0] == 0
+    code, _, error = pipelab_command("check", "gpipe", "--memory-cap", "4")
+    assert code == 1
+    assert "memory-cap" in error
+
+
+def test_compare_lays_schedules_side_by_side(pipelab_command, folder):
+    code, output, _ = pipelab_command("compare", "gpipe", "1f1b", "delayed", "-o", "c.html", "-o", "c.svg")
+    assert code == 0
+    assert "87 units" in output
+    assert output.count("33 units") == 2
+    assert Path("c.html").exists()
+    assert Path("c.svg").exists()
+
+
+def test_a_pipeline_is_replicated(pipelab_command, folder):
+    code, output, _ = pipelab_command("check", "1f1b", "-r", "2", "-m", "4", "--replicas", "3")
+    assert code == 0
+    assert "replicate(OneFOneB(ranks=2, microbatches=4), 3) is right: 54 actions" in output
+    assert "the gradients of stages 0, 1, which are on several ranks, are all-reduced" in output
+    output = pipelab_command("simulate", "1f1b", "--replicas", "2", "--cost", "all_reduce=4")[1]
+    assert "makespan 37 units" in output
+    assert pipelab_command("draw", "1f1b", "--replicas", "2", "-o", "t.svg")[0] == 0
+    assert pipelab_command("compare", "1f1b", "gpipe", "--replicas", "2")[1].count("rank 7") == 2
+    pipelab.OneFOneB(2, 3).plan().to_csv("plan.csv")
+    assert "rank 3" in pipelab_command("simulate", "plan.csv", "--replicas", "2")[1]
+
+
+def test_a_policy_is_set_by_name(pipelab_command):
+    settings = ("--set", "priority=forward-first", "--set", "memory_cap=[3, 2]", "--set", "split=True")
+    code, output, _ = pipelab_command("simulate", "greedy", "-r", "2", "-m", "4", *settings)
+    assert code == 0
+    assert output.startswith("Greedy(ranks=2, microbatches=4, priority='forward-first', memory_cap=(3, 2), split=True)")
+    assert "expected 'backward-first'" in pipelab_command("check", "greedy", "--set", "priority=fast")[2]
+    error = pipelab_command("check", "greedy", "--set", "memory_cap=many")[2]
+    assert "memory_cap='many': expected a whole number, at least 1" in error
+
+
+def test_costs_reach_the_simulation(pipelab_command):
+    output = pipelab_command("simulate", "naive", "-r", "2", "-m", "1", "-f", "50", "-b", "80", "--unit", "ms")[1]
+    assert "makespan 260 ms" in output
+    output = pipelab_command("simulate", "naive", "-r", "2", "-m", "1", "--latency", "10")[1]
+    assert "makespan 26 units" in output
+
+
+def test_run_executes_verifies_and_draws(pipelab_command, folder):
+    arguments = ("--width", "8", "--depth", "4", "--batch", "12", "--steps", "2", "-m", "3", "-o", "run.html")
+    code, output, _ = pipelab_command("run", "1f1b", *arguments)
+    assert code == 0
+    assert "measured" in output
+    assert "bit for bit" in output
+    assert Path("run.html").exists()
+
+
+def test_run_takes_emulated_devices(pipelab_command):
+    code, output, _ = pipelab_command(
+        "run", "gpipe", "-r", "3", "-m", "2", "--emulate", "1", "2", "--steps", "1", "--batch", "4"
+    )
+    assert code == 0
+    assert "rank 2" in output
+
+
+def test_run_takes_two_ranks_unless_they_are_emulated_or_given(pipelab_command):
+    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
+    assert "GPipe(ranks=2, microbatches=2)" in pipelab_command("run", "gpipe", *work)[1]
+    assert "GPipe(ranks=4, microbatches=2)" in pipelab_command("run", "gpipe", *work, "--emulate", "1", "1")[1]
+    assert "GPipe(ranks=3, microbatches=2)" in pipelab_command("run", "gpipe", *work, "-r", "3")[1]
+
+
+def test_run_lays_several_schedules_side_by_side(pipelab_command, folder):
+    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
+    code, output, _ = pipelab_command("run", "gpipe", "1f1b", *work, "-o", "both.svg")
+    assert code == 0
+    assert output.count("gpipe, measured") == output.count("1f1b, measured") == 2  # in the table, and above its lanes
+    assert "gradients of all 2 runs equal to the same micro-batches one after another, bit for bit" in output
+    assert Path("both.svg").stat().st_size > 500
+
+
+@pytest.mark.parametrize("command", ["", "schedules", "check", "simulate", "draw", "compare", "run", "demo"])
+def test_help_fits_eighty_columns_and_says_every_default(command):
+    arguments = [sys.executable, "-m", "pipelab", *command.split(), "--help"]
+    environment = {**os.environ, "COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+    found = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    assert max(map(len, found.stdout.splitlines())) <= 80
+    if "--ranks" in found.stdout:
+        told = " ".join(found.stdout.replace("│", " ").split())
+        assert f"workers of the pipeline; by default {'2, with --emulate 4' if command == 'run' else 4}" in told
+
+
+def test_run_refuses_fewer_layers_than_stages(pipelab_command):
+    code, _, error = pipelab_command("run", "1f1b", "-r", "4", "--depth", "2")
+    assert code == 1
+    assert "2 layers are too few for 4 stages" in error
+
+
+DOCUMENTS = [Path(__file__).parents[2] / name for name in ("README.md", "docs/command.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_the_documents_show_is_what_the_command_prints(pipelab_command, folder, document):
+    (mine,) = re.findall(r"In `my_file.py`.*?```python\n(.*?)```", DOCUMENTS[0].read_text(encoding="utf-8"), re.DOTALL)
+    Path("my_file.py").write_text(mine)
+    shown = re.findall(r"```console\n\$ pipelab (.*)\n((?:.*\n)+?)```", document.read_text(encoding="utf-8"))
+    assert shown
+    for command, printed in shown:
+        _, output, error = pipelab_command(*command.split())
+        assert (output + error).strip() == printed.strip()
+
+
+def test_every_heading_of_a_table_is_explained():
+    explained = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    name, *heads = wording.table(pipelab.compare(pipelab.ZBH2(4, 8)))[0]
+    assert "own spans" in heads
+    for head in heads:
+        assert f"\n| {head} |" in explained, f"{head}, beside {name}"
+
+
+def test_the_command_is_installed_and_tells_its_version():
+    found = subprocess.run([sys.executable, "-m", "pipelab", "--version"], capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == pipelab.__version__
+    assert found.returncode == 0
+
+
+def test_any_cost_can_be_given(pipelab_command):
+    costs = ("--cost", "forward=[1, 3]", "--cost", "per=stage", "--latency", "1")
+    assert "makespan 10 units" in pipelab_command("simulate", "naive", "-r", "2", "-m", "1", *costs)[1]
+    assert "--cost takes: forward" in pipelab_command("simulate", "naive", "--cost", "speed=3")[2]
+    assert "CostError" in pipelab_command("simulate", "naive", "--cost", "forward=-3")[2]
+
+
+def test_schedules_that_do_other_work_than_others_are_not_compared_without_a_word(pipelab_command):
+    uneven = ("--cost", "weight_grad=0.6", "--cost", "input_grad=1")
+    code, output, _ = pipelab_command("compare", "1f1b", "zb-h1", *uneven)
+    assert code == 0
+    told = " ".join(output.split())
+    assert told.startswith(
+        "Not the same work: I and W take 0.8 times as long as B, and not all of these schedules split"
+    )
+    assert "let backward be the sum of both" in told
+    for same in (("1f1b", "gpipe", *uneven), ("zb-h1", "zb-h2", *uneven), ("1f1b", "zb-h1", *uneven, "-b", "1.6")):
+        assert "Not the same work" not in pipelab_command("compare", *same)[1]

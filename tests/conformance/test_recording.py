@@ -1,0 +1,102 @@
+"""The recorder of PyTorch's executed orders is right itself: against orders written by hand, and its own mistakes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pipelab import Plan, check, schedules, simulate
+from pipelab.conformance import native
+from pipelab.conformance.recording import NATIVE, executed, executed_by_runtime, native_place, order_table
+from pipelab.conformance.report import first_difference
+from pipelab.errors import EngineError, NativeRefusalError
+
+# Derived by hand from the papers' figures and from reading the loops, not from a run.
+BY_HAND = {
+    ("ScheduleGPipe", 2, 3, 1): ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"],
+    ("Schedule1F1B", 2, 4, 1): ["0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"],
+    ("Schedule1F1B", 3, 3, 1): [
+        "0F0 0F1 0F2 0B0 0B1 0B2",
+        "1F0 1F1 1B0 1F2 1B1 1B2",
+        "2F0 2B0 2F1 2B1 2F2 2B2",
+    ],
+    ("ScheduleLoopedBFS", 2, 2, 2): ["0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0", "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0"],
+    # Narayanan et al. 2021: 2 (P - 1 - r) + (v - 1) P forwards of warm-up: all 4 of them on rank 0, 2 on rank 1.
+    ("ScheduleInterleaved1F1B", 2, 2, 2): ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"],
+    # A V of one rank: the second half of the model is at hand as soon as the first is done.
+    ("ScheduleZBVZeroBubble", 1, 2, 2): ["0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1"],
+}
+
+
+@pytest.mark.parametrize(("size", "rows"), BY_HAND.items(), ids=lambda value: value[0] if len(value) == 4 else "")
+def test_the_recorded_order_is_the_one_written_by_hand(size: tuple[str, int, int, int], rows: list[str]) -> None:
+    assert executed(*size) == Plan.parse(rows)
+
+
+@pytest.mark.parametrize("kind", NATIVE.values())
+def test_what_pytorch_executes_is_a_legal_plan_of_the_size_that_was_asked_for(kind: str) -> None:
+    plan = executed(kind, 3, 6, 1 if kind in ("ScheduleGPipe", "Schedule1F1B") else 2)
+    assert check(plan) == []
+    assert (plan.ranks, plan.microbatches) == (3, 6)
+    assert plan.replicas == {stage: (native_place(kind, 3, stage),) for stage in range(plan.stages)}
+    assert simulate(plan).makespan > 0
+
+
+def test_the_input_gradient_and_the_weight_gradient_are_told_from_the_full_backward() -> None:
+    for kind, kinds in {"ScheduleGPipe": "BF", "ScheduleZBVZeroBubble": "FIW", "ScheduleDualPipeV": "BFIW"}.items():
+        plan = executed(kind, 2, 4, 1 if kind == "ScheduleGPipe" else 2)
+        assert "".join(sorted({action.kind for row in plan.rows for action in row})) == kinds
+
+
+def test_the_order_table_of_1f1b_is_wrong_on_the_last_rank_and_its_execution_right() -> None:
+    table = order_table("Schedule1F1B", 2, 4)
+    done = tuple(tuple(map(str, row)) for row in executed("Schedule1F1B", 2, 4).rows)
+    assert table[0] == done[0]
+    assert table[1] == ("1F1", "1B0", "1F2", "1B1", "1F3", "1B2", "1F4", "1B3")
+    assert done[1] == ("1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3")
+
+
+@pytest.mark.parametrize("kind", sorted(set(NATIVE.values()) - {"Schedule1F1B"}))
+def test_the_order_tables_of_the_others_are_what_they_execute(kind: str) -> None:
+    size = (3, 6, 1 if kind == "ScheduleGPipe" else 2)
+    table = Plan.parse(" ".join(row) for row in order_table(kind, *size))
+    assert first_difference(table, executed(kind, *size)) is None
+
+
+def test_a_size_that_pytorch_refuses_is_refused_in_its_words() -> None:
+    with pytest.raises(NativeRefusalError, match=r"Schedule1F1B of torch .*Number of microbatches \(2\) must be"):
+        executed("Schedule1F1B", 3, 2)
+
+
+@pytest.mark.parametrize("name", ["naive", "delayed", "1f1b"])
+def test_the_runtime_executes_the_plan_that_it_is_given(name: str) -> None:
+    plan = schedules[name](3, 4).plan()
+    assert executed_by_runtime(plan).rows == plan.rows
+
+
+def test_the_runtime_refuses_a_plan_that_leaves_a_microbatch_out() -> None:
+    with pytest.raises(NativeRefusalError, match="_PipelineScheduleRuntime"):
+        executed_by_runtime(Plan.parse(["0F0 0F1 0B0 0B1", "1F0 1B0"]))
+
+
+def test_a_schedule_that_does_something_else_is_recorded_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is what the loop does, not what its name or its table promises."""
+
+    def backwards_descending(self, *_args, **_kwargs) -> None:
+        for m in range(self._n_microbatches):
+            self._stage.forward_one_chunk(m, ())
+        for m in reversed(range(self._n_microbatches)):
+            self._stage.backward_one_chunk(m, None, last_backward=m == 0)
+
+    monkeypatch.setattr(native.schedule_class("ScheduleGPipe"), "_step_microbatches", backwards_descending)
+    assert executed("ScheduleGPipe", 2, 2) == Plan.parse(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"])
+
+
+def test_a_stage_asked_for_something_new_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks(self, *_args, **_kwargs) -> None:
+        self._stage.prefetch_everything()
+
+    monkeypatch.setattr(native.schedule_class("ScheduleGPipe"), "_step_microbatches", asks)
+    with pytest.raises(EngineError, match=re.escape("asks the stages of ScheduleGPipe for 'prefetch_everything'")):
+        executed("ScheduleGPipe", 2, 2)

@@ -1,0 +1,283 @@
+"""Text timelines and tables, compared with the readable files in tests/golden/."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipelab
+from pipelab import B, Cost, F, Plan, R
+from pipelab.draw import save, text
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+DRAWINGS = {
+    "naive-4x8": lambda: pipelab.simulate(pipelab.Naive(4, 8)),
+    "gpipe-4x8": lambda: pipelab.simulate(pipelab.GPipe(4, 8)),
+    "1f1b-4x8": lambda: pipelab.simulate(pipelab.OneFOneB(4, 8)),
+    "delayed-4x8": lambda: pipelab.simulate(pipelab.DelayedBackward(4, 8)),
+    "interleaved-1f1b-4x8": lambda: pipelab.simulate(pipelab.Interleaved1F1B(4, 8)),
+    "looped-bfs-4x8": lambda: pipelab.simulate(pipelab.LoopedBFS(4, 8)),
+    "zb-h1-4x8": lambda: pipelab.simulate(pipelab.ZBH1(4, 8)),
+    "zb-h2-4x8": lambda: pipelab.simulate(pipelab.ZBH2(4, 8)),
+    "interleaved-zb-4x8": lambda: pipelab.simulate(pipelab.InterleavedZeroBubble(4, 8)),
+    "zbv-4x8": lambda: pipelab.simulate(pipelab.ZBV(4, 8)),
+    "dualpipev-4x8": lambda: pipelab.simulate(pipelab.DualPipeV(4, 8)),
+    "dualpipev-4x8-pairs-as-one-slot": lambda: pipelab.simulate(pipelab.DualPipeV(4, 8), Cost(pair=2.5)),
+    "1f1b-2x4": lambda: pipelab.simulate(pipelab.OneFOneB(2, 4)),
+    "1f1b-4x8-latency-ms": lambda: pipelab.simulate(
+        pipelab.OneFOneB(4, 8), Cost(forward=1.3, backward=2.15, latency=0.4, unit="ms")
+    ),
+    "1f1b-32x1024": lambda: pipelab.simulate(pipelab.OneFOneB(32, 1024)),
+    "pair-as-one-slot": lambda: pipelab.simulate(OVERLAPPED, Cost(pair=3)),
+}
+"""To write a golden file anew: `trace.save("tests/golden/NAME.txt")`, then read what changed."""
+
+OVERLAPPED = Plan([[F(0), F(1), F(2) & B(0), B(1), B(2)], [F(0), B(0), F(1), B(1), F(2), B(2)]])
+
+
+def lanes(drawn: str) -> list[str]:
+    """Return what stands right of the bar, rank by rank."""
+    return [line.split("│")[1] for line in drawn.splitlines() if "│" in line]
+
+
+@pytest.fixture
+def one_f_one_b():
+    return pipelab.simulate(pipelab.OneFOneB(4, 8))
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_saved_timeline_is_the_golden_one(name, tmp_path):
+    drawn = save(DRAWINGS[name](), tmp_path / "drawn.txt").read_text(encoding="utf-8")
+    assert drawn == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_a_comparison_is_the_golden_one(tmp_path):
+    traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB)]
+    drawn = pipelab.compare(*traces, names=["naive", "GPipe", "1F1B"]).save(tmp_path / "drawn.txt")
+    assert drawn.read_text(encoding="utf-8") == (GOLDEN / "comparison-4x8.txt").read_text(encoding="utf-8")
+
+
+def test_a_comparison_shows_each_ranks_own_span_where_no_rank_takes_the_whole_makespan(tmp_path):
+    traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.OneFOneB, pipelab.ZBH1, pipelab.ZBH2, pipelab.ZBV)]
+    drawn = pipelab.compare(*traces, names=["1F1B", "ZB-H1", "ZB-H2", "ZB-V"]).save(tmp_path / "drawn.txt")
+    assert drawn.read_text(encoding="utf-8") == (GOLDEN / "comparison-zero-bubble-4x8.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", [76, 120, 300])
+def test_every_action_starts_and_ends_where_its_times_say(one_f_one_b, width):
+    rows = lanes(text.timeline(one_f_one_b, width, colour=False))
+    scale = {76: 2, 120: 3, 300: 3}[width]
+    for event in one_f_one_b.events:
+        label = f"{event.action.kind}{event.action.microbatch}"
+        cell = f"{rows[event.rank]} "[int(event.start * scale) : int(event.end * scale)]
+        assert cell.startswith(label)
+        assert "·" not in cell
+        assert rows[event.rank].count(label) == 1
+
+
+def test_idle_time_is_as_many_dots_as_the_bubble_is_long(one_f_one_b):
+    rows = lanes(text.timeline(one_f_one_b, 120, colour=False))
+    assert sum(row.count("·") for row in rows) == pytest.approx(one_f_one_b.bubble * 4 * 33 * 3)
+
+
+def test_a_timeline_that_is_too_wide_keeps_its_begin_and_its_end_and_counts_the_rest():
+    drawn = text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 100)), 100, colour=False)
+    first = lanes(drawn)[0]
+    assert first.startswith("F0")
+    assert "B99" in first
+    shown = sum(first.split("┄")[at].count(kind) for at in (0, 2) for kind in "FB")
+    assert f"┄ {200 - shown} more ┄" in first
+    assert max(map(len, drawn.splitlines()[1:])) <= 100
+
+
+@pytest.mark.parametrize(
+    ("schedule", "width"),
+    [(pipelab.OneFOneB(4, 8), 48), (pipelab.Naive(4, 8), 110), (pipelab.OneFOneB(4, 16), 120)],
+)
+def test_before_anything_is_left_out_forwards_are_cut_and_backwards_keep_their_numbers(schedule, width):
+    trace = pipelab.simulate(schedule)
+    drawn = text.timeline(trace, width, colour=False)
+    assert "┄" not in drawn
+    assert max(map(len, drawn.splitlines()[1:])) <= width
+    for row in lanes(drawn):
+        assert re.findall(r"B\d+", row) == [f"B{m}" for m in range(schedule.microbatches)]
+        assert row.count("F") == schedule.microbatches
+
+
+@pytest.mark.parametrize(
+    ("plan", "width"),
+    [
+        (pipelab.OneFOneB(4, 8), 40),  # 33 units in 32 columns
+        (pipelab.GPipe(4, 12), 80),  # B10 has 3.2 columns, but F1 only 1.6
+        (Plan.parse(["0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 1B0 1B1"]), 60),  # which stage, nobody can guess
+    ],
+)
+def test_where_numbers_would_be_lost_the_middle_is_left_out_and_all_labels_are_whole(plan, width):
+    drawn = text.timeline(pipelab.simulate(plan), width, colour=False)
+    assert "more ┄" in drawn
+    whole = [row.split(" ┄")[0] for row in lanes(drawn)]
+    assert not re.findall(r"F(?!\d)", "".join(row[:-1] for row in whole))
+
+
+def test_sixty_four_ranks_take_a_dozen_lines_and_make_no_cell_of_the_elided_part(monkeypatch):
+    trace = pipelab.simulate(pipelab.OneFOneB(64, 512))
+    made = []
+    monkeypatch.setattr(text, "cell", lambda label, width, cell=text.cell: made.append(label) or cell(label, width))
+    lines = text.timeline(trace, 120, colour=False).splitlines()
+    assert len(lines) == 1 + 8 + 1 + 4 + 2
+    assert any("52 more ranks" in line for line in lines)
+    assert lines[0].endswith("peak activations 64 63 62 … 2 1")
+    assert len(made) < 300
+
+
+def test_labels_name_the_stage_where_a_rank_has_several():
+    plan = Plan.parse(["0F0 2F0 2B0 0B0", "1F0 1B0"])
+    rows = lanes(text.timeline(pipelab.simulate(plan), 120, colour=False))
+    assert "2F0" in rows[0]
+    assert "1F0" in rows[1]
+
+
+def test_a_label_that_does_not_fit_never_reads_as_another_action():
+    assert text.cell("B10", 2) == "B…"
+    assert text.cell("2F0", 1) == "F"
+    assert text.cell("F0", 0) == ""
+
+
+def test_an_action_that_takes_no_time_moves_nobody():
+    plan = pipelab.Plan([[F(0), B(0), R(stage=0)]])
+    assert lanes(text.timeline(pipelab.simulate(plan), colour=False)) == ["F0 B0───"]
+
+
+def test_nothing_that_takes_time_still_draws():
+    trace = pipelab.simulate(pipelab.OneFOneB(2, 300), Cost(forward=0, backward=0, latency=1))
+    drawn = text.timeline(trace, 120, colour=False)
+    assert "bubble 100.0 %" in drawn
+    assert all(set(row) <= set("·┄ more0123456789") for row in lanes(drawn))
+
+
+def test_a_measured_trace_begins_at_zero():
+    plan = pipelab.OneFOneB(1, 1).plan()
+    trace = pipelab.Trace(plan, [[5000.0, 5001.0]], [[5001.0, 5003.0]], unit="ms", source="measured")
+    drawn = text.timeline(trace, colour=False)
+    assert "measured: makespan 3 ms" in drawn
+    assert lanes(drawn) == ["F0 B0───"]
+    assert "0 ms" in drawn.splitlines()[-1]
+
+
+def test_names_cannot_move_the_cursor(one_f_one_b):
+    named = pipelab.Trace(one_f_one_b.plan, one_f_one_b.starts, one_f_one_b.ends, name="red\x1b[31m\nname")
+    drawn = text.timeline(named, colour=False)
+    assert "\x1b" not in drawn
+    assert "red\\x1b[31m\\nname" in drawn.splitlines()[0]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_colour_is_for_terminals_only(one_f_one_b, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b" not in text.timeline(one_f_one_b)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert "\x1b[" in text.timeline(one_f_one_b)
+    assert "\x1b" not in str(one_f_one_b)  # which may be written anywhere
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in text.timeline(one_f_one_b)
+
+
+def test_colour_changes_no_letter(one_f_one_b):
+    coloured = text.timeline(one_f_one_b, 120, colour=True)
+    plain = text.timeline(one_f_one_b, 120, colour=False)
+    bare = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert [line.rstrip() for line in bare.splitlines()] == plain.splitlines()
+
+
+def test_columns_are_heard_where_there_is_no_terminal_too(monkeypatch):
+    trace = pipelab.simulate(pipelab.OneFOneB(4, 64))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, text.timeline(trace).splitlines())) <= 120
+    assert "more ┄" in text.timeline(trace)
+    monkeypatch.setenv("COLUMNS", "900")
+    assert "more ┄" not in text.timeline(trace)
+
+
+def test_a_terminal_gives_its_width(one_f_one_b, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = text.timeline(one_f_one_b, colour=False).splitlines()[1:]
+    assert max(map(len, lines)) <= 60
+
+
+def test_a_comparison_on_one_axis_has_one_scale():
+    short, long = (pipelab.simulate(pipelab.OneFOneB(2, count)) for count in (2, 6))
+    drawn = text.comparison(pipelab.compare(short, long), 120, colour=False)
+    first_of_short, first_of_long = lanes(drawn)[0], lanes(drawn)[2]
+    assert first_of_short.index("B0") == first_of_long.index("B0")
+    assert sum(line.strip().startswith("0 units") for line in drawn.splitlines()) == 1
+    assert "differ" not in drawn
+
+
+def test_the_table_of_a_comparison_fits_eighty_columns():
+    kinds = (pipelab.Naive, pipelab.GPipe, pipelab.DelayedBackward)
+    drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
+    table = drawn.split("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert [line.split() for line in table.splitlines()[:2]] == [
+        ["name", "makespan", "bubble", "peak", "peak", "share", "of", "busy", "share"],
+        ["activations", "batch", "per", "rank"],
+    ]
+
+
+def test_in_a_comparison_that_is_too_long_whatever_is_short_is_whole_on_the_same_scale():
+    kinds = (pipelab.Naive, pipelab.GPipe)
+    drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
+    naive, gpipe = lanes(drawn)[:4], lanes(drawn)[4:]
+    assert all("more ┄" in row for row in naive)
+    assert not any("┄" in row for row in gpipe)
+    assert "B7" in gpipe[0]
+    assert naive[3].index("B0") - naive[3].index("F0") == gpipe[3].index("F1") - gpipe[3].index("F0")
+    assert sum(line.strip().startswith("0 units") for line in drawn.splitlines()) == 2
+    assert max(map(len, drawn.splitlines())) <= 80
+
+
+def test_a_comparison_of_different_units_says_so():
+    plan = pipelab.OneFOneB(2, 2)
+    both = pipelab.compare(pipelab.simulate(plan), pipelab.simulate(plan, Cost(forward=40, backward=80, unit="ms")))
+    drawn = text.comparison(both, 120, colour=False)
+    assert "The units of time differ (units, ms)" in drawn
+    assert "0 units" in drawn
+    assert "0 ms" in drawn
+
+
+def test_importing_the_package_loads_no_drawing_library():
+    code = (
+        "import sys, pipelab.draw; "
+        "print(sorted({'torch', 'matplotlib', 'networkx', 'graphviz', 'rich', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_an_unknown_suffix_lists_the_known_ones(one_f_one_b, tmp_path):
+    with pytest.raises(pipelab.PipelabError, match=r"\.gif; use one of \.html \.svg \.png \.pdf \.txt \.json"):
+        one_f_one_b.save(tmp_path / "timeline.gif")
+    with pytest.raises(pipelab.PipelabError, match=r"no suffix; use one of \.html"):
+        pipelab.compare(one_f_one_b).save(tmp_path / "timeline")
+
+
+def test_an_action_shorter_than_a_character_is_a_thin_line_that_is_explained():
+    cost = Cost(forward=[1, 1, 1, 0.1], backward=[1, 1, 1, 0.1], latency=1)
+    drawn = text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 8), cost), width=110, colour=False)
+    (last,) = [line for line in drawn.splitlines() if line.startswith("rank 3")]
+    assert sum(last.count(mark) for mark in "▏FB") >= 8  # of 16, two may share a column
+    assert drawn.endswith("▏ actions too short to be drawn")
+    assert "▏" in text.comparison(pipelab.compare(pipelab.OneFOneB(4, 8), cost=cost), width=110, colour=False)
+    assert "▏" not in text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 8)), width=110, colour=False)

@@ -1,0 +1,264 @@
+"""Every rank gets a device, and optimizers follow their parameters."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import plain
+import pytest
+import torch
+from torch import nn
+
+import pipelab
+from pipelab import GPipe, Pipeline
+from pipelab.engine.device import devices
+from pipelab.engine.device.devices import RankDevice, rank_devices, share_evenly
+from pipelab.engine.pipeline import OptimizerGuard
+from pipelab.errors import DeviceError, SizeError
+
+mse = nn.functional.mse_loss
+CPU = torch.device("cpu")
+
+
+def gpus(count):
+    return [torch.device("cuda", index) for index in range(count)]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend that this machine has so many GPUs."""
+
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return pretend
+
+
+def test_without_a_gpu_every_rank_is_on_the_cpu(machine):
+    machine(0)
+    assert pipelab.devices(3) == [CPU] * 3
+
+
+def test_with_enough_gpus_every_rank_has_its_own(machine):
+    machine(4)
+    assert pipelab.devices(3) == list(gpus(3))
+
+
+def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine, monkeypatch):
+    machine(2)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # the package that cuts a GPU into parts is not installed
+    with pytest.warns(UserWarning, match="3 ranks share 2 GPUs") as told:
+        slots = pipelab.devices(3)
+    first, *reasons = str(told[0].message).splitlines()
+    assert first == "3 ranks share 2 GPUs: rank 0 on cuda:0 (1 of 2), rank 1 on cuda:0 (2 of 2), rank 2 on cuda:1"
+    assert "pip install cuda-bindings" in reasons[0]
+    assert reasons[1] == "  ranks that share it have a stream each: their kernels overlap only where there is room"
+    assert [slot.device for slot in slots] == [*gpus(1) * 2, gpus(2)[1]]
+    assert [str(slot) for slot in slots] == ["cuda:0 (1 of 2)", "cuda:0 (2 of 2)", "cuda:1"]
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
+def test_a_number_of_ranks_that_is_none_is_refused(n):
+    with pytest.raises(SizeError, match="n="):
+        pipelab.devices(n)
+
+
+def test_seven_ranks_share_three_devices_as_3_2_2_neighbours_together():
+    slots = share_evenly(gpus(3), 7)
+    assert [slot.device.index for slot in slots] == [0, 0, 0, 1, 1, 2, 2]
+    assert [slot.share for slot in slots] == ["1 of 3", "2 of 3", "3 of 3", "1 of 2", "2 of 2", "1 of 2", "2 of 2"]
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+@pytest.mark.parametrize("n", range(1, 12))
+def test_shares_differ_by_at_most_one(count, n):
+    slots = share_evenly(gpus(count), n)
+    assert len(slots) == n
+    shares = [sum(slot.device.index == index for slot in slots) for index in range(count)]
+    assert max(shares) - min(shares) <= 1
+    assert shares == sorted(shares, reverse=True)
+    assert [slot.device.index for slot in slots] == sorted(slot.device.index for slot in slots)
+
+
+def test_devices_may_be_shares_devices_or_names(machine):
+    machine(2)
+    wanted = [RankDevice(CPU, "mine"), torch.device("cuda", 1), "cuda", "cpu"]
+    assert rank_devices(wanted, 4) == [
+        RankDevice(CPU, "mine"),
+        RankDevice(gpus(2)[1]),
+        RankDevice(gpus(1)[0]),
+        RankDevice(CPU),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        (["cpu"], "1 device for 2 ranks: give one per rank"),
+        (["cpu"] * 3, "3 devices for 2 ranks"),
+        ([], "0 devices for 2 ranks"),
+        ("cpu", r"devices='cpu': expected a list .* \['cpu'\] \* 2"),
+        (["cpu", "gpu"], r"^'gpu' is not a device: expected 'cpu', or 'cuda:0', 'cuda:1' … for a GPU$"),
+        (["cpu", ""], "'' is not a device"),
+        (["cpu", None], "None is not a device"),
+        (["cpu", 1.5], "1.5 is not a device"),
+        (["cpu", "cuda:7"], "rank 1 wants cuda:7, but this machine has 2 GPUs"),
+        (["meta", "cpu"], "rank 0 wants meta: pipelab runs on 'cpu' and 'cuda' devices"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(machine, wanted, told):
+    machine(2)
+    with pytest.raises(DeviceError, match=told):
+        rank_devices(wanted, 2)
+
+
+def test_a_gpu_on_a_machine_without_one_is_refused(machine):
+    machine(0)
+    with pytest.raises(DeviceError, match="rank 1 wants cuda:0, but this machine has 0 GPUs"):
+        Pipeline(plain.mlp(4), GPipe(2, 2), mse, devices=["cpu", "cuda"])
+
+
+def test_without_devices_a_pipeline_takes_what_the_machine_has(monkeypatch):
+    monkeypatch.setattr(devices, "devices", lambda n: [RankDevice(CPU, f"{rank} of {n}") for rank in range(n)])
+    with Pipeline(plain.mlp(4), GPipe(2, 2), mse) as pipe:
+        assert repr(pipe).endswith("on cpu (0 of 2), cpu (1 of 2))")
+
+
+# --- optimizers whose state was left behind
+
+
+def trained(make):
+    """Return a parameter and an optimizer that holds state for it."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = make([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    return parameter, optimizer
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def guard_after_a_move(parameter):
+    """Return a guard that believes that the parameter has come from elsewhere."""
+    guard = OptimizerGuard([parameter])
+    guard._homes[parameter] = torch.device("meta")
+    guard.watch_if_moved()
+    return guard
+
+
+def assert_steps_as_plain(optimizer, parameter, make):
+    """One more step does what it does where no pipeline is."""
+    twin, plainly = trained(make)
+    assert torch.equal(parameter, twin)
+    twin.grad = torch.ones(3)
+    for each in (plainly, optimizer):
+        each.step()
+    assert torch.equal(parameter, twin)
+
+
+@pytest.mark.parametrize(("make", "key"), [(adam, "exp_avg"), (momentum, "momentum_buffer")])
+def test_state_that_was_left_behind_is_told_before_the_optimizer_steps(make, key):
+    parameter, optimizer = trained(make)
+    optimizer.state[parameter][key] = torch.zeros(3, device="meta")
+    before = parameter.detach().clone()
+    guard = guard_after_a_move(parameter)
+    try:
+        with pytest.raises(
+            DeviceError, match=rf"'{key}'.*shape \(3,\) is on meta.*to cpu: call pipe.move_optimizer_state"
+        ):
+            optimizer.step()
+        assert torch.equal(parameter, before)
+    finally:
+        guard.close()
+
+
+@pytest.mark.parametrize("make", [adam, momentum])
+def test_an_optimizer_whose_state_came_along_steps(make):
+    parameter, optimizer = trained(make)
+    guard = guard_after_a_move(parameter)
+    try:
+        assert_steps_as_plain(optimizer, parameter, make)
+        before = parameter.detach().clone()
+        make([parameter]).step()  # and one without state
+        assert not torch.equal(parameter, before)
+    finally:
+        guard.close()
+
+
+def test_a_closed_guard_watches_no_more():
+    parameter, optimizer = trained(adam)
+    guard = guard_after_a_move(parameter)
+    optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
+    with pytest.raises(DeviceError, match="'unknown'"):
+        optimizer.step()
+    guard.close()
+    guard.close()
+    assert_steps_as_plain(optimizer, parameter, adam)
+
+
+def test_where_nothing_moved_nothing_is_watched():
+    parameter, optimizer = trained(adam)
+    guard = OptimizerGuard([parameter])
+    guard.watch_if_moved()
+    optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
+    assert_steps_as_plain(optimizer, parameter, adam)
+    guard.close()
+
+
+def test_other_peoples_optimizers_are_left_alone():
+    parameter, _ = trained(adam)
+    strange, optimizer = trained(adam)
+    optimizer.state[strange]["unknown"] = torch.zeros(3, device="meta")
+    guard = guard_after_a_move(parameter)
+    try:
+        assert_steps_as_plain(optimizer, strange, adam)
+    finally:
+        guard.close()
+
+
+def test_moving_brings_all_state_to_its_parameter_but_the_step_count():
+    parameter = nn.Parameter(torch.ones(3, device="meta"))
+    stranger = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.Adam([parameter, stranger])
+    for each in (parameter, stranger):
+        optimizer.state[each] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(each.shape), "note": "text"}
+    OptimizerGuard([parameter]).move(optimizer)
+    assert optimizer.state[parameter]["exp_avg"].device.type == "meta"
+    assert optimizer.state[parameter]["step"].device == CPU
+    assert optimizer.state[parameter]["note"] == "text"
+    assert optimizer.state[stranger]["exp_avg"].device == CPU
+
+
+def test_a_pipeline_moves_the_state_of_its_own_parameters():
+    model, twin = plain.mlp(4), plain.mlp(4)
+    optimizer, plainly = adam(model.parameters()), adam(twin.parameters())
+    for each, its in ((model, optimizer), (twin, plainly)):
+        plain.one_after_another(each, mse, *plain.batch(4), 2)
+        its.step()
+        its.zero_grad()
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.move_optimizer_state(optimizer)
+        pipe.step(*plain.batch(4))
+        optimizer.step()
+    plain.one_after_another(twin, mse, *plain.batch(4), 2)
+    plainly.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_a_guard_that_nobody_holds_watches_no_more():
+    parameter, optimizer = trained(adam)
+    guard = guard_after_a_move(parameter)
+    optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
+    with pytest.raises(DeviceError, match="'unknown'"):
+        optimizer.step()
+    del guard
+    gc.collect()
+    assert_steps_as_plain(optimizer, parameter, adam)

@@ -1,0 +1,147 @@
+"""What is launched on a GPU is in order: after the caller's work and what it needs, before what the caller does next.
+
+All on a stand-in for CUDA, which knows of every launch what must be over before it begins.
+"""
+
+from __future__ import annotations
+
+import plain
+import pytest
+import torch
+from fake_cuda import FakeGPU
+from torch import nn
+
+from pipelab import GPipe, OneFOneB, Pipeline, schedules
+from pipelab.engine.device.devices import RankDevice
+from pipelab.errors import StageError
+
+mse = nn.functional.mse_loss
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return FakeGPU().install(monkeypatch)
+
+
+class Launches(nn.Module):
+    """A stage whose forwards and backwards are launches, named as actions are."""
+
+    def __init__(self, gpu, stage):
+        super().__init__()
+        self.gpu, self.stage = gpu, stage
+        self.linear = nn.Linear(6, 6)
+        self.done = {"F": 0, "B": 0}
+        self.step = 0
+        self.fails = False
+
+    def forward(self, x):
+        self.launch("F")
+        if self.fails:
+            raise ValueError("no")
+        return Backward.apply(self.linear(x), self)
+
+    def launch(self, kind):
+        self.gpu.launch((self.step, f"{self.stage}{kind}{self.done[kind]}"))
+        self.done[kind] += 1
+
+    def next_step(self):
+        self.step += 1
+        self.done = {"F": 0, "B": 0}
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, stage):
+        ctx.stage = stage
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.stage.launch("B")
+        return gradient, None
+
+
+def actions(plan, step=0):
+    return [(step, str(action)) for row in plan.rows for action in row]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "delayed"])
+def test_every_action_comes_after_what_it_needs_and_within_the_callers_order(gpu, name):
+    plan = schedules[name](3, 4).plan()
+    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(3)))
+    with Pipeline(model, plan, mse, devices=["cuda:0"] * 3) as pipe:
+        for step in range(3):
+            gpu.launch(("the batch is written", step))
+            waited = gpu.waits
+            pipe.step(*plain.batch(8))
+            assert gpu.waits == waited
+            gpu.launch(("the batch is spoiled", step))
+            for stage in model:
+                stage.next_step()
+    for step in range(3):
+        assert all(("the batch is written", step) in gpu.before[each] for each in actions(plan, step))
+        assert set(actions(plan, step)) <= gpu.before["the batch is spoiled", step]
+        for giver, needer in plan.graph().edges:
+            assert (step, str(giver)) in gpu.before[step, str(needer)]
+
+
+def test_ranks_run_on_streams_of_their_own(gpu):
+    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
+    with Pipeline(model, GPipe(2, 2), mse, devices=["cuda:0"] * 2) as pipe:
+        pipe.step(*plain.batch(4))
+    assert (0, "0F1") not in gpu.before[0, "1F0"]  # the second rank does not wait for what it does not need
+
+
+def test_the_callers_stream_need_not_be_the_default_one(gpu):
+    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
+    with Pipeline(model, GPipe(2, 2), mse, devices=["cuda:0"] * 2) as pipe, torch.cuda.stream(torch.cuda.Stream()):
+        gpu.launch("before")
+        pipe.step(*plain.batch(4))
+        gpu.launch("after")
+    assert all("before" in gpu.before[each] for each in actions(pipe.plan))
+    assert set(actions(pipe.plan)) <= gpu.before["after"]
+
+
+def test_after_a_failed_step_too_the_callers_work_comes_behind_what_was_launched(gpu):
+    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
+    with Pipeline(model, GPipe(2, 2), mse, devices=["cuda:0"] * 2) as pipe:
+        model[1].fails = True
+        with pytest.raises(StageError):
+            pipe.step(*plain.batch(4))
+        gpu.launch("zero_grad")
+    assert {(0, "0F0"), (0, "1F0")} <= gpu.before["zero_grad"]
+
+
+def test_a_part_of_a_gpu_is_used_by_its_own_stream(gpu):
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
+    devices = [RankDevice(torch.device("cuda", 0), f"{rank + 1} of 2", stream) for rank, stream in enumerate(streams)]
+    with Pipeline(model, GPipe(2, 2), mse, devices=devices) as pipe:
+        pipe.step(*plain.batch(4))
+    for rank, stream in enumerate(streams):
+        assert {each for each in actions(pipe.plan) if each[1][0] == str(rank)} <= stream.over
+
+
+def test_ranks_on_one_gpu_share_its_clock_and_a_processor_has_the_hosts(gpu):
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    x, y = plain.batch(6)
+    with Pipeline(model, OneFOneB(3, 3), mse, devices=["cuda:0"] * 3) as pipe:
+        step = pipe.step(x, y)
+        assert len(set(step._clocks)) == 1
+        assert step.clock_error_ms == 0
+    with Pipeline(model, OneFOneB(3, 3), mse, devices=["cuda:0", "cpu", "cuda:0"]) as pipe:
+        step = pipe.step(x, y)
+        assert step._clocks[0] is step._clocks[2] is not step._clocks[1]
+        assert 0 < step.clock_error_ms < 0.01
+    with Pipeline(model, OneFOneB(3, 3), mse, devices=["cpu"] * 3) as pipe:
+        assert pipe.step(x, y).clock_error_ms == 0
+
+
+def test_a_gpus_trace_obeys_the_plan_exactly(gpu):
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    with Pipeline(model, OneFOneB(4, 8), mse, devices=["cuda:0"] * 4) as pipe:
+        traces = [pipe.step(*plain.batch(16)) for _ in range(3)]
+        for step in reversed(traces):  # in whatever order they are read
+            at = {event.action: event for event in step.trace.events}
+            for giver, needer in pipe.plan.graph().edges:
+                assert at[giver].end <= at[needer].start

@@ -1,0 +1,562 @@
+"""Models become stages: contiguous, even, and with the model's own parameters."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+
+import plain
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipelab import GPipe, OneFOneB, Pipeline, split
+from pipelab.engine.model.balance import cut
+from pipelab.errors import SizeError, SplitError
+
+mse = nn.functional.mse_loss
+
+
+# --- cut: deal layers out
+
+
+def loads(weights, bounds):
+    return [sum(weights[start:stop]) for start, stop in bounds]
+
+
+def every_cut(count, into):
+    """Return every way to cut `count` layers into `into` parts, none empty."""
+    for inner in itertools.combinations(range(1, count), into - 1):
+        yield list(itertools.pairwise([0, *inner, count]))
+
+
+@st.composite
+def layers_and_parts(draw):
+    weights = draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
+    return weights, draw(st.integers(1, len(weights)))
+
+
+@given(layers_and_parts())
+def test_a_cut_is_the_best_of_all_cuts(case):
+    weights, into = case
+    bounds = cut(weights, into)
+
+    def rank(bounds):
+        parts = loads(weights, bounds)
+        return max(parts), sum(part**2 for part in parts), [start - stop for start, stop in bounds]
+
+    assert bounds == min(every_cut(len(weights), into), key=rank)
+
+
+@given(count=st.integers(1, 60), into=st.integers(1, 60))
+def test_equal_layers_differ_by_at_most_one_the_first_parts_taking_the_extra(count, into):
+    if into <= count:
+        each, more = divmod(count, into)
+        assert [stop - start for start, stop in cut([1.0] * count, into)] == [
+            each + (part < more) for part in range(into)
+        ]
+
+
+def test_twenty_layers_in_three_are_7_7_6():
+    assert split(plain.mlp(20), 3).sizes == (7, 7, 6)
+
+
+# --- split: sequences and lists
+
+
+def test_stages_hold_the_models_own_layers_in_order():
+    model = plain.mlp(7)
+    stages = split(model, 3)
+    assert [layer for module in stages.modules for layer in module] == list(model)
+    assert len(stages) == 3
+
+
+def test_stages_show_their_layers_and_parameters_in_few_characters():
+    model = nn.Sequential(nn.Linear(99, 100), nn.ReLU(), nn.Linear(100, 120), nn.Linear(120, 9_000), nn.LazyLinear(2))
+    stages = split(model, 4)
+    assert stages.sizes == (2, 1, 1, 1)
+    assert repr(stages) == "Stages(2, 1, 1, 1 layers; 10k, 12.1k, 1.09M, 0 parameters)"
+
+
+def test_a_split_by_parameters_evens_the_parameters_out():
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
+    assert split(model, 2, by="parameters").sizes == (1, 3)
+    assert split(model, 2, by="layers").sizes == (2, 2)
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        for _ in range(200):
+            x = x + 0.001
+        return x
+
+
+def test_a_split_by_time_puts_a_slow_layer_by_itself_and_leaves_no_trace():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Slow(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(6, 6)
+    )
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    assert split(model, 2, by="time", example=plain.batch(8)[0]).sizes == (1, 5)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_split_by_time_takes_integer_inputs():
+    model = nn.Sequential(nn.Embedding(5, 6), Slow(), nn.Linear(6, 6))
+    assert len(split(model, 2, by="time", example=torch.tensor([[1, 2], [3, 4]]))) == 2
+
+
+def test_a_split_by_time_needs_an_example():
+    with pytest.raises(SplitError, match="pass example=x"):
+        split(plain.mlp(4), 2, by="time")
+
+
+def test_an_unknown_balance_is_refused():
+    with pytest.raises(SplitError, match="by='size': expected 'layers', 'parameters' or 'time'"):
+        split(plain.mlp(4), 2, by="size")
+
+
+def test_too_few_layers_are_refused_with_both_numbers():
+    with pytest.raises(SplitError, match="nn.Sequential has 3 layers, too few for 4 stages: use at most 3 stages"):
+        split(plain.mlp(3), 4)
+
+
+@pytest.mark.parametrize("into", [0, -1, 2.0, True, None])
+def test_a_number_of_stages_that_is_none_is_refused(into):
+    with pytest.raises(SizeError, match="into"):
+        split(plain.mlp(3), into)
+
+
+def test_a_list_of_modules_is_one_stage_each():
+    modules = [plain.mlp(3), nn.Linear(6, 6)]
+    assert split(modules, 2).modules == modules
+    with pytest.raises(SplitError, match="2 stage modules for 3 stages"):
+        split(modules, 3)
+    with pytest.raises(SplitError, match="stage 1 is str, not a module"):
+        split([nn.Linear(6, 6), "relu"], 2)
+
+
+def test_what_was_split_is_taken_as_it_is():
+    stages = split(plain.mlp(6), 3, by="parameters")
+    assert split(stages, 3) is stages
+    with pytest.raises(SplitError, match="was split into 3 stages, but the plan has 2"):
+        Pipeline(stages, GPipe(2, 2), mse)
+
+
+def test_a_parameter_in_two_stages_is_refused_with_its_name_and_both_stages():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    model[2].weight = model[0].weight
+    with pytest.raises(SplitError, match=r"parameter '(0|2).weight' is used by stage 0 and stage 1"):
+        split(model, 2)
+    assert len(split(model, 1)) == 1
+    shared = nn.Linear(6, 6)
+    with pytest.raises(SplitError, match=r"parameter '0.weight' is used by stage 0 and stage 2"):
+        split([shared, nn.Linear(6, 6), nn.Sequential(nn.Tanh(), shared)], 3)
+
+
+def test_a_buffer_that_two_stages_use_is_refused():
+    norm = nn.BatchNorm1d(4, affine=False)
+    with pytest.raises(SplitError, match="buffer '0.running_mean' is used by stage 0 and stage 1"):
+        split(nn.Sequential(norm, norm), into=2)
+
+
+def test_a_layer_without_parameters_may_stand_twice():
+    activation = nn.Tanh()
+    model = nn.Sequential(nn.Linear(6, 6), activation, nn.Linear(6, 6), activation)
+    with Pipeline(model, OneFOneB(4, 4), mse) as pipe:
+        assert pipe.verify(*plain.batch(8)).exact
+
+
+class Network(nn.Sequential):
+    """A sequence with a constructor of its own, as students write it."""
+
+    def __init__(self, width):
+        super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+def test_a_sequence_with_a_constructor_of_its_own_is_a_sequence():
+    model = Network(6)
+    assert split(model, 2).sizes == (2, 1)
+    with Pipeline(model, GPipe(3, 2), mse) as pipe:
+        pipe.verify(*plain.batch(4))
+
+
+class Skipping(nn.Sequential):
+    """A sequence with a forward of its own: dealing out its layers would lose what it does besides."""
+
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_traced():
+    model = Skipping(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    with pytest.raises(SplitError, match="Skipping is no plain nn.Sequential, so it must be traced"):
+        split(model, 2)
+    x, y = plain.batch(6)
+    with Pipeline(split(model, 2, example=x[:2]), GPipe(2, 3), mse) as pipe:
+        pipe.verify(x, y)
+
+
+# --- split: any model, by PyTorch's tracer
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class Residual(nn.Module):
+    """Residual blocks, and one connection that skips several of them."""
+
+    def __init__(self, width=6, blocks=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = first = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x + first))
+
+
+def evaluated(model):
+    return model.eval()
+
+
+def test_a_traced_model_gives_the_plain_gradients():
+    model = evaluated(Residual())
+    x, y = plain.batch(12)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = plain.taken(model)
+    stages = split(model, 3, example=x[:3])
+    assert sum(stages.sizes) == 7
+    with Pipeline(stages, OneFOneB(3, 4), mse) as pipe:
+        step = pipe.step(x, y)
+        assert plain.difference(plain.taken(model), expected) <= 1e-6
+        torch.testing.assert_close(step.outputs, model(x).detach())
+        assert list(pipe.state_dict()) == list(model.state_dict())
+        pipe.verify(x, y)
+
+
+def test_tracing_leaves_the_model_unmodified():
+    model = Residual()
+    x, _ = plain.batch(4)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    identities = [id(parameter) for parameter in model.parameters()]
+    random_state = torch.get_rng_state()
+    levels = [logging.getLogger(name).level for name in ("torch.distributed.pipelining", "torch.export")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split(model, 2, example=x)
+        split(model, 3, by="parameters", example=x)
+        split(model, 2, by="time", example=x)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert [id(parameter) for parameter in model.parameters()] == identities
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert [logging.getLogger(name).level for name in ("torch.distributed.pipelining", "torch.export")] == levels
+    assert model(x).shape == x.shape
+
+
+def test_other_rows_than_the_examples_are_refused_with_both_numbers():
+    model = evaluated(Residual())
+    x, y = plain.batch(10)
+    with Pipeline(split(model, 2, example=x[:3]), GPipe(2, 2), mse) as pipe:
+        with pytest.raises(SplitError, match=r"a micro-batch has 5 rows, .* an example of 3.*use batches of 6 rows"):
+            pipe.step(x, y)
+        pipe.step(x[:6], y[:6])
+
+
+def test_the_other_training_mode_is_refused():
+    model = Residual()
+    x, y = plain.batch(4)
+    with Pipeline(split(model, 2, example=x[:2]), GPipe(2, 2), mse) as pipe:
+        model.eval()
+        with pytest.raises(SplitError, match=r"is in evaluation mode, but it was traced in training mode"):
+            pipe.step(x, y)
+        model.train()
+        pipe.step(x, y)
+
+
+def test_an_evaluation_traces_again_for_other_rows_and_the_other_mode():
+    model = Residual()
+    x, y = plain.batch(4)
+    more, _ = plain.batch(10)
+    with Pipeline(split(model, 2, example=x[:2]), GPipe(2, 2), mse) as pipe:
+        pipe.step(x, y)
+        model.eval()
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())  # dropout is off
+        torch.testing.assert_close(pipe.forward(more), model(more).detach())
+        assert not model.training
+        with pytest.raises(SplitError, match="the micro-batches have 1 and 2 rows"):
+            pipe.forward(x[:3])
+        evaluated = pipe.forward(x)
+        model.train()
+        assert not torch.allclose(pipe.step(x, y).outputs, evaluated)  # the stages of training are back, with dropout
+
+
+class Skips(nn.Module):
+    """The input and the first layer's output are needed again in the last layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry, self.left, self.right, self.head = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        first = self.entry(x)
+        second = torch.tanh(self.left(first))
+        third = torch.tanh(self.right(second))
+        return self.head(third * torch.sigmoid(first) + x) + second
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_value_that_skips_stages_is_carried_through_them(stages):
+    model = Skips()
+    x, y = plain.batch(6)
+    plain.one_after_another(model, mse, x, y, 3)
+    expected = plain.taken(model)
+    with Pipeline(split(model, stages, example=x[:2]), OneFOneB(stages, 3), mse) as pipe:
+        pipe.step(x, y)
+        assert plain.difference(plain.taken(model), expected) <= 1e-6
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())
+
+
+def test_a_model_that_returns_what_an_earlier_stage_makes_is_refused():
+    class Early(Skips):
+        def forward(self, x):
+            first = self.entry(x)
+            return self.head(self.right(self.left(first))), first
+
+    with pytest.raises(SplitError, match="which an earlier stage than the last makes"):
+        split(Early(), 4, example=plain.batch(4)[0])
+
+
+def test_a_traced_model_may_return_several_values():
+    class Several(Skips):
+        def forward(self, x):
+            x = self.right(self.left(self.entry(x)))
+            return {"prediction": self.head(x), "code": x}
+
+    model = Several()
+    x, y = plain.batch(6)
+
+    def loss(output, target):
+        return mse(output["prediction"], target) + 0.1 * output["code"].pow(2).mean()
+
+    with Pipeline(split(model, 2, example=x[:2]), OneFOneB(2, 3), loss) as pipe:
+        pipe.verify(x, y)
+        assert pipe.step(x, y).outputs.keys() == {"prediction", "code"}
+
+
+def test_a_traced_stage_may_begin_with_an_operation_in_place():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.activation, self.second = nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.second(self.activation(self.first(x)))
+
+    model = InPlace()
+    x, y = plain.batch(4)
+    with Pipeline(split(model, 3, example=x[:2]), GPipe(3, 2), mse) as pipe:
+        pipe.verify(x, y)
+
+
+def test_a_traced_model_may_take_several_arguments():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x, scale):
+            return self.second(torch.tanh(self.first(x)) * scale)
+
+    model = Two()
+    x, y = plain.batch(4)
+    scale = torch.arange(4.0).reshape(4, 1)
+    loss = mse(model(x, scale), y).detach()
+    with Pipeline(split(model, 2, example=(x[:2], scale[:2])), GPipe(2, 2), mse) as pipe:
+        torch.testing.assert_close(pipe.step((x, scale), y).loss, loss)
+        pipe.verify((x, scale), y)
+
+
+def test_what_the_tracer_cannot_follow_is_told():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.second(x) if x.sum() > 0 else self.second(-x)
+
+    with pytest.raises(SplitError, match=r"cannot follow Branching: .*give a list of stage modules instead"):
+        split(Branching(), 2, example=plain.batch(4)[0])
+
+
+def test_a_layer_may_have_a_name_that_a_sequence_does_not_take():
+    model = nn.Sequential()
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    model._modules.update({"insert": first, "last": last})  # `add_module` takes it for no sequence but this one
+    assert [list(module) for module in split(model, into=2).modules] == [[first], [last]]
+
+
+def test_a_models_class_is_told_to_be_made():
+    class Net(nn.Module):
+        pass
+
+    with pytest.raises(SplitError, match=r"^Net is a class: make a model of it, Net\(\)$"):
+        split(Net, into=2)
+
+
+@pytest.mark.parametrize("model", [None, 3], ids=str)
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(SplitError, match=rf"^expected a module, or a list of one per stage, got {model}$"):
+        split(model, into=2)
+
+
+def test_an_example_that_does_not_fit_says_so_and_at_which_layer_and_leaves_no_trace():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.body = nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 6), nn.Linear(7, 6))
+
+        def forward(self, x):
+            return self.body(self.norm(x))
+
+    model = Net()
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
+        split(model, into=2, example=torch.randn(4, 5))
+    layer = "body.1, Linear(in_features=7, out_features=6, bias=True)"
+    assert raised.value.__notes__ == [f"raised by the model, run on the example, in layer {layer}"]
+    assert model.norm.num_batches_tracked == 0
+
+
+def test_a_model_that_is_no_sequence_needs_an_example():
+    with pytest.raises(SplitError, match=r"Residual is no plain nn.Sequential.*example=x"):
+        split(Residual(), 2)
+
+
+def test_a_layer_that_runs_twice_cannot_be_cut_around():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.head(self.inner(self.inner(x)))
+
+    with pytest.raises(SplitError, match="layer 'inner' runs 2 times in one forward"):
+        split(Twice(), 2, example=plain.batch(4)[0])
+
+
+def test_too_few_layers_to_trace_are_refused():
+    with pytest.raises(SplitError, match="Residual has 7 layers, too few for 8 stages"):
+        split(Residual(), 8, example=plain.batch(4)[0])
+
+
+def test_tracing_leaves_the_mode_of_every_module_as_it_was():
+    torch.manual_seed(0)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+            self.second = nn.Linear(4, 4)
+            self.first.eval()  # frozen on purpose
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    model = Mixed()
+    split(model, into=2, example=torch.randn(2, 4))
+    assert [module.training for module in model.modules()] == [True, False, False, False, True]
+
+
+def test_what_was_traced_for_evaluation_is_kept():
+    model = TracedByNeed()
+    x = torch.randn(4, 4)
+    stages = split(model, into=2, example=x[:2])
+    with Pipeline(stages, GPipe(2, 2), nn.functional.mse_loss) as pipe:
+        model.eval()
+        first = pipe.forward(x)
+        assert stages.for_evaluation([x[:2], x[2:]], [2, 2]) is stages.for_evaluation([x[:2], x[2:]], [2, 2])
+        torch.testing.assert_close(first, model(x))
+
+
+class TracedByNeed(nn.Module):
+    """No sequence, so it is traced; and with dropout, so its mode matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.drop(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_hook", "forward"),
+        ("register_forward_pre_hook", "forward-pre"),
+        ("register_full_backward_hook", "backward"),
+        ("register_full_backward_pre_hook", "backward-pre"),
+    ],
+)
+def test_a_hook_on_the_whole_model_is_refused_because_it_would_never_run(register, kind):
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), nn.functional.mse_loss) as pipe:
+        handle = getattr(model, register)(lambda *_: None)
+        for call in (lambda: pipe.step(x, y), lambda: pipe.forward(x), lambda: split(model, into=2)):
+            with pytest.raises(SplitError, match=rf"the whole model has 1 {kind} hook .* register the hook on a layer"):
+                call()
+        handle.remove()
+        pipe.step(x, y)
+
+
+def test_a_hook_on_a_layer_runs_for_every_microbatch():
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    seen = []
+    model[2].register_forward_hook(lambda *_: seen.append("forward"))
+    model[2].register_full_backward_hook(lambda *_: seen.append("backward"))
+    with Pipeline(model, GPipe(2, 2), nn.functional.mse_loss) as pipe:
+        pipe.step(x, y)
+    assert seen == ["forward"] * 2 + ["backward"] * 2
+
+
+def test_a_backward_hook_is_refused_where_the_tracer_would_lose_it():
+    model = Residual()
+    model.get_submodule(next(name for name, _ in model.named_children())).register_full_backward_hook(lambda *_: None)
+    with pytest.raises(SplitError, match=r"layer '.*' has 1 backward hook .* tracer leaves it out"):
+        split(model, into=2, example=torch.randn(2, 6))
+
+
+def test_a_model_wrapped_for_data_parallelism_is_asked_for_what_it_wraps():
+    with pytest.raises(SplitError, match=r"DataParallel runs the whole model on every device.*model\.module"):
+        split(nn.DataParallel(plain.mlp(2)), into=2)

@@ -1,0 +1,139 @@
+"""Batches become micro-batches and back, and trees of tensors keep their shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+
+import plain  # noqa: F401 - one processor thread per operation
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab.engine.stage.batch import join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage.loss import Loss
+from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensors_of
+from pipelab.errors import BatchError
+
+Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - what students' data sets return
+
+
+@given(rows=st.integers(1, 200), microbatches=st.integers(1, 200))
+def test_rows_are_dealt_out_evenly_the_first_micro_batches_taking_the_extra(rows, microbatches):
+    if rows < microbatches:
+        with pytest.raises(
+            BatchError,
+            match=rf"{rows} rows? cannot fill {microbatches} micro-batches: use at most {rows} .*drop_last=True",
+        ):
+            row_counts(rows, microbatches)
+        return
+    counts = row_counts(rows, microbatches)
+    assert counts == [len(piece) for piece in torch.arange(rows).tensor_split(microbatches)]
+
+
+def test_ten_rows_in_four_micro_batches_are_3_3_2_2():
+    assert row_counts(10, 4) == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("value", ["text", None, (), {"a": 3}, 7])
+def test_a_batch_without_tensors_is_refused(value):
+    with pytest.raises(BatchError, match="x holds no tensor"):
+        rows_of(value, "x")
+
+
+def test_a_tensor_without_dimensions_is_refused():
+    with pytest.raises(BatchError, match="y holds a tensor without dimensions"):
+        rows_of((torch.zeros(3), torch.tensor(1.0)), "y")
+
+
+def test_tensors_with_different_rows_are_refused_with_both_numbers():
+    with pytest.raises(BatchError, match="x have 2 and 3 rows"):
+        rows_of({"a": torch.zeros(3, 1), "b": torch.zeros(2, 1)}, "x")
+
+
+TREES = [
+    torch.arange(10.0).reshape(5, 2),
+    (torch.arange(5), torch.arange(15).reshape(5, 3)),
+    [torch.arange(5)],
+    {"tokens": torch.arange(5), "mask": (torch.ones(5, 1), torch.zeros(5, 2))},
+    OrderedDict(a=torch.arange(5), b=torch.ones(5)),
+    Pair(torch.arange(5), torch.ones(5)),
+]
+
+
+@pytest.mark.parametrize("value", TREES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_a_batch_split_and_joined_is_the_batch(value, microbatches):
+    pieces = split_batch(value, row_counts(5, microbatches))
+    assert len(pieces) == microbatches
+    assert [rows_of(piece, "piece") for piece in pieces] == row_counts(5, microbatches)
+    joined = join(pieces)
+    assert type(joined) is type(value)
+    assert take_apart(joined)[1] == take_apart(value)[1]
+    assert all(torch.equal(ours, whole) for ours, whole in zip(tensors_of(joined), tensors_of(value), strict=True))
+
+
+def test_micro_batches_are_views_of_the_batch():
+    x = torch.zeros(5, 2)
+    for piece in split_batch(x, [3, 2]):
+        piece += 1
+    assert torch.equal(x, torch.ones(5, 2))
+
+
+def test_what_is_no_tensor_goes_along_with_every_micro_batch():
+    pieces = split_batch({"x": torch.arange(4), "mode": "causal", "none": None}, [2, 2])
+    assert [piece["mode"] for piece in pieces] == ["causal", "causal"]
+    assert join(pieces)["mode"] == "causal"
+    assert join(pieces)["none"] is None
+
+
+def test_a_scalar_beside_the_predictions_gets_a_row_per_micro_batch():
+    joined = join([(torch.zeros(2, 3), torch.tensor(1.0)), (torch.ones(1, 3), torch.tensor(2.0))])
+    assert joined[0].shape == (3, 3)
+    assert torch.equal(joined[1], torch.tensor([1.0, 2.0]))
+
+
+@given(counts=st.lists(st.integers(1, 50), min_size=1, max_size=20))
+def test_mean_weighs_by_rows_and_sums_to_one(counts):
+    weights = weights_of("mean", counts, [None] * len(counts))
+    assert weights == [count / sum(counts) for count in counts]
+    assert sum(weights) == pytest.approx(1)
+
+
+def test_sum_weighs_one():
+    assert weights_of("sum", [3, 2], [None, None]) == [1, 1]
+
+
+@pytest.mark.parametrize("number", [float, torch.tensor, lambda weight: torch.tensor(weight, dtype=torch.float64)])
+def test_a_function_weighs_each_target_and_the_weights_sum_to_one(number):
+    weights = weights_of(lambda target: number(target), [2, 2, 2], [1.0, 0.0, 3.0])
+    assert [float(weight) for weight in weights] == [0.25, 0.0, 0.75]
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), float("nan"), -1])
+def test_weights_that_sum_to_nothing_are_refused(weight):
+    with pytest.raises(BatchError, match="the batch has nothing to average"):
+        weights_of(lambda _: weight, [2, 2], [None, None])
+
+
+def test_trees_are_taken_apart_rebuilt_and_mapped():
+    value = {"a": (torch.ones(2), "text"), "b": [None, torch.zeros(1)]}
+    assert [tuple(tensor.shape) for tensor in tensors_of(value)] == [(2,), (1,)]
+    leaves, spec = take_apart(value)
+    assert rebuild(leaves, spec) == value
+    doubled = map_tensors(lambda tensor: tensor * 2, value)
+    assert torch.equal(doubled["a"][0], torch.full((2,), 2.0))
+    assert doubled["a"][1] == "text"
+    assert torch.equal(value["a"][0], torch.ones(2))
+    single = torch.ones(1)
+    assert tensors_of(single)[0] is single
+    assert map_tensors(lambda tensor: tensor + 1, single).item() == 2
+
+
+def test_outputs_and_losses_of_replicas_on_several_devices_come_to_the_first_microbatchs():
+    here, there = torch.ones(2, 3, device="meta"), torch.ones(1, 3)
+    assert join([here, there]).device.type == "meta"
+    assert join([{"a": here}, {"a": there}])["a"].shape == (3, 3)
+    loss = Loss(lambda output, target: output, targets=[None, None], weights=[0.5, 0.5])
+    loss.values = [torch.ones((), device="meta"), torch.ones(())]
+    assert loss.total().device.type == "meta"

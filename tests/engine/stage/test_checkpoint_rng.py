@@ -1,0 +1,181 @@
+"""Random numbers under an activation checkpoint, where ranks share a generator."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import plain
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from pipelab import ZBH1, GPipe, LoopedBFS, OneFOneB, Pipeline, replicate
+from pipelab.engine.stage.checkpoint_rng import _draws, _shared
+from pipelab.errors import EngineError
+
+mse = nn.functional.mse_loss
+
+WAYS = {
+    "not reentrant": {"use_reentrant": False},
+    "not reentrant, unchecked": {"use_reentrant": False, "determinism_check": "none"},
+    "not reentrant, to its end": {"use_reentrant": False, "early_stop": False},
+    "reentrant": {"use_reentrant": True},
+}
+"""How to checkpoint."""
+
+DRAWS = {
+    "dropout": lambda x: dropout(x, 0.5),
+    "in place": lambda x: dropout(x * 1, 0.5, inplace=True),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "noise": lambda x: x + torch.randn_like(x) * x,
+    "attention": lambda x: scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0],
+    "a layer": nn.Dropout(0.5),
+}
+"""What draws random numbers, and makes gradients depend on them."""
+
+
+class Checkpointed(nn.Module):
+    """A linear layer and something else, under an activation checkpoint."""
+
+    def __init__(self, then, **way):
+        super().__init__()
+        self.linear, self.then, self.way = nn.Linear(6, 6), then, way or WAYS["not reentrant"]
+
+    def inner(self, x):
+        return self.then(self.linear(x))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, **self.way)
+
+
+class Calls(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def refused(model, schedule, loss_fn=mse):
+    """Return why a step is refused."""
+    with Pipeline(model, schedule, loss_fn) as pipe, pytest.raises(EngineError, match="activation checkpoint") as error:
+        pipe.step(*plain.batch(8))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_draws_under_a_checkpoint_is_refused_where_ranks_share_a_generator(way, draw):
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(DRAWS[draw], **WAYS[way]))
+    told = refused(model, GPipe(2, 2))
+    assert "1B0 on rank 1 failed: stage 1 draws random numbers under an activation checkpoint (aten." in told
+    assert "engine='torch'" in told
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_refused_in_a_split_backward_too(way):
+    told = refused(nn.Sequential(nn.Linear(6, 6), Checkpointed(dropout, **WAYS[way])), ZBH1(2, 2))
+    assert "1I0 on rank 1 failed" in told
+
+
+def test_it_is_refused_wherever_the_checkpoint_runs_again():
+    checkpointed = Checkpointed(dropout)
+    assert "0B0 on rank 0 failed" in refused(nn.Sequential(checkpointed, nn.Linear(6, 6)), GPipe(2, 2))
+    assert "0W0 on rank 0 failed" in refused(nn.Sequential(checkpointed, nn.Linear(6, 6)), ZBH1(2, 2))
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), checkpointed)
+    assert "3B0 on rank 1 failed" in refused(model, LoopedBFS(2, 2))
+    assert "1B0 on rank 1 failed" in refused(model[2:], replicate(OneFOneB(2, 2), 2))
+
+
+def test_it_is_refused_in_the_loss():
+    def loss(output, target):
+        return checkpoint(lambda made: mse(dropout(made, 0.5), target), output, use_reentrant=False)
+
+    assert "stage 1 draws" in refused(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), GPipe(2, 2), loss)
+
+
+def test_verify_refuses_it_and_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(dropout))
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        with pytest.raises(EngineError, match="activation checkpoint"):
+            pipe.verify(*plain.batch(4))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_what_draws_under_a_checkpoint_runs_on_one_rank(way, draw):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(DRAWS[draw], **WAYS[way]))
+    with Pipeline(model, GPipe(1, 1), mse) as pipe:
+        assert pipe.verify(*plain.batch(4)).exact
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("schedule", [GPipe(2, 2), ZBH1(2, 2)], ids=str)
+def test_a_checkpoint_is_welcome_where_nothing_is_drawn(way, schedule):
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(nn.Dropout(0.5), **WAYS[way]))
+    x, y = plain.batch(4)
+    with Pipeline(model, schedule, mse) as pipe:
+        model.eval()
+        assert pipe.verify(x, y).exact
+        model.train()
+        with pytest.raises(EngineError, match="activation checkpoint"):
+            pipe.step(x, y)
+        model[1].then.p = 0.0
+        assert pipe.verify(x, y).exact
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("schedule", [GPipe(2, 2), ZBH1(2, 2)], ids=str)
+def test_a_checkpoint_is_welcome_beside_what_draws(way, schedule, monkeypatch):
+    looked = Mock(wraps=_draws)
+    monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng._draws", looked)
+    draws = Calls(lambda x: x + 0 * dropout(x))  # so that gradients can be compared
+    attends = Checkpointed(lambda x: scaled_dot_product_attention(x[None], x[None], x[None])[0], **WAYS[way])
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(draws, attends, nn.LayerNorm(6), draws))
+    with Pipeline(model, schedule, mse) as pipe:
+        assert pipe.verify(*plain.batch(4)).exact
+    assert looked.called
+
+
+def test_ranks_share_the_processors_generator_and_that_of_a_device_which_several_run_on():
+    cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    assert _shared([cpu], 0) == _shared([first], 0) == set()
+    assert _shared([cpu, cpu], 0) == {cpu}
+    assert [_shared([first, second, second], rank) for rank in range(3)] == [{cpu}, {cpu, second}, {cpu, second}]
+
+
+def test_dropout_beside_other_hooks_on_saved_tensors_is_no_checkpoint():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+    with Pipeline(model, GPipe(2, 2), mse) as pipe, torch.autograd.graph.save_on_cpu():
+        pipe.step(*plain.batch(4))
+
+
+def test_only_a_stage_that_gives_cause_is_looked_at_closely(monkeypatch):
+    looked = Mock(side_effect=AssertionError)
+    monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng._RefusesDraws", looked)
+    drops_nothing = Checkpointed(nn.Identity())
+    for model in (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), nn.Sequential(nn.Linear(6, 6), drops_nothing)):
+        with Pipeline(model, GPipe(2, 2), mse) as pipe:
+            pipe.step(*plain.batch(4))
+    assert not looked.called
+
+
+def test_what_draws_is_told_from_what_only_might():
+    aten, p = torch.ops.aten, torch.full((2,), 0.5)
+    assert _draws(aten.bernoulli.default, (p,), {})
+    assert _draws(aten.native_dropout.default, (p, 0.5, None), {})
+    assert _draws(aten.rrelu_with_noise.default, (p, p, 0.1, 0.3, True), {})
+    assert _draws(aten._scaled_dot_product_flash_attention.default, (p, p, p, 0.5), {})
+    assert not _draws(aten._scaled_dot_product_flash_attention.default, (p, p, p), {})
+    assert not _draws(aten._scaled_dot_product_efficient_attention.default, (p, p, p, None, True), {"dropout_p": 0.0})
+    assert not _draws(aten._scaled_dot_product_efficient_attention_backward.default, (p,) * 9 + (0.5,), {})
+    assert not _draws(aten.rrelu_with_noise.default, (p, p), {})
+    assert not _draws(aten.bernoulli.default, (p,), {"generator": torch.Generator()})
+    assert not _draws(aten.mm.default, (p, p), {})

@@ -1,0 +1,670 @@
+"""A stage on several ranks: they train what one device trains, and the user sees one model."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import signal
+import threading
+import time
+import weakref
+
+import plain
+import pytest
+import torch
+from hypothesis import given, settings
+from strategies import legal_cases
+from test_engine_split_backward import Attention
+from test_engine_traces import assert_obeys
+from torch import nn
+
+import pipelab
+from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
+from pipelab.engine.stage.replicas import copied
+from pipelab.engine.threads.all_reduce import AllReduce
+from pipelab.engine.threads.engine import engine
+from pipelab.errors import EngineError, NotANumberError, StageError, StepTimeoutError
+
+pytestmark = pytest.mark.timeout(60)
+
+mse = nn.functional.mse_loss
+CPU = torch.device("cpu")
+
+TOLERANCE = 1e-6
+"""Relative, per parameter: the ranks' sums are added up, which associates otherwise than one sum over all."""
+
+SIZES = [(1, 2, 2), (2, 1, 2), (2, 3, 2), (2, 2, 3), (3, 2, 2), (4, 4, 2)]
+"""(ranks of one copy, its micro-batches, copies)."""
+
+CASES = [
+    pytest.param(replicate(kind(ranks, microbatches), copies), id=f"{name}-{ranks}x{microbatches}-{copies}copies")
+    for name, kind in schedules.items()
+    for ranks, microbatches, copies in SIZES
+    if kind.refusal(ranks, microbatches) is None
+]
+
+
+class TwoWays(Schedule):
+    """Half of the micro-batches enter at the first rank, the other half at the last one."""
+
+    def place(self, microbatch, stage):
+        return stage if 2 * microbatch < self.microbatches else self.ranks - 1 - stage
+
+    def actions(self, rank):
+        for kind in (F, B):
+            for microbatch in range(self.microbatches):
+                yield kind(microbatch)
+
+
+def two_ranks(*microbatches, split=False):
+    """Return a plan of one stage on as many ranks as there are arguments: how many micro-batches each runs."""
+    rows, first = [], 0
+    for count in microbatches:
+        dealt = range(first, first + count)
+        rows.append([make(m, 0) for make in ((F, I, W) if split else (F, B)) for m in dealt] + [R(0)])
+        first += count
+    return Plan(rows, 1, first)
+
+
+def summed_by_rank(alone, plan, stage):
+    """Return the gradients of one stage's parameters, added up within each rank, then over the ranks."""
+    total = None
+    for row in plan.rows:
+        order = [item.microbatch for item in row if item.stage == stage and item.kind in "BW"]
+        if not order:
+            continue
+        own = {name: alone[order[0]][name].clone() for name in alone[0] if name.startswith(f"{2 * stage}.")}
+        for microbatch in order[1:]:
+            for name in own:
+                own[name] += alone[microbatch][name]
+        total = own if total is None else {name: total[name] + own[name] for name in own}
+    return total
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize("schedule", CASES)
+def test_replicas_of_any_schedule_have_the_gradients_of_the_plain_loop(schedule):
+    plan = schedule.plan()
+    model = plain.mlp(2 * plan.stages)
+    x, y = plain.batch(2 * plan.microbatches + 1)
+    loss = plain.one_after_another(model, mse, x, y, plan.microbatches)
+    expected = plain.taken(model)
+    with Pipeline(model, plan, mse) as pipe:
+        step = pipe.step(x, y)
+        gradients = plain.taken(model)
+        assert plain.difference(gradients, expected) <= TOLERANCE
+        torch.testing.assert_close(step.loss, loss)
+        assert torch.equal(step.outputs, pipe.forward(x))
+        assert_obeys(step.trace, plan)
+        assert pipe.verify(x, y).largest_difference <= TOLERANCE
+        pipe.step(x, y)
+        assert plain.equal(plain.taken(model), gradients)  # the same step gives the same bits
+
+
+@settings(max_examples=60)
+@given(case=legal_cases())
+def test_any_legal_plan_runs_and_has_the_gradients_of_the_plain_loop(case):
+    plan = case.plan
+    model = plain.mlp(2 * plan.stages)
+    x, y = plain.batch(plan.microbatches + 1)
+    plain.one_after_another(model, mse, x, y, plan.microbatches)
+    expected = plain.taken(model)
+    with Pipeline(model, plan, mse, devices=["cpu"] * plan.ranks) as pipe:
+        trace = pipe.step(x, y).trace
+    assert plain.difference(plain.taken(model), expected) <= TOLERANCE
+    assert_obeys(trace, plan)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_gradients_are_added_up_within_each_rank_then_in_the_order_of_the_ranks(split):
+    plan = two_ranks(2, 1, 3, split=split)
+    model = plain.mlp(2)
+    x, y = plain.batch(12)
+    alone = plain.each_alone(model, mse, x, y, 6)
+    with Pipeline(model, plan, mse) as pipe:
+        pipe.step(x, y)
+    assert plain.equal(plain.taken(model), summed_by_rank(alone, plan, 0))
+
+
+def test_one_replica_is_equal_bit_for_bit():
+    model = plain.mlp(4)
+    x, y = plain.batch(8)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = plain.taken(model)
+    with Pipeline(model, replicate(OneFOneB(2, 4), 1), mse) as pipe:
+        pipe.step(x, y)
+        assert plain.equal(plain.taken(model), expected)
+        assert pipe.verify(x, y).exact
+
+
+def test_an_all_reduce_of_a_stage_on_one_rank_changes_nothing():
+    plan = Plan([[F(0, 0), B(0, 0), R(0)], [F(0, 1), B(0, 1), R(1)]], 2, 1)
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    plain.at_once(model, mse, x, y)
+    expected = plain.taken(model)
+    with Pipeline(model, plan, mse) as pipe:
+        trace = pipe.step(x, y).trace
+    assert plain.equal(plain.taken(model), expected)
+    assert_obeys(trace, plan)
+
+
+def test_a_step_adds_to_gradients_that_are_there():
+    model = plain.mlp(4)
+    x, y = plain.batch(8)
+    with Pipeline(model, TwoWays(2, 4), mse) as pipe:
+        pipe.step(x, y)
+        once = plain.taken(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        pipe.step(x, y)
+    for name, gradient in plain.taken(model).items():
+        torch.testing.assert_close(gradient, once[name] + 1)
+
+
+def test_a_rank_without_a_gradient_for_a_weight_adds_none():
+    class Chooses(nn.Module):
+        """Which of its weights it uses depends on the micro-batch."""
+
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList(torch.ones(1) for _ in range(3))
+
+        def forward(self, x):
+            return x * self.weights[int(x[0, 0])]
+
+    model = nn.Sequential(Chooses())
+    x = torch.tensor([[0.0], [1.0]])
+    with Pipeline(model, two_ranks(1, 1), mse) as pipe:
+        pipe.step(x, torch.ones(2, 1))
+    assert [parameter.grad is None for parameter in model.parameters()] == [False, False, True]
+    assert model[0].weights[1].grad.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [replicate(OneFOneB(2, 2), 2), replicate(GPipe(2, 2), 3), TwoWays(4, 8), DualPipe(2, 4), DualPipe(4, 8)],
+    ids=lambda schedule: schedule._name(),
+)
+def test_five_steps_of_adam_train_what_one_device_trains(schedule):
+    plan = schedule.plan()
+    ours, theirs = plain.mlp(2 * plan.stages), plain.mlp(2 * plan.stages)
+    x, y = plain.batch(3 * plan.microbatches)
+    own, plains = (torch.optim.Adam(model.parameters(), lr=1e-2) for model in (ours, theirs))
+    with Pipeline(ours, plan, mse) as pipe:
+        for _ in range(5):
+            own.zero_grad()
+            plains.zero_grad()
+            loss = pipe.step(x, y).loss
+            expected = plain.at_once(theirs, mse, x, y)
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+            own.step()
+            plains.step()
+        assert torch.equal(ours(x[:1]), pipe.stages.model(x[:1]))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_users_autocast_holds_in_replicas_too():
+    model = plain.mlp(4)
+    x, y = plain.batch(16)
+    with torch.autocast("cpu", torch.bfloat16), Pipeline(model, replicate(OneFOneB(2, 2), 2), mse) as pipe:
+        pipe.verify(x, y)
+        assert pipe.step(x, y).outputs.dtype == torch.bfloat16
+
+
+def test_a_traced_model_runs_as_replicas():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            return self.third(self.second(self.first(x).tanh()) + x)
+
+    torch.manual_seed(0)
+    model = Residual()
+    x, y = plain.batch(8)
+    plain.at_once(model, mse, x, y)
+    expected = plain.taken(model)
+    with Pipeline(pipelab.split(model, 2, example=x[:2]), replicate(OneFOneB(2, 2), 2), mse) as pipe:
+        pipe.step(x, y)
+        assert plain.difference(plain.taken(model), expected) <= TOLERANCE
+        model.eval()
+        torch.testing.assert_close(pipe.forward(x), model(x))
+        model.train()
+        pipe.verify(x, y)
+
+
+def test_emulated_replicas_take_their_time_side_by_side():
+    plan = replicate(OneFOneB(2, 2), 2).plan()
+    with Pipeline(emulated(2, forward_ms=5, backward_ms=10), plan, mse) as pipe:
+        trace = pipe.step(torch.ones(4, 1), torch.ones(4, 1)).trace
+    assert_obeys(trace, plan)
+    assert trace.makespan < 8 * 15  # what one rank after the other would take
+
+
+# --- one model
+
+
+def test_the_user_sees_one_model():
+    model = plain.mlp(4)
+    with Pipeline(model, replicate(OneFOneB(2, 2), 2), mse) as pipe:
+        assert list(map(id, pipe.parameters())) == list(map(id, model.parameters()))
+        assert pipe.state_dict().keys() == model.state_dict().keys()
+        pipe.step(*plain.batch(8))
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+        torch.testing.assert_close(pipe.clip_grad_norm_(1e-3), norm)
+
+
+def changes():
+    """Yield ways to change a model between two steps."""
+
+    def loaded(model):
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+    def assigned(model):
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+
+    def data(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+
+    def replaced(model):
+        model[0].weight = nn.Parameter(torch.ones(6, 6))
+
+    def frozen(model):
+        model[0].requires_grad_(False)
+
+    def hooked(model):
+        model[2].register_forward_hook(lambda module, given, made: 2 * made)
+
+    def weight_hooked(model):
+        model[0].weight.register_hook(lambda gradient: 3 * gradient)
+
+    def attribute(model):
+        model[0].forward = functools.partial(nn.Linear.forward, model[0])
+        model[2].scale = 7
+
+    def double(model):
+        model.double()
+
+    for change in (loaded, assigned, data, replaced, frozen, hooked, weight_hooked, attribute, double):
+        yield pytest.param(change, id=change.__name__)
+
+
+@pytest.mark.parametrize("change", list(changes()))
+def test_replicas_follow_whatever_becomes_of_the_model_between_steps(change):
+    model = plain.mlp(4)
+    x, y = plain.batch(8)
+    with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:
+        pipe.step(x, y)
+        model.zero_grad()
+        change(model)
+        dtype = model[0].weight.dtype
+        x, y = x.to(dtype), y.to(dtype)
+        pipe.step(x, y)
+        ours = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        for parameter in model.parameters():
+            parameter.grad = None
+        plain.one_after_another(model, mse, x, y, 4)
+        assert (
+            plain.difference(ours, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}) <= TOLERANCE
+        )
+
+
+def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_before_anything_runs():
+    model = plain.mlp(4)
+    x, y = plain.batch(8)
+    with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:
+        hook = model[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(EngineError, match=r"stage 1 is on ranks 1, 3, and its 2\.bias has a post-accumulate-grad"):
+            pipe.step(x, y)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        hook.remove()
+        pipe.step(x, y)  # the pipeline goes on
+
+
+def test_a_stage_on_one_rank_keeps_every_hook():
+    model = plain.mlp(4)
+    seen = []
+    model[2].bias.register_post_accumulate_grad_hook(seen.append)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.step(*plain.batch(8))
+    assert len(seen) == 2
+
+
+def test_replicas_follow_the_training_mode():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+    x = plain.batch(8)[0]
+    with Pipeline(model, two_ranks(2, 2), mse) as pipe:
+        pipe.step(x, x)
+        model.eval()
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())
+
+
+class Tied(nn.Module):
+    """One weight at two places, and parts that are reached through a list, a dict and a bound method."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.order = [self.first, {"second": self.second}]
+        self.last = self.second.forward
+
+    def forward(self, x):
+        for layer in (self.order[0], self.order[1]["second"]):
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        Tied,
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+        Attention,
+        lambda: nn.Sequential(nn.Unflatten(1, (3, 2)), nn.LSTM(2, 2, batch_first=True), First(), nn.Flatten()),
+        lambda: nn.ModuleDict({"only": nn.Linear(6, 6)})["only"],
+    ],
+    ids=["tied", "parametrized", "attention", "LSTM", "linear"],
+)
+def test_a_stage_of_any_kind_is_copied(middle):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), middle(), nn.Linear(6, 6))
+    with Pipeline(model, replicate(GPipe(3, 2), 2), mse) as pipe:
+        assert pipe.verify(*plain.batch(12)).largest_difference <= TOLERANCE
+
+
+class First(nn.Module):
+    def forward(self, given):
+        return given[0]
+
+
+def test_a_copy_shares_the_storage_of_its_parameters_and_nothing_of_their_gradients():
+    module = Tied()
+    copy = copied(module, CPU)
+    for one, other in zip(module.parameters(), copy.parameters(), strict=True):
+        assert one is not other
+        assert one.data_ptr() == other.data_ptr()
+    assert copy.first.weight is copy.second.weight
+    assert copy.order[0] is copy.first
+    assert copy.order[1]["second"] is copy.second
+    assert copy.last.__self__ is copy.second
+    copy(torch.ones(1, 6)).sum().backward()
+    assert [parameter.grad for parameter in module.parameters()] == [None] * 3
+
+
+def test_a_copy_shares_what_holds_nothing_of_the_stage():
+    module = nn.Linear(2, 2)
+    module.notes, module.lock, module.itself = [1, 2], threading.Lock(), []
+    module.itself.append(module.itself)
+    copy = copied(module, CPU)
+    assert copy.notes is module.notes
+    assert copy.lock is module.lock
+    assert copy.itself is module.itself
+
+
+def test_nothing_of_a_copy_outlives_its_step():
+    model, seen = plain.mlp(2), weakref.WeakSet()
+    model[0].register_forward_pre_hook(lambda module, given: seen.add(module))
+    with Pipeline(model, two_ranks(1, 1, 1), mse) as pipe:
+        pipe.step(*plain.batch(3))
+        gc.collect()
+        for _ in range(1000):  # a worker lets go just after it has reported
+            if set(seen) == {model[0]}:
+                break
+            time.sleep(0.01)
+        assert set(seen) == {model[0]}
+
+
+class Captured(nn.Module):
+    """Reaches its layer in a way that no copy can follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.apply_it = lambda x: self.linear(x)
+
+    def forward(self, x):
+        return self.apply_it(x)
+
+
+def test_a_stage_whose_copy_would_use_the_models_own_weights_is_refused():
+    with Pipeline(nn.Sequential(Captured()), two_ranks(1, 1), mse) as pipe:
+        with pytest.raises(
+            StageError, match="the copy of stage 0 on rank 1 uses the model's own 0.linear.weight"
+        ) as told:
+            pipe.step(*plain.batch(2))
+        assert isinstance(told.value.__cause__, EngineError)
+        assert (told.value.rank, told.value.action) == (1, "0F1")
+
+
+# --- buffers
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+
+def test_running_statistics_on_several_ranks_are_refused():
+    before = set(threading.enumerate())
+    with pytest.raises(EngineError, match=r"stage 0 is on ranks 0, 1, and its BatchNorm1d '1' tracks .*='lowest'"):
+        Pipeline(normed(), two_ranks(1, 1), mse)
+    assert set(threading.enumerate()) <= before  # no worker was started
+
+
+def test_running_statistics_that_rest_are_not_refused_until_they_are_tracked():
+    model = normed()
+    model[1].eval()
+    x, y = plain.batch(8)
+    with Pipeline(model, two_ranks(1, 1), mse) as pipe:
+        assert pipe.verify(x, y).largest_difference <= TOLERANCE
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.train()
+        with pytest.raises(EngineError, match="its BatchNorm1d '1' tracks running statistics"):
+            pipe.step(x, y)
+        assert all(parameter.grad is None for parameter in model.parameters())  # refused before anything ran
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name])
+
+
+def test_a_batch_norm_without_statistics_is_not_refused():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False))
+    with Pipeline(model, two_ranks(1, 1), mse) as pipe:
+        assert pipe.verify(*plain.batch(8)).largest_difference <= TOLERANCE
+
+
+def test_running_statistics_on_one_rank_are_not_refused():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6))
+    rows = [[F(0, 0), F(1, 0), B(0, 0), B(1, 0)], [F(0, 1), B(0, 1)], [F(1, 1), B(1, 1)]]
+    with Pipeline(model, Plan(rows, 2, 2), mse) as pipe:
+        pipe.step(*plain.batch(8))
+    assert model[1].num_batches_tracked == 2
+
+
+def test_the_lowest_ranks_statistics_are_kept_if_asked_for():
+    model, twin = normed(), normed()
+    x, y = plain.batch(12)
+    with Pipeline(model, two_ranks(2, 1), mse, replicated_buffers="lowest") as pipe:
+        pipe.step(x, y)
+    for rows in x.split(4)[:2]:
+        twin(rows)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, twin.get_buffer(name))
+
+
+def test_another_word_for_buffers_is_refused():
+    with pytest.raises(EngineError, match="replicated_buffers='mean': expected 'refuse' or 'lowest'"):
+        Pipeline(plain.mlp(2), two_ranks(1, 1), mse, replicated_buffers="mean")
+
+
+class Counts(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(6, 6), in_place
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        if self.in_place:
+            self.count += 1
+        else:
+            self.count = self.count + 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_a_copy_writes_into_is_refused_unless_asked_for(in_place):
+    model = nn.Sequential(Counts(in_place))
+    x, y = plain.batch(4)
+    with (
+        Pipeline(model, two_ranks(1, 1), mse) as pipe,
+        pytest.raises(EngineError, match="stage 0 writes into its buffer '0.count', and rank 1 runs a copy") as refused,
+    ):
+        pipe.step(x, y)
+    assert str(refused.value).endswith("\n  gradients are partial now: zero_grad() before the next step")
+    assert model[0].count == 0  # as before
+    with Pipeline(model, two_ranks(1, 1), mse) as pipe, pytest.raises(EngineError, match="writes into") as refused:
+        pipe.forward(x)
+    assert "gradients" not in str(refused.value)
+    assert model[0].count == 0
+    with Pipeline(model, two_ranks(3, 1), mse, replicated_buffers="lowest") as pipe:
+        pipe.step(x, y)
+    assert model[0].count == 3
+
+
+def test_a_stage_without_shapes_is_refused():
+    model = nn.Sequential(nn.LazyLinear(6))
+    with pytest.raises(EngineError, match="stage 0 is on ranks 0, 1, and has parameters without a shape"):
+        Pipeline(model, two_ranks(1, 1), mse)
+
+
+# --- what goes wrong
+
+
+class Fuse(nn.Module):
+    """Does what `does` says at the given micro-batch, of which its rows hold the number."""
+
+    def __init__(self, at, does):
+        super().__init__()
+        self.at, self.does = at, does
+
+    def forward(self, x):
+        return self.does(x) if self.does is not None and int(x[0, 0].detach()) == self.at else x * 1
+
+
+def lit(at, does):
+    """Return a model with a fuse, and a batch of four micro-batches, which hold their numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Fuse(at, does), nn.Linear(6, 6), nn.Linear(6, 6))
+    return model, torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(-1, 6).contiguous()
+
+
+def fails(x):
+    return x @ torch.zeros(7, 7)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_exception_in_a_replica_names_its_rank_and_frees_those_who_wait_for_it(at):
+    model, x = lit(at, fails)
+    with Pipeline(model, replicate(OneFOneB(2, 2), 2), mse) as pipe:
+        with pytest.raises(StageError) as failed:
+            pipe.step(x, x)
+        assert (failed.value.rank, failed.value.stage, failed.value.action) == (2 * (at % 2), 0, f"0F{at}")
+        model[0].does = None
+        model.zero_grad()
+        pipe.verify(x, x)
+
+
+def test_a_rank_that_does_not_come_is_told_and_the_others_are_freed(monkeypatch):
+    monkeypatch.setattr(engine, "_GRACE_SECONDS", 0.3)
+    release = threading.Event()
+
+    def hangs(x):
+        release.wait(20)
+        return x
+
+    model, x = lit(3, hangs)
+    plan = Plan([[F(0, 0), F(1, 0), F(2, 0), B(0, 0), B(1, 0), B(2, 0)], [F(3, 0), B(3, 0)]], 1, 4)
+    with Pipeline(model, plan, mse, timeout=0.5) as pipe:
+        with pytest.raises(StepTimeoutError) as stuck:
+            pipe.step(x, x)
+        release.set()
+        told = str(stuck.value)
+        assert "rank 0 waits, before 0R (stage 0, position 6), for rank 1 to come to it too" in told
+        assert "rank 1 was running 0F3 (stage 0, position 0), at " in told
+        model[0].does = None
+        model.zero_grad()
+        pipe.verify(x, x)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals on this system")
+def test_ctrl_c_frees_those_who_wait_at_an_all_reduce():
+    release = threading.Event()
+
+    def waits(x):
+        release.wait(20)
+        return x
+
+    def interrupt(*_):
+        threading.Timer(0.5, release.set).start()  # later than the report of where everybody is
+        raise KeyboardInterrupt
+
+    model, x = lit(3, waits)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Pipeline(model, two_ranks(3, 1), mse) as pipe:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                pipe.step(x, x)
+            assert "rank 0 waits, before 0R" in stopped.value.__notes__[0]
+            model[0].does = None
+            model.zero_grad()
+            pipe.verify(x, x)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_error_in_an_all_reduce_names_it_and_frees_the_others(monkeypatch):
+    def fails_to_add(_):
+        raise MemoryError("no room for the sum")
+
+    model = plain.mlp(2)
+    x, y = plain.batch(4)
+    with Pipeline(model, two_ranks(1, 1, 2), mse) as pipe:
+        with monkeypatch.context() as patch:
+            patch.setattr(AllReduce, "_add_up", fails_to_add)
+            with pytest.raises(StageError, match="0R on rank 0 failed: MemoryError: no room") as failed:
+                pipe.step(x, y)
+        assert "stage 0, on cpu" in str(failed.value)
+        assert (failed.value.rank, failed.value.action) == (0, "0R")
+        model.zero_grad()
+        pipe.verify(x, y)
+
+
+def test_a_sum_that_is_not_finite_is_told():
+    model = nn.Sequential(nn.Linear(6, 6))
+    x = torch.full((2, 6), 1e38)  # each micro-batch's gradient is finite, their sum is not
+
+    def loss(output, target):
+        return 2 * output.sum()
+
+    with Pipeline(model, two_ranks(1, 1), loss, reduction="sum", watch_nan=True) as pipe:
+        nn.init.zeros_(model[0].weight)
+        with pytest.raises(
+            NotANumberError, match="0R on rank 0 made infinity: the gradient of 0.weight of stage 0, shape"
+        ):
+            pipe.step(x, x)
+
+
+def test_a_batch_of_evaluation_only_needs_no_all_reduce():
+    model = plain.mlp(4)
+    x = plain.batch(9)[0]
+    with Pipeline(model, replicate(OneFOneB(2, 2), 2), mse) as pipe:
+        torch.testing.assert_close(pipe.forward(x), model(x))
+    assert all(parameter.grad is None for parameter in model.parameters())

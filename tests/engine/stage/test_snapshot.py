@@ -1,0 +1,71 @@
+"""Buffers and random state are kept and put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipelab.engine.stage.snapshot import KeptBatch, KeptBuffers, KeptRandomState, unchanged
+
+
+def test_buffers_get_their_values_and_their_places_back():
+    norm = nn.BatchNorm1d(3)
+    mean, variance = norm.running_mean, norm.running_var
+    kept = KeptBuffers([nn.Sequential(norm)])
+    norm.running_mean.add_(1)
+    norm.running_var = torch.zeros(3)
+    kept.put_back()
+    assert norm.running_mean is mean
+    assert norm.running_var is variance
+    assert mean.tolist() == [0.0] * 3
+    assert variance.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("buffer", [torch.zeros(1).expand(4), torch.eye(2).to_sparse(), torch.full((2,), torch.nan)])
+def test_buffers_of_any_layout_can_be_kept(buffer):
+    module = nn.Module()
+    module.register_buffer("buffer", buffer)
+    KeptBuffers([module]).put_back()
+    assert module.buffer is buffer
+
+
+def test_the_same_random_numbers_come_again():
+    kept = KeptRandomState()
+    assert kept == KeptRandomState()
+    first = torch.rand(3)
+    assert kept != KeptRandomState()
+    kept.put_back()
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_an_error_leaves_nothing_changed():
+    norm, kept = nn.BatchNorm1d(3), KeptRandomState()
+
+    def fail():
+        norm(torch.randn(4, 3))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), unchanged([norm]):
+        fail()
+    assert norm.num_batches_tracked == 0
+    assert kept == KeptRandomState()
+
+
+def test_a_batch_that_nobody_wrote_into_is_not_written_into_again():
+    """A graph of the caller's that has saved it would find it changed."""
+    numbers = [torch.tensor([1.0, torch.nan]), torch.tensor([True]), torch.tensor([3]), torch.tensor([1 + 2j])]
+    kept = KeptBatch(numbers)
+    versions = [each._version for each in numbers]
+    kept.put_back()
+    assert [each._version for each in numbers] == versions
+    numbers[0][0] = 5
+    numbers[2][0] = 5
+    kept.put_back()
+    assert (float(numbers[0][0]), int(numbers[2][0])) == (1.0, 3)
+    with torch.inference_mode():
+        unwritable = torch.ones(2)
+        kept = KeptBatch([unwritable])
+        unwritable += 1
+    kept.put_back()
+    assert unwritable.tolist() == [2, 2]  # a batch that cannot be written into is left as the model left it

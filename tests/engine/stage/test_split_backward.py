@@ -1,0 +1,662 @@
+"""The backward in two halves: right gradients whatever the graph, nothing made twice, and nothing kept after `W`."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import plain
+import pytest
+import torch
+import torchgen
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from pipelab import Action, F, GPipe, I, Naive, Pipeline, Plan, W, emulated
+from pipelab.engine.stage.split_backward import MAKE_ALL_AT_ONCE, input_gradients, weight_gradients
+from pipelab.engine.stage.stage import Stage
+from pipelab.errors import NotANumberError, StageError
+
+mse = nn.functional.mse_loss
+WIDTH = 6
+
+
+def split_plan(stages, microbatches):
+    """Return a plan that runs all forwards, then every `I`, then every `W`, in the order of the micro-batches."""
+    batches = range(microbatches)
+    rows = [[make(m, stage) for make in (F, I, W) for m in batches] for stage in range(stages)]
+    return Plan(rows, stages, microbatches)
+
+
+def one_by_one(stages, microbatches):
+    """Return a plan in which one micro-batch after the other goes forward and back: one order of random draws."""
+    rows = [[make(m, stage) for m in range(microbatches) for make in (F, I, W)] for stage in range(stages)]
+    return Plan(rows, stages, microbatches)
+
+
+# --- models, each a stage of its own between two linear ones
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x):
+        return self.layer(x.reshape(len(x), 1, WIDTH).expand(-1, 3, -1)).mean(dim=1)
+
+
+class CrossAttention(nn.Module):
+    """Its packed weight is cut in pieces, which two forks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        x = x.reshape(len(x), 1, WIDTH)
+        return self.attention(x, 2 * x, 2 * x)[0].reshape(len(x), WIDTH)
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(2, 2, 3, padding=1)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return self.norm(self.convolution(x.reshape(len(x), 2, 3))).reshape(len(x), WIDTH)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(2, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x.reshape(len(x), 3, 2))[0][:, -1]
+
+
+class UsedTwice(nn.Module):
+    """One linear layer, one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.linear(x)))
+
+
+class SharedMask(nn.Module):
+    """A weight that is made first, then used at two places and given away."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.own = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        masked = self.weight * torch.ones(WIDTH, WIDTH).triu()
+        return (x @ masked).tanh() @ masked + self.own, masked.sum()
+
+
+class TakesTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given):
+        left, right = given
+        return self.linear(left) * right
+
+
+class Multiply(torch.autograd.Function):
+    """Makes both gradients at once, and may be run backward only once."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.kept = [(x, weight)]
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.kept.pop()
+        return gradient * weight, (gradient * x).sum(dim=0)
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return Multiply.apply(self.linear(x), self.weight)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant=False):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.outer = nn.Linear(WIDTH, WIDTH)
+        self.use_reentrant, self.forwards = use_reentrant, 0
+        self.inner.register_forward_pre_hook(self.count)
+
+    def count(self, *_):
+        self.forwards += 1
+
+    def forward(self, x):
+        return self.outer(checkpoint(self.inner, x, use_reentrant=self.use_reentrant))
+
+
+class WritesIntoAPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.part = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(2))
+
+    def forward(self, x):
+        x = self.linear(x)
+        x[:, 1:3] *= self.part
+        x[:, 4:].add_(self.part)
+        return x
+
+
+class IgnoresItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return self.weight.expand(len(x), -1) * 2
+
+
+class Beside(nn.Module):
+    """Gives what depends on its input, what does not, a parameter as it is, and the same tensor twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale, self.bias = nn.Linear(WIDTH, WIDTH), *(nn.Parameter(torch.randn(6)) for _ in "ab")
+
+    def forward(self, x):
+        y = self.linear(x)
+        return {"y": y, "scale": self.scale.exp(), "bias": self.bias, "again": y}
+
+
+class Gathers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given):
+        return self.linear(given["y"] * given["scale"] + given["bias"] + given["again"])
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.unused, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.linear(x))
+
+
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 6, sparse=True)
+
+    def forward(self, x):
+        return x * self.embedding(torch.arange(len(x)) % 4) + self.embedding(torch.zeros(1, dtype=torch.long))
+
+
+def layers(*middle):
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *middle, nn.Linear(WIDTH, WIDTH))
+
+
+MODELS = {
+    "linear layers": lambda: layers(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())),
+    "in place": lambda: layers(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True))),
+    "attention": lambda: layers(Attention()),
+    "cross attention": lambda: layers(CrossAttention()),
+    "convolution and batch norm": lambda: layers(Convolution()),
+    "LSTM": lambda: layers(Recurrent()),
+    "layer norm": lambda: layers(nn.Sequential(nn.LayerNorm(6), nn.GELU(), nn.LayerNorm(6))),
+    "used twice": lambda: layers(UsedTwice()),
+    "shared mask": lambda: layers(SharedMask(), TakesTwo()),
+    "custom function": lambda: layers(Custom()),
+    "checkpoint": lambda: layers(Checkpointed()),
+    "reentrant checkpoint": lambda: layers(Checkpointed(use_reentrant=True)),
+    "writes into a part": lambda: layers(WritesIntoAPart()),
+    "ignores its input": lambda: layers(IgnoresItsInput()),
+    "outputs beside the input": lambda: layers(Beside(), Gathers()),
+    "unused and frozen": lambda: layers(Unused()),
+    "frozen stage": lambda: layers(nn.Linear(6, 6).requires_grad_(requires_grad=False)),
+    "nothing that learns": lambda: layers(nn.Tanh()),
+    "identity": lambda: layers(nn.Identity()),
+    "parametrized": lambda: layers(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))),
+    "dropout": lambda: layers(nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5))),
+    "embedding": lambda: nn.Sequential(nn.Linear(6, 6), Embeds(), nn.Linear(6, 6)),
+}
+
+
+def gradients_of(model):
+    """Return all gradients, `None` where there is none, as dense tensors; clear them."""
+    found = {
+        name: None if each.grad is None else each.grad.to_dense().clone() for name, each in model.named_parameters()
+    }
+    model.zero_grad()
+    return found
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        assert (gradient is None) == (theirs[name] is None), name
+        assert gradient is None or torch.equal(gradient, theirs[name]), name
+
+
+def stepped(model, plan, x, y):
+    """Return the gradients of one step."""
+    torch.manual_seed(1)
+    with Pipeline(model, plan, mse) as pipe:
+        pipe.step(x, y)
+    return gradients_of(model)
+
+
+def plans(name, stages):
+    """Return a plan with `B` and one with `I` and `W`, that draw random numbers in the same order."""
+    if name == "dropout":
+        return Naive(stages, 3).plan(), one_by_one(stages, 3)
+    return GPipe(stages, 3).plan(), split_plan(stages, 3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stages", [1, 2, None], ids=["one stage", "two stages", "a stage for each layer"])
+def test_gradients_of_a_split_backward_are_those_of_the_full_one_bit_for_bit(name, stages):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    x, y = plain.batch(10)
+    full, halves = plans(name, stages or len(model))
+    assert_equal(stepped(model, halves, x, y), stepped(model, full, x, y))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"in place"}))  # which gets a copy, and that changes last bits
+def test_gradients_of_a_split_backward_are_those_of_the_plain_loop_bit_for_bit(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    x, y = plain.batch(10)
+    torch.manual_seed(1)
+    plain.one_after_another(model, mse, x, y, 3)
+    expected = gradients_of(model)
+    assert_equal(stepped(model, plans(name, len(model))[1], x, y), expected)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"dropout"}))
+def test_a_split_backward_adds_to_gradients_that_are_there(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    x, y = plain.batch(10)
+    found = []
+    for plan in plans(name, 2):
+        with Pipeline(model, plan, mse) as pipe:
+            pipe.step(x, y)
+            pipe.step(x, y)
+        found.append(gradients_of(model))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"dropout", "embedding"}))
+def test_a_split_backward_is_verified(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with Pipeline(model, split_plan(len(model), 3), mse) as pipe:
+        assert pipe.verify(*plain.batch(9)).exact
+
+
+def test_a_split_backward_runs_outside_of_autocast_as_a_full_one_does():
+    model = layers(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    x, y = plain.batch(8)
+    found = []
+    for plan in (GPipe(3, 4).plan(), split_plan(3, 4)):
+        with torch.autocast("cpu", torch.bfloat16), Pipeline(model, plan, mse) as pipe:
+            pipe.step(x, y)
+        found.append(gradients_of(model))
+    assert_equal(*found)
+
+
+def test_random_orders_of_w_add_up_in_that_order():
+    model = plain.mlp(4)
+    x, y = plain.batch(9)
+    alone = plain.each_alone(model, mse, x, y, 3)
+    rows = [[*(F(m, s) for m in range(3)), *(I(m, s) for m in range(3)), *(W(m, s) for m in (2, 0, 1))] for s in (0, 1)]
+    with Pipeline(model, Plan(rows, 2, 3), mse) as pipe:
+        pipe.step(x, y)
+    for name, gradient in plain.taken(model).items():
+        assert torch.equal(gradient, alone[2][name] + alone[0][name] + alone[1][name])
+
+
+# --- hooks
+
+
+def with_hooks(kind):
+    """Return a model with a hook that changes gradients."""
+    torch.manual_seed(0)
+    model = layers(
+        UsedTwice() if kind == "shared weight" else nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    )
+    if kind == "weight":
+        model[1][0].weight.register_hook(lambda gradient: 3 * gradient)
+    elif kind == "shared weight":
+        model[1].linear.weight.register_hook(lambda gradient: 3 * gradient)
+    elif kind == "activation":
+        model[1][0].register_forward_hook(
+            lambda module, given, made: made.register_hook(lambda gradient: 3 * gradient) and None
+        )
+    else:
+        model[1][0].register_full_backward_hook(lambda module, given, made: (3 * given[0],))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["weight", "shared weight", "activation", "module"])
+def test_a_hook_that_changes_a_gradient_changes_it_once(kind):
+    model = with_hooks(kind)
+    x, y = plain.batch(9)
+    assert_equal(stepped(model, split_plan(3, 3), x, y), stepped(model, GPipe(3, 3), x, y))
+
+
+@pytest.mark.parametrize("middle", [nn.Linear(6, 6), UsedTwice(), Custom()], ids=["linear", "used twice", "custom"])
+def test_a_weights_hooks_run_once_for_each_microbatch(middle):
+    model = layers(middle)
+    seen = []
+    for parameter in middle.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    stepped(model, split_plan(3, 4), *plain.batch(8))
+    assert sorted(map(id, seen)) == sorted(4 * list(map(id, middle.parameters())))
+
+
+def test_a_modules_backward_hook_runs_once_for_each_microbatch():
+    model, seen = layers(nn.Linear(6, 6)), []
+    model[1].register_full_backward_hook(lambda module, given, made: seen.append(module))
+    stepped(model, split_plan(3, 4), *plain.batch(8))
+    assert len(seen) == 4
+
+
+# --- what I does, what W does
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        return function(*arguments, **(options or {}))
+
+
+def products_of(work):
+    with Products() as products:
+        result = work()
+    return products.count, result
+
+
+def halves(model, x):
+    """Run a model forward, then its backward in halves; return how many matrix products each half took."""
+    leaf = x.clone().requires_grad_()
+    made = model(leaf)
+    first, (_, left) = products_of(lambda: input_gradients((made,), (torch.ones_like(made),), (leaf,)))
+    second, _ = products_of(lambda: weight_gradients(left))
+    return first, second
+
+
+def test_no_matrix_product_is_made_twice():
+    x = plain.batch(4)[0]
+    assert halves(plain.mlp(15), x) == (8, 8)
+    torch.manual_seed(0)
+    attention = Attention()  # four linear layers, and two products with two gradients each that lead to the input
+    made = attention(leaf := x.clone().requires_grad_())
+    full, _ = products_of(lambda: made.backward(torch.ones_like(made)))
+    first, second = halves(attention, x)
+    assert (first + second, second) == (full, 4)
+    assert leaf.grad is not None
+
+
+class Sequences(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.reshape(len(x), 1, WIDTH).expand(-1, 3, -1))[0]
+
+
+class LearnedQueries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.ones(1, 1, 2, WIDTH))
+
+    def forward(self, x):
+        keys = x.reshape(1, 1, len(x), WIDTH)
+        return nn.functional.scaled_dot_product_attention(self.queries, keys, keys)
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [
+        (Sequences(nn.LSTM(WIDTH, WIDTH, batch_first=True)), "mkldnn_rnn_layer_backward"),
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH)), "_prelu_kernel_backward"),
+        (LearnedQueries(), "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    ],
+    ids=["LSTM", "PReLU", "learned queries"],
+)
+def test_what_makes_all_its_gradients_at_once_runs_once_in_i(model, kernel):
+    class Kernels(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.count += function.overloadpacket.__name__ == kernel
+            return function(*arguments, **(options or {}))
+
+    leaf = plain.batch(4)[0].requires_grad_()
+    made = model(leaf)
+    wanted = torch.autograd.grad(made.sum(), [leaf, *model.parameters()], retain_graph=True)
+    with Kernels() as in_i:
+        (given,), left = input_gradients((made,), (torch.ones_like(made),), (leaf,))
+    with Kernels() as in_w:
+        weight_gradients(left)
+    assert (in_i.count, in_w.count) == (1, 0)
+    found = [given, *(parameter.grad for parameter in model.parameters())]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_all_of_pytorchs_nodes_that_make_their_gradients_at_once_are_known():
+    """PyTorch's own table of derivatives says it: a formula for several gradients that is not told which are wanted."""
+    pytest.importorskip("yaml", reason="PyTorch's table is read with PyYAML")
+    from torchgen.packaged.autograd.load_derivatives import load_derivatives
+
+    tables = Path(torchgen.__file__).parent / "packaged"
+    native = tables / "ATen/native"
+    found = load_derivatives(
+        str(tables / "autograd/derivatives.yaml"), str(native / "native_functions.yaml"), str(native / "tags.yaml")
+    )[0]
+    at_once = {
+        info.op
+        for infos in found.values()
+        for info in infos.values()
+        for derivative in info.derivatives
+        if len(derivative.var_names) > 1
+        and "grad_input_mask" not in derivative.formula
+        and "not_implemented" not in derivative.formula
+    }
+    assert at_once
+    assert at_once <= MAKE_ALL_AT_ONCE
+    every = {info.op for infos in found.values() for info in infos.values()}
+    more = {"CudnnBatchNorm", "CudnnRnn", "MiopenBatchNorm", "MiopenRnn", "ScaledDotProductEfficientAttention"}
+    assert {name.removesuffix("Backward0") for name in (MAKE_ALL_AT_ONCE & every) - at_once} <= more
+    if torch.__version__.startswith("2.13"):
+        assert every >= MAKE_ALL_AT_ONCE, "a name that is misspelt holds nothing"
+
+
+def test_a_weight_that_is_used_twice_gets_its_gradient_in_i():
+    assert halves(UsedTwice(), plain.batch(4)[0]) == (4, 0)
+
+
+def test_a_checkpoint_runs_its_forward_again_once():
+    model = layers(Checkpointed())
+    x, y = plain.batch(8)
+    stepped(model, split_plan(3, 4), x, y)
+    assert model[1].forwards == 2 * 4
+
+
+def test_a_checkpointed_fork_without_one_of_its_weights_runs_its_forward_again_once():
+    class Normed(Checkpointed):
+        def __init__(self):
+            super().__init__()
+            self.inner.append(nn.LayerNorm(WIDTH, bias=False))
+
+    model = layers(Normed())
+    stepped(model, split_plan(3, 4), *plain.batch(8))
+    assert model[1].forwards == 2 * 4
+
+
+def test_on_stage_0_i_does_nothing_and_w_is_the_whole_backward():
+    stage = Stage(0, plain.mlp(4), 2)
+    kept = {}
+    made = stage.forward(0, plain.batch(4)[0], kept, None)
+    with Products() as products:
+        assert stage.backward_input(0, torch.ones_like(made), kept, None) == []
+    assert products.count == 0
+    with Products() as products:
+        stage.backward_weight(0, None, kept, None)
+    assert products.count == 3  # two weights, and the input of the second layer
+    assert kept == {}
+
+
+def test_a_measured_trace_shows_what_i_and_w_take():
+    plan = split_plan(3, 2)
+    with Pipeline(emulated(3, forward_ms=1, backward_ms=12, input_grad_ms=9), plan, mse) as pipe:
+        trace = pipe.step(*plain.batch(4)).trace
+    for event in trace.events:
+        kind, stage = event.action.kind, event.action.stage
+        least = {"F": 1, "I": 9 if stage else 0, "W": 3 if stage else 12}[kind]
+        assert event.end - event.start >= least
+        assert stage or kind != "I" or event.end - event.start < 9
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_full_backward_of_an_emulated_stage_sleeps_once(stages, monkeypatch):
+    from pipelab.engine import emulation
+
+    slept = []
+    monkeypatch.setattr(emulation, "_sleep_until", slept.append)
+    loss = emulated(stages, forward_ms=1, backward_ms=12, input_grad_ms=9)(torch.ones(2, 1)).sum()
+    assert len(slept) == stages
+    for _ in range(2):  # through a graph that is kept, too
+        slept.clear()
+        loss.backward(retain_graph=True)
+        assert len(slept) == stages
+
+
+def test_an_emulated_stage_whose_weight_is_frozen_sleeps_for_its_inputs_gradient_alone(monkeypatch):
+    from pipelab.engine import emulation
+
+    model, slept = emulated(2, forward_ms=0, backward_ms=12, input_grad_ms=9), []
+    model[1].weight.requires_grad_(requires_grad=False)
+    monkeypatch.setattr(emulation, "since", lambda: 0)
+    monkeypatch.setattr(emulation, "_sleep_until", slept.append)
+    model(torch.ones(2, 1)).sum().backward()
+    assert slept == [0, 0, 9_000_000, 12_000_000]  # two forwards, then the backwards, the last stage first
+
+
+# --- memory
+
+
+class Holds(nn.Module):
+    """Notes at each of its forwards how many activations of earlier ones are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.alive, self.seen = nn.Linear(6, 6), nn.Linear(6, 6), weakref.WeakSet(), []
+
+    def forward(self, x):
+        self.seen.append(len(self.alive))
+        between = self.first(x)
+        self.alive.add(between)
+        last = self.second(between * between)  # the product keeps its factor
+        self.alive.add(last)
+        return last * last
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_a_microbatch_held_is_let_go_when_w_is_done(stage):
+    model = nn.Sequential(*(Holds() if each == stage else nn.Linear(6, 6) for each in range(3)))
+    with Pipeline(model, one_by_one(3, 4), mse) as pipe:
+        step = pipe.step(*plain.batch(8))
+        assert model[stage].seen == [0, 0, 0, 0]
+        assert len(model[stage].alive) == 0
+        assert step.outputs is not None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_between_i_and_w_only_what_lies_behind_the_last_weight_is_let_go(stage):
+    model = nn.Sequential(*(Holds() if each == stage else nn.Linear(6, 6) for each in range(3)))
+    row = [F(0), I(0), F(1), I(1), W(0), F(2), I(2), W(1), W(2)]
+    plan = Plan([[Action(each.kind, each.microbatch, s) for each in row] for s in range(3)])
+    with Pipeline(model, plan, mse) as pipe:
+        pipe.step(*plain.batch(8))
+    assert model[stage].seen == ([0, 1, 1] if stage else [0, 2, 2])
+
+
+# --- faults
+
+
+class Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.reshape(5, 5, 5)
+
+
+class FailsIn(nn.Module):
+    def __init__(self, half):
+        super().__init__()
+        self.linear, self.half = nn.Linear(6, 6), half
+
+    def forward(self, x):
+        if self.half == "I":
+            return Blocks.apply(self.linear(x))
+        return nn.functional.linear(x, Blocks.apply(self.linear.weight))
+
+
+@pytest.mark.parametrize("half", ["I", "W"])
+def test_an_exception_names_the_half_in_which_it_was_raised(half):
+    model = layers(FailsIn(half))
+    with Pipeline(model, split_plan(3, 2), mse) as pipe, pytest.raises(StageError) as failed:
+        pipe.step(*plain.batch(4))
+    assert (failed.value.rank, failed.value.stage, failed.value.action) == (1, 1, f"1{half}0")
+    assert str(failed.value).startswith(f"1{half}0 on rank 1 failed: RuntimeError: shape '[5, 5, 5]' is invalid")
+    assert "in backward: return gradient.reshape(5, 5, 5)" in str(failed.value)
+
+
+class RootOfWeight(nn.Module):
+    """Its output is finite, and so is its input's gradient; its weight's, the slope of a root at zero, is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x + self.weight.sqrt()
+
+
+def test_a_weights_gradient_is_watched_in_w():
+    model = layers(RootOfWeight())
+    with (
+        Pipeline(model, split_plan(3, 2), mse, watch_nan=True) as pipe,
+        pytest.raises(NotANumberError, match="1W0 on rank 1 made (NaN|infinity): the gradient of 1.weight"),
+    ):
+        pipe.step(*plain.batch(4))

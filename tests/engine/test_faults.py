@@ -1,0 +1,927 @@
+"""Whatever goes wrong ends soon, says where it was, and leaves a pipeline that works."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import plain
+import pytest
+import torch
+from strategies import in_order, near
+from torch import nn
+
+import pipelab
+from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, ScheduleError, schedules
+from pipelab.engine.threads.engine import engine
+from pipelab.errors import (
+    BatchError,
+    EngineError,
+    LossError,
+    NotANumberError,
+    PipelineClosedError,
+    StageError,
+    StepTimeoutError,
+)
+
+pytestmark = pytest.mark.timeout(60)  # far more than any of these takes: what hangs, fails here
+
+mse = nn.functional.mse_loss
+
+
+class Fuse(nn.Module):
+    """Passes its input on, until it is lit: then it does something else, forward or backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward_does = self.backward_does = None
+
+    def forward(self, x):
+        if self.forward_does is not None:
+            x = self.forward_does(x)
+        return Burn.apply(x, self)
+
+
+class Burn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fuse.backward_does is not None:
+            gradient = ctx.fuse.backward_does(gradient)
+        return gradient, None
+
+
+def model_with(fuse, stages=3, at=1):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), fuse if stage == at else nn.Tanh()) for stage in range(stages))
+    )
+
+
+def assert_steps(pipe, model):
+    """The next step is right."""
+    x, y = plain.batch(8)
+    model.zero_grad()
+    plain.one_after_another(model, mse, x, y, pipe.plan.microbatches)
+    expected = plain.taken(model)
+    pipe.step(x, y)
+    gradients = plain.taken(model)
+    assert plain.equal(gradients, expected) if in_order(pipe.plan) else plain.difference(gradients, expected) <= 1e-6
+
+
+def ranks_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("pipelab-rank-")}
+
+
+def raises(error):
+    def does(_):
+        raise error
+
+    return does
+
+
+def fails_forward(x):
+    return x @ torch.zeros(7, 7)  # the student's line
+
+
+def fails_backward(gradient):
+    return gradient.reshape(5, 5, 5)  # the student's other line
+
+
+@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
+    fuse = Fuse()
+    plan = near(name, 3, 4)
+    first = {plan.program.placed[m * plan.stages + at]: m for m in reversed(range(plan.microbatches))}  # by rank
+    model = model_with(fuse, plan.stages, at)
+    with Pipeline(model, plan, mse) as pipe:
+        assert_steps(pipe, model)
+        workers = ranks_threads()
+        model.zero_grad()
+        fuse.forward_does = fails_forward
+        with pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(8))
+        fuse.forward_does = None
+        assert ranks_threads() <= workers  # everybody stopped by itself, nobody was given up
+        error = failed.value
+        m = first[error.rank]
+        assert (error.stage, str(error.action)) == (at, f"{at}F{m}")
+        told = str(error)
+        assert told.startswith(f"{at}F{m} on rank {error.rank} failed: RuntimeError: mat1 and mat2 shapes cannot be")
+        assert f"stage {at}, micro-batch {m}, on cpu" in told
+        line = fails_forward.__code__.co_firstlineno + 1
+        assert f"{__file__}, line {line}, in fails_forward: return x @ torch.zeros(7, 7)" in told
+        added = any(parameter.grad is not None for parameter in model.parameters())
+        assert ("gradients are partial now" in told) == added
+        assert isinstance(error.__cause__, RuntimeError)
+        assert_steps(pipe, model)
+
+
+@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_exception_in_a_backward_names_its_place_and_line(name, at):
+    fuse = Fuse()
+    plan = near(name, 3, 4)
+    model = model_with(fuse, plan.stages, at)
+    with Pipeline(model, plan, mse) as pipe:
+        workers = ranks_threads()
+        fuse.backward_does = fails_backward
+        with pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(8))
+        fuse.backward_does = None
+        assert ranks_threads() <= workers
+        error = failed.value
+        assert error.stage == at
+        assert error.rank in plan.replicas[at]
+        assert str(error.action).startswith((f"{at}B", f"{at}I", f"{at}W"))
+        line = fails_backward.__code__.co_firstlineno + 1
+        assert f"{__file__}, line {line}, in fails_backward" in str(error)
+        assert_steps(pipe, model)
+
+
+def test_an_exception_in_a_pure_forward_is_told_without_gradients():
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+        fuse.forward_does = fails_forward
+        with pytest.raises(StageError, match="1F0 on rank 1 failed") as failed:
+            pipe.forward(plain.batch(8)[0])
+        assert "partial" not in str(failed.value)
+        fuse.forward_does = None
+        assert_steps(pipe, model)
+        torch.testing.assert_close(pipe.forward(plain.batch(8)[0]), model(plain.batch(8)[0]).detach())
+
+
+def test_an_error_in_a_layer_of_pytorchs_names_the_layer():
+    """Otherwise the line told is PyTorch's own, the same for every layer of that kind."""
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 6))
+    told = {
+        nn.Sequential(
+            nn.Linear(6, 6), nn.ReLU(), nn.Linear(7, 6)
+        ): "2, Linear(in_features=7, out_features=6, bias=True)",
+        nn.Sequential(nn.Linear(6, 6), nn.ReLU(), inner): "2.1, Linear(in_features=7, out_features=6, bias=True)",
+        nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), fails_in_a_class_of_its_own())): "1.1, Fuse",
+    }
+    for model, layer in told.items():
+        with Pipeline(model, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(4))
+        assert f"\n  in layer {layer}\n  at " in str(failed.value)
+        with Pipeline(model, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError, match=rf"\n  in layer {layer[0]}"):
+            pipe.forward(plain.batch(4)[0])
+
+
+def test_a_layer_that_stands_twice_has_both_names_and_one_that_cannot_be_shown_hides_no_error():
+    class Shy(nn.Module):
+        def forward(self, x):
+            return fails_forward(x)
+
+        def extra_repr(self):
+            raise ValueError("not to be shown")
+
+    twice = nn.Linear(6, 6)
+    for model, told in [
+        (nn.Sequential(nn.Linear(6, 6), twice, nn.Linear(6, 7), twice), "in layer 1 or 3, Linear"),
+        (nn.Sequential(nn.Linear(6, 6), nn.Sequential(Shy(), nn.ReLU())), "in layer 1.0, Shy\n"),
+    ]:
+        with Pipeline(model, OneFOneB(1, 2), mse) as pipe, pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(4))
+        assert told in str(failed.value)
+        assert "mat1 and mat2" in str(failed.value)
+
+
+def test_an_error_in_a_traced_model_names_the_students_own_layer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+        def forward(self, x):
+            return self.body(x).relu()
+
+    stages = pipelab.split(Net(), into=2, example=plain.batch(2)[0])
+    with Pipeline(stages, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError) as failed:
+        pipe.step(plain.batch(4)[0].double(), plain.batch(4)[1])
+    assert "\n  in layer body.0\n" in str(failed.value)
+
+
+def test_a_model_that_has_a_draft_is_a_model():
+    class Speculative(nn.Sequential):
+        def draft(self):
+            """A smaller model's guess: nothing to do with plans."""
+
+    with Pipeline(Speculative(*plain.mlp(4)), OneFOneB(2, 2), mse) as pipe:
+        assert pipe.verify(*plain.batch(4)).exact
+
+
+def fails_in_a_class_of_its_own():
+    fuse = Fuse()
+    fuse.forward_does, fuse.inner = fails_forward, nn.Identity()
+    return fuse
+
+
+def test_an_error_of_a_whole_stage_or_of_the_loss_names_no_layer():
+    fuse = fails_in_a_class_of_its_own()
+    for model, loss in [
+        ([nn.Linear(6, 6), fuse], mse),
+        (plain.mlp(2), nn.Sequential(nn.Identity(), nn.Identity())),
+    ]:
+        with Pipeline(model, OneFOneB(2, 2), loss) as pipe, pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(4))
+        assert "in layer" not in str(failed.value)
+
+
+def test_stages_that_all_fail_at_once_are_one_error():
+    fuses = [Fuse() for _ in range(4)]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), fuse) for fuse in fuses))
+    with Pipeline(model, GPipe(4, 4), mse) as pipe:
+        for _ in range(20):
+            for number, fuse in enumerate(fuses):
+                calls = iter(range(100))
+                fuse.forward_does = lambda x, calls=calls, last=3 - number: (
+                    x if next(calls) < last else fails_forward(x)
+                )
+            with pytest.raises(StageError):
+                pipe.step(*plain.batch(8))
+        for fuse in fuses:
+            fuse.forward_does = None
+        assert_steps(pipe, model)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError("no room")])
+def test_even_what_would_end_a_program_is_reported(error):
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+        fuse.forward_does = raises(error)
+        with pytest.raises(StageError, match=f"1F0 on rank 1 failed: {type(error).__name__}") as failed:
+            pipe.step(*plain.batch(8))
+        assert failed.value.__cause__ is error
+        fuse.forward_does = None
+        assert_steps(pipe, model)
+
+
+# --- losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda output, target: fails_forward(output), "RuntimeError: mat1 and mat2"),
+        (lambda output, target: output - target, r"returned a tensor of shape \(2, 6\), not one number"),
+        (lambda output, target: 3.0, "returned float, not a tensor"),
+        (lambda output, target: None, "returned NoneType, not a tensor"),
+        (lambda output, target: mse(output.detach(), target), "the loss has no history"),
+        (lambda output, target: (output - target).mean() * 1j, r"the loss is torch\.complex64: only a real number"),
+        (lambda output, target: output.sum().item() * torch.ones(()), "the loss has no history"),
+    ],
+)
+def test_a_loss_that_is_none_is_told_on_the_last_stage(loss, told):
+    chosen = [loss]
+    model = plain.mlp(6)
+    with Pipeline(model, OneFOneB(3, 4), lambda output, target: chosen[0](output, target)) as pipe:
+        with pytest.raises(StageError, match=rf"2F0 on rank 2 failed: .*{told}"):
+            pipe.step(*plain.batch(8))
+        chosen[0] = mse
+        assert_steps(pipe, model)
+
+
+def test_a_loss_error_is_the_cause():
+    with Pipeline(plain.mlp(4), GPipe(2, 2), lambda output, target: 1) as pipe, pytest.raises(StageError) as failed:
+        pipe.step(*plain.batch(4))
+    assert isinstance(failed.value.__cause__, LossError)
+
+
+# --- NaN and infinity
+
+
+def at_call(number, does):
+    """Do something at the call of this number, from 0."""
+    calls = iter(range(1000))
+    return lambda x: does(x) if next(calls) == number else x
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(float("nan"), "NaN"), (float("inf"), "infinity"), (-float("inf"), "infinity")]
+)
+def test_the_first_nan_or_infinity_of_a_forward_is_told(value, told):
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
+        assert_steps(pipe, model)
+        fuse.forward_does = at_call(2, lambda x: x * value)
+        with pytest.raises(NotANumberError, match=rf"1F2 on rank 1 made {told}: the output of stage 1") as failed:
+            pipe.step(*plain.batch(8))
+        assert (failed.value.rank, failed.value.stage, str(failed.value.action)) == (1, 1, "1F2")
+        fuse.forward_does = None
+        assert_steps(pipe, model)
+
+
+def test_a_nan_after_a_backward_says_that_gradients_are_partial():
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
+        for at in (0, 3):  # in 1F0, before any backward, and in 1F3, after some
+            model.zero_grad()
+            fuse.forward_does = at_call(at, lambda x: x * float("nan"))
+            with pytest.raises(NotANumberError) as failed:
+                pipe.step(*plain.batch(8))
+            added = any(parameter.grad is not None for parameter in model.parameters())
+            notes = getattr(failed.value, "__notes__", [])
+            assert notes == (["gradients are partial now: zero_grad() before the next step"] if added else [])
+            assert added == (at == 3)
+
+
+def test_a_nan_that_was_there_before_is_not_said_to_be_made():
+    x, y = plain.batch(8)
+    model = plain.mlp(6)
+    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
+        x[5, 1] = float("nan")
+        told = r"^0F2 on rank 0 made NaN: .*\n  there was NaN in what it was given: in the rows of x of micro-batch 2\b"
+        with pytest.raises(NotANumberError, match=told):
+            pipe.step(x, y)
+        x[5, 1] = 0
+        with torch.no_grad():
+            model[2].bias[0] = float("nan")
+        with pytest.raises(NotANumberError, match=r"\n  there was NaN in 2\.bias of stage 1 before: look at the step"):
+            pipe.step(x, y)
+
+
+def test_infinities_that_are_meant_and_what_a_forward_writes_are_not_blamed_for_its_nan():
+    class Masks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.full((6,), -torch.inf))
+
+        def forward(self, x):
+            return x.log_() + 0 * self.mask.exp()
+
+    x, y = plain.batch(8)
+    for model in (nn.Sequential(Masks(), nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 6), Masks(), nn.BatchNorm1d(6))):
+        with Pipeline(model, OneFOneB(2, 4), mse, watch_nan=True) as pipe, pytest.raises(NotANumberError) as failed:
+            pipe.step(x.clone() - 5, y)
+        assert "made NaN" in str(failed.value)
+        assert "there was" not in str(failed.value)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_backward_that_fails_late_says_that_gradients_are_partial(name):
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+        fuse.backward_does = at_call(3, fails_backward)
+        with pytest.raises(StageError, match="\n  gradients are partial now"):
+            pipe.step(*plain.batch(8))
+        assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("value", "told"), [(float("nan"), "NaN"), (float("inf"), "infinity")])
+def test_the_first_nan_or_infinity_of_a_backward_is_told(value, told):
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
+        fuse.backward_does = at_call(1, lambda gradient: torch.full_like(gradient, value))
+        with pytest.raises(NotANumberError, match=rf"1B1 on rank 1 made (NaN|{told}): the input gradient of stage 1"):
+            pipe.step(*plain.batch(8))
+        fuse.backward_does = None
+        assert_steps(pipe, model)
+
+
+def test_a_loss_that_is_nan_is_told():
+    def nan(output, target):
+        return mse(output, target) * float("nan")
+
+    told = "1F0 on rank 1 made NaN: the loss"
+    with Pipeline(plain.mlp(4), GPipe(2, 2), nan, watch_nan=True) as pipe, pytest.raises(NotANumberError, match=told):
+        pipe.step(*plain.batch(4))
+
+
+def test_without_the_watch_a_nan_passes_as_in_plain_training():
+    fuse = Fuse()
+    fuse.forward_does = lambda x: x * float("nan")
+    with Pipeline(model_with(fuse), OneFOneB(3, 4), mse) as pipe:
+        assert torch.isnan(pipe.step(*plain.batch(8)).loss)
+
+
+# --- a worker that does not come back
+
+
+@pytest.fixture
+def short_grace(monkeypatch):
+    monkeypatch.setattr(engine, "_GRACE_SECONDS", 1.0)
+
+
+class Hang:
+    """A stage that does not come back until it is released."""
+
+    def __init__(self):
+        self.over = threading.Event()
+
+    def __call__(self, x):
+        self.over.wait(50)  # the student's waiting line
+        return x
+
+
+def test_a_stage_that_never_returns_is_told_with_who_waits_for_whom(short_grace):
+    fuse, hang = Fuse(), Hang()
+    with Pipeline(model_with(fuse), Naive(3, 2), mse, timeout=0.5) as pipe:
+        fuse.forward_does = hang
+        with pytest.raises(StepTimeoutError) as timeout:
+            pipe.step(*plain.batch(8))
+        hang.over.set()
+    first, *ranks = str(timeout.value).splitlines()
+    assert first.startswith("nothing moved for ")
+    assert ranks[0] == "  rank 0 waits, before 0B0 (stage 0, position 1), for gin(0, 1), given by 1B0 on rank 1"
+    line = Hang.__call__.__code__.co_firstlineno + 1
+    assert ranks[1] == (
+        f"  rank 1 was running 1F0 (stage 1, position 0), at {__file__}, line {line}, in __call__: "
+        "self.over.wait(50)  # the student's waiting line"
+    )
+    assert ranks[2] == "  rank 2 waits, before 2F0 (stage 2, position 0), for out(0, 1), given by 1F0 on rank 1"
+
+
+def test_only_the_worker_that_hangs_is_replaced_and_coming_back_late_it_does_no_harm(short_grace):
+    fuse, hang = Fuse(), Hang()
+    model = model_with(fuse)
+    others = ranks_threads()
+    with Pipeline(model, OneFOneB(3, 4), mse, timeout=1.5) as pipe:
+        started = ranks_threads() - others
+        for _ in range(3):
+            assert_steps(pipe, model)
+        before = pipe.step(*plain.batch(8)).trace.lanes
+        fuse.forward_does = hang
+        with pytest.raises(StepTimeoutError, match="rank 1 was running 1F0"):
+            pipe.step(*plain.batch(8))
+        fuse.forward_does = None
+        assert len(ranks_threads() - started - others) == 1
+        (stuck,) = [thread for thread in started if thread.name == "pipelab-rank-1"]
+        assert_steps(pipe, model)
+        after = pipe.step(*plain.batch(8)).trace.lanes
+        assert [lane in after for lane in before] == [True, False, True]
+        model.zero_grad()
+        hang.over.set()  # the late one comes back, and ends
+        stuck.join(20)
+        assert not stuck.is_alive()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for _ in range(3):
+            assert_steps(pipe, model)
+
+
+def test_a_late_backward_adds_nothing_to_the_next_steps_gradients(short_grace):
+    fuse, hang = Fuse(), Hang()
+    model = model_with(fuse)
+    others = ranks_threads()
+    with Pipeline(model, Naive(3, 4), mse, timeout=0.5) as pipe:
+        (stuck,) = [thread for thread in ranks_threads() - others if thread.name == "pipelab-rank-1"]
+        fuse.backward_does = hang
+        with pytest.raises(StepTimeoutError, match="rank 1 was running 1B0"):
+            pipe.step(*plain.batch(8))
+        fuse.backward_does = None
+        model.zero_grad()
+        hang.over.set()
+        stuck.join(20)
+        assert not stuck.is_alive()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert_steps(pipe, model)
+
+
+def test_a_slow_step_in_which_something_moves_does_not_time_out():
+    fuse = Fuse()
+    model = model_with(fuse)
+    fuse.forward_does = lambda x: time.sleep(0.3) or x
+    x, y = plain.batch(5)
+    with Pipeline(model, GPipe(3, 5), mse, timeout=1.0) as pipe:
+        trace = pipe.step(x, y).trace
+    assert trace.makespan > 1000 * 1.0  # 5 x 0.3 s: with nothing moving for so long, it would have stopped
+    gradients = plain.taken(model)
+    fuse.forward_does = None
+    plain.one_after_another(model, mse, x, y, 5)
+    assert plain.equal(gradients, plain.taken(model))
+
+
+def test_no_timeout_waits_for_ever():
+    fuse = Fuse()
+    fuse.forward_does = at_call(0, lambda x: time.sleep(0.3) or x)
+    model = model_with(fuse)
+    with Pipeline(model, GPipe(3, 2), mse, timeout=None) as pipe:
+        assert pipe.step(*plain.batch(8)).trace.makespan > 1000 * 0.3
+        assert_steps(pipe, model)
+
+
+# --- interruptions
+
+
+class Alarm(Exception):  # noqa: N818 - no error of ours
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
+def test_an_interruption_stops_all_workers_and_says_where_they_were(kind):
+    fuse = Fuse()
+    model = model_with(fuse)
+    release = threading.Event()
+
+    def interrupts(x):
+        os.kill(os.getpid(), signal.SIGINT)
+        release.wait(1)
+        return x
+
+    def handler(number, frame):
+        raise kind
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+            assert_steps(pipe, model)
+            fuse.forward_does = at_call(1, interrupts)
+            with pytest.raises(kind) as interrupted:
+                pipe.step(*plain.batch(8))
+            release.set()
+            fuse.forward_does = None
+            (note,) = interrupted.value.__notes__
+            assert note.startswith("interrupted while")
+            assert "rank 1 was running 1F1" in note
+            model.zero_grad()
+            time.sleep(0.05)
+            assert all(parameter.grad is None for parameter in model.parameters())  # nobody works on
+            assert_steps(pipe, model)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def run_script(text, timeout=60.0):
+    """Run a script with all it may need; return the process, not waited for."""
+    prelude = """
+        import os, signal, sys, threading, time
+        import torch
+        from torch import nn
+        import pipelab
+        from pipelab import GPipe, OneFOneB, Pipeline
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
+        class Sleeps(nn.Module):
+            seconds = 0
+            def forward(self, x):
+                print("in the stage", flush=True)
+                time.sleep(self.seconds)
+                return x * 1
+        sleeper = Sleeps()
+        model = nn.Sequential(nn.Linear(2, 2), sleeper, nn.Linear(2, 2))
+        x, y = torch.randn(4, 2), torch.randn(4, 2)
+        pipe = Pipeline(model, OneFOneB(3, 2), nn.functional.mse_loss, timeout=TIMEOUT)
+    """
+    script = f"TIMEOUT = {timeout}\n" + textwrap.dedent(prelude) + textwrap.dedent(text)
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finished(process, seconds=40):
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"the process did not end:\n{out}\n{err}")
+    return out, err
+
+
+def test_ctrl_c_ends_a_script_with_a_note_and_the_step_after_works():
+    process = run_script("""
+        sleeper.seconds = 1
+        try:
+            pipe.step(x, y)
+        except KeyboardInterrupt as interrupt:
+            print(interrupt.__notes__[0])
+        sleeper.seconds = 0
+        pipe.step(x, y)
+        print("stepped")
+        sleeper.seconds = 1
+        pipe.step(x, y)
+    """)
+    interrupts = 0
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line == "in the stage\n" and (not interrupts or "stepped\n" in lines):
+            process.send_signal(signal.SIGINT)
+            interrupts += 1
+            if interrupts == 2:
+                break
+    out, err = finished(process)
+    told = "".join(lines) + out
+    assert "interrupted while" in told
+    assert "rank 1 was running 1F0" in told
+    assert "stepped" in told
+    assert "KeyboardInterrupt" in err
+    assert "Fatal" not in err
+    assert process.returncode in (-signal.SIGINT, 130, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("pipe.step(x, y)", id="an open pipeline"),
+        pytest.param("pipe.forward(x[:, :1]) if 0 else None", id="a pipeline that never stepped"),
+        pytest.param(
+            """
+            try:
+                pipe.step(x[:, :1], y)
+            except pipelab.PipelabError as error:
+                kept = error
+            """,
+            id="a failed step whose error is kept",
+        ),
+        pytest.param(
+            """
+            from pipelab.engine import threads
+            engine._GRACE_SECONDS = 0.1
+            sleeper.seconds = 1000
+            try:
+                pipe.step(x, y)
+            except pipelab.PipelabError as error:
+                print(type(error).__name__)
+            """,
+            id="a stage that still hangs",
+        ),
+        pytest.param(
+            """
+            sleeper.seconds = 0.5
+            threading.Thread(target=pipe.step, args=(x, y), daemon=True).start()
+            time.sleep(0.2)
+            """,
+            id="a step under way on a daemon thread",
+        ),
+    ],
+)
+def test_a_process_ends_by_itself(text):
+    process = run_script(text, timeout=0.5 if "GRACE" in text else 60)
+    _, err = finished(process)
+    assert err == ""
+    assert process.returncode == 0
+
+
+# --- closing
+
+
+def test_a_closed_pipeline_refuses_to_step_and_its_threads_end():
+    before = ranks_threads()
+    model = plain.mlp(6)
+    pipe = Pipeline(model, OneFOneB(3, 4), mse)
+    started = ranks_threads() - before
+    assert len(started) == 3
+    pipe.close()
+    pipe.close()
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()
+    for use in (
+        lambda: pipe.step(*plain.batch(8)),
+        lambda: pipe.forward(plain.batch(8)[0]),
+        lambda: pipe.verify(*plain.batch(8)),
+    ):
+        with pytest.raises(PipelineClosedError, match="this pipeline is closed: make a new one"):
+            use()
+    plain.at_once(model, mse, *plain.batch(8))  # the model is as usable as ever
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_forgotten_pipelines_threads_end(failed):
+    before = ranks_threads()
+    fuse = Fuse()
+    pipe = Pipeline(model_with(fuse), OneFOneB(3, 4), mse)
+    started = ranks_threads() - before
+    assert len(started) == 3
+    pipe.step(*plain.batch(8))
+    if failed:
+        fuse.forward_does = fails_forward
+        with pytest.raises(StageError):
+            pipe.step(*plain.batch(8))
+    del pipe
+    gc.collect()
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_an_exception_between_steps_closes_the_pipeline_and_is_passed_on():
+    before = ranks_threads()
+    pipe = Pipeline(plain.mlp(6), OneFOneB(3, 4), mse)
+    started = ranks_threads() - before
+    pipe.step(*plain.batch(8))
+    with pytest.raises(ZeroDivisionError), pipe:
+        _ = 1 / 0
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_two_threads_may_step_one_pipeline_one_after_the_other():
+    model = plain.mlp(6)
+    x, y = plain.batch(8)
+    plain.one_after_another(model, mse, x, y, 4)
+    expected = plain.taken(model)
+    errors = []
+    with Pipeline(model, OneFOneB(3, 4), mse, timeout=10) as pipe:
+
+        def steps():
+            try:
+                for _ in range(20):
+                    pipe.step(x, y)
+            except BaseException as error:  # noqa: BLE001 - told below
+                errors.append(error)
+
+        callers = [threading.Thread(target=steps) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(40)
+    assert errors == []
+    torch.testing.assert_close(plain.taken(model), {name: 60 * gradient for name, gradient in expected.items()})
+
+
+# --- what is refused before anything runs
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "told"),
+    [
+        (torch.tensor(1.0), torch.zeros(4), "x holds a tensor without dimensions"),
+        (torch.zeros(4, 6), torch.tensor(1.0), "y holds a tensor without dimensions"),
+        (torch.zeros(4, 6), torch.zeros(5, 6), "x has 4 rows and y has 5: every row needs its target"),
+        ((torch.zeros(4, 6), torch.zeros(5)), torch.zeros(4), "the tensors in x have 4 and 5 rows"),
+        (torch.zeros(3, 6), torch.zeros(3, 6), "a batch of 3 rows cannot fill 4 micro-batches"),
+        (torch.zeros(0, 6), torch.zeros(0, 6), "a batch of 0 rows cannot fill 4 micro-batches"),
+        (None, torch.zeros(4), "x holds no tensor"),
+        (torch.zeros(4, 6), "labels", "y holds no tensor"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(x, y, told):
+    model = plain.mlp(6)
+    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+        with pytest.raises(BatchError, match=told):
+            pipe.step(x, y)
+        assert_steps(pipe, model)
+
+
+def test_an_evaluation_of_too_few_rows_is_refused():
+    with (
+        Pipeline(plain.mlp(4), GPipe(2, 4), mse) as pipe,
+        pytest.raises(BatchError, match="cannot fill 4 micro-batches"),
+    ):
+        pipe.forward(torch.zeros(3, 6))
+
+
+def test_a_schedule_that_stands_where_the_model_should_is_told_to_change_places():
+    schedule = GPipe(2, 2)
+    told = r"^Pipeline\(model, schedule, loss_fn\): the model comes first, and (GPipe|Plan)\(.*\) stands first$"
+    for first in (schedule, schedule.plan()):
+        with pytest.raises(TypeError, match=told):
+            Pipeline(first, plain.mlp(2), mse)
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(EngineError, match="engine='mpi': expected 'threads'"):
+        Pipeline(plain.mlp(4), GPipe(2, 2), mse, engine="mpi")
+
+
+def test_an_illegal_plan_is_refused_with_its_faults():
+    deadlock = Plan([[F(0, 0), B(0, 0)], [B(0, 1), F(0, 1)]], 2, 1)
+    with pytest.raises(ScheduleError) as refused:
+        Pipeline(plain.mlp(4), deadlock, mse)
+    assert {fault.code for fault in refused.value.faults} == {"unordered"}
+    with pytest.raises(ScheduleError, match="missing"):
+        Pipeline(plain.mlp(4), Plan([[F(0, 0)]], 1, 1), mse)
+
+
+def test_what_is_refused_starts_no_thread():
+    before = ranks_threads()
+    for arguments in ({"devices": ["cpu"]}, {"engine": "mpi"}, {"reduction": "max"}):
+        with pytest.raises(EngineError):
+            Pipeline(plain.mlp(4), GPipe(2, 2), mse, **arguments)
+    with pytest.raises(EngineError):
+        Pipeline(plain.mlp(1), GPipe(2, 2), mse)
+    assert ranks_threads() <= before
+
+
+class RootOfWeight(nn.Module):
+    """Its output is finite, and so is its input's gradient; its weight's, the slope of a root at zero, is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sqrt()
+
+
+def test_a_weights_gradient_is_watched_too():
+    model = nn.Sequential(RootOfWeight(), nn.Linear(6, 6))
+    with (
+        Pipeline(model, Naive(2, 2), mse, watch_nan=True) as pipe,
+        pytest.raises(NotANumberError, match="0B0 on rank 0 made (NaN|infinity): the gradient of 0.weight"),
+    ):
+        pipe.step(*plain.batch(4))
+
+
+class DoubledInPlace(torch.autograd.Function):
+    """Writes into the gradient that it is given, as PyTorch forbids but nothing prevents."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2)
+
+
+def test_a_loss_that_writes_into_its_gradient_harms_no_other_microbatch():
+    def loss(output, target):
+        return DoubledInPlace.apply(mse(output, target))
+
+    x, y = plain.batch(8)
+    ours, theirs = plain.mlp(2), plain.mlp(2)
+    with Pipeline(ours, GPipe(2, 4), loss) as pipe:
+        pipe.step(x, y)
+    for micro_x, micro_y in zip(x.chunk(4), y.chunk(4), strict=True):
+        (2 * mse(theirs(micro_x), micro_y) / 4).backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+class WritesIntoItsInput(nn.Module):
+    """Begins with an operation in place that no module's attribute shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(x, inplace=True)
+
+
+def test_a_stage_that_writes_into_its_leaf_is_told_to_clone_it():
+    model = nn.Sequential(nn.Linear(6, 6), WritesIntoItsInput())
+    with Pipeline(model, Naive(2, 2), mse) as pipe, pytest.raises(StageError, match="try: clone the stage's input"):
+        pipe.step(*plain.batch(4))
+
+
+def test_the_callers_number_of_processor_threads_stays_as_it_was():
+    script = """
+        import pipelab, torch
+        asked = 3
+        torch.set_num_threads(asked)
+        model = pipelab.emulated(2, 0, 0)
+        with pipelab.Pipeline(model, pipelab.Naive(2, 2), torch.nn.functional.mse_loss, intra_op_threads=1) as pipe:
+            assert torch.get_num_threads() == asked
+            pipe.step(torch.ones(2, 1), torch.ones(2, 1))
+            assert torch.get_num_threads() == asked
+        print(torch.get_num_threads())
+    """
+    found = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert (found.stdout.strip(), found.stderr) == ("3", "")
+
+
+def test_the_default_number_of_processor_threads_stays_as_it_was_too():
+    script = """
+        import pipelab, torch
+        model = pipelab.emulated(2, 0, 0)
+        pipe = pipelab.Pipeline(model, pipelab.Naive(2, 2), torch.nn.functional.mse_loss, intra_op_threads=1)
+        import os
+        print(torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]))
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (found.stdout.strip(), found.stderr) == ("True", "")
+
+
+def test_where_memory_ran_out_it_is_let_go_while_the_error_is_looked_at_and_the_next_step_works():
+    held = []
+
+    def out_of_memory(x):
+        activation = x * 2
+        held.append(weakref.ref(activation))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+        fuse.forward_does = out_of_memory
+        with pytest.raises(StageError) as caught:
+            pipe.step(*plain.batch(8))
+        fuse.forward_does = None
+        told = str(caught.value)
+        assert "1F0 on rank 1 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB" in told
+        assert "test_faults.py" in told
+        assert "try: more micro-batches of fewer rows each" in told
+        assert [activation() for activation in held] == [None]
+        assert_steps(pipe, model)

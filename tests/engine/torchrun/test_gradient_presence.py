@@ -1,0 +1,73 @@
+"""Marks of the gradients that come, without processes: what is sent, what arrives, and who is named if it cannot be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pipelab
+from pipelab.engine.torchrun.groups import parts_of
+from pipelab.engine.torchrun.messages import Form, Marks, form_of
+from pipelab.engine.torchrun.stage import ProcessStage
+
+
+class Mail:
+    """A group of processes that are all this one: what is sent to a rank is received in turn."""
+
+    def __init__(self):
+        self.letters = {}
+        self.waited = 0
+
+    def send(self, tensors, rank, tag):
+        self.letters.setdefault((rank, tag), []).append(tensors[0].clone())
+        return self
+
+    def recv(self, tensors, rank, tag):
+        tensors[0].copy_(self.letters[rank, tag].pop(0))
+        return self
+
+    def wait(self):
+        self.waited += 1
+
+
+class Cut:
+    """A group whose connections are lost."""
+
+    def send(self, *_):
+        raise RuntimeError("connection reset")
+
+    recv = send
+
+
+@pytest.mark.parametrize("there", [[True], [False], [True, False, True], []])
+def test_marks_arrive_as_they_were_sent(there):
+    mail = Mail()
+    ours, theirs = Marks(mail, (4, 7)), Marks(mail, (4, 7))
+    ours.send(there, 1)
+    theirs.receive(3, len(there), 1)
+    assert [key[0] for key in mail.letters] == [7]  # the rank among all processes
+    assert theirs.under_way(3) == [mail]
+    assert theirs.under_way(2) == []
+    assert theirs.take(3) == there
+    assert theirs.under_way(3) == []
+    ours.finish()
+    assert mail.waited == 1
+
+
+@pytest.mark.parametrize("ask", ["get_bwd_send_ops", "get_bwd_recv_ops"])
+def test_where_marks_cannot_go_it_is_known_to_whom(monkeypatch, ask):
+    monkeypatch.setattr("torch.distributed.P2POp", lambda *_, **__: None)
+    (part,) = parts_of(pipelab.GPipe(3, 2).plan())
+    runner = SimpleNamespace(index=1, is_first=False, is_last=False, module=torch.nn.Identity())
+    connections = SimpleNamespace(carrier=torch.device("cpu"), pipeline=None, everyone=Cut())
+    stage = ProcessStage(runner, part, 1, connections, None)
+    stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 2}
+    made = torch.ones(2, requires_grad=True)
+    form: Form = form_of(made, "stage 0")
+    stage.begin(SimpleNamespace(loss=object(), form=lambda *_: form, kept={}, peer=None))
+    stage.back[0] = torch.ones(2)
+    with pytest.raises(RuntimeError, match="connection reset"):
+        getattr(stage, ask)(0)
+    assert stage.passage.peer == {"get_bwd_send_ops": 0, "get_bwd_recv_ops": 2}[ask]

@@ -1,0 +1,174 @@
+"""Lowering: PyTorch's runtime runs the plan's order, and its sends and receives meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import networkx
+import pytest
+import torch
+from hypothesis import given, settings
+from strategies import legal_cases
+
+import pipelab
+from pipelab import Action, B, EngineError, F, I, OneFOneB, Plan, R, W, replicate, schedules
+from pipelab.engine.torchrun.groups import parts_of
+from pipelab.engine.torchrun.runtime import lowered
+
+
+@dataclass
+class Recorder:
+    """What PyTorch's runtime takes for a stage: it writes down what it is asked for, and gives nothing to send."""
+
+    stage_index: int
+    num_stages: int
+    group_rank: int
+    group_size: int
+    computed: list = field(default_factory=list)
+    moved: list = field(default_factory=list)
+    has_backward: bool = True
+    submod: torch.nn.Module = field(default_factory=torch.nn.Identity)
+    output_chunks: list = field(default_factory=list)
+    stage_index_to_group_rank: dict = field(default_factory=dict)
+
+    @property
+    def is_first(self):
+        return self.stage_index == 0
+
+    @property
+    def is_last(self):
+        return self.stage_index == self.num_stages - 1
+
+    def forward_one_chunk(self, microbatch, *_, **__):
+        self.computed.append(F(microbatch, self.stage_index))
+
+    def backward_one_chunk(self, microbatch, loss=None, full_backward=True, **_):
+        self.computed.append((B if full_backward else I)(microbatch, self.stage_index))
+
+    def backward_weight_one_chunk(self, microbatch, **_):
+        self.computed.append(W(microbatch, self.stage_index))
+
+    def perform_reduce_grad(self, _):
+        self.computed.append(R(self.stage_index))
+
+    def set_local_fwd_input(self, *_): ...
+
+    def set_local_bwd_input(self, *_): ...
+
+    def get_local_bwd_output(self, *_): ...
+
+    def release_fwd_send_outputs(self, _): ...
+
+    def get_fwd_send_ops(self, microbatch):
+        return self._move("out", microbatch, self.stage_index, self.stage_index + 1)
+
+    def get_fwd_recv_ops(self, microbatch):
+        return self._move("out", microbatch, self.stage_index - 1, self.stage_index)
+
+    def get_bwd_send_ops(self, microbatch):
+        return self._move("gin", microbatch, self.stage_index, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, microbatch):
+        return self._move("gin", microbatch, self.stage_index + 1, self.stage_index)
+
+    def _move(self, what, microbatch, source, target):
+        ranks = self.stage_index_to_group_rank
+        self.moved.append((ranks[source], ranks[target], what, microbatch, source))
+        return []
+
+
+def ran(plan: Plan, rank: int) -> tuple[list[Action], list[tuple]]:
+    """Return what one rank computed, and what it sent or received, in order."""
+    computed, moved = [], []
+    stages = [
+        Recorder(stage, plan.stages, rank, plan.ranks, computed, moved)
+        for stage, (home,) in plan.replicas.items()
+        if home == rank
+    ]
+    lowered(plan, rank, stages, lambda *_: None)([(None,)] * plan.microbatches)
+    return computed, moved
+
+
+def with_all_ranks_busy(case) -> Plan:
+    """Return a legal plan with every stage on one rank, every rank with a stage, in an order that the case allows."""
+    homes = sorted(set(case.table[: case.stages]))
+    rank_of = {stage: homes.index(case.table[stage]) for stage in range(case.stages)}
+    rows: list[list[Action]] = [[] for _ in homes]
+    for action in networkx.topological_sort(case.plan.graph()):
+        rows[rank_of[action.stage]].append(action)
+    return Plan(rows, case.stages, case.microbatches)
+
+
+@settings(max_examples=80)
+@given(case=legal_cases())
+def test_any_legal_order_runs_as_it_is_and_every_pair_of_ranks_sends_in_the_order_in_which_it_receives(case):
+    plan = with_all_ranks_busy(case)
+    both = [ran(plan, rank) for rank in range(plan.ranks)]
+    for rank, (computed, _) in enumerate(both):
+        assert tuple(computed) == plan.rows[rank]
+    for one in range(plan.ranks):
+        for other in range(one):
+            ours, theirs = ([move for move in both[rank][1] if {*move[:2]} == {one, other}] for rank in (one, other))
+            assert ours == theirs  # the same transfers in the same order: no backend can get stuck
+
+
+@pytest.mark.parametrize("name", [name for name in schedules if schedules[name].refusal(4, 8) is None])
+def test_the_catalogue_runs_in_its_own_order_pairs_one_after_the_other(name):
+    plan = schedules[name](4, 8).plan()
+    if any(len(ranks) > 1 for ranks in plan.replicas.values()):
+        with pytest.raises(EngineError, match="PyTorch's runtime has every stage of a pipeline on one rank"):
+            parts_of(plan)
+        return
+    action = plan.program.numbering.action
+    for rank, row in enumerate(plan.program.rows):
+        assert ran(plan, rank)[0] == [action(code) for code in row]
+
+
+def test_an_all_reduce_runs_where_the_plan_lists_it():
+    plan = Plan([[F(0, 0), F(0, 1), B(0, 1), R(1), B(0, 0), R(0)]], 2, 1)
+    assert tuple(ran(plan, 0)[0]) == plan.rows[0]
+    early = Plan([[F(0, 0), B(0, 0)]], 1, 1)
+    assert ran(early, 0)[0] == [F(0, 0), B(0, 0)]  # and nowhere else
+
+
+def test_replicas_are_pipelines_of_their_own():
+    plan = replicate(OneFOneB(2, 4), 2).plan()
+    first, second = parts_of(plan)
+    assert (first.ranks, first.microbatches) == ((0, 1), (0, 2, 4, 6))
+    assert (second.ranks, second.microbatches) == ((2, 3), (1, 3, 5, 7))
+    alone = OneFOneB(2, 4).plan()
+    for part in (first, second):
+        for row, expected in zip(part.plan.rows, alone.rows, strict=True):
+            assert row[:-1] == expected
+            assert row[-1].kind == "R"
+    assert first.plan.replicas == {0: (0,), 1: (1,)}
+
+
+def test_a_pipeline_that_is_no_replica_is_all_of_the_plan():
+    plan = OneFOneB(3, 4).plan()
+    (part,) = parts_of(plan)
+    assert part.plan is plan
+    assert (part.ranks, part.microbatches) == ((0, 1, 2), (0, 1, 2, 3))
+
+
+def test_a_rank_with_nothing_to_do_is_refused():
+    with pytest.raises(EngineError, match="rank 1 of 2 has nothing to do"):
+        parts_of(Plan([[F(0, 0), B(0, 0)], []], 1, 1))
+
+
+def test_a_stage_on_several_ranks_of_one_pipeline_is_refused_with_the_micro_batches_that_part():
+    rows = [[F(0, 0), F(1, 1), B(0, 0), B(1, 1)], [F(1, 0), F(0, 1), B(0, 1), B(1, 0)]]
+    plan = Plan(rows, 2, 2, lambda microbatch, stage: stage if microbatch == 0 else 1 - stage)
+    assert pipelab.check(plan) == []
+    with pytest.raises(
+        EngineError, match="stage 0 is on ranks 0, 1 of one pipeline.*micro-batch 0 and of micro-batch 1"
+    ):
+        parts_of(plan)
+
+
+def test_replicas_that_place_their_stages_differently_make_no_mesh():
+    rows = [[F(0, 0), B(0, 0)], [F(0, 1), B(0, 1)], [F(1, 1), B(1, 1)], [F(1, 0), B(1, 0)]]
+    plan = Plan(rows, 2, 2, lambda microbatch, stage: stage if microbatch == 0 else 3 - stage)
+    assert pipelab.check(plan) == []
+    with pytest.raises(EngineError, match="2 pipelines .* place their stages differently"):
+        parts_of(plan)

@@ -1,0 +1,596 @@
+"""The torch engine in one process: a world of one, where PyTorch's runtime runs without any network."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import networkx
+import plain
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import legal_cases
+from torch import nn
+
+import pipelab
+from pipelab import (
+    BatchError,
+    DeviceError,
+    EngineError,
+    GPipe,
+    LossError,
+    NotANumberError,
+    OneFOneB,
+    Pipeline,
+    PipelineClosedError,
+    Plan,
+    R,
+    StageError,
+    StepTimeoutError,
+    Trace,
+)
+
+mse = nn.functional.mse_loss
+
+PLAN = Plan.parse(["0F0 1F0 0F1 1I0 1F1 0I0 1B1 0W0 1W0 0B1"])
+"""Two stages, two micro-batches, one rank; one backward of each stage is split."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def both(plan, x, y, layers=None, loss_fn=mse, **settings):
+    """Return gradients, loss and outputs of one step, by the torch engine and by the threads engine."""
+    found = []
+    for engine in ("torch", "threads"):
+        model = layers() if layers else plain.mlp(2 * plan.stages)
+        with Pipeline(model, plan, loss_fn, engine=engine, **settings) as pipe:
+            step = pipe.step(x, y)
+        stages = nn.ModuleList(model) if isinstance(model, list) else model
+        found.append((plain.taken(stages), step.loss, step.outputs))
+    return found
+
+
+def on_one_rank(case) -> Plan:
+    """Return a legal plan on one rank, without R, in an order that the case allows."""
+    order = [action for action in networkx.topological_sort(case.plan.graph()) if action.kind != "R"]
+    return Plan([order], case.stages, case.microbatches)
+
+
+@settings(max_examples=25)
+@given(case=legal_cases(), more=st.integers(0, 3))
+def test_any_order_gives_the_same_bits_as_in_the_threads_engine(case, more):
+    plan = on_one_rank(case)
+    ours, theirs = both(plan, *plain.batch(plan.microbatches + more))
+    assert plain.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+    assert torch.equal(ours[2], theirs[2])
+
+
+class Both(nn.Module):
+    """Gives a dictionary with what learns, what does not, and nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return {"made": self.linear(x), "rows": torch.arange(len(x)), "none": None}
+
+
+class Joined(nn.Module):
+    """Takes that dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, given):
+        assert given["none"] is None
+        return self.linear(given["made"]) + given["rows"].unsqueeze(1)
+
+
+def test_stages_may_give_dictionaries():
+    torch.manual_seed(0)
+    model = [Both(), Joined()]
+    ours, theirs = both(PLAN, *plain.batch(5), layers=lambda: copy.deepcopy(model))
+    assert plain.equal(ours[0], theirs[0])
+    assert torch.equal(ours[2], theirs[2])
+
+
+def test_a_step_adds_to_the_gradients_and_never_zeroes_them():
+    model = plain.mlp(4)
+    x, y = plain.batch(6)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        pipe.step(x, y)
+        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        holders = {name: parameter.grad for name, parameter in model.named_parameters()}
+        pipe.step(x, y)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is holders[name]
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+def test_the_trace_holds_every_action_in_the_plans_order(tmp_path):
+    with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
+        trace = pipe.step(*plain.batch(6)).trace
+    assert tuple(event.action for event in trace.events) == PLAN.rows[0]
+    assert all(event.start < event.end for event in trace.events)
+    assert [one.end <= other.start for one, other in zip(trace.events, trace.events[1:], strict=False)] == [True] * 9
+    assert (trace.source, trace.unit) == ("measured", "ms")
+    assert trace.note == "1 process, clocks within 0 ms of rank 0's"
+    assert trace.lanes == (f"cpu, process {os.getpid()} on {os.uname().nodename}",)
+    assert Trace.load(trace.save(tmp_path / "trace.json")) == trace
+
+
+def test_an_all_reduce_of_a_stage_on_one_rank_does_nothing_and_shows():
+    plan = Plan([[*PLAN.rows[0], R(1), R(0)]], 2, 2)
+    model = plain.mlp(4)
+    x, y = plain.batch(6)
+    with Pipeline(model, plan, mse, engine="torch") as pipe:
+        trace = pipe.step(x, y).trace
+    ours = plain.taken(model)
+    assert [str(event.action) for event in trace.events[-2:]] == ["1R", "0R"]
+    assert plain.equal(ours, both(PLAN, x, y)[1][0])
+
+
+def test_a_forward_touches_no_gradient_and_knows_the_mode():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6))
+    x, y = plain.batch(8)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        model.eval()
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.train()
+        pipe.step(x, y)
+        assert model[1].num_batches_tracked == 2  # learning the shapes left no trace
+        model.eval()
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())
+
+
+def test_learning_the_shapes_draws_no_random_number():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Tanh())
+    x, y = plain.batch(4)
+    torch.manual_seed(3)
+    with Pipeline(copy.deepcopy(model), GPipe(1, 1), mse, engine="torch") as pipe:
+        once = pipe.step(x, y).outputs
+    torch.manual_seed(3)
+    assert torch.equal(once, model(x))
+
+
+def test_learning_the_shapes_leaves_a_buffer_unmade():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("mean", None)
+
+        def forward(self, x):
+            self.mean = x.detach().mean(0) if self.mean is None else (self.mean + x.detach().mean(0)) / 2
+            return self.linear(x)
+
+    found = []
+    for engine in ("torch", "threads"):
+        model = [Mean(), nn.Linear(6, 6)]
+        with Pipeline(model, PLAN, mse, engine=engine) as pipe:
+            pipe.step(*plain.batch(4))
+        found.append(model[0].mean)
+    assert torch.equal(*found)
+
+
+def test_verify_proves_and_restores():
+    model = plain.mlp(4)
+    x, y = plain.batch(7)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        pipe.step(x, y)
+        before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        proof = pipe.verify(x, y)
+        assert (proof.exact, proof.parameters) == (True, 4)
+        assert proof.whole_batch_difference < 1e-6
+        assert plain.equal({name: parameter.grad for name, parameter in model.named_parameters()}, before)
+
+
+def test_clipping_is_by_the_norm_of_all():
+    model, twin = plain.mlp(4), plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        pipe.step(x, y)
+        norm = pipe.clip_grad_norm_(0.01)
+    plain.one_after_another(twin, mse, x, y, 2)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.01))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("norm_type", [2, "inf", 0, -1, 0.5])
+def test_clipping_gives_the_type_and_the_bits_that_pytorch_gives(norm_type):
+    class WithUnused(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 6)
+            self.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    found = []
+    for engine in ("torch", "threads"):
+        torch.manual_seed(0)
+        model = nn.Sequential(WithUnused(), nn.Linear(6, 6))
+        with Pipeline(model, PLAN, mse, engine=engine) as pipe:
+            pipe.step(*plain.batch(4))
+            norm = pipe.clip_grad_norm_(0.01, norm_type)
+        found.append((norm.dtype, norm.item(), model[0].weight.grad.tolist()))
+    assert found[0] == found[1]
+
+
+def test_a_model_without_gradients_has_a_norm_of_zero():
+    with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
+        assert pipe.clip_grad_norm_(1.0, float("-inf")) == 0
+
+
+def test_the_callers_autocast_holds_in_forwards():
+    def loss(output, target):
+        return mse(output.float(), target)
+
+    model = plain.mlp(4)
+    seen = []
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with Pipeline(model, PLAN, loss, engine="torch") as pipe:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pipe.step(*plain.batch(4))
+            assert set(seen) == {torch.bfloat16}
+            assert pipe.verify(*plain.batch(4)).exact
+        seen.clear()
+        pipe.step(*plain.batch(4))
+        assert set(seen) == {torch.float32}
+
+
+def test_emulated_stages_take_their_time():
+    with Pipeline(pipelab.emulated(2, 4, 8), PLAN, mse, engine="torch") as pipe:
+        rows = torch.ones(2, 1)
+        pipe.step(rows, rows)
+        trace = pipe.step(rows, rows).trace
+    assert all(event.duration >= 3.99 for event in trace.events if event.action.kind == "F")
+
+
+# --- what is refused
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise ValueError("a bug of mine")
+
+
+def test_a_stage_that_raises_is_told_with_its_place_and_the_pipeline_is_over():
+    with Pipeline([nn.Linear(6, 6), Raises()], PLAN, mse, engine="torch") as pipe:
+        with pytest.raises(
+            StageError, match=r"1F0 on rank 0 failed: ValueError: a bug of mine\n  stage 1, .* on cpu\n"
+        ):
+            pipe.step(*plain.batch(4))
+        with pytest.raises(PipelineClosedError, match="this pipeline has failed: start all processes anew\n  1F0 on"):
+            pipe.step(*plain.batch(4))
+
+
+def test_a_stage_that_hangs_is_left_with_its_line():
+    class Hangs(nn.Module):
+        def forward(self, x):
+            time.sleep(1.5)
+            return x
+
+    model = [nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), Hangs())]
+    with Pipeline(model, PLAN, mse, engine="torch", timeout=0.4) as pipe:
+        with pytest.raises(StepTimeoutError, match=r"nothing moved on rank 0 .* running 1F0 .* time\.sleep\(1\.5\)"):
+            pipe.step(*plain.batch(4))
+        with pytest.raises(PipelineClosedError, match="nothing moved on rank 0"):
+            pipe.step(*plain.batch(4))
+    time.sleep(1.3)  # it comes back, and adds to nothing that matters
+
+
+def test_nan_is_named_with_its_maker():
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    x[3, 0] = float("nan")
+    with (
+        Pipeline(model, PLAN, mse, engine="torch", watch_nan=True) as pipe,
+        pytest.raises(NotANumberError, match="0F1 on rank 0 made NaN: the output of stage 0, micro-batch 1"),
+    ):
+        pipe.step(x, y)
+
+
+def test_an_output_that_is_no_tensor_cannot_travel():
+    class Counts(nn.Module):
+        def forward(self, x):
+            return x, len(x)
+
+    plan = Plan([[*PLAN.rows[0]]], 2, 2)
+    with (
+        Pipeline([Counts(), nn.Identity()], plan, mse, engine="torch") as pipe,
+        pytest.raises(EngineError, match="stage 0 gives int among its outputs: between processes only tensors travel"),
+    ):
+        pipe.step(*plain.batch(4))
+
+
+def test_a_batch_that_cannot_be_cut_leaves_the_pipeline_as_it_was():
+    with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
+        with pytest.raises(BatchError, match="a batch of 1 row cannot fill 2 micro-batches"):
+            pipe.step(*plain.batch(1))
+        pipe.step(*plain.batch(2))
+
+
+def test_a_loss_that_averages_otherwise_leaves_the_pipeline_as_it_was():
+    x, target = plain.batch(4)[0], torch.tensor([-100, 1, 2, 3])
+    with Pipeline(plain.mlp(4), PLAN, nn.CrossEntropyLoss(), engine="torch") as pipe:
+        with pytest.raises(LossError, match="leaves out targets that are -100"):
+            pipe.step(x, target)
+        target[0] = 0
+        assert pipe.verify(x, target).whole_batch_difference < 1e-5
+
+
+def test_a_closed_pipeline_says_so():
+    with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
+        pass
+    with pytest.raises(PipelineClosedError, match="this pipeline is closed"):
+        pipe.step(*plain.batch(4))
+    pipe.close()  # once more does no harm
+
+
+def test_the_number_of_processes_must_be_the_plans():
+    with pytest.raises(EngineError, match=r"the plan has 2 ranks and torchrun started 1 process: .*\n  try: torchrun"):
+        Pipeline(plain.mlp(4), OneFOneB(2, 2), mse, engine="torch")
+
+
+def test_what_cannot_be_lowered_is_refused_before_anything_else():
+    plan = Plan([[pipelab.F(0, 0), pipelab.B(0, 0)], []], 1, 1)
+    with pytest.raises(EngineError, match="rank 1 of 2 has nothing to do"):
+        Pipeline(plain.mlp(4), plan, mse, engine="torch")
+
+
+def test_parameters_without_a_shape_are_refused_by_name():
+    with pytest.raises(
+        EngineError, match="0.weight of stage 1 has no shape yet: .*\n  try: run the model forward once"
+    ):
+        Pipeline([nn.Linear(6, 6), nn.Sequential(nn.LazyLinear(6))], PLAN, mse, engine="torch")
+
+
+def test_a_process_started_alone_is_told_how_to_start_several():
+    script = """
+import pipelab, torch, torch.distributed as dist
+try:
+    pipelab.Pipeline([torch.nn.Linear(2, 2)], pipelab.GPipe(1, 1), torch.nn.MSELoss(), engine="torch")
+except pipelab.EngineError as error:
+    print(error, dist.is_initialized(), sep="\\n")
+"""
+    env = {key: value for key, value in processes.environment().items() if key not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100, check=False)
+    assert found.stdout.splitlines() == [
+        "engine='torch' runs one process per rank, and this process was started alone",
+        "  try: pipelab launch train.py --ranks 1",
+        "  which runs: torchrun --standalone --nproc-per-node 1 train.py",
+        "False",
+    ], found.stderr
+
+
+def test_a_pipeline_in_threads_under_torchrun_warns_that_every_process_runs_all_of_it(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.warns(UserWarning, match="torchrun started 2 processes, and each of them runs all ranks of this pip"),
+        Pipeline(plain.mlp(2), pipelab.GPipe(2, 2), mse) as pipe,
+    ):
+        assert pipe.step(*plain.batch(4)).loss > 0  # it runs all the same
+
+
+def test_what_travels_is_described_for_people():
+    from pipelab.engine.torchrun.agreement import describe_batch
+
+    assert describe_batch([torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(2, 4)]) == (
+        "2 x [3, 4] float32 and 1 x [2, 4] float32"
+    )
+    assert describe_batch([{"a": torch.zeros(3, dtype=torch.int64)}]).startswith("1 x [3] int64 in ")
+
+
+def test_the_plan_and_model_are_described_so_that_they_can_be_compared():
+    from pipelab.engine.torchrun.joining import describe_model, describe_plan
+
+    assert json.loads(json.dumps(describe_plan(PLAN))) == describe_plan(PLAN)
+    assert describe_plan(PLAN)["sizes"] == [1, 2, 2]
+    assert describe_model([nn.Linear(2, 3), nn.BatchNorm1d(3)])[:3] == [
+        "weight of stage 0: [3, 2] float32",
+        "bias of stage 0: [3] float32",
+        "weight of stage 1: [3] float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend", "warning"),
+    [
+        (["", "", ""], "gloo", None),
+        (["GPU-1", "GPU-2", "GPU-3"], "nccl", None),
+        (["GPU-1", "GPU-2", "GPU-1"], "gloo", "the processes share GPUs"),
+        (["GPU-1", "", "GPU-2"], "gloo", "the processes run on GPUs and on processors"),
+    ],
+)
+def test_nccl_connects_processes_that_have_a_gpu_each_and_gloo_all_others(gpus, backend, warning):
+    from pipelab.engine.torchrun.groups import backend_of
+
+    with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
+        assert backend_of([{"gpu": gpu} for gpu in gpus]) == backend
+
+
+def test_each_process_takes_its_own_device_of_those_that_were_asked_for():
+    from pipelab.engine.torchrun.groups import device_of
+
+    assert device_of(["cpu", "cpu"], 1) == torch.device("cpu")
+    assert device_of(["cuda:7", "cpu"], 1) == torch.device("cpu")  # the other one may be on another machine
+    with pytest.raises(DeviceError, match="rank 1 wants cuda:77, but this machine has"):
+        device_of(["cpu", "cuda:77"], 1)
+    with pytest.raises(DeviceError, match="2 devices for 1 ranks"):
+        Pipeline(plain.mlp(4), PLAN, mse, engine="torch", devices=["cpu", "cpu"])
+
+
+# --- what learns may change between steps
+
+
+def test_a_stage_that_is_unfrozen_after_the_first_step_learns_from_then_on():
+    found = []
+    x, y = plain.batch(6)
+    for engine in ("torch", "threads"):
+        model = plain.mlp(4)
+        first = model[:2]
+        first.requires_grad_(False)
+        with Pipeline(model, PLAN, mse, engine=engine) as pipe:
+            pipe.step(x, y)
+            assert all(parameter.grad is None for parameter in first.parameters())
+            first.requires_grad_(True)
+            model.zero_grad()
+            pipe.step(x, y)
+        found.append(plain.taken(model))
+    assert plain.equal(*found)
+
+
+def test_a_process_that_froze_other_parameters_would_be_told():
+    from pipelab.engine.stage.caller import PLAIN
+
+    model = plain.mlp(4)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        x, _ = plain.batch(4)
+
+        def shapes(learning=True):
+            return pipe._engine._shapes([x], PLAIN, learning=learning)
+
+        before, evaluating = shapes(), shapes(learning=False)
+        assert before.endswith("; frozen nothing")
+        model[0].bias.requires_grad_(False)
+        assert shapes().endswith("; frozen 0.bias of stage 0")
+        assert shapes(learning=False) == evaluating  # nothing comes back
+        model[0].weight.requires_grad_(False)
+        assert shapes().endswith("; frozen stage 0")
+        x.requires_grad_(True)
+        assert shapes().endswith("; frozen stage 0; x wants a gradient")
+
+
+def test_an_output_whose_gradient_comes_back_for_some_micro_batches_only_is_refused():
+    class Sometimes(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            made = super().forward(x)
+            return made.detach() if self.calls == 3 else made  # the first call learns the shapes
+
+    with (
+        Pipeline([Sometimes(6, 6), nn.Linear(6, 6)], PLAN, mse, engine="torch") as pipe,
+        pytest.raises(StageError, match=r"0F1 on rank 0 gives tensors with a history \[False\], .* gave \[True\]"),
+    ):
+        pipe.step(*plain.batch(4))
+
+
+def test_an_output_that_is_put_together_otherwise_than_before_is_refused():
+    class Turns(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            made = super().forward(x)
+            named = {"a": made, "b": 2 * made}
+            return dict(reversed(named.items())) if self.calls == 3 else named  # the first call learns the shapes
+
+    class Takes(nn.Linear):
+        def forward(self, given):
+            return super().forward(given["a"]) + given["b"]
+
+    with (
+        Pipeline([Turns(6, 6), Takes(6, 6)], PLAN, mse, engine="torch") as pipe,
+        pytest.raises(StageError, match=r"^0F1 on rank 0 gives its tensors in .*'b', 'a'.* in .*'a', 'b'.* before: "),
+    ):
+        pipe.step(*plain.batch(4))
+
+
+def test_a_stage_keeps_nothing_of_a_step_for_another_stage_of_its_rank():
+    model = plain.mlp(4)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        stages = pipe._engine._stages
+        during = []
+        model[2].register_forward_hook(lambda *_: during.append(len(stages[0].made)))
+        pipe.step(*plain.batch(4))
+        assert during == [0] * len(during)
+        for stage in stages:
+            assert not hasattr(stage, "passage")
+            assert [stage.given, stage.made, stage.gradients, stage.back] == [{}, {}, {}, {}]
+        pipe.step(*plain.batch(4))
+
+
+class Weighted(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, output, target):
+        return mse(output * self.weight, target)
+
+
+def test_a_loss_that_learns_is_refused_where_several_ranks_would_train_it():
+    plan = pipelab.replicate(OneFOneB(1, 2), 2)
+    loss = Weighted()
+    with pytest.raises(EngineError, match="the loss has a parameter 'weight', and the last stage is on ranks 0, 1: "):
+        Pipeline(plain.mlp(2), plan, loss, engine="torch")
+    loss.requires_grad_(False)  # now only the number of processes is wrong
+    with pytest.raises(EngineError, match="the plan has 2 ranks"):
+        Pipeline(plain.mlp(2), plan, loss, engine="torch")
+
+
+def test_a_loss_that_learns_may_do_so_on_one_rank():
+    loss, twin = Weighted(), Weighted()
+    x, y = plain.batch(4)
+    for engine, loss_fn in (("torch", loss), ("threads", twin)):
+        with Pipeline(plain.mlp(4), PLAN, loss_fn, engine=engine) as pipe:
+            pipe.step(x, y)
+    assert torch.equal(loss.weight.grad, twin.weight.grad)
+
+
+def test_a_closed_pipeline_leaves_no_connections_behind():
+    from torch.distributed import distributed_c10d
+
+    def groups():
+        return len(distributed_c10d._world.pg_map)
+
+    def threads():
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        return names.count("pt_gloo_runloop")
+
+    before, threads_before = groups(), threads()
+    for _ in range(3):
+        with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
+            pipe.step(*plain.batch(4))
+            pipe.state_dict()
+            assert groups() == before + 1
+            assert threads() > threads_before or torch.__version__.startswith("2.10.")  # which does not name them
+        assert groups() == before
+        assert threads() == threads_before  # they would let go of tensors while the process ends, which aborts it
+        pipe.close()  # once more does no harm
+        with pytest.raises(PipelineClosedError):
+            pipe.step(*plain.batch(4))
+
+
+def test_a_pipeline_that_failed_leaves_its_connections_alone():
+    with (
+        Pipeline([nn.Linear(6, 6), Raises()], PLAN, mse, engine="torch") as pipe,
+        pytest.raises(StageError),
+    ):
+        pipe.step(*plain.batch(4))
+    assert dist.get_backend(pipe._engine.group) == "gloo"  # it is there still

@@ -1,0 +1,137 @@
+"""The contract with PyTorch's private pipelining names: a torch that moved one must fail here, by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import warnings
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from pipelab.conformance import native, recording, steps
+from pipelab.conformance.recording import NATIVE, RecordingStage, order_table
+from pipelab.conformance.steps import alone
+from pipelab.engine.torchrun import launch, runtime
+from pipelab.engine.torchrun.stage import ProcessStage
+from pipelab.errors import EngineError
+
+
+@pytest.fixture
+def asked_anew():
+    """Let `load` look again, before and after."""
+    runtime.load.cache_clear()
+    yield
+    runtime.load.cache_clear()
+
+
+def test_this_torch_has_every_name() -> None:
+    """Actions read and write as pipelab's do, and the runtime takes an order."""
+    found = runtime.load()
+    assert str(found.action.from_str("2B3")) == "2B3"
+    assert str(found.action(2, found.schedules._ComputationType.REDUCE_GRAD, None)) == "2REDUCE_GRAD"
+    assert issubclass(found.schedules.ScheduleDualPipeV, found.runtime)
+    assert {"run", "parse_args"} <= vars(launch.torch_run).keys()
+
+
+@pytest.mark.parametrize("module", [runtime, native, steps, recording])
+def test_every_private_name_of_pytorchs_that_is_used_stands_in_the_table(module: ModuleType) -> None:
+    table = {part for names in runtime._NAMES.values() for name in names for part in name.split(".")}
+    nodes = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in nodes if re.match("_[^_]", node.attr) and ast.unparse(node.value) != "self"}
+    assert used <= table
+
+
+@pytest.mark.parametrize("kind", NATIVE.values())
+def test_this_torch_has_every_schedule_and_it_takes_stages_microbatches_and_a_loss(kind: str) -> None:
+    parameters = list(inspect.signature(native.schedule_class(kind)).parameters)
+    assert parameters[0] in {"stage", "stages"}
+    assert parameters[1] == "n_microbatches"
+    assert {"loss_fn", "scale_grads"} <= set(parameters)
+    stages_per_rank = 1 if parameters[0] == "stage" else 2
+    assert order_table(kind, 2, 4, stages_per_rank)[0][0] == "0F0"
+
+
+def test_the_stages_that_pipelab_hands_to_pytorch_have_the_names_of_pytorchs_own() -> None:
+    """What a native schedule asks of a recording stage, a real one has: a name that moved is recorded no more."""
+    stage = runtime.load().stage
+    asked = {name.removeprefix("PipelineStage.") for name in runtime._NAMES[stage.__module__]}
+    methods = {name for name, value in vars(RecordingStage).items() if callable(value) and not name.startswith("_")}
+    assert asked - methods == {"_get_init_p2p_neighbors_ops", "has_backward", "is_first", "is_last"}
+    assert methods - asked == set()
+    assert methods - vars(ProcessStage).keys() == {"clear_runtime_states", "scale_grads"}, "only `step` calls these"
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        ours, theirs = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (RecordingStage, stage))
+        named = [parameter for parameter in ours if not parameter.startswith("_")]
+        assert theirs[: len(named)] == named, name
+
+
+def test_a_real_stage_has_every_attribute_that_a_schedule_reads_of_ours() -> None:
+    read = {name for name in vars(RecordingStage(0, 1, 0, 1, [])) if not name.startswith("_")} | {"device", "group"}
+    with alone():
+        stage = native.local_stage(nn.Identity(), 0, 1)
+    assert [name for name in sorted(read) if not hasattr(stage, name)] == []
+
+
+def test_what_the_tracer_makes_has_what_is_read_of_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer warns of its own internals
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        made = pipeline(model, mb_args=(torch.ones(1, 2),), split_spec={"1": SplitPoint.BEGINNING})
+    assert made.num_stages == 2
+    assert isinstance(made.split_gm.graph, torch.fx.Graph)
+    assert isinstance(made.get_stage_module(1), nn.Module)
+
+
+@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.parametrize("module", runtime._NAMES)
+@pytest.mark.parametrize("name", ["_moved", "PipelineStage._moved"])
+def test_a_name_that_moved_is_named(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says where the name was looked for."""
+    monkeypatch.setitem(runtime._NAMES, module, (name,))
+    with pytest.raises(EngineError, match=re.escape(f"torch {torch.__version__} has no {module}.{name}, which")):
+        runtime.load()
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_what_a_runtime_no_longer_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_OF_A_RUNTIME", ("rank", "moved_ops"))
+    with pytest.raises(EngineError, match=r"has no .*schedules\._PipelineScheduleRuntime\(\)\.moved_ops"):
+        runtime.load()
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_a_runtime_that_asks_a_stage_for_more_is_told_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runtime.load().runtime.__init__
+    runtime.load.cache_clear()
+
+    def as_in_another_torch(self: object, stages: list[RecordingStage], *more: object, **named: object) -> None:
+        made(self, stages, *more, **named)
+        _ = stages[0].mesh
+
+    monkeypatch.setattr("torch.distributed.pipelining.schedules._PipelineScheduleRuntime.__init__", as_in_another_torch)
+    with pytest.raises(EngineError, match=r"does not take an order as pipelab gives it \(AttributeError: .*'mesh'"):
+        runtime.load()
+
+
+@pytest.mark.parametrize("name", ["target_mbs", "losses"])
+def test_a_parameter_of_a_schedules_loop_that_moved_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [each for each in ("target_mbs", "losses") if each != name]
+    loop = eval(f"lambda self, {', '.join(kept)}: None")  # noqa: S307 - the names above
+    monkeypatch.setattr(runtime.load().schedules.ScheduleGPipe, "_step_microbatches", loop)
+    with pytest.raises(EngineError, match=rf"has no .*ScheduleGPipe\._step_microbatches\({name}=\.\.\.\), which"):
+        recording.executed("ScheduleGPipe", 2, 2)
+
+
+def test_a_schedule_without_a_table_is_named() -> None:
+    with pytest.raises(EngineError, match=r"has no .*schedules\.object\(\)\.pipeline_order"):
+        native.order_table(object())
+
+
+def test_a_schedule_that_this_torch_lacks_is_named() -> None:
+    with pytest.raises(EngineError, match=r"has no torch\.distributed\.pipelining\.schedules\.ScheduleOfTomorrow"):
+        native.schedule_class("ScheduleOfTomorrow")

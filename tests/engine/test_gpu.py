@@ -14,8 +14,8 @@ import plain
 import pytest
 import torch
 from strategies import near
-from test_engine_split_backward import split_plan
-from test_engine_traces import Held
+from test_split_backward import split_plan
+from test_traces import Held
 from torch import nn
 
 import pipelab

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from strategies import legal_cases, near
-from test_engine_gradients import CASES, runnable
+from test_gradients import CASES, runnable
 from torch import nn
 
 import pipelab

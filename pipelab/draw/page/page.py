@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipelab.draw import colours, text, wording
 from pipelab.draw.bars import Lanes
 from pipelab.plan.actions import KINDS, Action
-from pipelab.trace.waits import waits
+from pipelab.trace.waits import half, waits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,7 @@ def _page(title: str, comparison: Comparison, plain: str) -> str:
 
 
 def _read(name: str) -> str:
-    return (files("pipelab.draw") / name).read_text(encoding="utf-8")
+    return (files("pipelab.draw.page") / name).read_text(encoding="utf-8")
 
 
 def _script_safe(data: str) -> str:
@@ -123,7 +123,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
             "ends": [short(time) for time in trace.ends[rank]],
             "waits": [-1 if wait is None else wait.giver for wait in waited],
             "there": [0 if wait is None else short(wait.there) for wait in waited],
-            "halves": [index for index in range(len(row)) if lanes.half(rank, index) == "upper"],
+            "halves": [index for index in range(len(row)) if half(trace, rank, index) == "upper"],
             "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
             "peak": trace.peak_activations[rank],
             "lane": trace.lanes[rank] if rank < len(trace.lanes) else "",

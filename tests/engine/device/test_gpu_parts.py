@@ -8,7 +8,7 @@ from itertools import combinations
 import plain
 import pytest
 import torch
-from test_engine_gpu import assert_order, no_waiting_for_the_gpu
+from test_gpu import assert_order, no_waiting_for_the_gpu
 from torch import nn
 
 import pipelab

@@ -14,15 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from strategies import legal_cases
-from test_engine_split_backward import Attention
-from test_engine_traces import assert_obeys
+from test_split_backward import Attention
+from test_traces import assert_obeys
 from torch import nn
 
 import pipelab
 from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
 from pipelab.engine.stage.replicas import copied
+from pipelab.engine.threads import engine
 from pipelab.engine.threads.all_reduce import AllReduce
-from pipelab.engine.threads.engine import engine
 from pipelab.errors import EngineError, NotANumberError, StageError, StepTimeoutError
 
 pytestmark = pytest.mark.timeout(60)

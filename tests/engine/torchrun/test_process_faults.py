@@ -397,10 +397,10 @@ import os, signal, time
 import plain, torch
 from torch import nn
 import pipelab
-from pipelab.engine.processes import facts
+from pipelab.engine.torchrun import joining
 
 rank = int(os.environ["RANK"])
-facts._processes = lambda: f"host {rank}"  # each process on a host of its own, where nobody can look for the others
+joining._processes = lambda: f"host {rank}"  # each process on a host of its own, where nobody can look for the others
 
 
 class Acts(nn.Module):

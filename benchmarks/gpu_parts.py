@@ -197,8 +197,8 @@ def _tracing(setting: Setting, size: Size) -> dict[str, object]:
         pipelab.Pipeline(model, plan, mse, devices=setting.parts) as traced,
         pipelab.Pipeline(model, plan, mse, devices=setting.parts) as untraced,
     ):
-        for lane in untraced._engine.lanes:  # noqa: SLF001 - nobody else would want a pipeline without times
-            lane.mark = lambda: None
+        for stream in untraced.engine.streams:
+            stream.mark = lambda: None
         times = setting.in_turns({"on": lambda: traced.step(x, y), "off": lambda: untraced.step(x, y)}, 2 * size.rounds)
     extra = times["on"]["done_ms"] - times["off"]["done_ms"]
     return {"times": times, "share": extra / times["off"]["done_ms"], "us_per_action": 1e3 * extra / size.actions}

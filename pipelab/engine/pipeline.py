@@ -1,4 +1,4 @@
-"""What users of `nn.Module` do out of habit: done where a pipeline can mean it, answered where it cannot."""
+"""Pipelines: a model and a schedule, run on tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,113 +16,27 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipelab.checking.checker import Draftable, as_plan, require_legal
 from pipelab.engine.device.devices import RankDevice
-from pipelab.engine.engine import ENGINES, Job
+from pipelab.engine.engine import Settings, Start
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import Surroundings
 from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss
 from pipelab.engine.stage.replicas import Buffers
-from pipelab.engine.step import Ran, Step
+from pipelab.engine.step import Step, StepState
+from pipelab.engine.threads.engine import ThreadsEngine
+from pipelab.engine.torchrun.start import start
+from pipelab.engine.verify.verify import Verification, verify
 from pipelab.errors import BatchError, DeviceError, EngineError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from pipelab.engine.model.split import Stages
-    from pipelab.engine.verify.verify import Verification
+__all__ = ["Pipeline", "Step"]
 
-__all__ = ["ModuleHabits", "OptimizerGuard", "Pipeline", "Step"]
-
-
-class ModuleHabits:
-    """The habits of `nn.Module` in a pipeline, which is none: its parameters and its mode are the model's own."""
-
-    stages: Stages
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the model's training mode, as `model.train()` does; return the pipeline."""
-        self.stages.model.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Set the model's evaluation mode, as `model.eval()` does; return the pipeline."""
-        return self.train(mode=False)
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: a call could mean an evaluation or a training step.
-
-        Raises:
-            UsageError: naming both.
-        """
-        raise UsageError(
-            "a pipeline is not called: pipe.forward(x) gives the outputs, without gradients; "
-            "pipe.step(x, y) runs forward and backward"
-        )
-
-    if not TYPE_CHECKING:  # a type checker should go on to refuse what is not there
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Name the model's own method where only a module has one."""
-            kind = type(self).__name__
-            if not name.startswith("_") and hasattr(nn.Module, name):
-                raise AttributeError(f"a {kind} has no {name!r}: the model is yours as before, so use model.{name}")
-            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+ENGINES: dict[str, Start] = {"threads": ThreadsEngine, "torch": start}
+"""The engines: what starts each of them."""
 
 
-class OptimizerGuard:
-    """Watches for an optimizer whose state was left behind on another device.
-
-    Moving a stage keeps its parameters the same objects, so an optimizer made before goes on working; but momentum and
-    the like, which it made in earlier steps, stay where they were.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note where the parameters are now, before they are moved."""
-        self._homes = {parameter: parameter.device for parameter in parameters}
-        self._unwatch: Callable[[], object] | None = None
-
-    def watch_if_moved(self) -> None:
-        """Look at every optimizer step from now on, if any parameter has moved."""
-        if any(parameter.device != home for parameter, home in self._homes.items()):
-            watch = weakref.WeakMethod(self._before_step)
-
-            def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-                if (before_step := watch()) is not None:
-                    before_step(optimizer)
-
-            # PyTorch's list of hooks lives as long as the process: it must not keep the pipeline's parameters alive.
-            self._unwatch = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
-
-    def close(self) -> None:
-        """Stop watching."""
-        if self._unwatch is not None:
-            self._unwatch()
-
-    def move(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the state of the pipeline's parameters to where the parameters are."""
-        for parameter, state in optimizer.state.items():
-            if parameter in self._homes:
-                for key, value in state.items():
-                    if _follows(key, value):
-                        state[key] = value.to(parameter.device)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if parameter in self._homes and _follows(key, value) and value.device != parameter.device:
-                    raise DeviceError(
-                        f"the optimizer's {key!r} for a parameter of shape {tuple(parameter.shape)} is on "
-                        f"{value.device}, but the pipeline moved the parameter to {parameter.device}: call "
-                        "pipe.move_optimizer_state(optimizer) once, after making the pipeline"
-                    )
-
-
-def _follows(key: str, value: object) -> bool:
-    """Tell whether a piece of state lives with its parameter; PyTorch keeps `step` on the CPU."""
-    return isinstance(value, torch.Tensor) and key != "step"
-
-
-class Pipeline(ModuleHabits):
+class Pipeline:
     """A model, split into stages, that runs a schedule on real tensors.
 
     `step` runs all micro-batches forward and backward and **adds** to the parameters' `.grad`, as `backward()` does; it
@@ -207,12 +121,9 @@ class Pipeline(ModuleHabits):
         self.stages = split(model, into=self.plan.stages)
         self._guard = OptimizerGuard(list(self.stages.model.parameters()))
         named = reduction if isinstance(reduction, str) else "a function"
-        job = Job(self.plan, self.stages, devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn)
-        started = ENGINES[engine](job)
+        settings = Settings(devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn)
+        self.engine = ENGINES[engine](self.plan, self.stages, settings)
         self._guard.watch_if_moved()
-        self._engine, self.home = started.engine, started.home
-        self.devices, self._runners = started.devices, started.runners
-        self.intra_op_threads = started.intra_op_threads
         self._one_at_a_time = threading.Lock()
 
     def step(self, x: Any, y: Any) -> Step:
@@ -240,11 +151,10 @@ class Pipeline(ModuleHabits):
                 "step(x, y) makes gradients, and this is inside torch.no_grad() or torch.inference_mode()\n"
                 "  try: loss_fn(pipe.forward(x), y) for the loss alone"
             )
-        run, loss = self.run(x, y)
-        self.home.stepped()
-        return Step(loss.total(), run, self.plan, self._engine.labels)
+        state, loss = self.run(x, y)
+        return Step(loss.total(), state, self.plan, self.engine.labels)
 
-    def run(self, x: Any, y: Any, only: int | None = None) -> tuple[Ran, Loss]:
+    def run(self, x: Any, y: Any, only: int | None = None) -> tuple[StepState, Loss]:
         """Run one step and return its raw state; `step` and `verify` stand on it.
 
         Args:
@@ -264,9 +174,9 @@ class Pipeline(ModuleHabits):
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even)
-        with self._one_at_a_time, self._runners.running(self.stages.modules, learning=True):
-            run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, around=self.surroundings())
-        return run, loss
+        with self._one_at_a_time, self.engine.runners.running(self.stages.modules, learning=True):
+            state = self.engine.run(split_batch(x, counts), loss, self.caller(), watch_nan=self.watch_nan)
+        return state, loss
 
     def forward(self, x: Any) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
@@ -284,9 +194,9 @@ class Pipeline(ModuleHabits):
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
         modules = self.stages.for_evaluation(inputs, counts)
-        with self._one_at_a_time, self._runners.running(modules, learning=False):
-            run = self._engine.run(inputs, None, around=self.surroundings())
-        return join(run.outputs)
+        with self._one_at_a_time, self.engine.runners.running(modules, learning=False):
+            state = self.engine.run(inputs, None, self.caller())
+        return join(state.outputs)
 
     def verify(self, x: Any, y: Any) -> Verification:
         """Check that the pipeline's gradients are those of the plain model; return the proof.
@@ -296,21 +206,33 @@ class Pipeline(ModuleHabits):
         Raises:
             VerificationError: naming the parameter and the micro-batch that differ first.
         """
-        from pipelab.engine.verify.verify import verify
-
         return verify(self, x, y)
+
+    @property
+    def devices(self) -> Sequence[RankDevice]:
+        """What each rank runs on."""
+        return self.engine.devices
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model's training mode, as `model.train()` does; return the pipeline."""
+        self.stages.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the model's evaluation mode, as `model.eval()` does; return the pipeline."""
+        return self.train(mode=False)
 
     @property
     def writes_into_input(self) -> bool:
         """Whether the first stage may write into what it is given, and so gets a copy of the batch."""
-        return any(runner.clones_input for (stage, _), runner in self._runners.of.items() if stage == 0)
+        return any(runner.clones_input for (stage, _), runner in self.engine.runners.of.items() if stage == 0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages that this process holds, stage by stage, each once.
 
         With `engine="threads"` it holds all of them, with `engine="torch"` those of its rank.
         """
-        return chain.from_iterable(self.stages.modules[stage].parameters() for stage in self.home.held)
+        return chain.from_iterable(self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
 
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring an optimizer's state to where its parameters are now.
@@ -321,19 +243,19 @@ class Pipeline(ModuleHabits):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm before."""
-        return self.home.clip_grad_norm_(list(self.parameters()), max_norm, norm_type)
+        return self.engine.clip_grad_norm_(list(self.parameters()), max_norm, norm_type)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the state of the whole model, under the model's own names.
 
         With `engine="torch"` every process must call it: it brings the other processes' stages here.
         """
-        self.home.gather_state()
+        self.engine.gather_parameters()
         return self.stages.state_dict()
 
     def close(self) -> None:
         """End the workers. A closed pipeline cannot step; the model is as usable as ever."""
-        self._engine.close()
+        self.engine.close()
         self._guard.close()
 
     def __enter__(self) -> Self:
@@ -344,13 +266,66 @@ class Pipeline(ModuleHabits):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the pipeline."""
-        self._engine.close(error)
+        self.engine.close(error)
         self._guard.close()
 
     def __repr__(self) -> str:
         """Return the plan, what each stage holds, and the devices."""
         return f"Pipeline({self.plan.name}, {self.stages}, on {', '.join(map(str, self.devices))})"
 
-    def surroundings(self) -> Surroundings:
+    def caller(self) -> Surroundings:
         """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""
         return Surroundings.of_caller(each.device.type for each in self.devices)
+
+
+class OptimizerGuard:
+    """Watches for an optimizer whose state was left behind on another device.
+
+    Moving a stage keeps its parameters the same objects, so an optimizer made before goes on working; but momentum and
+    the like, which it made in earlier steps, stay where they were.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note where the parameters are now, before they are moved."""
+        self._homes = {parameter: parameter.device for parameter in parameters}
+        self._unwatch: Callable[[], object] | None = None
+
+    def watch_if_moved(self) -> None:
+        """Look at every optimizer step from now on, if any parameter has moved."""
+        if any(parameter.device != home for parameter, home in self._homes.items()):
+            watch = weakref.WeakMethod(self._before_step)
+
+            def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+                if (before_step := watch()) is not None:
+                    before_step(optimizer)
+
+            # PyTorch's list of hooks lives as long as the process: it must not keep the pipeline's parameters alive.
+            self._unwatch = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._unwatch is not None:
+            self._unwatch()
+
+    def move(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the state of the pipeline's parameters to where the parameters are."""
+        for parameter, state in optimizer.state.items():
+            if parameter in self._homes:
+                for key, value in state.items():
+                    if _follows(key, value):
+                        state[key] = value.to(parameter.device)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if parameter in self._homes and _follows(key, value) and value.device != parameter.device:
+                    raise DeviceError(
+                        f"the optimizer's {key!r} for a parameter of shape {tuple(parameter.shape)} is on "
+                        f"{value.device}, but the pipeline moved the parameter to {parameter.device}: call "
+                        "pipe.move_optimizer_state(optimizer) once, after making the pipeline"
+                    )
+
+
+def _follows(key: str, value: object) -> bool:
+    """Tell whether a piece of state lives with its parameter; PyTorch keeps `step` on the CPU."""
+    return isinstance(value, torch.Tensor) and key != "step"

@@ -2,86 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any
 
 import torch
-from torch._C import _disabled_torch_function_impl
 
-from pipelab.engine.device.clocks import StepClock
+from pipelab.engine.device.clocks import StepClock, here
+from pipelab.engine.device.streams import RankStream
 from pipelab.engine.stage.batch import join
-from pipelab.errors import EngineError, UsageError
+from pipelab.engine.stage.caller import Surroundings
+from pipelab.engine.stage.loss import Loss
+from pipelab.engine.stage.nan_watch import batch_has_nan, refuse_nan
+from pipelab.engine.stage.stage import Stage
+from pipelab.errors import EngineError
+from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.trace.trace import Trace
 
-__all__ = ["BatchLoss", "Ran", "Step"]
+__all__ = ["Act", "RankState", "Step", "StepState", "awaited_action", "describe", "run_action"]
+
+Act = Callable[[int, Any, dict[int, Any], Any], Any]
+"""What a stage does for an action: takes micro-batch, value, what it keeps and the loss; returns what it made."""
 
 
-class Ran(Protocol):
-    """What an engine gives back."""
+@dataclass(slots=True)
+class RankState:
+    """What one rank has done of a step, and is doing.
 
-    @property
-    def outputs(self) -> list[Any]:
-        """Per micro-batch, the model's output."""
-
-    @property
-    def outputs_on(self) -> Sequence[int] | None:
-        """The ranks whose processes have outputs; `None` if all are here."""
-
-    @property
-    def begun(self) -> list[list[Any]]:
-        """Per rank, the clock at the start of each action."""
-
-    @property
-    def ended(self) -> list[list[Any]]:
-        """Per rank, the clock at the end of each action."""
-
-    @property
-    def clocks(self) -> Sequence[StepClock]:
-        """Per rank, by what the readings of its clock are turned into times."""
-
-    @property
-    def note(self) -> str:
-        """What a reader of the trace should know."""
-
-    def travel(self) -> dict[int, float]:
-        """Return, by number of the value, how many milliseconds a value travelled between ranks."""
-
-
-class BatchLoss(torch.Tensor):
-    """The loss of a batch whose backward has already run: a tensor, but for `backward`, which says so.
-
-    What is computed or saved from it is a plain tensor.
+    Attributes:
+        rank: which rank.
+        actions: the rank's actions, in order; of an evaluation, the forwards.
+        stream: what the rank computes on.
+        kept: per stage, what forwards keep for their backwards.
+        begun: the clock at the start of each action.
+        ended: the clock at the end of each action.
+        position: how many actions are done.
+        computing: whether the next one is running, rather than waited for.
     """
 
-    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter does
+    rank: int
+    actions: Sequence[Action]
+    stream: RankStream
+    kept: dict[int, dict[int, Any]]
+    begun: list[Any] = field(default_factory=list)
+    ended: list[Any] = field(default_factory=list)
+    position: int = 0
+    computing: bool = False
 
-    def backward(self, *_: object, **__: object) -> NoReturn:
-        """Refuse.
 
-        Raises:
-            UsageError: saying what comes next.
-        """
-        raise UsageError(
-            "the backward has already run, in pipe.step: the parameters' .grad holds the batch's gradients; "
-            "call optimizer.step()"
+@dataclass(slots=True)
+class StepState:
+    """One step, or one evaluation. A new one every time, so that a step that failed leaves nothing behind.
+
+    Attributes:
+        inputs: the batch, per micro-batch.
+        loss: the loss; `None` for an evaluation.
+        watch_nan: whether to look for NaN and infinity after every action.
+        caller: what surrounds the caller's `step`, and so the workers: autocast, and hooks on saved tensors.
+        ranks: the ranks that run in this process.
+        outputs: per micro-batch, the model's output.
+        outputs_on: the ranks whose processes have outputs; `None` if all are here.
+        clocks: per rank, by what the readings of its clock are turned into times.
+        travel: returns, by number of the value, how many milliseconds a value travelled between ranks.
+        note: what a reader of the trace should know.
+    """
+
+    inputs: list[Any]
+    loss: Loss | None
+    watch_nan: bool
+    caller: Surroundings
+    ranks: Sequence[RankState] = ()
+    outputs: list[Any] = field(default_factory=list)
+    outputs_on: Sequence[int] | None = None
+    clocks: Sequence[StepClock] = ()
+    travel: Callable[[], dict[int, float]] = dict
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Make room for the outputs."""
+        self.outputs = [None] * len(self.inputs)
+
+    @property
+    def has_added(self) -> bool:
+        """Whether an action has begun that adds to the gradients of parameters."""
+        return any(
+            action.kind in "BWR" for each in self.ranks for action in each.actions[: each.position + each.computing]
         )
 
-    def _plain(self) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._plain().__deepcopy__(memo)
+def run_action(
+    step: StepState, rank: RankState, stage: Stage, action: Action, act: Act, microbatch: int, given: Any
+) -> Any:
+    """Run a rank's next action between two readings of its clock; return what it made for another stage.
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
+    Backwards run outside of the caller's autocast, as in plain training.
 
-    def __format__(self, spec: str) -> str:
-        return format(self._plain(), spec)
+    Raises:
+        NotANumberError: if it made NaN or infinity, and the step looks for them.
+    """
+    kept, mark = rank.kept[stage.index], rank.stream.mark
+    had_nan = step.watch_nan and batch_has_nan(action, stage, given)
+    rank.computing = True
+    here.began = mark()
+    rank.begun.append(here.began)
+    if step.caller.autocast and action.kind != "F":
+        with step.caller.autocast_off():
+            made = act(microbatch, given, kept, step.loss)
+    else:
+        made = act(microbatch, given, kept, step.loss)
+    rank.ended.append(mark())
+    rank.computing = False
+    if step.watch_nan:
+        refuse_nan(rank.rank, action, stage, made, step.loss, had_nan=had_nan)
+    rank.position += 1
+    return made
 
-    def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
-        return str(self._plain().__repr__(**settings))
+
+def describe(plan: Plan, rank: RankState, line: str = "", absent: Collection[int] = ()) -> str:
+    """Return what a rank is doing, or waiting for, as in "rank 0 was running 1F0 (stage 1, position 0)".
+
+    Args:
+        plan: the plan.
+        rank: how far the rank is.
+        line: where its thread is, if that is known.
+        absent: for an all-reduce, the ranks that have not come to it.
+    """
+    if rank.position >= len(rank.actions):
+        return "is done"
+    action = rank.actions[rank.position]
+    place = f"{action} (stage {action.stage}, position {rank.position})"
+    if rank.computing:
+        return f"was running {place}{line}"
+    if absent:
+        return f"waits, before {place}, for rank {', '.join(map(str, sorted(absent)))} to come to it too"
+    awaited = awaited_action(plan, rank)
+    if awaited is None:
+        return f"was about to run {place}"
+    value, giver, on = awaited
+    return f"waits, before {place}, for {value}, given by {giver} on rank {on}"
+
+
+def awaited_action(plan: Plan, rank: RankState) -> tuple[str, Action, int] | None:
+    """Return what a rank's next action needs from another rank, the action that gives it, and on which rank."""
+    program = plan.program
+    numbering = program.numbering
+    for value in numbering.needs(numbering.code(rank.actions[rank.position])):
+        giver = program.giver(value)
+        if program.rank_of[giver] != rank.rank:
+            return numbering.value_name(value), numbering.action(giver), program.rank_of[giver]
+    return None
 
 
 class Step:
@@ -91,18 +162,13 @@ class Step:
         loss: the loss of the whole batch, a tensor without dimensions or history.
     """
 
-    def __init__(self, loss: torch.Tensor, run: Ran, plan: Plan, labels: Sequence[str]) -> None:
+    def __init__(self, loss: torch.Tensor, state: StepState, plan: Plan, labels: Sequence[str]) -> None:
         """Keep what was measured; the trace and the outputs are put together when they are asked for."""
-        self.loss = loss.as_subclass(BatchLoss)
-        self._outputs_on = run.outputs_on
-        self._note, self._travel = run.note, run.travel
-        self._pieces = run.outputs
-        self._marks = [
-            [mark for both in zip(begun, ended, strict=True) for mark in both]
-            for begun, ended in zip(run.begun, run.ended, strict=True)
-        ]
+        self.loss = loss
+        self._outputs, self._outputs_on = state.outputs, state.outputs_on
+        self._times = [(each.begun, each.ended) for each in state.ranks]
+        self._clocks, self._note, self._travel = state.clocks, state.note, state.travel
         self._plan = plan
-        self._clocks = run.clocks
         self._labels = labels
 
     @cached_property
@@ -111,21 +177,23 @@ class Step:
 
         With `engine="torch"` they are on the last stage's process only; `Pipeline.forward` gives them to all.
         """
-        if self._outputs_on is not None and any(piece is None for piece in self._pieces):
+        if self._outputs_on is not None and any(piece is None for piece in self._outputs):
             ranks = f"rank{'s' if len(self._outputs_on) > 1 else ''} {', '.join(map(str, self._outputs_on))}"
             raise EngineError(
                 f"the outputs of a step stay on {ranks}, where the last stage is\n"
                 "  try: pipe.forward(x), which gives them to every process"
             )
-        return join(self._pieces)
+        return join(self._outputs)
 
     @cached_property
     def trace(self) -> Trace:
         """When each action started and ended, in milliseconds since the step began; measured in the workers."""
-        readings = [clock.nanoseconds(marks) for clock, marks in zip(self._clocks, self._marks, strict=True)]
+        readings = [
+            clock.nanoseconds([mark for both in zip(*times, strict=True) for mark in both])
+            for clock, times in zip(self._clocks, self._times, strict=True)
+        ]
         origin = min((marks[0] for marks in readings if marks), default=0)
-        times = [[(mark - origin) / 1e6 for mark in marks] for marks in readings]
-        starts, ends = ([each[half::2] for each in times] for half in (0, 1))
+        starts, ends = ([[(mark - origin) / 1e6 for mark in marks[half::2]] for marks in readings] for half in (0, 1))
         travel = self._travel()
         return Trace(
             self._plan,
@@ -149,22 +217,6 @@ class Step:
         _ = self.trace  # by its last event a clock knows how far it may have drifted
         errors = sorted(clock.error_ns for clock in set(self._clocks))
         return sum(errors[-2:]) / 1e6
-
-    def backward(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: the backward has already run.
-
-        Raises:
-            UsageError: saying what comes next.
-        """
-        self.loss.backward()
-
-    if not TYPE_CHECKING:  # a type checker should go on to refuse what is not there
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Point to the loss for what only a tensor has."""
-            if name in ("item", "detach"):
-                raise AttributeError(f"a Step has no {name!r}, but its loss has: step.loss.{name}()")
-            raise AttributeError(f"'Step' object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         """Return the loss."""

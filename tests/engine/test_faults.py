@@ -549,7 +549,7 @@ def test_an_interruption_stops_all_workers_and_says_where_they_were(kind):
                 pipe.step(*plain.batch(8))
             release.set()
             fuse.forward_does = None
-            (note,) = interrupted.value.__notes__
+            note, *_ = interrupted.value.__notes__
             assert note.startswith("interrupted while")
             assert "rank 1 was running 1F1" in note
             model.zero_grad()
@@ -645,7 +645,7 @@ def test_ctrl_c_ends_a_script_with_a_note_and_the_step_after_works():
         ),
         pytest.param(
             """
-            from pipelab.engine import threads
+            from pipelab.engine.threads import engine
             engine._GRACE_SECONDS = 0.1
             sleeper.seconds = 1000
             try:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import plain
 import pytest
 import torch
@@ -20,16 +17,6 @@ mse = nn.functional.mse_loss
 def pipe():
     with Pipeline(plain.mlp(4), GPipe(2, 2), mse) as made:
         yield made
-
-
-# --- a pipeline is no module
-
-
-def test_calling_a_pipeline_says_how_to_evaluate_and_how_to_train(pipe):
-    x, y = plain.batch(4)
-    for arguments in ((x,), (x, y)):
-        with pytest.raises(pipelab.UsageError, match=r"pipe\.forward\(x\).*pipe\.step\(x, y\)"):
-            pipe(*arguments)
 
 
 def test_eval_and_train_set_the_models_mode_as_a_modules_do():
@@ -51,51 +38,6 @@ def test_the_mode_reaches_a_list_of_stages():
     with Pipeline(stages, GPipe(2, 2), mse) as pipe:
         pipe.eval()
     assert not any(part.training for stage in stages for part in stage.modules())
-
-
-@pytest.mark.parametrize("name", ["zero_grad", "load_state_dict", "named_parameters", "to"])
-def test_what_only_a_module_has_is_the_models(pipe, name):
-    assert not hasattr(pipe, name)
-    with pytest.raises(AttributeError, match=rf"Pipeline has no '{name}'.*model\.{name}"):
-        getattr(pipe, name)
-
-
-def test_what_nobody_has_is_an_ordinary_attribute_error(pipe):
-    with pytest.raises(AttributeError, match=r"^'Pipeline' object has no attribute 'nonsense'$"):
-        _ = pipe.nonsense
-
-
-# --- the backward has already run
-
-
-def test_a_backward_of_the_loss_says_that_it_has_already_run(pipe):
-    step = pipe.step(*plain.batch(4))
-    with pytest.raises(pipelab.UsageError, match=r"has already run.*optimizer\.step\(\)"):
-        step.loss.backward()
-    with pytest.raises(pipelab.UsageError, match="has already run"):
-        step.backward()
-
-
-def test_a_step_that_is_taken_for_its_loss_says_where_the_loss_is(pipe):
-    step = pipe.step(*plain.batch(4))
-    with pytest.raises(AttributeError, match=r"step\.loss\.item"):
-        step.item()
-    with pytest.raises(AttributeError, match=r"^'Step' object has no attribute 'nonsense'$"):
-        _ = step.nonsense
-
-
-def test_the_loss_is_a_tensor_like_any_other(pipe, tmp_path):
-    loss = pipe.step(*plain.batch(4)).loss
-    assert isinstance(loss, torch.Tensor)
-    assert repr(loss) == repr(torch.tensor(loss.item()))
-    assert f"{loss} {loss:.3f}" == f"{loss.item()} {loss.item():.3f}"
-    assert loss.tolist() == float(loss) == loss.numpy() == loss.item()
-    assert type(loss + 1) is type(loss.detach()) is type(torch.stack([loss])) is torch.Tensor
-    for twin in (copy.deepcopy(loss), copy.copy(loss), pickle.loads(pickle.dumps(loss))):  # noqa: S301 - our own
-        assert torch.equal(twin, loss)
-    torch.save({"loss": loss}, tmp_path / "loss.pt")
-    assert torch.equal(torch.load(tmp_path / "loss.pt")["loss"], loss)
-    torch.testing.assert_close(loss, torch.tensor(loss.item()))
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])

@@ -1,4 +1,4 @@
-"""Lanes: how a rank computes, reads the clock and hands values over, on a CPU and on a CUDA device.
+"""Rank streams: how a rank computes, reads the clock and hands values over, on a CPU and on a CUDA device.
 
 The worker loop is the same for both. On a CPU a value is handed over as it is and the clock is the processor's. On CUDA
 the host only launches: a value travels with an event that its needer's stream waits for, times are events on the rank's
@@ -24,11 +24,11 @@ from pipelab.engine.device.clocks import HOST, Clock, GpuClock, StepClock
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.stage.pytree import map_tensors, tensors_of
 
-__all__ = ["CpuLane", "CudaLane", "Lane", "Parcel", "begin", "finish", "lanes_for"]
+__all__ = ["CpuStream", "CudaStream", "RankStream", "Sent", "begin", "finish", "rank_streams"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Sent:
     """A value given on a CUDA stream, the event after which it is there, and the device of that stream."""
 
     value: Any
@@ -36,26 +36,26 @@ class Parcel:
     device: torch.device
 
 
-class Lane(Protocol):
+class RankStream(Protocol):
     """What the worker loop asks of a rank's device.
 
     Attributes:
         runs_on: the device, and which share of it.
         clock: the device's clock.
         mark: reads the clock: a number of nanoseconds, or an event that the step's clock turns into one.
-        gives: wraps a value for another rank; `None` where it goes as it is.
-        takes: unwraps a value from another rank, or from the caller, on this lane's device; `None` where it is there as
-            it is.
+        send: wraps a value for another rank; `None` where it goes as it is.
+        receive: unwraps a value from another rank, or from the caller, on this stream's device; `None` where it is
+            there as it is.
     """
 
     runs_on: RankDevice
     clock: Clock
     mark: Callable[[], Any]
-    gives: Callable[[Any], Any] | None
-    takes: Callable[[Any], Any] | None
+    send: Callable[[Any], Any] | None
+    receive: Callable[[Any], Any] | None
 
     def enter(self, stack: ExitStack) -> None:
-        """Make this lane's device and streams the current ones of the worker thread."""
+        """Make this stream's device and streams the current ones of the worker thread."""
 
     def begin(self) -> None:
         """Called by the caller's thread before a step: what it has launched must come before the step."""
@@ -68,16 +68,16 @@ class Lane(Protocol):
         """
 
 
-class CpuLane:
+class CpuStream:
     """A rank on the CPU."""
 
     def __init__(self, runs_on: RankDevice, gpus: Sequence[torch.device]) -> None:
-        """Make the lane; `gpus` are the devices that other ranks of the pipeline run on."""
+        """Make the stream; `gpus` are the devices that other ranks of the pipeline run on."""
         self.runs_on = runs_on
         self.clock: Clock = HOST
         self.mark: Callable[[], Any] = time.perf_counter_ns
-        self.gives: Callable[[Any], Any] | None = _pinned if gpus else None
-        self.takes: Callable[[Any], Any] | None = self._take if gpus else None
+        self.send: Callable[[Any], Any] | None = _pinned if gpus else None
+        self.receive: Callable[[Any], Any] | None = self._take if gpus else None
         self._copying = _CopyStreams(gpus)
 
     def enter(self, stack: ExitStack) -> None:
@@ -93,7 +93,7 @@ class CpuLane:
 
     def _take(self, given: Any) -> Any:
         """Bring a value over, waiting for its copy and for nothing else on its device."""
-        if isinstance(given, Parcel):
+        if isinstance(given, Sent):
             torch.cuda.current_stream(given.device).wait_event(given.ready)
             given = given.value
         homes = {tensor.device for tensor in tensors_of(given) if tensor.is_cuda}
@@ -104,7 +104,7 @@ class CpuLane:
         return given
 
 
-class CudaLane:
+class CudaStream:
     """A rank on a CUDA device, or on a share of one, with a stream of its own."""
 
     def __init__(self, runs_on: RankDevice, clock: GpuClock, others: Sequence[torch.device]) -> None:
@@ -114,8 +114,8 @@ class CudaLane:
         self.device = runs_on.device
         self.stream = runs_on.stream or torch.cuda.Stream(self.device)
         self.mark: Callable[[], Any] = self._mark
-        self.gives: Callable[[Any], Any] | None = self._give
-        self.takes: Callable[[Any], Any] | None = self._take
+        self.send: Callable[[Any], Any] | None = self._give
+        self.receive: Callable[[Any], Any] | None = self._take
         self._copying = _CopyStreams(others)
 
     def enter(self, stack: ExitStack) -> None:
@@ -144,14 +144,14 @@ class CudaLane:
         event.record(self.stream)
         return event
 
-    def _give(self, value: Any) -> Parcel:
+    def _give(self, value: Any) -> Sent:
         ready = torch.cuda.Event()
         ready.record(self.stream)
-        return Parcel(_detached(value), ready, self.device)
+        return Sent(_detached(value), ready, self.device)
 
     def _take(self, given: Any) -> Any:
         value = given
-        if isinstance(given, Parcel):
+        if isinstance(given, Sent):
             self.stream.wait_event(given.ready)
             value = given.value
         return map_tensors(self._bring, value)
@@ -188,31 +188,31 @@ class _CopyStreams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-def lanes_for(devices: Sequence[RankDevice]) -> list[Lane]:
-    """Return a lane for each rank of a pipeline; those on one GPU share its clock."""
+def rank_streams(devices: Sequence[RankDevice]) -> list[RankStream]:
+    """Return a stream for each rank of a pipeline; those on one GPU share its clock."""
     gpus = list(dict.fromkeys(each.device for each in devices if each.device.type == "cuda"))
     clocks = {gpu: GpuClock(gpu) for gpu in gpus}
     return [
-        CudaLane(each, clocks[each.device], [gpu for gpu in gpus if gpu != each.device])
+        CudaStream(each, clocks[each.device], [gpu for gpu in gpus if gpu != each.device])
         if each.device in clocks
-        else CpuLane(each, gpus)
+        else CpuStream(each, gpus)
         for each in devices
     ]
 
 
-def begin(lanes: Sequence[Lane]) -> list[StepClock]:
+def begin(streams: Sequence[RankStream]) -> list[StepClock]:
     """Put a step behind what the caller has launched; return the clock by which each rank's marks are read."""
-    clocks = {clock: clock.begin() for clock in {lane.clock for lane in lanes}}
-    for lane in lanes:
-        lane.begin()
-    return [clocks[lane.clock] for lane in lanes]
+    clocks = {clock: clock.begin() for clock in {stream.clock for stream in streams}}
+    for stream in streams:
+        stream.begin()
+    return [clocks[stream.clock] for stream in streams]
 
 
-def finish(lanes: Sequence[Lane], values: Any = ()) -> None:
+def finish(streams: Sequence[RankStream], values: Any = ()) -> None:
     """Put what the caller launches from now on behind the step; `values` are what it keeps of it."""
-    tensors = [] if all(lane.clock is HOST for lane in lanes) else tensors_of(values)
-    for lane in lanes:
-        lane.finish(tensors)
+    tensors = [] if all(stream.clock is HOST for stream in streams) else tensors_of(values)
+    for stream in streams:
+        stream.finish(tensors)
 
 
 def _detached(value: Any) -> Any:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipelab.engine.device.clocks import StepClock
-from pipelab.engine.device.streams import Lane, begin, finish
-from pipelab.engine.stage.caller import PLAIN, Surroundings
+from pipelab.engine.device.streams import RankStream, begin, finish
+from pipelab.engine.engine import Engine
+from pipelab.engine.stage.caller import Surroundings
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, refuse_lost_hooks
 from pipelab.engine.stage.stage import Stage
+from pipelab.engine.step import RankState, StepState, describe
 from pipelab.engine.torchrun.agreement import agree, describe_batch, sample_of
 from pipelab.engine.torchrun.groups import Connections, Part
 from pipelab.engine.torchrun.messages import Form, learn_forms
+from pipelab.engine.torchrun.model_state import ManyProcesses
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
-from pipelab.engine.torchrun.results import Clock, ProcessRun, set_clocks, share
+from pipelab.engine.torchrun.results import Clock, set_clocks, share
 from pipelab.engine.torchrun.runtime import lowered
 from pipelab.engine.torchrun.stage import ProcessStage
-from pipelab.engine.torchrun.step_state import Passage
-from pipelab.engine.torchrun.supervisor import Doing, Watch, doing, met_rank
+from pipelab.engine.torchrun.step_state import ProcessStep
+from pipelab.engine.torchrun.supervisor import Doing, Watch
 from pipelab.plan.plan import Plan
 
 __all__ = ["TorchEngine"]
@@ -35,7 +37,7 @@ _CLOCKS_SECONDS = 10.0
 """How long a comparison of clocks holds: those of two machines may drift by microseconds per second."""
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Runs one rank of a plan in this process; the other ranks run in others.
 
     Args:
@@ -43,12 +45,14 @@ class TorchEngine:
         part: the pipeline of the plan that this process belongs to: all of it, or a replica.
         rank: this process's rank.
         runners: all stages, in order.
-        lane: what this process runs on.
+        stream: what this process runs on.
         connections: to the other processes.
         watch: looks after this process.
         labels: what each rank runs on and in.
         replicated_buffers: what becomes of the buffers that replicated stages write into.
     """
+
+    model: ManyProcesses
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class TorchEngine:
         part: Part,
         rank: int,
         runners: Sequence[Stage],
-        lane: Lane,
+        stream: RankStream,
         connections: Connections,
         watch: Watch,
         labels: list[str],
@@ -67,9 +71,10 @@ class TorchEngine:
         self.group = connections.everyone
         self.labels = labels
         self._part = part
+        self._rank = rank
         self._place = part.ranks.index(rank)
         self._runners = runners
-        self._lane = lane
+        self._stream = stream
         self._connections = connections
         self._watch = watch
         held = [stage for stage, (home,) in part.plan.replicas.items() if home == self._place]
@@ -99,15 +104,11 @@ class TorchEngine:
         self._runtime = lowered(part.plan, self._place, self._stages, self._receive)
         self._forms: dict[str, dict[int, list[Form]]] = {}
         self._clock = Clock()
-        self._passage: Passage | None = None
+        self._step: ProcessStep | None = None
         self._call = "begin"
-        self._doing = Doing(
-            self._told, self._progress, lambda: met_rank(plan, self._passage), lambda: self._passage is not None
-        )
+        self._doing = Doing(self._status, self._progress, self._met_rank, lambda: self._step is not None)
 
-    def run(
-        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
-    ) -> ProcessRun:
+    def run(self, inputs: list[Any], loss: Loss | None, caller: Surroundings, *, watch_nan: bool = False) -> StepState:
         """Run this process's part of all micro-batches; return what all processes made of it.
 
         Raises:
@@ -121,11 +122,12 @@ class TorchEngine:
         """
         for stage in () if loss is None else self._reducers:
             refuse_lost_hooks(stage, self._runners[stage].module, self.plan.replicas[stage])
-        (clock,) = begin([self._lane])
+        clocks = begin([self._stream])
+        step = ProcessStep(inputs, loss, watch_nan, caller, clocks=clocks)
         call = "forward(x)" if loss is None else "step(x, y)"
-        ran: ProcessRun = self.attend(partial(self._run, call, inputs, loss, watch_nan, around, clock), call)
-        finish([self._lane], [ran.outputs, [] if loss is None else loss.values])
-        return ran
+        state: StepState = self.attend(partial(self._run, call, step), call)
+        finish([self._stream], [state.outputs, [] if loss is None else loss.values])
+        return state
 
     def attend(self, work: Callable[[], Any], call: str) -> Any:
         """Do something that communicates, looked after."""
@@ -145,39 +147,61 @@ class TorchEngine:
             self._marks.clear()
             del self._connections, self._buffers, self._runtime, self.group
 
-    def _run(
-        self,
-        call: str,
-        inputs: list[Any],
-        loss: Loss | None,
-        watch_nan: bool,
-        around: Surroundings,
-        clock: StepClock,
-    ) -> ProcessRun:
-        """Do one step, in the worker thread, on the lane's stream: what is read of a device is there."""
+    def gather_parameters(self) -> None:
+        """Bring every stage's parameters and buffers here from the process that holds it."""
+        self.model.gather_state()
+
+    def gather_gradients(self) -> None:
+        """Bring every stage's gradients here from the process that holds it."""
+        self.model.gather_gradients()
+
+    def full_model(self) -> AbstractContextManager[None]:
+        """Have all stages here for a while, as they are now, on this process's device."""
+        return self.model.whole()
+
+    def first_to_say(self, words: str) -> str:
+        """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""
+        return self.model.first_to_say(words)
+
+    def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
+        return self.model.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def _run(self, call: str, whole: ProcessStep) -> StepState:
+        """Do one step, in the worker thread, on the rank's stream: what is read of a device is there."""
+        inputs, loss, learning = whole.inputs, whole.loss, whole.loss is not None
         with ExitStack() as stack:
-            self._lane.enter(stack)
+            self._stream.enter(stack)
             # [1] does everybody mean the same step?
-            shapes = self._shapes(inputs, around, learning=loss is not None)
+            shapes = self._shapes(inputs, whole.caller, learning=learning)
             self._agree(call, shapes, inputs, loss)
             if loss is not None:
                 loss.require()
+            whole.caller.enter(stack)
+            # [2] what will travel?
             own = [inputs[microbatch] for microbatch in self._part.microbatches]
             counts = [len(tensors_of(each)[0]) for each in own]
-            around.enter(stack)
-            # [2] what will travel?
             if shapes not in self._forms:
-                place = (self._part, self._place, self._runners, self._lane, self._connections.pipeline)
-                self._forms[shapes] = learn_forms(*place, own, counts, learning=loss is not None)
+                place = (self._part, self._place, self._runners, self._stream, self._connections.pipeline)
+                self._forms[shapes] = learn_forms(*place, own, counts, learning=learning)
             # [3] PyTorch's runtime runs this rank's order
-            row = [action for action in self._row if loss is not None or action.kind == "F"]
-            ours = None if loss is None else loss.some(self._part.microbatches)
-            passage = Passage(row, self._lane, clock, ours, counts, self._forms[shapes], watch_nan, around)
-            self._go(passage, own)
+            row = [action for action in self._row if learning or action.kind == "F"]
+            step = ProcessStep(
+                own,
+                None if loss is None else loss.some(self._part.microbatches),
+                whole.watch_nan,
+                whole.caller,
+                [RankState(self._rank, row, self._stream, {})],
+                clocks=whole.clocks,
+                counts=counts,
+                forms=self._forms[shapes],
+                waited=[0] * len(row),
+            )
+            self._go(step)
             # [4] times and losses to everybody
-            ran = share(self.group, self.plan, self._part, passage, loss, self._clock)
-        self._passage = None
-        return ran
+            state = share(self.group, self.plan, self._part, step, loss, self._clock)
+        self._step = None
+        return state
 
     def _agree(self, call: str, about: str, inputs: list[Any], loss: Loss | None) -> None:
         """Compare what this process is about to do with the others; set the clocks anew if it has been long.
@@ -194,14 +218,14 @@ class TorchEngine:
         if agree(self.group, call, about, sample, int(old))[0]:
             self._clock = set_clocks(self.group)
 
-    def _go(self, passage: Passage, inputs: list[Any]) -> None:
+    def _go(self, step: ProcessStep) -> None:
         """Run this rank's order."""
-        self._passage = passage
+        self._step = step
         with ExitStack() as stack:
             for stage in self._stages:
-                stage.begin(passage)
+                stage.begin(step)
                 stack.callback(stage.end)
-            if passage.loss is None:
+            if step.loss is None:
                 stack.enter_context(torch.no_grad())
             else:
                 for reducer in self._reducers.values():
@@ -209,7 +233,7 @@ class TorchEngine:
                     stack.callback(reducer.end)
             if self._buffers is not None:
                 self._buffers.begin()
-            self._runtime([(each,) for each in inputs])
+            self._runtime([(each,) for each in step.inputs])
             for stage in self._stages:
                 stage.marks.finish()
                 stage.refuse_overwritten()
@@ -218,12 +242,12 @@ class TorchEngine:
 
     def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
         """Wait for what comes from another rank for an action: for an evaluation's backwards nothing does."""
-        assert self._passage is not None
+        assert self._step is not None
         marks = self._marks[stage].under_way(microbatch)
         if works or marks:
-            self._passage.wait(works, marks)
+            self._step.wait(works, marks)
 
-    def _shapes(self, inputs: list[Any], around: Surroundings, *, learning: bool) -> str:
+    def _shapes(self, inputs: list[Any], caller: Surroundings, *, learning: bool) -> str:
         """Return what the forms of the values that travel depend on."""
         modes = " ".join(_mode(runner.module) for runner in self._runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
@@ -232,16 +256,24 @@ class TorchEngine:
             words += [f"frozen {', '.join(filter(None, frozen)) or 'nothing'}"]
             wants = [any(tensor.requires_grad for tensor in tensors_of(each)) for each in inputs]
             words += ["x wants a gradient"] if any(wants) else []
-        words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
+        words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in caller.autocast]
         return "; ".join(words)
 
-    def _told(self) -> str:
-        passage = self._passage
-        return doing(self.plan, self._call, passage) + (self._watch.line() if passage and passage.computing else "")
+    def _status(self) -> str:
+        """Return what this process is doing, as in "rank 0 waits …"."""
+        step = self._step
+        if step is None:
+            return f"waits for all processes in {self._call}"
+        if step.mine.position >= len(step.mine.actions):
+            return f"is done with its part of {self._call}, and waits for all processes"
+        return describe(self.plan, step.mine, self._watch.line())
 
     def _progress(self) -> object:
-        passage = self._passage
-        return None if passage is None else (id(passage), passage.position, passage.computing)
+        step = self._step
+        return None if step is None else (id(step), step.mine.position, step.mine.computing)
+
+    def _met_rank(self) -> int | None:
+        return None if self._step is None else self._step.met_rank(self.plan)
 
 
 def _mode(module: nn.Module) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.device.streams import Lane
+from pipelab.engine.device.streams import RankStream
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.pytree import Spec, map_leaves, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import unchanged
@@ -282,7 +282,7 @@ def learn_forms(
     part: Part,
     place: int,
     runners: Sequence[Stage],
-    lane: Lane,
+    stream: RankStream,
     group: dist.ProcessGroup,
     inputs: Sequence[Any],
     counts: Sequence[int],
@@ -299,7 +299,7 @@ def learn_forms(
         part: the pipeline.
         place: this process's rank in it.
         runners: the stages.
-        lane: what this process runs on.
+        stream: what this process runs on.
         group: the pipeline's processes.
         inputs: the micro-batches.
         counts: how many rows each has.
@@ -318,7 +318,7 @@ def learn_forms(
         value: Any = inputs[microbatch]
         for stage, (here, there) in enumerate(pairwise(ranks)):
             if place == here:
-                value = _try(part, place, runners[stage], microbatch, value, lane, learning=learning)
+                value = _try(part, place, runners[stage], microbatch, value, stream, learning=learning)
                 forms[stage] = form_of(value, f"stage {stage}")
                 if there != here:
                     sent = (forms[stage].parts, pack(value))
@@ -334,9 +334,11 @@ def learn_forms(
     return found
 
 
-def _try(part: Part, place: int, runner: Stage, microbatch: int, value: Any, lane: Lane, *, learning: bool) -> Any:
+def _try(
+    part: Part, place: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool
+) -> Any:
     """Run a stage forward, leaving no trace in it."""
-    given = value if lane.takes is None else lane.takes(value)
+    given = value if stream.receive is None else stream.receive(value)
     try:
         with unchanged([runner.module]), torch.set_grad_enabled(learning):
             if learning:
@@ -346,5 +348,5 @@ def _try(part: Part, place: int, runner: Stage, microbatch: int, value: Any, lan
         raise
     except Exception as error:
         number = part.microbatches[microbatch]
-        where = (part.ranks[place], runner.index, number, lane.runs_on)
+        where = (part.ranks[place], runner.index, number, stream.runs_on)
         raise stage_error(error, f"{runner.index}F{number}", *where, partial=False) from error

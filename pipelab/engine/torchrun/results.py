@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.device.clocks import HOST, StepClock
+from pipelab.engine.device.clocks import HOST
 from pipelab.engine.stage.loss import Loss
+from pipelab.engine.step import RankState, StepState
 from pipelab.engine.torchrun.agreement import gathered
 from pipelab.engine.torchrun.groups import Part
 from pipelab.engine.torchrun.messages import pack, unpack
-from pipelab.engine.torchrun.step_state import Passage
+from pipelab.engine.torchrun.step_state import ProcessStep
 from pipelab.plan.plan import Plan
 
-__all__ = ["Clock", "ProcessRun", "set_clocks", "share"]
+__all__ = ["Clock", "set_clocks", "share"]
 
 _ROUNDS = 16
 _BUDGET_NS = 20_000_000
@@ -108,68 +109,36 @@ class _Aligned:
         return marks
 
 
-@dataclass(slots=True)
-class ProcessRun:
-    """What all processes made of a step, as this one knows it.
+def _travel(plan: Plan, ranks: Sequence[RankState], waited: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Return, by number of the value, how many milliseconds each value travelled between ranks.
 
-    Attributes:
-        outputs: per micro-batch, the model's output; after a step, only on the last stage's process.
-        begun: per rank, when each action started, in nanoseconds on rank 0's clock.
-        ended: per rank, when each ended.
-        waited: per rank, how long each waited for a value from another rank.
-        outputs_on: the ranks whose processes have outputs; `None` where all have all.
-        clock_error_ns: how far the clocks of two processes may be apart.
+    If the receiver was free when a value left, the transfer ends when the receiver starts the action. If it was busy,
+    the value was there when it was free again, or came at the end of its wait.
     """
-
-    plan: Plan
-    outputs: list[Any]
-    begun: list[list[int]]
-    ended: list[list[int]]
-    waited: list[list[int]]
-    outputs_on: Sequence[int] | None
-    clock_error_ns: int
-
-    @property
-    def clocks(self) -> list[StepClock]:
-        """By what readings are turned into times: rank 0's clock, and those that have been set to it."""
-        return [HOST, *(_Aligned(self.clock_error_ns) for _ in range(1, self.plan.ranks))]
-
-    @property
-    def note(self) -> str:
-        """What a reader of the trace should know."""
-        many = "es" if self.plan.ranks > 1 else ""
-        return f"{self.plan.ranks} process{many}, clocks within {self.clock_error_ns / 1e6:.2g} ms of rank 0's"
-
-    def travel(self) -> dict[int, float]:
-        """Return, by number of the value, how many milliseconds each value travelled between ranks.
-
-        A rank that was free when a value left started on it the moment it came. A rank that was busy found it there
-        afterwards, or waited for it: then it came at the end of the wait, else at the latest when the rank was free.
-        """
-        program = self.plan.program
-        numbering, rank_of = program.numbering, program.rank_of
-        ended = {
-            code: end
-            for row, ends in zip(program.rows, self.ended, strict=True)
-            for code, end in zip(row, ends, strict=True)
-        }
-        found: dict[int, float] = {}
-        for rank, row in enumerate(program.rows):
-            free = 0
-            for index, code in enumerate(row):
-                for value in numbering.needs(code):
-                    giver = program.giver(value)
-                    if rank_of[giver] != rank:
-                        waited = ended[giver] >= free or self.waited[rank][index] > _ARRIVED_NS
-                        there = self.begun[rank][index] if waited else free
-                        found[value] = max(0.0, (there - ended[giver]) / 1e6)
-                free = self.ended[rank][index]
-        return found
+    program = plan.program
+    numbering, rank_of = program.numbering, program.rank_of
+    ended = {
+        code: end
+        for row, each in zip(program.rows, ranks, strict=True)
+        for code, end in zip(row, each.ended, strict=True)
+    }
+    found: dict[int, float] = {}
+    for rank, row in enumerate(program.rows):
+        free = 0
+        for index, code in enumerate(row):
+            for value in numbering.needs(code):
+                giver = program.giver(value)
+                if rank_of[giver] != rank:
+                    late = ended[giver] >= free or waited[rank][index] > _ARRIVED_NS
+                    there = ranks[rank].begun[index] if late else free
+                    found[value] = max(0.0, (there - ended[giver]) / 1e6)
+            free = ranks[rank].ended[index]
+    return found
 
 
 def share(
-    group: dist.ProcessGroup, plan: Plan, part: Part, passage: Passage, loss: Loss | None, clock: Clock
-) -> ProcessRun:
+    group: dist.ProcessGroup, plan: Plan, part: Part, step: ProcessStep, loss: Loss | None, clock: Clock
+) -> StepState:
     """Exchange times and losses; of an evaluation, the outputs. All processes must call it.
 
     The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each.
@@ -178,40 +147,45 @@ def share(
         group: all processes.
         plan: the plan.
         part: the pipeline that this process belongs to.
-        passage: what happened on this process.
+        step: what happened on this process.
         loss: the loss of the whole batch, which gets the values of all micro-batches; `None` for an evaluation.
         clock: how this process's clock is to be read.
     """
     homes = plan.program.placed[plan.stages - 1 :: plan.stages]  # where each micro-batch's output is
+    state = StepState([None] * plan.microbatches, loss, step.watch_nan, step.caller)
     if loss is None:
-        return ProcessRun(plan, _outputs(group, homes, passage), [], [], [], None, 0)
+        state.outputs = _outputs(group, homes, step)
+        return state
     longest = max(map(len, plan.program.rows))
-    begun, ended = (_readings(passage, marks, clock) for marks in (passage.begun, passage.ended))
-    mine = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
-    for number, numbers in enumerate((begun, ended, passage.waited)):
-        mine[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
-    mine[3 * longest :] = _losses(plan, part, passage)
-    every = gathered(mine, group)
-    _take_losses(loss, every[:, 3 * longest :], homes, passage.lane.runs_on.device)
-    rows = every.tolist()
+    begun, ended = (_readings(step, marks, clock) for marks in (step.mine.begun, step.mine.ended))
+    own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
+    for number, numbers in enumerate((begun, ended, step.waited)):
+        own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
+    own[3 * longest :] = _losses(plan, part, step)
+    every = gathered(own, group)
+    stream = step.mine.stream
+    _take_losses(loss, every[:, 3 * longest :], homes, stream.runs_on.device)
     begun_by, ended_by, waited_by = (
-        [
-            row[number * longest : number * longest + len(codes)]
-            for row, codes in zip(rows, plan.program.rows, strict=True)
-        ]
-        for number in range(3)
+        [row[: len(codes)].tolist() for row, codes in zip(numbers, plan.program.rows, strict=True)]
+        for numbers in every[:, : 3 * longest].unflatten(1, (3, longest)).unbind(1)
     )
-    outputs: list[Any] = [None] * plan.microbatches
-    for microbatch, output in zip(part.microbatches, passage.outputs, strict=True):
-        outputs[microbatch] = output
-    return ProcessRun(plan, outputs, begun_by, ended_by, waited_by, sorted(set(homes)), clock.error_ns)
+    for microbatch, output in zip(part.microbatches, step.outputs, strict=True):
+        state.outputs[microbatch] = output
+    state.outputs_on = sorted(set(homes))
+    ranks = [RankState(rank, (), stream, {}, *times) for rank, times in enumerate(zip(begun_by, ended_by, strict=True))]
+    state.ranks = ranks
+    state.travel = lambda: _travel(plan, ranks, waited_by)
+    state.clocks = [HOST, *(_Aligned(clock.error_ns) for _ in range(1, plan.ranks))]
+    many = "es" if plan.ranks > 1 else ""
+    state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"
+    return state
 
 
-def _outputs(group: dist.ProcessGroup, homes: Sequence[int], passage: Passage) -> list[Any]:
+def _outputs(group: dist.ProcessGroup, homes: Sequence[int], step: ProcessStep) -> list[Any]:
     """Return the outputs of all micro-batches, from the processes that hold the last stage."""
     outputs: list[Any] = [None] * len(homes)
     for home in sorted(set(homes)):
-        box: list[Any] = [pack(passage.outputs)]
+        box: list[Any] = [pack(step.outputs)]
         dist.broadcast_object_list(box, group=group, group_src=home)
         turns = [microbatch for microbatch, rank in enumerate(homes) if rank == home]
         for microbatch, output in zip(turns, unpack(box[0]), strict=True):
@@ -219,15 +193,15 @@ def _outputs(group: dist.ProcessGroup, homes: Sequence[int], passage: Passage) -
     return outputs
 
 
-def _readings(passage: Passage, marks: list[Any], clock: Clock) -> list[int]:
-    return [reading - clock.ahead_ns for reading in passage.clock.nanoseconds(marks)]
+def _readings(step: ProcessStep, marks: list[Any], clock: Clock) -> list[int]:
+    return [reading - clock.ahead_ns for reading in step.clocks[0].nanoseconds(marks)]
 
 
-def _losses(plan: Plan, part: Part, passage: Passage) -> torch.Tensor:
+def _losses(plan: Plan, part: Part, step: ProcessStep) -> torch.Tensor:
     """Return this process's losses as the bits of 64-bit numbers, zeros where it knows none; their type comes first."""
-    assert passage.loss is not None
+    assert step.loss is not None
     found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
-    for microbatch, value in zip(part.microbatches, passage.loss.values, strict=True):
+    for microbatch, value in zip(part.microbatches, step.loss.values, strict=True):
         if value is not None:
             found[0] = _LOSS_TYPES.index(value.dtype)
             found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)

@@ -19,15 +19,14 @@ import torch
 import torch.distributed as dist
 
 from pipelab.engine.stage.errors import stage_error
-from pipelab.engine.stage.nan_watch import batch_has_nan, refuse_nan
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.threads.instructions import Act
+from pipelab.engine.step import Act, run_action
 from pipelab.engine.torchrun.groups import Connections, Part
 from pipelab.engine.torchrun.messages import Form, Marks
 from pipelab.engine.torchrun.replicas import Reducer
-from pipelab.engine.torchrun.step_state import Passage
+from pipelab.engine.torchrun.step_state import ProcessStep
 from pipelab.errors import StageError
-from pipelab.plan.actions import Action, B, F, I, W
+from pipelab.plan.actions import Action, B, F, I, R, W
 
 __all__ = ["ProcessStage"]
 
@@ -64,19 +63,19 @@ class ProcessStage:
         self._reducer = reducer
         self.marks = Marks(connections.everyone, part.ranks)
 
-    def begin(self, passage: Passage) -> None:
+    def begin(self, step: ProcessStep) -> None:
         """Get ready for a step."""
-        self.passage = passage
+        self.step = step
         self.given: dict[int, Any] = {}
         self.gradients: dict[int, Any] = {}
         self.made: dict[int, Any] = {}
         self.back: dict[int, Any] = {}
         self.sent: list[tuple[int, torch.Tensor, int]] = []
-        passage.kept[self.stage_index] = {}
+        step.mine.kept[self.stage_index] = {}
 
     def end(self) -> None:
         """Let go of the step, and of all that is left of it."""
-        del self.passage
+        del self.step
         for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
         self.marks.clear()
@@ -99,17 +98,17 @@ class ProcessStage:
 
     def forward_one_chunk(self, microbatch: int, inputs: tuple[Any, ...], *_: Any, **__: Any) -> Any:
         """Run one micro-batch forward."""
-        passage, runner = self.passage, self.runner
-        loss, takes = passage.loss, passage.lane.takes
+        step, runner = self.step, self.runner
+        loss, receive = step.loss, step.mine.stream.receive
         if runner.is_first:
-            given = inputs[0] if takes is None else takes(inputs[0])
+            given = inputs[0] if receive is None else receive(inputs[0])
         else:
-            given = self._arrived(self.given.pop(microbatch), passage.form(self.stage_index - 1, microbatch).value)
-        if runner.is_last and loss is not None and takes is not None:
-            loss.targets[microbatch] = takes(loss.targets[microbatch])
+            given = self._arrived(self.given.pop(microbatch), step.form(self.stage_index - 1, microbatch).value)
+        if runner.is_last and loss is not None and receive is not None:
+            loss.targets[microbatch] = receive(loss.targets[microbatch])
         made = self._run(F(microbatch, self.stage_index), runner.evaluate if loss is None else runner.forward, given)
         if runner.is_last:
-            passage.outputs[microbatch] = made
+            step.outputs[microbatch] = made
         else:
             self._require_form(made, microbatch)
             if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
@@ -124,11 +123,11 @@ class ProcessStage:
         **_: Any,
     ) -> None:
         """Run one micro-batch backward: the whole of it, or the input gradient alone."""
-        if self.passage.loss is None:
+        if self.step.loss is None:
             return
         gradients = None
         if not self.is_last:
-            form = self.passage.form(self.stage_index, microbatch)
+            form = self.step.form(self.stage_index, microbatch)
             gradients = self._arrived(
                 self.gradients.pop(microbatch), lambda found: form.gradients(found, self.marks.take(microbatch))
             )
@@ -137,18 +136,20 @@ class ProcessStage:
 
     def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
         """Run what is left of one micro-batch's backward: the weights' gradients."""
-        if self.passage.loss is not None:
+        if self.step.loss is not None:
             self._run(W(microbatch, self.stage_index), self.runner.backward_weight, None)
 
     def perform_reduce_grad(self, _: int) -> None:
-        """Sum the stage's gradients over its replicas. The time it takes begins when the last of them has come."""
-        if self.passage.loss is None:
+        """Sum the stage's gradients over its replicas. The time it receive begins when the last of them has come."""
+        if self.step.loss is None:
             return
-        if self._reducer is None:
-            self.passage.timed(lambda: None)
-        else:
+        if self._reducer is not None:
             self._reducer.meet()
-            self.passage.timed(self._reducer.reduce)
+        self._run(R(self.stage_index), self._all_reduce, None)
+
+    def _all_reduce(self, *_: object) -> None:
+        if self._reducer is not None:
+            self._reducer.reduce()
 
     # --- what it hands over on this rank
 
@@ -168,21 +169,21 @@ class ProcessStage:
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for a micro-batch's input."""
-        self.given[microbatch] = room = self.passage.form(self.stage_index - 1, microbatch).room(self.device)
+        self.given[microbatch] = room = self.step.form(self.stage_index - 1, microbatch).room(self.device)
         return self._ops(dist.irecv, room, self.stage_index - 1)
 
     def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of a micro-batch's output."""
-        form = self.passage.form(self.stage_index, microbatch)
+        form = self.step.form(self.stage_index, microbatch)
         parcels = form.parcels(self.made.pop(microbatch), self.device)
         self.sent += [(microbatch, parcel, _version(parcel)) for parcel in parcels]
         return self._ops(dist.isend, parcels, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for the gradients of a micro-batch's output."""
-        if self.passage.loss is None:
+        if self.step.loss is None:
             return []
-        room = self.passage.form(self.stage_index, microbatch).room_for_gradients(self.device)
+        room = self.step.form(self.stage_index, microbatch).room_for_gradients(self.device)
         self.gradients[microbatch] = room
         ops = self._ops(dist.irecv, room, self.stage_index + 1)
         self.marks.receive(microbatch, len(room), self.stage_index_to_group_rank[self.stage_index + 1])
@@ -190,9 +191,9 @@ class ProcessStage:
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of the gradients of a micro-batch's input."""
-        if self.passage.loss is None:
+        if self.step.loss is None:
             return []
-        form = self.passage.form(self.stage_index - 1, microbatch)
+        form = self.step.form(self.stage_index - 1, microbatch)
         gradients = self.back.pop(microbatch)
         ops = self._ops(dist.isend, form.parcels_of_gradients(gradients, self.device), self.stage_index - 1)
         self.marks.send(form.which_came(gradients), self.stage_index_to_group_rank[self.stage_index - 1])
@@ -203,7 +204,7 @@ class ProcessStage:
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
-        self.passage.peer = self._ranks[peer]  # what follows may find that a connection is lost
+        self.step.peer = self._ranks[peer]  # what follows may find that a connection is lost
         # They have no gaps, so they go as bytes: not every backend knows every type.
         lines = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]
@@ -212,8 +213,8 @@ class ProcessStage:
         """Return a value that was received, on this rank's device; one of this rank's own, as it is."""
         if isinstance(found, _Local):
             return found.value
-        takes = self.passage.lane.takes
-        return put_together(found if takes is None else takes(found))
+        receive = self.step.mine.stream.receive
+        return put_together(found if receive is None else receive(found))
 
     def _run(self, action: Action, act: Act, given: Any) -> Any:
         """Run an action; whatever it raises is told with its place.
@@ -221,25 +222,16 @@ class ProcessStage:
         Raises:
             StageError: if it raised.
         """
-        passage, loss = self.passage, self.passage.loss
-        microbatch = action.microbatch or 0
-        kept = passage.kept[self.stage_index]
+        step, microbatch = self.step, action.microbatch or 0
+        step.peer = None
         try:
-            had_nan = passage.watch_nan and batch_has_nan(action, self.runner, given)
-            if passage.around.autocast and action.kind != "F":
-                with passage.around.autocast_off():
-                    made = passage.timed(lambda: act(microbatch, given, kept, loss))
-            else:
-                made = passage.timed(lambda: act(microbatch, given, kept, loss))
-            if passage.watch_nan:
-                refuse_nan(self._rank, self._named(action), self.runner, made, loss, had_nan=had_nan)
+            return run_action(step, step.mine, self.runner, action, act, microbatch, given)
         except StageError:
             raise
         except Exception as error:
             named = self._named(action)
-            place = (self._rank, self.stage_index, named.microbatch or 0, passage.lane.runs_on)
+            place = (self._rank, self.stage_index, named.microbatch or 0, step.mine.stream.runs_on)
             raise stage_error(error, str(named), *place, partial=False) from error
-        return made
 
     def _named(self, action: Action) -> Action:
         """Return an action as the whole plan numbers it."""
@@ -251,8 +243,8 @@ class ProcessStage:
         Raises:
             StageError: with both.
         """
-        form: Form = self.passage.form(self.stage_index, microbatch)
-        if misfit := form.misfit(made, f"stage {self.stage_index}", self.passage.counts[microbatch]):
+        form: Form = self.step.form(self.stage_index, microbatch)
+        if misfit := form.misfit(made, f"stage {self.stage_index}", self.step.counts[microbatch]):
             raise self._error(microbatch, misfit)
 
     def _error(self, microbatch: int, told: str) -> StageError:

@@ -10,6 +10,7 @@ import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.device.devices import RankDevice, rank_devices
-from pipelab.engine.device.streams import lanes_for
-from pipelab.engine.engine import Job, Started
+from pipelab.engine.device.streams import rank_streams
+from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.replicas import Runners, require_replicable
 from pipelab.engine.stage.snapshot import overwrite
@@ -38,6 +39,7 @@ from pipelab.engine.torchrun.model_state import ManyProcesses, is_stale, spread,
 from pipelab.engine.torchrun.store import AnsweringStore, corner, duration, open_store, store_is_at_hand
 from pipelab.engine.torchrun.supervisor import Doing, Watch
 from pipelab.errors import EngineError, PipelabError
+from pipelab.plan.plan import Plan
 
 __all__ = ["digests_of_weights", "start", "warn_of_other_weights"]
 
@@ -96,7 +98,7 @@ _made = 0
 """How many pipelines this process has made: each has its own corner of the store."""
 
 
-def start(job: Job) -> Started:
+def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     """Start this process's part.
 
     Raises:
@@ -105,32 +107,36 @@ def start(job: Job) -> Started:
     """
     global _made  # noqa: PLW0603 - it counts for the process
     _made += 1
-    plan = job.plan
+    job = _Job(plan, stages, settings)
     try:
         parts = parts_of(plan)
         _require_replicable(job)
         rank, size = identify(plan.ranks)
-        if isinstance(job.devices, str) or (job.devices is not None and len(job.devices) != size):
-            rank_devices(job.devices, size)  # says so
-        device = device_of(job.devices, rank)
+        if isinstance(job.settings.devices, str) or (
+            job.settings.devices is not None and len(job.settings.devices) != size
+        ):
+            rank_devices(job.settings.devices, size)  # says so
+        device = device_of(job.settings.devices, rank)
         facts = _facts(job, device)
     except PipelabError as error:
         _decline(job, error)
         raise
     held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
-    base = open_store(rank, size, job.timeout)
+    base = open_store(rank, size, job.settings.timeout)
     store = corner(base, str(_made))
-    everyone = introduce(AnsweringStore(store, job.timeout), rank, size, facts, job.timeout)
+    everyone = introduce(AnsweringStore(store, job.settings.timeout), rank, size, facts, job.settings.timeout)
     warn_of_stale(job.stages, held)
     if rank == 0:
         warn_of_other_weights(plan.replicas, [each["weights"] for each in everyone])
     backend = backend_of(everyone)
-    threads = job.intra_op_threads or torch.get_num_threads()
+    threads = job.settings.intra_op_threads or torch.get_num_threads()
     # A process that waits for one thing of a store waits with it for all others. So the watch has a connection of its
     # own, and so has the worker, who may be stuck with it.
     watched, meeting = (corner(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
-    watch = Watch(rank, Notices(AnsweringStore(watched, job.timeout), rank, everyone), job.timeout, threads)
-    limit = duration(None if job.timeout is None else job.timeout + _MARGIN_SECONDS)
+    watch = Watch(
+        rank, Notices(AnsweringStore(watched, job.settings.timeout), rank, everyone), job.settings.timeout, threads
+    )
+    limit = duration(None if job.settings.timeout is None else job.settings.timeout + _MARGIN_SECONDS)
     _place(job, held, device)
 
     def meet() -> Connections:
@@ -144,26 +150,36 @@ def start(job: Job) -> Started:
     connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
     on = [torch.device(each["runs_on"]) for each in everyone]
     firsts = {stage: ranks[:1] for stage, ranks in plan.replicas.items()}  # others are other processes'
-    runners = Runners(job.stages.modules, firsts, on, job.replicated_buffers)
-    stages = [runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
+    runners = Runners(job.stages.modules, firsts, on, job.settings.replicated_buffers)
+    own = [runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
     labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
     part = next(part for part in parts if rank in part.ranks)
-    (lane,) = lanes_for([RankDevice(device)])
-    engine = TorchEngine(plan, part, rank, stages, lane, connections, watch, labels, job.replicated_buffers)
-    home = ManyProcesses(plan, job.stages, engine, rank, device)
-    return Started(engine, home, [RankDevice(each) for each in on], runners, threads)
+    (stream,) = rank_streams([RankDevice(device)])
+    engine = TorchEngine(plan, part, rank, own, stream, connections, watch, labels, job.settings.replicated_buffers)
+    engine.devices = [RankDevice(each) for each in on]
+    engine.runners, engine.intra_op_threads = runners, threads
+    engine.local_stages, engine.stage_devices = held, [device] * plan.stages
+    engine.model = ManyProcesses(plan, job.stages, engine, rank, device)
+    return engine
 
 
-def _decline(job: Job, error: PipelabError) -> None:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    plan: Plan
+    stages: Stages
+    settings: Settings
+
+
+def _decline(job: _Job, error: PipelabError) -> None:
     """Tell processes that were given something else, and wait for this one, if there is a store to tell it in."""
     found = started_as()
     if found is not None and store_is_at_hand():
         with suppress(RuntimeError, EngineError):  # this process has an error of its own
-            limit = min(job.timeout or _DECLINING_SECONDS, _DECLINING_SECONDS)
+            limit = min(job.settings.timeout or _DECLINING_SECONDS, _DECLINING_SECONDS)
             decline(corner(open_store(*found, limit), str(_made)), found[0], error)
 
 
-def _require_replicable(job: Job) -> None:
+def _require_replicable(job: _Job) -> None:
     """Refuse what cannot be on several ranks.
 
     Raises:
@@ -171,13 +187,13 @@ def _require_replicable(job: Job) -> None:
     """
     for stage, ranks in job.plan.replicas.items():
         if len(ranks) > 1:
-            require_replicable(stage, job.stages.modules[stage], ranks, job.replicated_buffers)
+            require_replicable(stage, job.stages.modules[stage], ranks, job.settings.replicated_buffers)
     last = job.plan.replicas[job.plan.stages - 1]
     if len(last) > 1:
-        _require_plain_loss(job.loss_fn, last)
+        _require_plain_loss(job.settings.loss_fn, last)
 
 
-def _facts(job: Job, device: torch.device) -> dict[str, Any]:
+def _facts(job: _Job, device: torch.device) -> dict[str, Any]:
     """Return what the others should know: where this process runs, and what it was given."""
     return facts_of_this_process() | {
         "runs_on": str(device),
@@ -185,12 +201,12 @@ def _facts(job: Job, device: torch.device) -> dict[str, Any]:
         "plan": describe_plan(job.plan),
         "model": describe_model(job.stages.modules),
         "weights": digests_of_weights(job.stages),
-        "reduction": job.reduction,
-        "replicated_buffers": job.replicated_buffers,
+        "reduction": job.settings.reduction,
+        "replicated_buffers": job.settings.replicated_buffers,
     }
 
 
-def _place(job: Job, held: Sequence[int], device: torch.device) -> None:
+def _place(job: _Job, held: Sequence[int], device: torch.device) -> None:
     """Bring this process's stages to its device, their parameters the same objects as before."""
     for stage in held:
         job.stages.place_stage(stage, device)

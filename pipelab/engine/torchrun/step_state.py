@@ -1,69 +1,42 @@
-"""One step on this process: what its actions need, how far it is, and when each action ran."""
+"""One step on this process: what its rank has done, what travels, and how long it waited for that."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelab.engine.device.clocks import StepClock, here
-from pipelab.engine.device.streams import Lane
-from pipelab.engine.stage.caller import PLAIN, Surroundings
-from pipelab.engine.stage.loss import Loss
+from pipelab.engine.step import RankState, StepState, awaited_action
 from pipelab.engine.torchrun.messages import Form
-from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
 
-__all__ = ["Passage"]
+__all__ = ["ProcessStep"]
 
 
 @dataclass(slots=True)
-class Passage:
-    """One step, or one evaluation, on this process.
+class ProcessStep(StepState):
+    """One step, or one evaluation, of the one rank that this process runs.
 
     Attributes:
-        row: this rank's actions, in order; only the forwards of an evaluation.
-        lane: what this rank runs on.
-        clock: by what this rank's readings of its clock are turned into times.
-        loss: the loss; `None` for an evaluation.
         counts: per micro-batch, how many rows it has.
         forms: by number of rows, the form of what each stage gives.
-        watch_nan: whether to look for NaN and infinity after every action.
-        around: what surrounds the caller: autocast, which holds in forwards.
-        kept: per stage, what forwards keep for their backwards.
-        outputs: per micro-batch, the model's output, on the last stage's process.
-        begun: the clock at the start of each action.
-        ended: the clock at the end of each action.
         waited: per action, nanoseconds spent waiting for a value from another rank.
-        position: how many actions are done.
-        computing: whether one is running, rather than waited for.
-        waiting: whether what the next one needs from another rank is being waited for.
+        waiting: whether what the next action needs from another rank is being waited for.
         peer: the rank to which a value was last about to be sent, or from which one was about to be received, since the
             last action.
     """
 
-    row: Sequence[Action]
-    lane: Lane
-    clock: StepClock
-    loss: Loss | None
-    counts: Sequence[int]
-    forms: dict[int, list[Form]]
-    watch_nan: bool = False
-    around: Surroundings = PLAIN
-    kept: dict[int, dict[int, Any]] = field(default_factory=dict)
-    outputs: list[Any] = field(default_factory=list)
-    begun: list[Any] = field(default_factory=list)
-    ended: list[Any] = field(default_factory=list)
+    counts: Sequence[int] = ()
+    forms: dict[int, list[Form]] = field(default_factory=dict)
     waited: list[int] = field(default_factory=list)
-    position: int = 0
-    computing: bool = False
     waiting: bool = False
     peer: int | None = None
 
-    def __post_init__(self) -> None:
-        """Make room for the outputs and the waits."""
-        self.outputs = [None] * len(self.counts)
-        self.waited = [0] * len(self.row)
+    @property
+    def mine(self) -> RankState:
+        """What this process's rank has done."""
+        return self.ranks[0]
 
     def form(self, stage: int, microbatch: int) -> Form:
         """Return the form of what a stage gives for a micro-batch."""
@@ -82,18 +55,19 @@ class Passage:
         timed, rest = (works, marks) if works else (marks, works)
         for work in timed:
             work.wait()
-        self.waited[self.position] = time.perf_counter_ns() - asked
+        self.waited[self.mine.position] = time.perf_counter_ns() - asked
         for work in rest:
             work.wait()
         self.waiting = False
 
-    def timed(self, work: Callable[[], Any]) -> Any:
-        """Run the next action between two readings of the clock."""
-        self.computing, self.peer = True, None
-        here.began = self.lane.mark()
-        self.begun.append(here.began)
-        made = work()
-        self.ended.append(self.lane.mark())
-        self.computing = False
-        self.position += 1
-        return made
+    def met_rank(self, plan: Plan) -> int | None:
+        """Return the rank with which this process exchanges a value now: one it waits for, or else sends to.
+
+        At the end of the row it waits for all that it has sent, to whichever rank: then it is nobody in particular.
+        """
+        if self.mine.computing or self.mine.position >= len(self.mine.actions):
+            return None
+        if not self.waiting:
+            return self.peer
+        awaited = awaited_action(plan, self.mine)
+        return None if awaited is None else awaited[2]

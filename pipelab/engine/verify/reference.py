@@ -67,7 +67,7 @@ def run_at_once(pipe: Pipeline, x: Any, y: Any) -> Any:
     Where there is no model (stages given as a list), or none that runs on one device, it goes through the stages.
     """
     model, x = pipe.stages.model, _batch(pipe, x)
-    devices = set(pipe.home.devices)
+    devices = set(pipe.engine.stage_devices)
     if len(devices) > 1 or isinstance(model, nn.ModuleList):
         output = _through(pipe, pipe.stages.modules, x)
     elif pipe.stages.is_traced and isinstance(x, (tuple, list)):
@@ -80,16 +80,16 @@ def run_at_once(pipe: Pipeline, x: Any, y: Any) -> Any:
 
 def _through(pipe: Pipeline, modules: Sequence[nn.Module], value: Any) -> Any:
     """Return what comes out of the stages, each on its device."""
-    for module, device in zip(modules, pipe.home.devices, strict=True):
+    for module, device in zip(modules, pipe.engine.stage_devices, strict=True):
         value = module(_moved(value, device))
     return value
 
 
 def _backward(pipe: Pipeline, output: Any, target: Any, weight: float) -> None:
     """Run loss and backward, the latter outside of the caller's autocast, as the workers do."""
-    loss = Loss(pipe.loss_fn, [_moved(target, pipe.home.devices[-1])], [weight])
+    loss = Loss(pipe.loss_fn, [_moved(target, pipe.engine.stage_devices[-1])], [weight])
     value = loss.of(0, output)
-    with pipe.surroundings().autocast_off():
+    with pipe.caller().autocast_off():
         value.backward(loss.gradient(0, value))
 
 
@@ -134,14 +134,14 @@ def tolerance(pipe: Pipeline, gradient: torch.Tensor) -> float:
     own = 8 * float(torch.finfo(gradient.dtype).eps)
     if all(each.device.type == "cpu" for each in pipe.devices):
         return max(_TOLERANCE, own)
-    casts = (8 * float(torch.finfo(each).eps) for each in pipe.surroundings().types)
+    casts = (8 * float(torch.finfo(each).eps) for each in pipe.caller().types)
     return max(_TOLERANCE_ON_A_GPU, own, *casts)
 
 
 def whole_batch_tolerance(pipe: Pipeline) -> float:
     """Return the tolerance for the coarsest type that gradients are made in."""
     types = {parameter.dtype for _, parameter in learning(pipe)}
-    types |= pipe.surroundings().types
+    types |= pipe.caller().types
     return max(_WHOLE_BATCH_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
 
 

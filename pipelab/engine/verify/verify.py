@@ -172,9 +172,9 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
     Raises:
         VerificationError: naming the parameter and the micro-batch that differ first.
     """
-    with pipe.home.whole(), _restored(pipe, x, y) as rewind, _as_in_the_workers(pipe):
+    with pipe.engine.full_model(), _restored(pipe, x, y) as rewind, _as_in_the_workers(pipe):
         pipe.run(x, y)
-        pipe.home.gather_gradients()
+        pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
         rewind()
         before = KeptRandomState()
@@ -191,7 +191,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         if wrong and not draws:
             seen = _difference(wrong, off[wrong[0]], tolerance(pipe, ours[wrong[0]]))
         # Each process has a reference of its own: where a stage's state is in one process only, that one sees it.
-        if seen := pipe.home.first_to_say(seen):
+        if seen := pipe.engine.first_to_say(seen):
             raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
         unproven = _unproven(pipe.stages.model, draws)
         whole = None
@@ -222,9 +222,9 @@ def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
         found, seen = look()
     except Exception as error:  # the model's own, or memory that runs out
         error.add_note("raised where verify ran the plain model, without the pipeline")
-        pipe.home.first_to_say(f"{type(error).__name__} on another process: {error}")
+        pipe.engine.first_to_say(f"{type(error).__name__} on another process: {error}")
         raise
-    if told := pipe.home.first_to_say(seen):
+    if told := pipe.engine.first_to_say(seen):
         raise VerificationError(told)
     return found
 
@@ -247,14 +247,14 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
     """Find the first micro-batch that alone makes a difference."""
     for microbatch in range(pipe.plan.microbatches):
         pipe.run(x, y, only=microbatch)
-        pipe.home.gather_gradients()
+        pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
         rewind()
         off = differences(ours, _one_after_another(pipe, x, y, microbatch))
         rewind()
         wrong = [name for name, each in off.items() if not each <= tolerance(pipe, ours[name])]
         seen = f"micro-batch {microbatch} is the first that differs, at {wrong[0]}" if wrong else ""
-        if seen := pipe.home.first_to_say(seen):
+        if seen := pipe.engine.first_to_say(seen):
             return f"{seen}\ntry: look for state that the stage keeps from one micro-batch to the next"
     return (
         "every micro-batch alone is right: they differ only together\n"
@@ -325,7 +325,7 @@ def _unproven(model: nn.Module, draws: bool) -> tuple[str, ...]:
 def _as_in_the_workers(pipe: Pipeline) -> Iterator[None]:
     """Let operations use as many processor threads as in the workers: the order of their sums depends on it."""
     callers = torch.get_num_threads()
-    torch.set_num_threads(pipe.intra_op_threads)
+    torch.set_num_threads(pipe.engine.intra_op_threads)
     try:
         yield
     finally:

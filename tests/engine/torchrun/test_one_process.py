@@ -469,7 +469,7 @@ def test_a_process_that_froze_other_parameters_would_be_told():
         x, _ = plain.batch(4)
 
         def shapes(learning=True):
-            return pipe._engine._shapes([x], PLAIN, learning=learning)
+            return pipe.engine._shapes([x], PLAIN, learning=learning)
 
         before, evaluating = shapes(), shapes(learning=False)
         assert before.endswith("; frozen nothing")
@@ -522,7 +522,7 @@ def test_an_output_that_is_put_together_otherwise_than_before_is_refused():
 def test_a_stage_keeps_nothing_of_a_step_for_another_stage_of_its_rank():
     model = plain.mlp(4)
     with Pipeline(model, PLAN, mse, engine="torch") as pipe:
-        stages = pipe._engine._stages
+        stages = pipe.engine._stages
         during = []
         model[2].register_forward_hook(lambda *_: during.append(len(stages[0].made)))
         pipe.step(*plain.batch(4))
@@ -593,4 +593,4 @@ def test_a_pipeline_that_failed_leaves_its_connections_alone():
         pytest.raises(StageError),
     ):
         pipe.step(*plain.batch(4))
-    assert dist.get_backend(pipe._engine.group) == "gloo"  # it is there still
+    assert dist.get_backend(pipe.engine.group) == "gloo"  # it is there still

@@ -92,7 +92,7 @@ with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     proof = pipe.verify(x, y)
     say(
         case="bits",
-        held=list(pipe.home.held),
+        held=list(pipe.engine.local_stages),
         parameters=sum(1 for _ in pipe.parameters()),
         loss=torch.equal(ours.loss, theirs.loss),
         gradients=all(torch.equal(gradient, gradients[name]) for name, gradient in here.items()),

@@ -1,0 +1,124 @@
+"""Worker threads, which both engines compute in, and the one loop in which a caller waits for them.
+
+    caller   do(job) ──── outcomes(...) ──── an outcome, or how long nothing has moved ────┐
+                │                                                   ▲                       └ stop, or wait on
+    worker      └─ job: computes, sends, receives; may be stuck ────┘
+
+What is stuck in PyTorch cannot be interrupted; the caller, who waits here in Python, can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from pipelab.plan.fault import line_of
+
+__all__ = ["Outcome", "Outcomes", "Worker", "outcomes"]
+
+_PAUSE_SECONDS = 0.2
+"""How long a caller sleeps at most before it looks whether anything has moved, or whether it was interrupted."""
+
+
+class Outcome(NamedTuple):
+    """What became of a job: what it returned, or the error that it raised."""
+
+    worker: Worker
+    result: Any
+    error: BaseException | None
+
+
+Outcomes: TypeAlias = "queue.SimpleQueue[Outcome]"
+
+
+class Worker:
+    """A thread that does one job after another.
+
+    Attributes:
+        thread: the thread.
+        idle: whether it has nothing to do; a job that it has not begun does not count.
+
+    Args:
+        name: the thread's name.
+        threads: how many processor threads each of its operations may use.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        """Start the thread."""
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Outcomes] | None] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self.idle = threading.Event()
+        self.idle.set()
+        self.thread = threading.Thread(target=self._live, args=(threads,), name=name, daemon=True)
+        callers = torch.get_num_threads()
+        self.thread.start()
+        self._ready.wait()
+        torch.set_num_threads(callers)  # the thread set its own number as the default of threads made later
+
+    def do(self, job: Callable[[], Any], done: Outcomes) -> None:
+        """Do a job; `done` gets its outcome."""
+        self._jobs.put((job, done))
+
+    def end(self) -> None:
+        """End the thread after its present job."""
+        self._jobs.put(None)
+
+    def give_up(self) -> None:
+        """Make a thread that hangs end at its next line of Python, should it come back: it must add to no gradient."""
+        self.end()
+        if self.thread.ident is not None and self.thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit))
+
+    def line(self) -> str:
+        """Return where the thread is, in the student's own code if it is there: `", at train.py, line 7, in …"`."""
+        frames = sys._current_frames()  # noqa: SLF001 - the one way to see where a thread is
+        frame = frames.get(self.thread.ident or 0)
+        return f", at {line_of(traceback.extract_stack(frame))}" if frame else ""
+
+    def _live(self, threads: int) -> None:
+        torch.get_num_threads()  # a thread's first use takes over the default; from then on its own number holds
+        torch.set_num_threads(threads)
+        self._ready.set()
+        while (given := self._jobs.get()) is not None:
+            job, done = given
+            self.idle.clear()
+            try:
+                outcome = Outcome(self, job(), None)
+            except BaseException as error:  # noqa: BLE001 - a worker must report everything, SystemExit included
+                outcome = Outcome(self, None, error)
+            self.idle.set()
+            done.put(outcome)
+            del given, job, done, outcome  # an idle worker holds on to nothing
+
+
+def outcomes(
+    done: Outcomes, progress: Callable[[], object], timeout: float | None
+) -> Iterator[tuple[Outcome | None, float]]:
+    """Yield outcomes as they come; and in between, `None` and for how many seconds nothing has moved.
+
+    Args:
+        done: where the outcomes arrive.
+        progress: gives something that changes when the work gets on.
+        timeout: seconds after which the caller will stop; the shorter, the more often it looks.
+    """
+    # A signal that arrives just before a wait is noticed after it: so no wait is long.
+    pause = _PAUSE_SECONDS if timeout is None else min(_PAUSE_SECONDS, timeout / 8)
+    seen, since = progress(), time.monotonic()
+    while True:
+        try:
+            outcome = done.get(timeout=pause)
+        except queue.Empty:
+            if seen != (now := progress()):
+                seen, since = now, time.monotonic()
+            yield None, time.monotonic() - since
+        else:
+            since = time.monotonic()
+            yield outcome, 0.0

@@ -84,12 +84,12 @@ class Loss:
 
         Where replicas of the last stage are on several devices, it is on the first micro-batch's.
         """
-        parts = [
-            value.reshape(()) * weight
-            for value, weight in zip(self.values, self.weights, strict=True)
-            if value is not None
-        ]
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+        known = [(value, weight) for value, weight in zip(self.values, self.weights, strict=True) if value is not None]
+        home = known[0][0].device
+        values = [(value.reshape(()) if value.dim() else value).to(home) for value, _ in known]
+        if len({weight for _, weight in known}) == 1:  # nearly always, and a small step waits for this
+            return (torch.stack(values) * known[0][1]).sum()
+        return torch.stack([value * weight for value, (_, weight) in zip(values, known, strict=True)]).sum()
 
 
 def require_loss(loss_fn: object, reduction: Reduction) -> None:

@@ -15,7 +15,7 @@ from pipelab.engine.threads.all_reduce import AllReduce, Barrier
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import Program
 
-__all__ = ["Instruction", "ThreadsStep", "instructions"]
+__all__ = ["Instruction", "Row", "ThreadsStep", "instructions"]
 
 _ACTS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 """The method of a stage that runs an action."""
@@ -50,6 +50,26 @@ class Instruction:
     all_reduce: AllReduce | None = None
 
 
+class Row:
+    """One rank's instructions, and what a step must know of all of them before it begins.
+
+    Attributes:
+        instructions: in order.
+        actions: their actions.
+        stages: the stages that they run.
+        received: the values that come from other ranks, by number.
+        all_reduces: the all-reduces in which the rank takes part, each with its ranks.
+    """
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        """Look at every instruction once."""
+        self.instructions = instructions
+        self.actions = [each.action for each in instructions]
+        self.stages = {each.stage.index for each in instructions}
+        self.received = [each.needs for each in instructions if each.receives and each.needs is not None]
+        self.all_reduces = {each.action: each.all_reduce.group for each in instructions if each.all_reduce is not None}
+
+
 @dataclass(slots=True)
 class ThreadsStep(StepState):
     """One step of all ranks, and what they hand to each other.
@@ -68,20 +88,20 @@ class ThreadsStep(StepState):
     barriers: dict[Action, Barrier] = field(default_factory=dict)
     stopped: bool = False
 
-    def begin(self, rows: Sequence[Sequence[Instruction]], streams: Sequence[RankStream]) -> None:
+    def begin(self, rows: Sequence[Row], streams: Sequence[RankStream]) -> None:
         """Lock what has to be waited for."""
-        self.rows = rows
-        ranks = []
-        for rank, (row, stream) in enumerate(zip(rows, streams, strict=True)):
-            for each in row:
-                if each.receives and each.needs is not None:
-                    lock = self.ready[each.needs] = threading.Lock()
-                    lock.acquire()
-                elif each.all_reduce is not None and each.action not in self.barriers:
-                    self.barriers[each.action] = Barrier(each.all_reduce.group)
-            kept: dict[int, dict[int, Any]] = {each.stage.index: {} for each in row}
-            ranks.append(RankState(rank, [each.action for each in row], stream, kept))
-        self.ranks = ranks
+        self.rows = [row.instructions for row in rows]
+        for row in rows:
+            for value in row.received:
+                lock = self.ready[value] = threading.Lock()
+                lock.acquire()
+            for action, group in row.all_reduces.items():
+                if action not in self.barriers:
+                    self.barriers[action] = Barrier(group)
+        self.ranks = [
+            RankState(rank, row.actions, stream, {stage: {} for stage in row.stages})
+            for rank, (row, stream) in enumerate(zip(rows, streams, strict=True))
+        ]
 
     def stop(self) -> None:
         """Make every worker stop at its next action, and let go those that wait."""
@@ -98,7 +118,7 @@ class ThreadsStep(StepState):
 
 def instructions(
     program: Program, runners: Mapping[tuple[int, int], Stage], streams: Sequence[RankStream], *, backward: bool
-) -> list[list[Instruction]]:
+) -> list[Row]:
     """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`.
 
     Args:
@@ -109,7 +129,7 @@ def instructions(
     """
     numbering = program.numbering
     first = watched(runners, [stream.runs_on.device for stream in streams])
-    rows: list[list[Instruction]] = []
+    rows: list[Row] = []
     for rank, row in enumerate(program.rows):
         listed: list[Instruction] = []
         for code in row:
@@ -125,7 +145,7 @@ def instructions(
                 runs = runner if action.microbatch else first.get((action.stage, rank), runner)
                 act = getattr(runs, _ACTS[action.kind]) if backward else runner.evaluate
                 listed.append(_of_a_slot(program, code, action, rank, runner, act))
-        rows.append(listed)
+        rows.append(Row(listed))
     return rows
 
 

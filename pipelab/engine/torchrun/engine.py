@@ -21,7 +21,7 @@ from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import RankState, StepState, describe
 from pipelab.engine.torchrun.agreement import agree, describe_batch, sample_of
 from pipelab.engine.torchrun.groups import Connections, Part
-from pipelab.engine.torchrun.messages import Form, learn_forms
+from pipelab.engine.torchrun.messages import ValueMeta, learn_metas
 from pipelab.engine.torchrun.model_state import ManyProcesses
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.results import Clock, set_clocks, share
@@ -98,11 +98,11 @@ class TorchEngine(Engine):
         self._stages = [
             ProcessStage(runners[stage], part, rank, connections, self._reducers.get(stage)) for stage in held
         ]
-        self._marks = {stage.stage_index: stage.marks for stage in self._stages}
+        self._presence = {stage.stage_index: stage.presence for stage in self._stages}
         action = plan.program.numbering.action
         self._row = [action(code) for code in plan.program.rows[rank]]
         self._runtime = lowered(part.plan, self._place, self._stages, self._receive)
-        self._forms: dict[str, dict[int, list[Form]]] = {}
+        self._metas: dict[str, dict[int, list[ValueMeta]]] = {}
         self._clock = Clock()
         self._step: ProcessStep | None = None
         self._call = "begin"
@@ -144,7 +144,7 @@ class TorchEngine(Engine):
             # go of tensors while Python is being taken down, which aborts the process.
             self._reducers.clear()
             self._stages.clear()
-            self._marks.clear()
+            self._presence.clear()
             del self._connections, self._buffers, self._runtime, self.group
 
     def gather_parameters(self) -> None:
@@ -181,9 +181,9 @@ class TorchEngine(Engine):
             # [2] what will travel?
             own = [inputs[microbatch] for microbatch in self._part.microbatches]
             counts = [len(tensors_of(each)[0]) for each in own]
-            if shapes not in self._forms:
+            if shapes not in self._metas:
                 place = (self._part, self._place, self._runners, self._stream, self._connections.pipeline)
-                self._forms[shapes] = learn_forms(*place, own, counts, learning=learning)
+                self._metas[shapes] = learn_metas(*place, own, counts, learning=learning)
             # [3] PyTorch's runtime runs this rank's order
             row = [action for action in self._row if learning or action.kind == "F"]
             step = ProcessStep(
@@ -194,7 +194,7 @@ class TorchEngine(Engine):
                 [RankState(self._rank, row, self._stream, {})],
                 clocks=whole.clocks,
                 counts=counts,
-                forms=self._forms[shapes],
+                metas=self._metas[shapes],
                 waited=[0] * len(row),
             )
             self._go(step)
@@ -235,7 +235,7 @@ class TorchEngine(Engine):
                 self._buffers.begin()
             self._runtime([(each,) for each in step.inputs])
             for stage in self._stages:
-                stage.marks.finish()
+                stage.presence.finish()
                 stage.refuse_overwritten()
             if self._buffers is not None:
                 self._buffers.end()
@@ -243,12 +243,12 @@ class TorchEngine(Engine):
     def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
         """Wait for what comes from another rank for an action: for an evaluation's backwards nothing does."""
         assert self._step is not None
-        marks = self._marks[stage].under_way(microbatch)
-        if works or marks:
-            self._step.wait(works, marks)
+        flags = self._presence[stage].under_way(microbatch)
+        if works or flags:
+            self._step.wait(works, flags)
 
     def _shapes(self, inputs: list[Any], caller: Surroundings, *, learning: bool) -> str:
-        """Return what the forms of the values that travel depend on."""
+        """Return what the metas of the values that travel depend on."""
         modes = " ".join(_mode(runner.module) for runner in self._runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
         if learning:

@@ -1,7 +1,18 @@
-"""Values of any type on the way between processes: pickled tensors of the newer types cannot be read back."""
+"""What travels between processes: values as tensors in buffers of a known shape, and which gradients are there.
+
+A process needs a buffer for a value before the value arrives, so it must know the shapes. They are learned on real
+rows: before the first step with micro-batches of a new size, one micro-batch runs forward through all stages, process
+by process, and buffers and random state are restored afterwards.
+
+A stage may leave a part of its input unused, and then no gradient comes back for that part. The receiver's buffer
+exists all the same, so zeros travel, and beside them which gradients are present: to an optimizer with weight decay,
+`None` and zeros are not the same. That goes from processor to processor, also where gradients go from GPU to GPU, so
+nobody waits for a GPU to read it.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,55 +23,36 @@ import torch.distributed as dist
 
 from pipelab.engine.device.streams import RankStream
 from pipelab.engine.stage.errors import stage_error
-from pipelab.engine.stage.pytree import Spec, map_leaves, map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import unchanged
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.torchrun.groups import Part
 from pipelab.errors import EngineError
 
-__all__ = ["Form", "Marks", "form_of", "learn_forms", "pack", "unpack"]
+__all__ = ["GradientPresence", "ValueMeta", "from_bytes", "learn_metas", "meta_of", "to_bytes"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A tensor's bytes, and what they mean."""
+def to_bytes(value: Any) -> bytes:
+    """Return a value as it can be sent: its tensors on the processor, without history or gaps.
 
-    content: torch.Tensor
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor."""
-        return self.content.view(self.dtype).as_strided(self.shape, self.strides)
-
-
-def pack(value: Any) -> Any:
-    """Return a value as it can be pickled and sent: its tensors as bytes, on the processor, without history or gaps.
+    PyTorch's own format knows every type of tensor; a pickled tensor of a newer type cannot be read back.
 
     Example:
-        >>> unpack(pack({"small": torch.ones(2, dtype=torch.float8_e4m3fn), "name": "x"}))
+        >>> from_bytes(to_bytes({"small": torch.ones(2, dtype=torch.float8_e4m3fn), "name": "x"}))
         {'small': tensor([1., 1.], dtype=torch.float8_e4m3fn), 'name': 'x'}
     """
-    return map_tensors(_packed, value)
+    buffer = io.BytesIO()
+    torch.save(map_tensors(lambda tensor: tensor.detach().cpu().clone(), value), buffer)
+    return buffer.getvalue()
 
 
-def unpack(value: Any) -> Any:
-    """Return the value that was packed."""
-    return map_leaves(_Packed, _Packed.tensor, value)
-
-
-def _packed(tensor: torch.Tensor) -> Any:
-    plain = tensor.detach().cpu()
-    if plain.layout != torch.strided or plain.is_nested or plain.is_quantized:
-        return plain  # these are pickled as they are
-    dense = torch.empty_like(plain).copy_(plain)
-    content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-    return _Packed(content, dense.dtype, tuple(dense.shape), dense.stride())
+def from_bytes(data: bytes) -> Any:
+    """Return the value that was sent."""
+    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorForm:
+class TensorMeta:
     """A tensor's shape, type and strides as it travels, and whether its gradient is wanted."""
 
     shape: tuple[int, ...]
@@ -68,16 +60,16 @@ class TensorForm:
     strides: tuple[int, ...]
     learns: bool
 
-    def room(self, device: torch.device) -> torch.Tensor:
-        """Return an empty tensor of this form, without gaps."""
+    def empty_buffers(self, device: torch.device) -> torch.Tensor:
+        """Return an empty tensor of this shape, without gaps."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
-    def laid(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the numbers of a tensor as they lie in such a room: the order of later sums depends on it."""
+    def contiguous(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return the numbers of a tensor as they lie in such a buffer: the order of later sums depends on it."""
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() == self.strides and tensor.device == device:
             return tensor
-        return self.room(device).copy_(tensor)
+        return self.empty_buffers(device).copy_(tensor)
 
     def __str__(self) -> str:
         """Return shape and type, such as `[4, 6] float32`."""
@@ -85,34 +77,34 @@ class TensorForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The form of a value: its parts, and how they are put together.
+class ValueMeta:
+    """What is known of a value before it arrives: its tensors, and how they are put together.
 
     Attributes:
         spec: what `trees.rebuild` needs.
-        parts: each tensor's form; `None` where the value holds `None`.
+        parts: each tensor's; `None` where the value holds `None`.
     """
 
     spec: Spec
-    parts: tuple[TensorForm | None, ...]
+    parts: tuple[TensorMeta | None, ...]
 
     @property
     def learns(self) -> list[bool]:
         """For each tensor, whether its gradient is wanted."""
         return [part.learns for part in self.parts if part is not None]
 
-    def room(self, device: torch.device) -> list[torch.Tensor]:
-        """Return empty tensors for a value of this form."""
-        return [part.room(device) for part in self.parts if part is not None]
+    def empty_buffers(self, device: torch.device) -> list[torch.Tensor]:
+        """Return empty tensors for a value of this meta."""
+        return [part.empty_buffers(device) for part in self.parts if part is not None]
 
-    def room_for_gradients(self, device: torch.device) -> list[torch.Tensor]:
-        """Return empty tensors for the gradients that come back for a value of this form."""
-        return [part.room(device) for part in self._learning]
+    def gradient_buffers(self, device: torch.device) -> list[torch.Tensor]:
+        """Return empty tensors for the gradients that come back for a value of this meta."""
+        return [part.empty_buffers(device) for part in self._learning]
 
-    def parcels(self, value: Any, device: torch.device) -> list[torch.Tensor]:
+    def messages(self, value: Any, device: torch.device) -> list[torch.Tensor]:
         """Return the tensors of a value as they travel."""
         parts = [part for part in self.parts if part is not None]
-        return [part.laid(tensor, device) for part, tensor in zip(parts, tensors_of(value), strict=True)]
+        return [part.contiguous(tensor, device) for part, tensor in zip(parts, tensors_of(value), strict=True)]
 
     def value(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value whose tensors these are, those that learn as the next stage must see them."""
@@ -124,26 +116,26 @@ class Form:
         """Return gradients as a stage takes them: one for each tensor of the value, or `None`.
 
         Args:
-            tensors: what arrived: see `parcels_of_gradients`.
-            there: which of them are gradients: see `which_came`.
+            tensors: what arrived: see `gradient_messages`.
+            there: which of them are gradients: see `present`.
         """
         rest = iter([tensor if came else None for tensor, came in zip(tensors, there, strict=True)])
         found = [next(rest) if part.learns else None for part in self.parts if part is not None]
         return found[0] if len(found) == 1 else found
 
-    def which_came(self, gradients: Any) -> list[bool]:
+    def present(self, gradients: Any) -> list[bool]:
         """Return which of the gradients that the stage before wants there are."""
         return [gradient is not None for _, gradient in self._wanted(gradients)]
 
-    def parcels_of_gradients(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
+    def gradient_messages(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
         """Return those of a stage's input gradients that the stage before wants, as they travel; zeros for `None`."""
         return [
-            part.room(device).zero_() if gradient is None else part.laid(gradient, device)
+            part.empty_buffers(device).zero_() if gradient is None else part.contiguous(gradient, device)
             for part, gradient in self._wanted(gradients)
         ]
 
     def misfit(self, value: Any, giver: str, rows: int) -> str:
-        """Return how a value differs from this form, which others of as many rows had; "" if it does not.
+        """Return how a value differs from this one, which others of as many rows had; "" if it does not.
 
         Args:
             value: what a stage gave.
@@ -153,7 +145,7 @@ class Form:
         parts, spec = take_apart(value)
         if len(parts) != len(self.parts) or not all(map(_fits, parts, self.parts)):
             return (
-                f"gives {form_of(value, giver)}, where micro-batches of {rows} rows gave {self} before: between "
+                f"gives {meta_of(value, giver)}, where micro-batches of {rows} rows gave {self} before: between "
                 "processes a stage's output has one shape and type\n  try: engine='threads', where it may change"
             )
         if spec != self.spec:
@@ -172,13 +164,13 @@ class Form:
             )
         return ""
 
-    def _wanted(self, gradients: Any) -> list[tuple[TensorForm, torch.Tensor | None]]:
+    def _wanted(self, gradients: Any) -> list[tuple[TensorMeta, torch.Tensor | None]]:
         every = gradients if isinstance(gradients, list) else [gradients]
         parts = [part for part in self.parts if part is not None]
         return [(part, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
 
     @property
-    def _learning(self) -> list[TensorForm]:
+    def _learning(self) -> list[TensorMeta]:
         return [part for part in self.parts if part is not None and part.learns]
 
     def __str__(self) -> str:
@@ -186,8 +178,8 @@ class Form:
         return ", ".join(map(str, self.parts))
 
 
-def form_of(value: Any, giver: str) -> Form:
-    """Return the form of a value.
+def meta_of(value: Any, giver: str) -> ValueMeta:
+    """Return what a receiver must know of a value.
 
     Args:
         value: what a stage gave.
@@ -208,20 +200,20 @@ def form_of(value: Any, giver: str) -> Form:
             f"{giver} gives a sparse, nested or quantized tensor: between processes only plain ones travel; use "
             "to_dense(), to_padded_tensor() or dequantize(), or engine='threads'"
         )
-    forms = [
+    metas = [
         None
         if part is None
-        else TensorForm(tuple(part.shape), part.dtype, torch.empty_like(part).stride(), part.requires_grad)
+        else TensorMeta(tuple(part.shape), part.dtype, torch.empty_like(part).stride(), part.requires_grad)
         for part in parts
     ]
-    return Form(spec, tuple(forms))
+    return ValueMeta(spec, tuple(metas))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def _fits(part: Any, expected: TensorForm | None) -> bool:
+def _fits(part: Any, expected: TensorMeta | None) -> bool:
     if expected is None:
         return part is None
     return isinstance(part, torch.Tensor) and part.shape == expected.shape and part.dtype == expected.dtype
@@ -231,8 +223,8 @@ _TAG = 1
 """On the processor, gradients take the same way; those have the tag 0."""
 
 
-class Marks:
-    """The marks that one stage sends and receives in a step.
+class GradientPresence:
+    """Which gradients are present, as one stage sends and receives that in a step.
 
     One at least travels with every micro-batch, so that the backwards of frozen stages keep their place in the plan.
 
@@ -250,22 +242,22 @@ class Marks:
 
     def send(self, there: Sequence[bool], peer: int) -> None:
         """Begin to send which gradients of a micro-batch there are."""
-        marks = torch.tensor(there or [False], dtype=torch.uint8)
-        self._sent.append(self._group.send([marks], self._ranks[peer], _TAG))
+        flags = torch.tensor(there or [False], dtype=torch.uint8)
+        self._sent.append(self._group.send([flags], self._ranks[peer], _TAG))
 
     def receive(self, microbatch: int, count: int, peer: int) -> None:
         """Begin to receive which of so many gradients of a micro-batch there are."""
-        marks = torch.empty(count or 1, dtype=torch.uint8)
-        self._coming[microbatch] = self._group.recv([marks], self._ranks[peer], _TAG), marks, count
+        flags = torch.empty(count or 1, dtype=torch.uint8)
+        self._coming[microbatch] = self._group.recv([flags], self._ranks[peer], _TAG), flags, count
 
     def under_way(self, microbatch: int) -> list[dist.Work]:
-        """Return what to wait for before a micro-batch's marks are taken."""
+        """Return what to wait for before it is known which gradients of a micro-batch are present."""
         return [self._coming[microbatch][0]] if microbatch in self._coming else []
 
     def take(self, microbatch: int) -> list[bool]:
         """Return which gradients of a micro-batch came; they have been waited for."""
-        _, marks, count = self._coming.pop(microbatch)
-        return list(map(bool, marks.tolist()))[:count]
+        _, flags, count = self._coming.pop(microbatch)
+        return list(map(bool, flags.tolist()))[:count]
 
     def finish(self) -> None:
         """Wait until all is sent."""
@@ -278,7 +270,7 @@ class Marks:
         self._coming.clear()
 
 
-def learn_forms(
+def learn_metas(
     part: Part,
     place: int,
     runners: Sequence[Stage],
@@ -288,11 +280,11 @@ def learn_forms(
     counts: Sequence[int],
     *,
     learning: bool,
-) -> dict[int, list[Form]]:
-    """Return, by number of rows, the form of what each stage gives; all processes of a pipeline must call it.
+) -> dict[int, list[ValueMeta]]:
+    """Return, by number of rows, what is known of what each stage gives; all processes of a pipeline must call it.
 
     For each number of rows that micro-batches have, the first such micro-batch runs forward, stage by stage: a process
-    sends what its stage made, form and all, to the next stage's process. Buffers and random state are as before
+    sends what its stage made, shapes and all, to the next stage's process. Buffers and random state are as before
     afterwards; hooks on the modules see it.
 
     Args:
@@ -311,26 +303,26 @@ def learn_forms(
     """
     plan = part.plan
     ranks = [plan.replicas[stage][0] for stage in range(plan.stages)]
-    found: dict[int, list[Form]] = {}
+    found: dict[int, list[ValueMeta]] = {}
     for count in sorted(set(counts)):
         microbatch = list(counts).index(count)
-        forms: list[Form] = [Form(None, ())] * (plan.stages - 1)
+        metas: list[ValueMeta] = [ValueMeta(None, ())] * (plan.stages - 1)
         value: Any = inputs[microbatch]
         for stage, (here, there) in enumerate(pairwise(ranks)):
             if place == here:
                 value = _try(part, place, runners[stage], microbatch, value, stream, learning=learning)
-                forms[stage] = form_of(value, f"stage {stage}")
+                metas[stage] = meta_of(value, f"stage {stage}")
                 if there != here:
-                    sent = (forms[stage].parts, pack(value))
+                    sent = (metas[stage].parts, to_bytes(value))
                     dist.send_object_list([sent], group=group, group_dst=there)
             elif place == there:
                 box: list[Any] = [None]
                 dist.recv_object_list(box, group=group, group_src=here)
-                parts, packed = box[0]
-                value = unpack(packed)
-                forms[stage] = Form(take_apart(value)[1], parts)
-                value = forms[stage].value(tensors_of(value))
-        found[count] = forms
+                parts, data = box[0]
+                value = from_bytes(data)
+                metas[stage] = ValueMeta(take_apart(value)[1], parts)
+                value = metas[stage].value(tensors_of(value))
+        found[count] = metas
     return found
 
 

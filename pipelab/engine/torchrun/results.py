@@ -15,7 +15,7 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.step import RankState, StepState
 from pipelab.engine.torchrun.agreement import gathered
 from pipelab.engine.torchrun.groups import Part
-from pipelab.engine.torchrun.messages import pack, unpack
+from pipelab.engine.torchrun.messages import from_bytes, to_bytes
 from pipelab.engine.torchrun.step_state import ProcessStep
 from pipelab.plan.plan import Plan
 
@@ -185,10 +185,10 @@ def _outputs(group: dist.ProcessGroup, homes: Sequence[int], step: ProcessStep) 
     """Return the outputs of all micro-batches, from the processes that hold the last stage."""
     outputs: list[Any] = [None] * len(homes)
     for home in sorted(set(homes)):
-        box: list[Any] = [pack(step.outputs)]
+        box: list[Any] = [to_bytes(step.outputs)]
         dist.broadcast_object_list(box, group=group, group_src=home)
         turns = [microbatch for microbatch, rank in enumerate(homes) if rank == home]
-        for microbatch, output in zip(turns, unpack(box[0]), strict=True):
+        for microbatch, output in zip(turns, from_bytes(box[0]), strict=True):
             outputs[microbatch] = output
     return outputs
 

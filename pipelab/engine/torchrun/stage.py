@@ -3,9 +3,9 @@
 The runtime works through its rank's order. For every action it calls one of these methods; sends and receives it makes
 itself, of the tensors that it is given here:
 
-    RECV_F   get_fwd_recv_ops      room for the input           FORWARD          forward_one_chunk
+    RECV_F   get_fwd_recv_ops      an empty buffer              FORWARD          forward_one_chunk
     SEND_F   get_fwd_send_ops      the output                   FULL_BACKWARD    backward_one_chunk
-    RECV_B   get_bwd_recv_ops      room for the gradient        BACKWARD_INPUT   backward_one_chunk, not full
+    RECV_B   get_bwd_recv_ops      an empty buffer              BACKWARD_INPUT   backward_one_chunk, not full
     SEND_B   get_bwd_send_ops      the input's gradient         BACKWARD_WEIGHT  backward_weight_one_chunk
 
 What they compute is what the threads engine computes, by the same `Stage`: so both give the same numbers.
@@ -22,7 +22,7 @@ from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Act, run_action
 from pipelab.engine.torchrun.groups import Connections, Part
-from pipelab.engine.torchrun.messages import Form, Marks
+from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta
 from pipelab.engine.torchrun.replicas import Reducer
 from pipelab.engine.torchrun.step_state import ProcessStep
 from pipelab.errors import StageError
@@ -61,7 +61,7 @@ class ProcessStage:
         self._ranks = part.ranks
         self._microbatches = part.microbatches
         self._reducer = reducer
-        self.marks = Marks(connections.everyone, part.ranks)
+        self.presence = GradientPresence(connections.everyone, part.ranks)
 
     def begin(self, step: ProcessStep) -> None:
         """Get ready for a step."""
@@ -78,7 +78,7 @@ class ProcessStage:
         del self.step
         for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
-        self.marks.clear()
+        self.presence.clear()
 
     def refuse_overwritten(self) -> None:
         """After all is sent, refuse a stage that wrote into an output of its own: nobody knows what left.
@@ -86,8 +86,8 @@ class ProcessStage:
         Raises:
             StageError: naming the output.
         """
-        for microbatch, parcel, version in self.sent:
-            if _version(parcel) != version:
+        for microbatch, message, version in self.sent:
+            if _version(message) != version:
                 raise self._error(
                     microbatch,
                     f"gave a tensor that stage {self.stage_index} wrote into afterwards: it may have been sent before "
@@ -103,14 +103,14 @@ class ProcessStage:
         if runner.is_first:
             given = inputs[0] if receive is None else receive(inputs[0])
         else:
-            given = self._arrived(self.given.pop(microbatch), step.form(self.stage_index - 1, microbatch).value)
+            given = self._arrived(self.given.pop(microbatch), step.meta(self.stage_index - 1, microbatch).value)
         if runner.is_last and loss is not None and receive is not None:
             loss.targets[microbatch] = receive(loss.targets[microbatch])
         made = self._run(F(microbatch, self.stage_index), runner.evaluate if loss is None else runner.forward, given)
         if runner.is_last:
             step.outputs[microbatch] = made
         else:
-            self._require_form(made, microbatch)
+            self._require_meta(made, microbatch)
             if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
                 self.made[microbatch] = made  # to be sent; a stage on this rank is given it
         return made
@@ -127,9 +127,9 @@ class ProcessStage:
             return
         gradients = None
         if not self.is_last:
-            form = self.step.form(self.stage_index, microbatch)
+            meta = self.step.meta(self.stage_index, microbatch)
             gradients = self._arrived(
-                self.gradients.pop(microbatch), lambda found: form.gradients(found, self.marks.take(microbatch))
+                self.gradients.pop(microbatch), lambda found: meta.gradients(found, self.presence.take(microbatch))
             )
         kind, act = (B, self.runner.backward) if full_backward else (I, self.runner.backward_input)
         self.back[microbatch] = self._run(kind(microbatch, self.stage_index), act, gradients)
@@ -169,34 +169,34 @@ class ProcessStage:
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for a micro-batch's input."""
-        self.given[microbatch] = room = self.step.form(self.stage_index - 1, microbatch).room(self.device)
-        return self._ops(dist.irecv, room, self.stage_index - 1)
+        self.given[microbatch] = buffers = self.step.meta(self.stage_index - 1, microbatch).empty_buffers(self.device)
+        return self._ops(dist.irecv, buffers, self.stage_index - 1)
 
     def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of a micro-batch's output."""
-        form = self.step.form(self.stage_index, microbatch)
-        parcels = form.parcels(self.made.pop(microbatch), self.device)
-        self.sent += [(microbatch, parcel, _version(parcel)) for parcel in parcels]
-        return self._ops(dist.isend, parcels, self.stage_index + 1)
+        meta = self.step.meta(self.stage_index, microbatch)
+        messages = meta.messages(self.made.pop(microbatch), self.device)
+        self.sent += [(microbatch, message, _version(message)) for message in messages]
+        return self._ops(dist.isend, messages, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for the gradients of a micro-batch's output."""
         if self.step.loss is None:
             return []
-        room = self.step.form(self.stage_index, microbatch).room_for_gradients(self.device)
-        self.gradients[microbatch] = room
-        ops = self._ops(dist.irecv, room, self.stage_index + 1)
-        self.marks.receive(microbatch, len(room), self.stage_index_to_group_rank[self.stage_index + 1])
+        buffers = self.step.meta(self.stage_index, microbatch).gradient_buffers(self.device)
+        self.gradients[microbatch] = buffers
+        ops = self._ops(dist.irecv, buffers, self.stage_index + 1)
+        self.presence.receive(microbatch, len(buffers), self.stage_index_to_group_rank[self.stage_index + 1])
         return ops
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of the gradients of a micro-batch's input."""
         if self.step.loss is None:
             return []
-        form = self.step.form(self.stage_index - 1, microbatch)
+        meta = self.step.meta(self.stage_index - 1, microbatch)
         gradients = self.back.pop(microbatch)
-        ops = self._ops(dist.isend, form.parcels_of_gradients(gradients, self.device), self.stage_index - 1)
-        self.marks.send(form.which_came(gradients), self.stage_index_to_group_rank[self.stage_index - 1])
+        ops = self._ops(dist.isend, meta.gradient_messages(gradients, self.device), self.stage_index - 1)
+        self.presence.send(meta.present(gradients), self.stage_index_to_group_rank[self.stage_index - 1])
         return ops
 
     def release_fwd_send_outputs(self, microbatch: int) -> None:
@@ -237,14 +237,14 @@ class ProcessStage:
         """Return an action as the whole plan numbers it."""
         return Action(action.kind, self._microbatches[action.microbatch or 0], action.stage)
 
-    def _require_form(self, made: Any, microbatch: int) -> None:
-        """Refuse an output whose form is not the one that the next stage has made room for.
+    def _require_meta(self, made: Any, microbatch: int) -> None:
+        """Refuse an output unlike the one that the next stage has a buffer for.
 
         Raises:
             StageError: with both.
         """
-        form: Form = self.step.form(self.stage_index, microbatch)
-        if misfit := form.misfit(made, f"stage {self.stage_index}", self.step.counts[microbatch]):
+        meta: ValueMeta = self.step.meta(self.stage_index, microbatch)
+        if misfit := meta.misfit(made, f"stage {self.stage_index}", self.step.counts[microbatch]):
             raise self._error(microbatch, misfit)
 
     def _error(self, microbatch: int, told: str) -> StageError:

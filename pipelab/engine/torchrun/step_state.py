@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelab.engine.step import RankState, StepState, awaited_action
-from pipelab.engine.torchrun.messages import Form
+from pipelab.engine.torchrun.messages import ValueMeta
 from pipelab.plan.plan import Plan
 
 __all__ = ["ProcessStep"]
@@ -20,7 +20,7 @@ class ProcessStep(StepState):
 
     Attributes:
         counts: per micro-batch, how many rows it has.
-        forms: by number of rows, the form of what each stage gives.
+        metas: by number of rows, what is known of what each stage gives.
         waited: per action, nanoseconds spent waiting for a value from another rank.
         waiting: whether what the next action needs from another rank is being waited for.
         peer: the rank to which a value was last about to be sent, or from which one was about to be received, since the
@@ -28,7 +28,7 @@ class ProcessStep(StepState):
     """
 
     counts: Sequence[int] = ()
-    forms: dict[int, list[Form]] = field(default_factory=dict)
+    metas: dict[int, list[ValueMeta]] = field(default_factory=dict)
     waited: list[int] = field(default_factory=list)
     waiting: bool = False
     peer: int | None = None
@@ -38,21 +38,21 @@ class ProcessStep(StepState):
         """What this process's rank has done."""
         return self.ranks[0]
 
-    def form(self, stage: int, microbatch: int) -> Form:
-        """Return the form of what a stage gives for a micro-batch."""
-        return self.forms[self.counts[microbatch]][stage]
+    def meta(self, stage: int, microbatch: int) -> ValueMeta:
+        """Return what is known of what a stage gives for a micro-batch."""
+        return self.metas[self.counts[microbatch]][stage]
 
-    def wait(self, works: Sequence[Any], marks: Sequence[Any]) -> None:
+    def wait(self, works: Sequence[Any], flags: Sequence[Any]) -> None:
         """Wait for what the next action needs from another rank; note how long its value took.
 
         Args:
             works: what brings the value.
-            marks: what brings its marks, later or earlier: where a device waits for the value, this process does not,
-                but it waits until the other process has launched what makes the value.
+            flags: what says which gradients are present. It may come later or earlier. Where a device waits for the
+                value, this process does not, but it waits until the other process has launched what makes the value.
         """
         asked = time.perf_counter_ns()
         self.waiting = True
-        timed, rest = (works, marks) if works else (marks, works)
+        timed, rest = (works, flags) if works else (flags, works)
         for work in timed:
             work.wait()
         self.waited[self.mine.position] = time.perf_counter_ns() - asked

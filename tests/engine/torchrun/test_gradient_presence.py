@@ -1,4 +1,4 @@
-"""Marks of the gradients that come, without processes: what is sent, what arrives, and who is named if it cannot be."""
+"""Which gradients are present, without processes: what is sent, what arrives, and who is named if it cannot be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import pipelab
 from pipelab.engine.torchrun.groups import parts_of
-from pipelab.engine.torchrun.messages import Form, Marks, form_of
+from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta, meta_of
 from pipelab.engine.torchrun.stage import ProcessStage
 
 
@@ -44,7 +44,7 @@ class Cut:
 @pytest.mark.parametrize("there", [[True], [False], [True, False, True], []])
 def test_marks_arrive_as_they_were_sent(there):
     mail = Mail()
-    ours, theirs = Marks(mail, (4, 7)), Marks(mail, (4, 7))
+    ours, theirs = GradientPresence(mail, (4, 7)), GradientPresence(mail, (4, 7))
     ours.send(there, 1)
     theirs.receive(3, len(there), 1)
     assert [key[0] for key in mail.letters] == [7]  # the rank among all processes
@@ -65,9 +65,9 @@ def test_where_marks_cannot_go_it_is_known_to_whom(monkeypatch, ask):
     stage = ProcessStage(runner, part, 1, connections, None)
     stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 2}
     made = torch.ones(2, requires_grad=True)
-    form: Form = form_of(made, "stage 0")
-    stage.begin(SimpleNamespace(loss=object(), form=lambda *_: form, kept={}, peer=None))
+    meta: ValueMeta = meta_of(made, "stage 0")
+    stage.begin(SimpleNamespace(loss=object(), meta=lambda *_: meta, mine=SimpleNamespace(kept={}), peer=None))
     stage.back[0] = torch.ones(2)
     with pytest.raises(RuntimeError, match="connection reset"):
         getattr(stage, ask)(0)
-    assert stage.passage.peer == {"get_bwd_send_ops": 0, "get_bwd_recv_ops": 2}[ask]
+    assert stage.step.peer == {"get_bwd_send_ops": 0, "get_bwd_recv_ops": 2}[ask]

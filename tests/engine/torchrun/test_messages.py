@@ -1,11 +1,11 @@
-"""The form of what travels between processes: what arrives has the numbers that left, however they lay."""
+"""What travels between processes: what arrives has the numbers that left, however they lay."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pipelab.engine.torchrun.messages import form_of, pack, unpack
+from pipelab.engine.torchrun.messages import from_bytes, meta_of, to_bytes
 from pipelab.errors import EngineError
 
 CPU = torch.device("cpu")
@@ -34,10 +34,10 @@ def as_bytes(tensor):
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_tensor_arrives_with_its_numbers(cut):
     made = cut(torch.randn(4, 6, 8))
-    form = form_of(made, "stage 0")
-    (place,), (parcel,) = form.room(CPU), form.parcels(made, CPU)
+    meta = meta_of(made, "stage 0")
+    (place,), (parcel,) = meta.empty_buffers(CPU), meta.messages(made, CPU)
     as_bytes(place).copy_(as_bytes(parcel))
-    there = form.value([place])
+    there = meta.value([place])
     assert torch.equal(there.float(), made.float()) if there.dtype.itemsize == 1 else torch.equal(there, made)
     assert (there.dtype, there.shape) == (made.dtype, made.shape)
     assert not there.is_conj()
@@ -45,9 +45,9 @@ def test_a_tensor_arrives_with_its_numbers(cut):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_what_is_packed_can_be_unpacked(cut):
+def test_any_tensor_can_be_sent(cut):
     made = {"name": "x", "both": (cut(torch.randn(4, 6, 8)), None)}
-    there = unpack(pack(made))
+    there = from_bytes(to_bytes(made))
     (ours, _), (theirs, _) = there["both"], made["both"]
     assert torch.equal(ours.to(torch.complex64), theirs.to(torch.complex64))
     assert (there["name"], ours.dtype) == ("x", theirs.dtype)
@@ -56,16 +56,16 @@ def test_what_is_packed_can_be_unpacked(cut):
 @pytest.mark.parametrize("there", [[True, False], [False, False], [True, True]])
 def test_gradients_come_with_the_knowledge_which_of_them_there_are(there):
     made = [torch.randn(3, requires_grad=True), torch.ones(2, dtype=torch.int64), torch.randn(4, requires_grad=True)]
-    form = form_of(made, "stage 0")
+    meta = meta_of(made, "stage 0")
     gradients = [torch.ones(3) if there[0] else None, None, torch.ones(4) if there[1] else None]
-    back = form.gradients(form.parcels_of_gradients(gradients, CPU), form.which_came(gradients))
+    back = meta.gradients(meta.gradient_messages(gradients, CPU), meta.present(gradients))
     assert [each is not None for each in back] == [there[0], False, there[1]]
-    alone = form_of(made[0], "stage 0")
-    back = alone.gradients(alone.parcels_of_gradients(gradients[0], CPU), alone.which_came(gradients[0]))
+    alone = meta_of(made[0], "stage 0")
+    back = alone.gradients(alone.gradient_messages(gradients[0], CPU), alone.present(gradients[0]))
     assert (back is not None) == there[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*quantized|.*sparse|.*nested")
+@pytest.mark.filterwarnings("ignore:.*quantized|.*sparse|.*nested|TypedStorage")
 @pytest.mark.parametrize(
     "odd",
     [
@@ -76,5 +76,7 @@ def test_gradients_come_with_the_knowledge_which_of_them_there_are(there):
 )
 def test_tensors_that_are_not_plain_are_refused(odd):
     with pytest.raises(EngineError, match="stage 0 gives a sparse, nested or quantized tensor: between processes only"):
-        form_of(odd(torch.randn(4, 6)), "stage 0")
-    assert str(unpack(pack(odd(torch.zeros(4, 6))))) == str(odd(torch.zeros(4, 6)))  # the last stage may give them
+        meta_of(odd(torch.randn(4, 6)), "stage 0")
+    assert str(from_bytes(to_bytes(odd(torch.zeros(4, 6))))) == str(
+        odd(torch.zeros(4, 6))
+    )  # the last stage may give them

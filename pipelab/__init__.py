@@ -15,6 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipelab._version import __version__
 from pipelab.catalogue import (
     ZBH1,
     ZBH2,
@@ -72,8 +73,6 @@ if TYPE_CHECKING:
     from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
     from pipelab.engine.step import Step
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ZBH1",

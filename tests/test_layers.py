@@ -27,7 +27,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.schedule"],
     ["pipelab.checking", "pipelab.trace", "pipelab.reporting"],
     ["pipelab.plan"],
-    ["pipelab.errors", "pipelab.immutable"],
+    ["pipelab._version", "pipelab.errors", "pipelab.immutable"],
 ]
 ENGINE: list[list[str]] = [
     ["pipelab.engine.pipeline"],

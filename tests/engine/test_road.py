@@ -1,0 +1,35 @@
+"""A micro-batch passes few files and few calls from `Pipeline.step` to the module."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "road.py"
+
+
+def test_the_road_in_threads_is_short():
+    said = subprocess.run(
+        [sys.executable, SCRIPT, "threads", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=processes.environment(),
+    )
+    road = json.loads(said.stdout)
+    assert len(road["files"]) <= 15, road["files"]
+    assert road["depth"] <= 8
+
+
+@pytest.mark.dist
+def test_the_road_between_processes_is_short():
+    ended = processes.run_in(2, SCRIPT.read_text(), "torch", "2", fresh=True)
+    assert [each.code for each in ended] == [0, 0], processes.shown(ended)
+    road = json.loads(ended[0].out)
+    assert len(road["files"]) <= 24, road["files"]
+    assert road["depth"] <= 15

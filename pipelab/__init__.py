@@ -128,6 +128,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "W",
+    "__version__",
     "check",
     "compare",
     "critical_path",
@@ -162,4 +163,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the torch half's names too."""
-    return [*__all__, "__doc__", "__version__", "errors"]
+    return [*__all__, "__doc__", "errors"]

@@ -289,7 +289,7 @@ class Replicated(Schedule):
         Raises:
             ScheduleError: if the pipeline that is copied has faults: its own, in the words that it was written in.
         """
-        require_legal(self._copied)  # raised in `actions`, its faults would be told as a slip of that method
+        require_legal(self._copied)  # raised in `actions`, its faults would be reported as those of that method
         return super().draft()
 
     @cached_property

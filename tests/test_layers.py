@@ -27,7 +27,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.schedule"],
     ["pipelab.checking", "pipelab.trace", "pipelab.reporting"],
     ["pipelab.plan"],
-    ["pipelab.errors", "pipelab.immutable"],
+    ["pipelab.errors"],
 ]
 ENGINE: list[list[str]] = [
     ["pipelab.engine.pipeline"],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.errors import NotationError, require_size
-from pipelab.immutable import Immutable
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
@@ -30,7 +30,8 @@ _LONGEST_ROW = 1 << 17
 """Where a generator is cut off when the plan's size, and so `endless_limit`, is not known yet."""
 
 
-class Plan(Immutable):
+@dataclass(frozen=True, eq=False, init=False)
+class Plan:
     """Every rank's ordered actions, bound to stages. Immutable; building one never raises for faults.
 
     Pass it to `pipelab.check` to learn what is wrong with it; `pipelab.simulate` and `pipelab.Pipeline` refuse it if
@@ -59,12 +60,16 @@ class Plan(Immutable):
         NotationError: if the rows are texts, which `Plan.parse` reads.
     """
 
-    _written: tuple[tuple[object, ...], ...]
-    _stages: int
-    _microbatches: int
-    _place: Place | None
-    _name: str | None
-    _inferred: frozenset[str]
+    written: tuple[tuple[object, ...], ...]
+    """The rows as they were written: stages and all-reduces left out, mistakes and all."""
+    stages: int
+    """How many stages there are."""
+    microbatches: int
+    """How many micro-batches there are."""
+    place: Place | None
+    """Which rank runs a stage, as it was given: `place(microbatch, stage)`."""
+    name: str
+    """What messages call the plan."""
 
     def __init__(
         self,
@@ -79,9 +84,6 @@ class Plan(Immutable):
             stages = require_size("stages", stages)
         if microbatches is not None:
             microbatches = require_size("microbatches", microbatches)
-        inferred = frozenset(
-            name for name, size in (("stages", stages), ("microbatches", microbatches)) if size is None
-        )
         limit = _LONGEST_ROW
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1
@@ -93,8 +95,8 @@ class Plan(Immutable):
             stages = named[0] if stages is None else stages
             microbatches = named[1] if microbatches is None else microbatches
         written = tuple(row for row, _ in taken)
-        vars(self).update(_written=written, _stages=stages, _microbatches=microbatches, _inferred=inferred)
-        vars(self).update(_place=place, _name=name)
+        vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place)
+        vars(self).update(name=name or repr(self))
 
     @classmethod
     def parse(cls, rows: Iterable[str], name: str | None = None) -> Plan:
@@ -143,39 +145,9 @@ class Plan(Immutable):
         return Path(path)
 
     @property
-    def name(self) -> str:
-        """What messages call the plan."""
-        return self._name or repr(self)
-
-    @property
     def ranks(self) -> int:
         """How many ranks there are."""
-        return len(self._written)
-
-    @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return self._stages
-
-    @property
-    def microbatches(self) -> int:
-        """How many micro-batches there are."""
-        return self._microbatches
-
-    @property
-    def inferred(self) -> frozenset[str]:
-        """Which of the sizes `"stages"` and `"microbatches"` nobody gave: they are those that the actions name."""
-        return self._inferred
-
-    @property
-    def written(self) -> tuple[tuple[object, ...], ...]:
-        """The rows as they were written: stages and all-reduces left out, mistakes and all."""
-        return self._written
-
-    @property
-    def place(self) -> Place | None:
-        """Which rank runs a stage, as it was given: `place(microbatch, stage)`."""
-        return self._place
+        return len(self.written)
 
     @cached_property
     def rows(self) -> tuple[tuple[Item, ...], ...]:
@@ -187,7 +159,7 @@ class Plan(Immutable):
         """
         program = self.program
         bound: list[tuple[Item, ...]] = []
-        for rank, row in enumerate(self._written):
+        for rank, row in enumerate(self.written):
             items = program.items(rank)
             if program.faults:
                 places = dict.fromkeys(program.position(rank, index) for index in range(len(program.rows[rank])))
@@ -202,7 +174,7 @@ class Plan(Immutable):
     @cached_property
     def program(self) -> Program:
         """The plan as numbers, made when first asked for: what checking, simulation and the engines walk over."""
-        return with_reduces(Program.bind(self._written, self._stages, self._microbatches, self._place))
+        return with_reduces(Program.bind(self.written, self.stages, self.microbatches, self.place))
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:

@@ -180,6 +180,8 @@ def test_plans_are_equal_if_sizes_and_bound_rows_are():
     assert plan != Plan([[F(0), B(0)]], stages=2)
     assert plan != Plan([[F(0), B(0)]], microbatches=2)
     assert plan != Plan([[B(0), F(0)]])
+    assert plan != Plan([[F(0), B(0)], []], 1, 1)
+    assert Plan([[F(0)], [B(0)]], 1, 1) != Plan([[F(0)], [B(0)]], 1, 1, place=lambda microbatch, stage: 1)
     assert plan != plan.rows
 
 

@@ -58,7 +58,7 @@ class Schedule(ABC):
         ((0F0, 3F0, 3I0, 0I0, 3W0, 0W0), (1F0, 2F0, 2I0, 1I0, 2W0, 1W0))
 
     Raises:
-        SizeError: if a number is not a positive whole number.
+        UsageError: if a number is not a positive whole number.
     """
 
     source: ClassVar[str] = ""
@@ -341,7 +341,7 @@ def replicate(schedule: Schedule | Plan, replicas: int) -> Replicated:
         32.0
 
     Raises:
-        SizeError: if `replicas` is not a positive whole number.
+        UsageError: if `replicas` is not a positive whole number.
         TypeError: if the first argument is neither a schedule nor a plan.
     """
     return Replicated(schedule, replicas)

@@ -17,7 +17,7 @@ from pipelab.catalogue.one_f_one_b import OneFOneB
 from pipelab.catalogue.zb_h1 import ZBH1
 from pipelab.catalogue.zb_h2 import ZBH2
 from pipelab.catalogue.zbv import ZBV
-from pipelab.errors import UnknownScheduleError
+from pipelab.errors import UsageError
 from pipelab.schedule import Schedule
 
 __all__ = [
@@ -45,11 +45,11 @@ class Catalogue(dict[str, type[Schedule]]):
         """Refuse a name.
 
         Raises:
-            UnknownScheduleError: always; it is a `KeyError` too.
+            UsageError: always.
         """
         close = self.nearest(name)
         guess = f"; did you mean {close}?" if close else ""
-        raise UnknownScheduleError(f"{name!r} is no registered schedule{guess}\n  registered: {', '.join(self)}")
+        raise UsageError(f"{name!r} is no registered schedule{guess}\n  registered: {', '.join(self)}")
 
     def nearest(self, name: object) -> str | None:
         """Return the schedule whose name, or whose class's name, is nearest to this one; `None` if none is near.

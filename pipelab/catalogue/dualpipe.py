@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from pipelab.errors import SizeError
+from pipelab.errors import UsageError
 from pipelab.plan.actions import Action, B, F, I, Item, W
 from pipelab.schedule import Schedule
 
@@ -51,7 +51,7 @@ class DualPipe(Schedule):
         (24.0, (5, 5, 5, 5))
 
     Raises:
-        SizeError: if `stages_per_rank` is not 1.
+        UsageError: if `stages_per_rank` is not 1.
     """
 
     source = (
@@ -62,7 +62,7 @@ class DualPipe(Schedule):
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
         """Keep the sizes."""
         if stages_per_rank != 1:
-            raise SizeError(
+            raise UsageError(
                 f"stages_per_rank={stages_per_rank!r}: DualPipe cuts the model into as many stages as there are ranks "
                 "and puts each on two of them, so a micro-batch finds exactly 1 on every rank: leave it out"
             )

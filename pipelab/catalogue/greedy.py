@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from pipelab.catalogue.list_scheduling import Moment, Priority, least_caps, list_schedule
-from pipelab.errors import PipelabError, PolicyError, ScheduleError, require_caps
+from pipelab.errors import PipelabError, ScheduleError, UsageError, require_caps
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import Program
 from pipelab.plan.fault import Fault, students_line
@@ -89,8 +89,8 @@ class Greedy(Schedule):
         99.0 (7, 5, 5, 5)
 
     Raises:
-        SizeError: if a number is not a positive whole number, or if `memory_cap` does not have one number per rank.
-        PolicyError: if `priority` is neither a policy's name nor a function.
+        UsageError: if a number is not a positive whole number, if `memory_cap` does not have one number per rank, or
+            if `priority` is neither a policy's name nor a function.
         TypeError: if `cost` is no `Cost`.
     """
 
@@ -110,7 +110,7 @@ class Greedy(Schedule):
         super().__init__(ranks, microbatches, stages_per_rank)
         if not callable(priority) and priority not in list(policies):
             known = ", ".join(map(repr, policies))
-            raise PolicyError(f"priority={priority!r}: expected {known}, or a function of (action, rank, moment)")
+            raise UsageError(f"priority={priority!r}: expected {known}, or a function of (action, rank, moment)")
         if cost is not None and not isinstance(cost, Cost):
             raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
         self.priority = priority

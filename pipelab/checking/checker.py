@@ -71,7 +71,7 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
 
     Raises:
         TypeError: if it is neither a plan nor a schedule.
-        SizeError: if `memory_cap` is not a number, or one per rank.
+        UsageError: if `memory_cap` is not a number, or one per rank.
     """
     try:
         plan = as_plan(plan_or_schedule)

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.errors import NotationError, require_size
+from pipelab.errors import FormatError, require_size
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
@@ -56,8 +56,8 @@ class Plan:
         True
 
     Raises:
-        SizeError: if `stages` or `microbatches` is given and is not a positive whole number.
-        NotationError: if the rows are texts, which `Plan.parse` reads.
+        UsageError: if `stages` or `microbatches` is given and is not a positive whole number.
+        FormatError: if the rows are texts, which `Plan.parse` reads.
     """
 
     written: tuple[tuple[object, ...], ...]
@@ -88,7 +88,7 @@ class Plan:
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1
         if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
-            raise NotationError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
+            raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
         taken = [_take(row, limit) for row in rows]
         if stages is None or microbatches is None:
             named = named_sizes([row for row, whole in taken if whole], len(taken))
@@ -107,10 +107,10 @@ class Plan:
             2
 
         Raises:
-            NotationError: if a word is not an action, with its rank and position; or if there is one text, no list.
+            FormatError: if a word is not an action, with its rank and position; or if there is one text, no list.
         """
         if isinstance(rows, str):
-            raise NotationError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
+            raise FormatError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
         parsed: list[list[Item]] = []
         for rank, text in enumerate(rows):
             words = text.replace(",", " ").split()
@@ -124,7 +124,7 @@ class Plan:
         A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are passed over.
 
         Raises:
-            NotationError: if a cell is not an action, with its line and column; if a line between others is empty; or
+            FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or
                 if the file is not text in UTF-8.
         """
         return cls(read_rows(path), name=Path(path).name)
@@ -210,8 +210,8 @@ class Plan:
             The path.
 
         Raises:
-            FormatError: if the suffix is none of these.
-            MissingProgramError: if Graphviz's program `dot` is not installed; the DOT text is still written.
+            FormatError: if the suffix is none of these, or if Graphviz's program `dot` is not installed (the DOT text
+                is still written).
             ScheduleError: if the plan has faults.
         """
         from pipelab.draw import graph

@@ -15,7 +15,7 @@ from strategies import costs, sizes
 import pipelab
 from pipelab import B, Cost, F, GPipe, Greedy, OneFOneB, ScheduleError, check, simulate
 from pipelab.catalogue.greedy import policies
-from pipelab.errors import CostError, PolicyError, SizeError
+from pipelab.errors import CostError, UsageError
 
 
 def placed(table, stages):
@@ -251,7 +251,7 @@ def test_greedy_shows_its_policy():
 @pytest.mark.parametrize("priority", ["1f1b", "", None, 3, ["F", "B"]])
 def test_an_unknown_policy_is_refused_with_those_there_are(priority):
     with pytest.raises(
-        PolicyError, match="expected 'backward-first', 'forward-first', 'oldest-first', or a function of"
+        UsageError, match="expected 'backward-first', 'forward-first', 'oldest-first', or a function of"
     ):
         Greedy(2, 2, priority=priority)
 
@@ -298,13 +298,13 @@ def test_a_priority_with_too_few_parameters_is_told():
 
 @pytest.mark.parametrize("cap", [0, -1, 1.5, True, [1], [1, 2, 3], [1, 0], ["1", 1], object()])
 def test_a_cap_is_a_positive_whole_number_or_one_per_rank(cap):
-    with pytest.raises(SizeError, match="memory_cap"):
+    with pytest.raises(UsageError, match="memory_cap"):
         Greedy(2, 2, memory_cap=cap)
 
 
 @pytest.mark.parametrize("word", ["x", "22", ""])
 def test_a_word_is_no_list_of_caps(word):
-    with pytest.raises(SizeError, match=f"memory_cap='{word}': expected a whole number, at least 1"):
+    with pytest.raises(UsageError, match=f"memory_cap='{word}': expected a whole number, at least 1"):
         Greedy(2, 2, memory_cap=word)
 
 

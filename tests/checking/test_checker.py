@@ -13,7 +13,7 @@ from strategies import JUNK, ODD_ACTIONS, Case, catalogue_plans, legal_cases, ra
 
 import pipelab
 from pipelab import Action, B, F, GPipe, I, Pair, Plan, R, ScheduleError, W, check, simulate
-from pipelab.errors import SizeError
+from pipelab.errors import UsageError
 
 
 def codes(plan, **options):
@@ -733,7 +733,7 @@ def test_a_split_backward_holds_its_activation_until_the_weight_gradient():
 
 @pytest.mark.parametrize("cap", [0, -1, 1.5, "2", [1], [1, 2, 3], [1, "2"], [1, None], True, object()])
 def test_a_cap_that_is_no_number_is_refused(cap):
-    with pytest.raises(SizeError, match="memory_cap"):
+    with pytest.raises(UsageError, match="memory_cap"):
         check(pipelab.GPipe(2, 2), memory_cap=cap)
 
 

@@ -30,7 +30,7 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.threads.instructions import Run, instructions
 from pipelab.engine.threads.worker import Report, Worker, quick_switches
-from pipelab.errors import PipelineClosedError, StageError, StepTimeoutError
+from pipelab.errors import StageError, StepTimeoutError, UsageError
 from pipelab.plan.fault import line_of
 from pipelab.plan.plan import Plan
 
@@ -102,11 +102,11 @@ class ThreadsEngine:
             LossError: if the loss does not average as it is said to.
             StageError: if a stage or the loss raised; the original error is the cause.
             StepTimeoutError: if nothing moved for `timeout` seconds.
-            PipelineClosedError: if the engine was closed.
+            UsageError: if the engine was closed.
             KeyboardInterrupt: if the caller was interrupted; the workers are stopped first.
         """
         if not self._closer.alive:
-            raise PipelineClosedError("this pipeline is closed: make a new one, or use it inside its with block")
+            raise UsageError("this pipeline is closed: make a new one, or use it inside its with block")
         if loss is not None:
             loss.require()
         rows = self.forward_rows if loss is None else self.rows

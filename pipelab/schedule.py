@@ -64,6 +64,13 @@ class Schedule(ABC):
     source: ClassVar[str] = ""
     """Where the schedule comes from: paper and section."""
 
+    closed_forms: ClassVar[Mapping[str, str]] = {}
+    """Formulas for `"makespan"`, `"bubble"`, `"span"` and `"peak"`; after `if`, when one holds: `"peak if M >= P"`.
+
+    `P` ranks, `M` micro-batches, `v` stages per rank, rank `r`, longest round `L`; `F`, `B`, `I`, `W` and `FB` are the
+    times of a rank's share of the model: forward, backward, its two halves, an overlapped pair.
+    """
+
     stages_per_rank: int = 1
     """How many stages each rank holds, unless told otherwise."""
 

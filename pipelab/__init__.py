@@ -8,6 +8,21 @@ Example:
     >>> plan = pipelab.OneFOneB(ranks=4, microbatches=8).plan()
     >>> pipelab.simulate(plan, pipelab.Cost(forward=1, backward=2))
     <simulated trace of OneFOneB(ranks=4, microbatches=8): makespan 33, bubble 27.3%>
+
+The parts, in reading order:
+
+- `schedule`: what a student writes: a schedule in ten lines
+- `plan`: what a schedule says: every rank's actions
+- `checking`: every fault of a plan, explained
+- `trace`: what happened, or would happen
+- `simulation`: when everything would happen
+- `catalogue`: the schedules that come with pipelab
+- `draw`: timelines as text, figures and pages
+- `engine`: a plan on real tensors
+- `conformance`: the comparison with PyTorch's own schedules
+- `labs`: what a course runs and measures
+- `cli`: the command `pipelab`
+- `errors`: one class for each kind of mistake
 """
 
 from __future__ import annotations
@@ -15,6 +30,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipelab._version import __version__ as __version__
 from pipelab.catalogue import (
     ZBH1,
     ZBH2,
@@ -63,8 +79,6 @@ if TYPE_CHECKING:
     from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
     from pipelab.engine.step import Step
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ZBH1",

@@ -1,4 +1,21 @@
-"""The schedules that come with pipelab: one file each. `schedules` finds them by name."""
+"""The schedules that come with pipelab, one file each; `schedules` finds them by name.
+
+- `naive`: one micro-batch at a time
+- `gpipe`: all forwards, then all backwards
+- `one_f_one_b`: one backward for every new forward
+- `delayed`: the single loop that is often taught as 1F1B
+- `interleaved_1f1b`: 1F1B over several smaller stages per rank
+- `looped_bfs`: GPipe over several smaller stages per rank
+- `zb_h1`: the backward split in two, in 1F1B's memory
+- `zb_h2`: no rank ever waits, for twice the memory
+- `interleaved_zb`: ZB-H1 over several smaller stages per rank
+- `zbv`: zero bubble in a V, in 1F1B's memory
+- `dualpipev`: DualPipe cut in half and folded into a V
+- `dualpipe`: micro-batches enter at both ends
+- `greedy`: an order from a policy
+- `bases`: what schedules with one stage per rank, looped, or in a V share
+- `list_scheduling`: how a policy becomes an order
+"""
 
 from __future__ import annotations
 

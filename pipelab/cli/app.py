@@ -235,8 +235,6 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="what your script takes", show_default=False)] = None,
 ) -> None:
     """Run a script in several processes on this machine, one per rank: torchrun, whose line it prints."""
-    from pipelab.cli.app import launch_script
-
     if not launch_script(script, ranks, arguments or []):
         raise typer.Exit(1)
 

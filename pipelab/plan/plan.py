@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from pipelab.plan.binding import Place
 from pipelab.plan.bound import Program, endless_limit, named_sizes
 from pipelab.plan.csv_notation import read_rows, write_rows
 from pipelab.plan.fault import shorten
-from pipelab.plan.graph import dependency_graph
 
 if TYPE_CHECKING:
     import networkx
@@ -197,7 +196,7 @@ class Plan:
             1F0 gives out(0, 1) to 1B0
             1B0 gives gin(0, 1) to 0B0
         """
-        return dependency_graph(self.program)
+        return _graph(self.program)
 
     def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
@@ -240,6 +239,40 @@ class Plan:
     def __str__(self) -> str:
         """Return the rows, one line per rank, long ones cut."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
+
+
+def _graph(program: Program) -> networkx.DiGraph[Action]:
+    """Return the graph that `Plan.graph` describes."""
+    import networkx
+
+    numbering = program.numbering
+    graph: networkx.DiGraph[Action] = networkx.DiGraph()
+    names = {code: numbering.action(code) for row in program.rows for code in row}
+    _add_nodes(graph, program, names)
+    for code, action in names.items():
+        for value in numbering.all_needs(code):
+            for giver in numbering.givers(value):
+                if giver in names:
+                    graph.add_edge(names[giver], action, kind="data", value=numbering.value_name(value))
+    for row in program.rows:
+        for before, after in pairwise(row):
+            if graph.has_edge(names[before], names[after]):
+                graph.edges[names[before], names[after]]["order"] = True
+            else:
+                graph.add_edge(names[before], names[after], kind="order")
+    return graph
+
+
+def _add_nodes(graph: networkx.DiGraph[Action], program: Program, names: dict[int, Action]) -> None:
+    """Add every action once, with its rank; an `R`, which several ranks share, with all of them."""
+    for rank, row in enumerate(program.rows):
+        for code in row:
+            if names[code].kind != "R":
+                graph.add_node(names[code], rank=rank)
+            elif names[code] in graph:
+                graph.nodes[names[code]]["ranks"] += (rank,)
+            else:
+                graph.add_node(names[code], ranks=(rank,))
 
 
 def _texts(rows: str | Sequence[object]) -> str:

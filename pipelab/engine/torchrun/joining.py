@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pipelab._version import __version__
 from pipelab.engine.torchrun.failures import Notices
 from pipelab.engine.torchrun.store import Store
 from pipelab.engine.torchrun.supervisor import told_before_the_end
@@ -58,7 +59,7 @@ def describe_model(modules: Sequence[nn.Module]) -> list[str]:
 def facts_of_this_process() -> dict[str, Any]:
     """Return what the others should know of this process."""
     return {
-        "pipelab": vars(sys.modules["pipelab"])["__version__"],  # an import would point up
+        "pipelab": __version__,
         "torch": torch.__version__.partition("+")[0],
         "host": socket.gethostname(),
         "processes": _processes(),

@@ -1,4 +1,4 @@
-"""Render what is made anew for every site: the tutorials, and an example of the pages that pipelab writes.
+"""Render what is made anew for every site: tutorials, the table of formulas, and pages that pipelab writes.
 
 Each tutorial is run, cell by cell, and what a cell shows stands below it.
 
@@ -43,6 +43,24 @@ TRACES = {
     ),
 }
 """The timelines that `reference/schedules.md` shows, by file name."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the formulas that the schedules carry into the page that describes them."""
+    return markdown.replace("<!-- closed forms -->", closed_forms())
+
+
+def closed_forms() -> str:
+    """Return every schedule's formulas and its source, as a table."""
+    rows = ["| schedule | quantity | formula | if | source |", "|---|---|---|---|---|"]
+    for name, kind in pipelab.schedules.items():
+        source = re.sub(r"arXiv:([\d.]+)", r"[\g<0>](https://arxiv.org/abs/\1)", kind.source)
+        for number, (key, formula) in enumerate(kind.closed_forms.items()):
+            quantity, _, condition = key.partition(" if ")
+            condition = ", ".join(f"`{each}`" for each in condition.split(" and ") if each)
+            first = (f"`{name}`", source) if number == 0 else ("", "")
+            rows.append(f"| {first[0]} | {quantity} | `{formula}` | {condition} | {first[1]} |")
+    return "\n".join(rows)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

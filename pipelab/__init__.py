@@ -8,6 +8,21 @@ Example:
     >>> plan = pipelab.OneFOneB(ranks=4, microbatches=8).plan()
     >>> pipelab.simulate(plan, pipelab.Cost(forward=1, backward=2))
     <simulated trace of OneFOneB(ranks=4, microbatches=8): makespan 33, bubble 27.3%>
+
+The parts, in reading order:
+
+- `schedule`: what a student writes: a schedule in ten lines
+- `plan`: what a schedule says: every rank's actions
+- `checking`: every fault of a plan, explained
+- `trace`: what happened, or would happen
+- `simulation`: when everything would happen
+- `catalogue`: the schedules that come with pipelab
+- `draw`: timelines as text, figures and pages
+- `engine`: a plan on real tensors
+- `conformance`: the comparison with PyTorch's own schedules
+- `labs`: what a course runs and measures
+- `cli`: the command `pipelab`
+- `errors`: one class for each kind of mistake
 """
 
 from __future__ import annotations
@@ -39,22 +54,13 @@ from pipelab.errors import (
     DeviceError,
     EngineError,
     FormatError,
-    LoadError,
     LossError,
-    MissingProgramError,
-    NativeRefusalError,
-    NotANumberError,
-    NotationError,
     PipelabError,
-    PipelineClosedError,
-    PolicyError,
     RankError,
     ScheduleError,
-    SizeError,
     SplitError,
     StageError,
     StepTimeoutError,
-    UnknownScheduleError,
     UsageError,
     VerificationError,
 )
@@ -98,33 +104,24 @@ __all__ = [
     "I",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
-    "LoadError",
     "LoopedBFS",
     "LossError",
-    "MissingProgramError",
     "Naive",
-    "NativeRefusalError",
-    "NotANumberError",
-    "NotationError",
     "OneFOneB",
     "Pair",
     "PipelabError",
     "Pipeline",
-    "PipelineClosedError",
     "Plan",
-    "PolicyError",
     "R",
     "RankError",
     "Schedule",
     "ScheduleError",
-    "SizeError",
     "SplitError",
     "StageError",
     "Step",
     "StepTimeoutError",
     "Trace",
     "Transfer",
-    "UnknownScheduleError",
     "UsageError",
     "VerificationError",
     "W",

@@ -21,22 +21,13 @@ __all__ = [
     "DeviceError",
     "EngineError",
     "FormatError",
-    "LoadError",
     "LossError",
-    "MissingProgramError",
-    "NativeRefusalError",
-    "NotANumberError",
-    "NotationError",
     "PipelabError",
-    "PipelineClosedError",
-    "PolicyError",
     "RankError",
     "ScheduleError",
-    "SizeError",
     "SplitError",
     "StageError",
     "StepTimeoutError",
-    "UnknownScheduleError",
     "UsageError",
     "VerificationError",
     "require_caps",
@@ -53,36 +44,12 @@ class PipelabError(Exception):
     """The base of every error that pipelab raises on purpose."""
 
 
-class NotationError(PipelabError):
-    """A text is not an action, or not a plan, in PyTorch's notation."""
+class UsageError(PipelabError):
+    """Something that cannot be was asked for: a size, a name, a file, an option, or a closed pipeline."""
 
 
 class FormatError(PipelabError):
-    """A file name has a suffix that nothing can write, or a file does not hold what its suffix says."""
-
-
-class LoadError(PipelabError):
-    """A student's file could not be imported, or does not hold the schedule that was asked for."""
-
-
-class UnknownScheduleError(LoadError, KeyError):
-    """No schedule is registered under this name."""
-
-    def __str__(self) -> str:
-        """Return the message as it is: a `KeyError` alone would quote it."""
-        return str(self.args[0])
-
-
-class MissingProgramError(PipelabError):
-    """A program outside Python is needed and is not installed."""
-
-
-class SizeError(PipelabError):
-    """A number of ranks, micro-batches or stages is not a positive whole number, or not one that can be."""
-
-
-class PolicyError(PipelabError):
-    """A policy is neither one that has a name nor a function."""
+    """A text or file is not in the expected notation, or a file cannot be written in the format of its suffix."""
 
 
 class CostError(PipelabError):
@@ -146,9 +113,9 @@ class LossError(EngineError):
 
 
 class StageError(EngineError):
-    """A stage raised while it ran one action; the original error is the cause (`__cause__`).
+    """A stage raised while it ran one action, or gave a NaN or an infinity while the pipeline watched for it.
 
-    `rank`, `stage` and `action` say where.
+    `rank`, `stage` and `action` say where; the original error, if there is one, is the cause (`__cause__`).
     """
 
     def __init__(self, message: str, rank: int, stage: int, action: object) -> None:
@@ -163,20 +130,8 @@ class StageError(EngineError):
         return type(self), (self.args[0], self.rank, self.stage, self.action)
 
 
-class NotANumberError(StageError):
-    """A stage gave a NaN or an infinity while the pipeline was watching for it."""
-
-
 class StepTimeoutError(EngineError):
     """Nothing moved for the time allowed; the message says what every rank was doing or waiting for."""
-
-
-class NativeRefusalError(EngineError):
-    """PyTorch's own schedule does not exist at the size that was asked for."""
-
-
-class PipelineClosedError(EngineError):
-    """A pipeline was used after it was closed."""
 
 
 class RankError(EngineError):
@@ -192,10 +147,6 @@ class RankError(EngineError):
         return type(self), (self.args[0], self.rank)
 
 
-class UsageError(EngineError):
-    """A pipeline, or what it gave, was used as something that it is not, such as a module to call."""
-
-
 class VerificationError(EngineError):
     """The pipeline's gradients are not those of the plain model."""
 
@@ -204,14 +155,14 @@ def require_size(name: str, value: Any) -> int:
     """Return a positive whole number, NumPy's as Python's own; refuse anything else.
 
     Raises:
-        SizeError: naming the argument and what it was.
+        UsageError: naming the argument and what it was.
     """
     try:
         size = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         size = 0
     if size < 1:
-        raise SizeError(f"{name}={value!r}: expected a whole number, at least 1")
+        raise UsageError(f"{name}={value!r}: expected a whole number, at least 1")
     return size
 
 
@@ -219,13 +170,13 @@ def require_caps(memory_cap: Any, ranks: int) -> list[int]:
     """Return the memory cap of every rank, from one number or one per rank.
 
     Raises:
-        SizeError: if it is neither.
+        UsageError: if it is neither.
     """
     if not isinstance(memory_cap, Sequence) or isinstance(memory_cap, str):
         return [require_size("memory_cap", memory_cap)] * ranks
     if len(memory_cap) != ranks:
         count = f"{len(memory_cap)} number{'' if len(memory_cap) == 1 else 's'}"
-        raise SizeError(f"memory_cap has {count} for {ranks} ranks: give one number, or one per rank")
+        raise UsageError(f"memory_cap has {count} for {ranks} ranks: give one number, or one per rank")
     return [require_size("memory_cap", cap) for cap in memory_cap]
 
 

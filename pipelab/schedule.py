@@ -58,11 +58,18 @@ class Schedule(ABC):
         ((0F0, 3F0, 3I0, 0I0, 3W0, 0W0), (1F0, 2F0, 2I0, 1I0, 2W0, 1W0))
 
     Raises:
-        SizeError: if a number is not a positive whole number.
+        UsageError: if a number is not a positive whole number.
     """
 
     source: ClassVar[str] = ""
     """Where the schedule comes from: paper and section."""
+
+    closed_forms: ClassVar[Mapping[str, str]] = {}
+    """Formulas for `"makespan"`, `"bubble"`, `"span"` and `"peak"`; after `if`, when one holds: `"peak if M >= P"`.
+
+    `P` ranks, `M` micro-batches, `v` stages per rank, rank `r`, longest round `L`; `F`, `B`, `I`, `W` and `FB` are the
+    times of a rank's share of the model: forward, backward, its two halves, an overlapped pair.
+    """
 
     stages_per_rank: int = 1
     """How many stages each rank holds, unless told otherwise."""
@@ -289,7 +296,7 @@ class Replicated(Schedule):
         Raises:
             ScheduleError: if the pipeline that is copied has faults: its own, in the words that it was written in.
         """
-        require_legal(self._copied)  # raised in `actions`, its faults would be told as a slip of that method
+        require_legal(self._copied)  # raised in `actions`, its faults would be reported as those of that method
         return super().draft()
 
     @cached_property
@@ -341,7 +348,7 @@ def replicate(schedule: Schedule | Plan, replicas: int) -> Replicated:
         32.0
 
     Raises:
-        SizeError: if `replicas` is not a positive whole number.
+        UsageError: if `replicas` is not a positive whole number.
         TypeError: if the first argument is neither a schedule nor a plan.
     """
     return Replicated(schedule, replicas)

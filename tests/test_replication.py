@@ -13,7 +13,7 @@ from strategies import costs, legal_cases, sizes
 
 import pipelab
 from pipelab import B, Cost, F, I, Plan, R, ScheduleError, W, check, replicate, schedules, simulate
-from pipelab.errors import SizeError
+from pipelab.errors import UsageError
 
 every_schedule = pytest.mark.parametrize("name", sorted(schedules))
 
@@ -220,7 +220,7 @@ def test_a_pipeline_without_its_sizes_is_told_to_call_super():
 
 @pytest.mark.parametrize("replicas", [0, -1, 1.5, "2", None, True])
 def test_a_number_of_replicas_is_a_positive_whole_number(replicas):
-    with pytest.raises(SizeError, match="replicas="):
+    with pytest.raises(UsageError, match="replicas="):
         replicate(pipelab.GPipe(2, 2), replicas)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import pipelab
 from pipelab import B, F, ScheduleError, check, simulate
-from pipelab.errors import SizeError
+from pipelab.errors import UsageError
 
 
 class Interleaved(pipelab.Schedule):
@@ -134,7 +134,7 @@ def test_a_mistake_in_calling_pipelab_is_told_at_the_students_line(tmp_path):
         """,
     )
     fault = the_fault(mine(1, 1))
-    assert "NotationError" in fault.message
+    assert "FormatError" in fault.message
     assert f"at {path}, line 7, in actions: yield B(0) & F(0)" in fault.message
 
 
@@ -385,7 +385,7 @@ def test_a_refused_size_is_told_with_its_reason():
 )
 def test_a_size_that_is_no_positive_whole_number_is_refused(which, size):
     sizes = {"ranks": 2, "microbatches": 2} | {which: size}
-    with pytest.raises(SizeError, match=f"{which}={size!r}: expected a whole number, at least 1"):
+    with pytest.raises(UsageError, match=f"{which}={size!r}: expected a whole number, at least 1"):
         pipelab.GPipe(**sizes)
 
 

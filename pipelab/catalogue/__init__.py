@@ -1,4 +1,21 @@
-"""The schedules that come with pipelab: one file each. `schedules` finds them by name."""
+"""The schedules that come with pipelab, one file each; `schedules` finds them by name.
+
+- `naive`: one micro-batch at a time
+- `gpipe`: all forwards, then all backwards
+- `one_f_one_b`: one backward for every new forward
+- `delayed`: the single loop that is often taught as 1F1B
+- `interleaved_1f1b`: 1F1B over several smaller stages per rank
+- `looped_bfs`: GPipe over several smaller stages per rank
+- `zb_h1`: the backward split in two, in 1F1B's memory
+- `zb_h2`: no rank ever waits, for twice the memory
+- `interleaved_zb`: ZB-H1 over several smaller stages per rank
+- `zbv`: zero bubble in a V, in 1F1B's memory
+- `dualpipev`: DualPipe cut in half and folded into a V
+- `dualpipe`: micro-batches enter at both ends
+- `greedy`: an order from a policy
+- `bases`: what schedules with one stage per rank, looped, or in a V share
+- `list_scheduling`: how a policy becomes an order
+"""
 
 from __future__ import annotations
 
@@ -17,7 +34,7 @@ from pipelab.catalogue.one_f_one_b import OneFOneB
 from pipelab.catalogue.zb_h1 import ZBH1
 from pipelab.catalogue.zb_h2 import ZBH2
 from pipelab.catalogue.zbv import ZBV
-from pipelab.errors import UnknownScheduleError
+from pipelab.errors import UsageError
 from pipelab.schedule import Schedule
 
 __all__ = [
@@ -45,11 +62,11 @@ class Catalogue(dict[str, type[Schedule]]):
         """Refuse a name.
 
         Raises:
-            UnknownScheduleError: always; it is a `KeyError` too.
+            UsageError: always.
         """
         close = self.nearest(name)
         guess = f"; did you mean {close}?" if close else ""
-        raise UnknownScheduleError(f"{name!r} is no registered schedule{guess}\n  registered: {', '.join(self)}")
+        raise UsageError(f"{name!r} is no registered schedule{guess}\n  registered: {', '.join(self)}")
 
     def nearest(self, name: object) -> str | None:
         """Return the schedule whose name, or whose class's name, is nearest to this one; `None` if none is near.

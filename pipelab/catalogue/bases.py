@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import ClassVar
 
-from pipelab.errors import SizeError
+from pipelab.errors import UsageError
 from pipelab.plan.actions import Item, Pair
 from pipelab.schedule import Schedule
 
@@ -23,7 +23,7 @@ class SingleStage(Schedule):
         stages_per_rank: one.
 
     Raises:
-        SizeError: if a number is not a positive whole number, or if `stages_per_rank` is not 1.
+        UsageError: if a number is not a positive whole number, or if `stages_per_rank` is not 1.
     """
 
     looping: ClassVar[str] = "looped-bfs"
@@ -34,7 +34,7 @@ class SingleStage(Schedule):
         super().__init__(ranks, microbatches, stages_per_rank)
         ours = type(self).actions.__module__.startswith("pipelab.")  # a student's may be for any number of stages
         if ours and self.stages_per_rank != 1:
-            raise SizeError(
+            raise UsageError(
                 f"stages_per_rank={self.stages_per_rank}: {type(self).__name__} has exactly 1 on every rank: leave it "
                 f"out, or take a schedule for several, such as {self.looping}"
             )
@@ -95,13 +95,13 @@ class VShaped(Schedule):
         stages_per_rank: two.
 
     Raises:
-        SizeError: if `stages_per_rank` is not 2.
+        UsageError: if `stages_per_rank` is not 2.
     """
 
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 2) -> None:
         """Keep the sizes."""
         if stages_per_rank != 2:
-            raise SizeError(
+            raise UsageError(
                 f"stages_per_rank={stages_per_rank!r}: {type(self).__name__} needs exactly 2 on every rank, one on the "
                 "way down the ranks and one on the way back up: leave it out, or take a looping schedule such as "
                 "interleaved-1f1b or interleaved-zb, which take any number"

@@ -17,10 +17,8 @@ class DelayedBackward(SingleStage):
         rank 1 |    F0 F1 B0       F2 B1       F3 B2 B3
 
     It reads like 1F1B, and on the last rank it nearly is. But every rank keeps the same two micro-batches in flight,
-    where 1F1B warms up with more of them on the earlier ranks; so the ranks mostly wait for each other.
-
-    Makespan `(P * (M - 1) + 1) * (F + B)` for `P` ranks and `M >= 2` micro-batches: nearly naive's `M * P * (F + B)`.
-    Peak `min(M, 2)` activations.
+    where 1F1B warms up with more of them on the earlier ranks; so the ranks mostly wait for each other, and
+    it takes nearly as long as `Naive`.
 
     Example:
         >>> import pipelab
@@ -29,6 +27,7 @@ class DelayedBackward(SingleStage):
     """
 
     source = "taught as a single-loop 1F1B in courses; the true one is `OneFOneB`"
+    closed_forms = {"makespan if M >= 2": "(P * (M - 1) + 1) * (F + B)", "peak": "min(M, 2)"}
 
     def actions(self, rank: int) -> Iterator[Action]:  # noqa: ARG002 - every rank does the same
         """Yield each forward followed by the backward before it."""

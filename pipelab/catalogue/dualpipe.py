@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from pipelab.errors import SizeError
+from pipelab.errors import UsageError
 from pipelab.plan.actions import Action, B, F, I, Item, W
 from pipelab.schedule import Schedule
 
@@ -26,18 +26,13 @@ class DualPipe(Schedule):
     the other. Every stage is on two ranks, so the parameters are held twice, and all-reduces (not drawn) sum their
     gradients.
 
-    The source's table counts a bubble of `(P / 2 - 1) * (FB + B - 3 * W)`, `FB` being an overlapped pair's time, and
-    `W` a weight gradient's within the backward `B = I + W`. Simulated with a pair as one slot (`Cost(pair=FB)`), that
-    is how long the two ranks in the middle wait, if `F = I >= W` and `FB >= B`. The makespan is that, plus the
-    all-reduces, plus these ranks' work: `M * (F + B)` less what their `M - P - 1` pairs save, `F + B - FB` each. Ranks
-    towards the ends have fewer pairs to save time with: they work longer and wait less. If `F >= I` and
-    `FB >= max(F, B)`, whatever `W` is, the two in the middle wait `(P / 2 - 1) * (FB + F - W - min(I, W))`: longer than
-    the table says where `F > I` or `W > I`. Where `F < I`, or where a pair is quicker than one of its halves, they may
-    wait longer still.
+    The bubble in the source's table, `(P / 2 - 1) * (FB + B - 3 * W)`, is how long the two ranks in the middle wait if
+    a pair is one slot of length `FB` (`Cost(pair=FB)`), `F = I >= W`, and `FB >= B`. Ranks towards the ends have fewer
+    pairs to save time with: they work longer and wait less. The two in the middle wait longer than the table says if
+    `F > I` or `W > I`, and may wait longer still if `F < I`, or if a pair is quicker than one of its halves.
 
-    With a pair as a forward, then a backward (`Cost(pair=None)`), and `F = I >= W`, the makespan is `M * (F + B) +
-    (P / 2 - 1) * (F + I - W)`: less than for `FB = F + B`, because the forward's output need not wait for the pair's
-    end. Every rank holds `P + 1` activations, however many micro-batches there are.
+    A pair that takes as long as its two halves is slower than the halves one after the other (`Cost(pair=None)`): the
+    forward's output waits for the pair's end. A rank holds as many activations for many micro-batches as for few.
 
     Args:
         ranks: how many workers the pipeline has: an even number.
@@ -51,18 +46,25 @@ class DualPipe(Schedule):
         (24.0, (5, 5, 5, 5))
 
     Raises:
-        SizeError: if `stages_per_rank` is not 1.
+        UsageError: if `stages_per_rank` is not 1.
     """
 
     source = (
         "DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1, figure 5 and table 2, in the order of the "
         "authors' program DualPipe"
     )
+    closed_forms = {
+        "makespan if F == I >= W": "M * (F + B) + (P / 2 - 1) * (F + I - W)",
+        "makespan with pairs if F >= I and FB >= max(F, B)": (
+            "M * (F + B) - (M - P - 1) * (F + B - FB) + (P / 2 - 1) * (FB + F - W - min(I, W))"
+        ),
+        "peak": "P + 1",
+    }
 
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
         """Keep the sizes."""
         if stages_per_rank != 1:
-            raise SizeError(
+            raise UsageError(
                 f"stages_per_rank={stages_per_rank!r}: DualPipe cuts the model into as many stages as there are ranks "
                 "and puts each on two of them, so a micro-batch finds exactly 1 on every rank: leave it out"
             )

@@ -23,12 +23,8 @@ class DualPipeV(VShaped):
     at the middle: what comes from the other direction there is here on its way back up. So a rank holds two stages of
     its own, and no parameters twice.
 
-    Times per stage, as the source counts them, `FB` being an overlapped pair's: with `M >= 2 * P` micro-batches,
-    `F = I >= W` and `FB >= B`, the last rank waits `(P - 1) * (FB + B - 3 * W)` and works `2 * M * (F + B)` less what
-    its pairs save, `(2 * M - 2 * P - 1) * (F + B - FB)`; the makespan is the sum. Where a pair is simulated as a
-    forward, then a backward (`Cost(pair=None)`), it is `2 * M * (F + B) + (P - 1) * (F + I - W)`: less than for
-    `FB = F + B`, because the forward's output need not wait for the pair's end. Rank `r` holds
-    `min(2 * M, M + 1 + r, 2 * P + 1)` stage activations, each half a rank's share.
+    A pair that takes as long as its two halves is slower than the halves one after the other (`Cost(pair=None)`): the
+    forward's output waits for the pair's end. Each stage activation is half a rank's share.
 
     The order is that of PyTorch's `ScheduleDualPipeV`, which asks for `M >= 2 * P`; here every number of micro-batches
     will do.
@@ -44,6 +40,13 @@ class DualPipeV(VShaped):
         "DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1 and table 2; cut in half: Sea AI Lab 2025, "
         "DualPipe could be better without the Dual"
     )
+    closed_forms = {
+        "makespan if M >= 2 * P and F == I >= W": "M * (F + B) + (P - 1) / 2 * (F + I - W)",
+        "makespan with pairs if M >= 2 * P and F == I >= W and FB >= B": (
+            "M * (F + B) - (2 * M - 2 * P - 1) / 2 * (F + B - FB) + (P - 1) / 2 * (FB + B - 3 * W)"
+        ),
+        "peak": "min(2 * M, M + 1 + r, 2 * P + 1)",
+    }
 
     @property
     def enough(self) -> int:

@@ -17,9 +17,9 @@ class GPipe(SingleStage):
         rank 1 |    F0 F1 F2       B0 B1 B2
         rank 2 |       F0 F1 F2 B0 B1 B2
 
-    Makespan `(M + P - 1) * (F + B)` for `P` ranks and `M` micro-batches, bubble `(P - 1) / (M + P - 1)`: the same as
-    1F1B's. Every rank holds all `M` activations, which is what 1F1B improves on. The paper runs its backwards in
-    reverse; the order here is the one that PyTorch's `ScheduleGPipe` executes. Time and memory are the same.
+    It takes as long as 1F1B, but every rank holds the activations of all micro-batches, which is what 1F1B improves on.
+    The paper runs its backwards in reverse; the order here is the one that PyTorch's `ScheduleGPipe` executes. Time and
+    memory are the same.
 
     Example:
         >>> import pipelab
@@ -29,6 +29,7 @@ class GPipe(SingleStage):
     """
 
     source = "Huang et al. 2019, GPipe (arXiv:1811.06965), section 2.3 and figure 2c"
+    closed_forms = {"makespan": "(M + P - 1) * (F + B)", "bubble": "(P - 1) / (M + P - 1)", "peak": "M"}
 
     def actions(self, rank: int) -> Iterator[Action]:  # noqa: ARG002 - every rank does the same
         """Yield every forward, then every backward."""

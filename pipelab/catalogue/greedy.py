@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from pipelab.catalogue.list_scheduling import Moment, Priority, least_caps, list_schedule
-from pipelab.errors import PipelabError, PolicyError, ScheduleError, require_caps
+from pipelab.catalogue.list_scheduling import Moment, Priority, list_schedule
+from pipelab.errors import PipelabError, ScheduleError, UsageError, require_caps
 from pipelab.plan.actions import Action
-from pipelab.plan.bound import Program
 from pipelab.plan.fault import Fault, students_line
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
@@ -60,7 +59,7 @@ class Greedy(Schedule):
             [`Moment`][pipelab.catalogue.list_scheduling.Moment] is the state of the rank: the `time`, how many
             activations are `held`, and the `last` action.
         memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
-            number. No cap that is accepted ends in a deadlock.
+            number. A cap can end in a deadlock if a micro-batch visits a rank twice: the error names the rank.
         cost: how long things take; by default forward 1, backward 2, transfers nothing.
         split: whether to split backwards into `I` and `W`, so that weight gradients fill the idle time.
 
@@ -89,8 +88,8 @@ class Greedy(Schedule):
         99.0 (7, 5, 5, 5)
 
     Raises:
-        SizeError: if a number is not a positive whole number, or if `memory_cap` does not have one number per rank.
-        PolicyError: if `priority` is neither a policy's name nor a function.
+        UsageError: if a number is not a positive whole number, if `memory_cap` does not have one number per rank, or
+            if `priority` is neither a policy's name nor a function.
         TypeError: if `cost` is no `Cost`.
     """
 
@@ -110,7 +109,7 @@ class Greedy(Schedule):
         super().__init__(ranks, microbatches, stages_per_rank)
         if not callable(priority) and priority not in list(policies):
             known = ", ".join(map(repr, policies))
-            raise PolicyError(f"priority={priority!r}: expected {known}, or a function of (action, rank, moment)")
+            raise UsageError(f"priority={priority!r}: expected {known}, or a function of (action, rank, moment)")
         if cost is not None and not isinstance(cost, Cost):
             raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
         self.priority = priority
@@ -129,18 +128,20 @@ class Greedy(Schedule):
         """Return the plan without checking it.
 
         Raises:
-            ScheduleError: if the memory cap cannot work, with the smallest that does; if the priority raises.
+            ScheduleError: if the memory cap ends in a deadlock, or if the priority raises.
         """
         if callable(self.priority) and (fault := misfit("priority", self.priority, "action", "rank", "moment")):
             raise ScheduleError([fault], self._name())
         try:
             self._rows  # noqa: B018 - worked out here, where its errors are not taken for those of `actions`
+        except ScheduleError as error:
+            raise ScheduleError(error.faults, self._name()) from None
         except PipelabError:
             raise
         except Exception as error:
             line = students_line(error, self.priority if callable(self.priority) else None)
             message = f"asking the priority raised {type(error).__name__}: {error}\n  at {line}"
-            hint = "mend that line: return a number for every action"
+            hint = "fix that line: return a number for every action"
             raise ScheduleError([Fault("exception", None, None, None, message, hint)], self._name()) from error
         return super().draft()
 
@@ -150,36 +151,14 @@ class Greedy(Schedule):
         blank = Plan([[]] * self.ranks, self.stages, self.microbatches, self.place)
         program = blank.program
         if program.faults:  # of `place`
-            raise ScheduleError(program.faults, self._name())
+            raise ScheduleError(program.faults)
         times = self.cost.times(blank)
         lasts = [time for kind in "FBIW" for time in times[kind] * self.microbatches]  # by code
         outputs, gradients = self.cost.transfer_times(blank)
         delays = outputs * self.microbatches + gradients * self.microbatches  # by value
         priority = self.priority if callable(self.priority) else policies[self.priority]
-        return list_schedule(program, lasts, delays, priority, self._caps(program), self.split)
-
-    def _caps(self, program: Program) -> list[int] | None:
-        """Return the memory cap of every rank.
-
-        Raises:
-            ScheduleError: if a cap cannot work.
-        """
-        if self.memory_cap is None:
-            return None
-        caps = require_caps(self.memory_cap, self.ranks)
-        least = least_caps(program)
-        small = [rank for rank in range(self.ranks) if caps[rank] < least[rank]]
-        if small:
-            rank = small[0]
-            works = f"the smallest cap that works is {least[0]}"
-            if len(set(least)) > 1:
-                works = f"the smallest caps that work are {least}"
-            message = (
-                f"memory_cap={self.memory_cap}: rank {rank} may hold {caps[rank]}, but a micro-batch passes "
-                f"{least[rank]} stages there before its first backward, and leaves an activation in each; {works}"
-            )
-            raise ScheduleError([Fault("refused", None, None, None, message)], self._name())
-        return caps
+        caps = None if self.memory_cap is None else require_caps(self.memory_cap, self.ranks)
+        return list_schedule(program, lasts, delays, priority, caps, self.split)
 
     def __repr__(self) -> str:
         """Return the schedule's name, its sizes, and what is not as by default."""

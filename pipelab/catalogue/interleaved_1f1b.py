@@ -19,11 +19,9 @@ class Interleaved1F1B(Looped):
     A round of micro-batches, one for every rank, goes through the rank's first stage, then through its second, before
     the next round starts; backwards likewise, from the last stage on.
 
-    Makespan `(M + (P - 1) / v) * (F + B)` for `P` ranks with `v` stages each and `M >= P` micro-batches, where `F` and
-    `B` are the times of a rank's whole share of the model; bubble `(P - 1) / (v * M + P - 1)`. With `M < P` a rank
-    waits for them to come round again: `(P + (M - 1) / v) * (F + B)`. The price: rank `r` holds
-    `min(v * M, (v - 1) * L + 2 * (P - 1 - r) + 1)` stage activations, `L` being the longest round, and `v` times as
-    much travels.
+    With `v` stages per rank and at least as many micro-batches as ranks, a rank waits `v` times less than in 1F1B. The
+    price: a rank holds more activations, and `v` times as much travels. With fewer micro-batches, a rank waits until
+    they come round again.
 
     The paper, and Megatron-LM, ask for a multiple of `P` micro-batches, PyTorch for a multiple of the number of rounds;
     here rounds may differ by one micro-batch, which costs no time, so every number will do.
@@ -36,6 +34,12 @@ class Interleaved1F1B(Looped):
     """
 
     source = "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2 and figure 4"
+    closed_forms = {
+        "makespan if M >= P": "(M + (P - 1) / v) * (F + B)",
+        "makespan if M < P": "(P + (M - 1) / v) * (F + B)",
+        "bubble if M >= P": "(P - 1) / (v * M + P - 1)",
+        "peak": "min(v * M, (v - 1) * L + 2 * (P - 1 - r) + 1)",
+    }
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the warm-up's forwards, the steady state's pairs, and the drain's backwards."""

@@ -19,10 +19,6 @@ class InterleavedZeroBubble(Looped):
     Micro-batches go in interleaved 1F1B's rounds, with half its lead; rank `r` puts its weight gradients off by `r`
     input gradients. With one stage per rank it is ZB-H1.
 
-    Makespan `M * (F + I + W) + (P - 1) / v * (F + I - min(F, I, W))` for `P` ranks with `v` stages each and `M >= P`
-    micro-batches; mostly `W` is the smallest of the three. Every rank holds `min(v * M, (v - 1) * L + P)` stage
-    activations, `L` being the longest round.
-
     The order is that of PyTorch's `ScheduleInterleavedZeroBubble`, which asks for a multiple of the number of rounds;
     here every number of micro-batches will do.
 
@@ -37,6 +33,10 @@ class InterleavedZeroBubble(Looped):
         "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, over the stages of "
         "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2"
     )
+    closed_forms = {
+        "makespan if M >= P": "M * (F + B) + (P - 1) / v * (F + I - min(F, I, W))",
+        "peak": "min(v * M, (v - 1) * L + P)",
+    }
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the warm-up's forwards, then forward and input gradient in turn, weight gradients `rank` behind."""

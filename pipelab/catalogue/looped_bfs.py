@@ -19,11 +19,8 @@ class LoopedBFS(Looped):
     Every micro-batch goes through a rank's first stage, then every one through its second; backwards in reverse.
     Breadth first, that is: a rank stays with one stage as long as it can, where interleaved 1F1B goes deep with a few
     micro-batches. So its weights need to be at hand only once per direction, and the all-reduce of a stage can start
-    while the others still compute.
-
-    Makespan `(M + (P - 1) / v) * (F + B)` for `P` ranks with `v` stages each and `M >= P` micro-batches, bubble
-    `(P - 1) / (v * M + P - 1)`: the same as interleaved 1F1B's. With `M < P` the makespan is
-    `(P + (M - 1) / v) * (F + B)`. Every rank holds all `v * M` stage activations.
+    while the others still compute. It takes as long as interleaved 1F1B, but every rank holds the activations of all
+    micro-batches on all of its stages.
 
     Example:
         >>> import pipelab
@@ -33,6 +30,12 @@ class LoopedBFS(Looped):
     """
 
     source = "Lamy-Poirier 2022, Breadth-First Pipeline Parallelism (arXiv:2211.05953), section 4"
+    closed_forms = {
+        "makespan if M >= P": "(M + (P - 1) / v) * (F + B)",
+        "makespan if M < P": "(P + (M - 1) / v) * (F + B)",
+        "bubble if M >= P": "(P - 1) / (v * M + P - 1)",
+        "peak": "v * M",
+    }
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield every forward, stage by stage, then every backward in the reverse order."""

@@ -19,8 +19,6 @@ class Naive(SingleStage):
     One rank works at a time. `Naive(ranks, 1)` sends the whole batch at once, as a model split by hand with `.to()`
     does.
 
-    Makespan `M * P * (F + B)` for `P` ranks and `M` micro-batches, bubble `1 - 1 / P`, peak 1 activation per rank.
-
     Example:
         >>> import pipelab
         >>> pipelab.simulate(pipelab.Naive(ranks=4, microbatches=8)).bubble
@@ -28,6 +26,7 @@ class Naive(SingleStage):
     """
 
     source = "Huang et al. 2019, GPipe (arXiv:1811.06965), figure 2b"
+    closed_forms = {"makespan": "M * P * (F + B)", "bubble": "1 - 1 / P", "peak": "1"}
 
     def actions(self, rank: int) -> Iterator[Action]:  # noqa: ARG002 - every rank does the same
         """Yield forward and backward of one micro-batch after the other."""

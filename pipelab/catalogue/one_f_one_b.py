@@ -17,9 +17,8 @@ class OneFOneB(SingleStage):
         rank 1 |    F0 F1    B0 F2 B1 F3 B2 F4 B3    B4
         rank 2 |       F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-    Makespan `(M + P - 1) * (F + B)` for `P` ranks and `M` micro-batches and bubble `(P - 1) / (M + P - 1)`, as GPipe's;
-    but rank `r` holds only `min(M, P - r)` activations. That memory affords more micro-batches, and *they* shrink the
-    bubble. Fewer micro-batches than ranks are fine.
+    It takes as long as GPipe, but rank `r` of `P` holds at most `P - r` activations. That memory affords more
+    micro-batches, and *they* shrink the bubble. Fewer micro-batches than ranks are fine.
 
     Example:
         >>> import pipelab
@@ -32,6 +31,7 @@ class OneFOneB(SingleStage):
         "Narayanan et al. 2019, PipeDream (SOSP '19), section 3.2; with a flush: Narayanan et al. 2021, Megatron-LM "
         "(arXiv:2104.04473), section 2.2.1 and figure 4"
     )
+    closed_forms = {"makespan": "(M + P - 1) * (F + B)", "bubble": "(P - 1) / (M + P - 1)", "peak": "min(M, P - r)"}
 
     looping = "interleaved-1f1b"
 

@@ -21,11 +21,9 @@ class ZBH1(SingleStage):
     gradient `W` where a rank would wait. Rank `r` puts its weight gradients off by `r` micro-batches: the first input
     gradients reach rank 0 sooner, and the weight gradients that are left fill the drain.
 
-    Makespan `M * (F + I + W) + (P - 1) * (F + I - W)` for `P` ranks and `M >= P` micro-batches if `W <= min(F, I)`: a
-    third of 1F1B's bubble where all three are equal. In general it is
-    `M * (F + I + W) + (P - 1) * (F + I) - (min(M, P) - 1) * min(F, I, W)`, never more than 1F1B's. Every rank holds
-    `min(M, P)` activations, as many as 1F1B's rank 0; what is held between `I` and `W` is less than a whole activation,
-    which is not counted here.
+    Its bubble is never larger than 1F1B's, and a third of it if `F`, `I` and `W` take equally long. Every rank holds as
+    many activations as 1F1B's rank 0; what is held between `I` and `W` is less than a whole activation, which is not
+    counted here.
 
     PyTorch has no class for it; its `ScheduleInterleavedZeroBubble` with one stage per rank executes this order.
 
@@ -37,6 +35,11 @@ class ZBH1(SingleStage):
     """
 
     source = "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, figure 3 and table 2"
+    closed_forms = {
+        "makespan": "M * (F + B) + (P - 1) * (F + I) - (min(M, P) - 1) * min(F, I, W)",
+        "makespan if M >= P and W <= min(F, I)": "M * (F + B) + (P - 1) * (F + I - W)",
+        "peak": "min(M, P)",
+    }
 
     looping = "interleaved-zb"
 

@@ -18,18 +18,14 @@ class ZBH2(SingleStage):
         rank 2 |       F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
     Rank `r` warms up with `2 * (P - r) - 1` forwards, which fill the time until its first input gradient comes, and
-    puts its weight gradients off by `2 * r` micro-batches. The lanes are a parallelogram: with enough micro-batches,
-    `M >= 2 * P - 1`, and `F = I = W` every rank's own span is `M * (F + I + W)`, without a bubble.
+    puts its weight gradients off by `2 * r` micro-batches. The lanes are a parallelogram: with at least `2 * P - 1`
+    micro-batches and equal times, no rank waits between its own first start and its own last end.
 
-    From the first rank's start to the last one's end that need not be quicker: the makespan is
-    `M * (F + I + W) + (P - 1) * max(F, I - F, F + I - 2 * W)`, and for `I = W <= F` ZB-H1's is the same to the unit.
-    The gain is that rank 0 is then done `(P - 1) * I` before the last rank, and can begin its next step at once if the
-    optimizer lets it: the paper puts off the check that all ranks would have to wait for. So look at each rank's own
-    span, `Trace.spans`: on rank `r` it is `M * (F + I + W) + (P - 1 - r) * max(0, I - F, F + I - 2 * W)`, where ZB-H1's
-    rank 0 takes its whole makespan. With fewer than `2 * P - 1` micro-batches and `F = I = W`, ZB-H1's makespan is
-    never longer; where `I` is longer than `F` or than `W`, it can be.
-
-    Every rank holds `min(M, 2 * P - 1)` activations.
+    The makespan need not be shorter: if `I` and `W` are equal and no longer than `F`, ZB-H1's makespan is the same. The
+    gain is that rank 0 is done before the last rank, and can begin its next step at once if the optimizer allows it:
+    the paper postpones the check that all ranks would have to wait for. So compare each rank's own span,
+    `Trace.spans`. With fewer than `2 * P - 1` micro-batches and equal times, ZB-H1's makespan is never longer; if `I`
+    is longer than `F` or than `W`, it can be.
 
     Example:
         >>> import pipelab
@@ -39,6 +35,11 @@ class ZBH2(SingleStage):
     """
 
     source = "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2, figure 3 and table 2"
+    closed_forms = {
+        "makespan if M >= 2 * P - 1": "M * (F + B) + (P - 1) * max(F, I - F, F + I - 2 * W)",
+        "span if M >= 2 * P - 1": "M * (F + B) + (P - 1 - r) * max(0, I - F, F + I - 2 * W)",
+        "peak": "min(M, 2 * P - 1)",
+    }
 
     looping = "interleaved-zb"
 

@@ -20,14 +20,12 @@ class ZBV(VShaped):
     Down the ranks and back up: a micro-batch's backward starts on rank 0, where its forward did, so every rank holds
     what 1F1B's rank 0 holds: ZB-H2's gain, in 1F1B's memory.
 
-    With `M >= 2 * P - 1` micro-batches and `F = I = W` every rank's own span is `M * (F + I + W)`, without a bubble,
-    and the makespan longer by `(P - 1) * F / 2`, because the ranks do not start at once. Every rank holds `2 * P` stage
-    activations, each half a rank's share: `P` of 1F1B's. With fewer micro-batches, rank `r` holds
-    `min(2 * M, M + 1 + r, 2 * P)`.
+    With at least `2 * P - 1` micro-batches and equal times, no rank waits between its own first start and its own last
+    end; the makespan is longer, because the ranks do not start at once. Every rank holds at most `2 * P` stage
+    activations, each half a rank's share: `P` of 1F1B's.
 
-    The order is PyTorch's: fixed, and fitted to equal times. Where `F = I >= W`, rank `r` waits `(P - 1 - r) * (F - W)`
-    within its span, and the makespan is `M * (F + I + W) + (P - 1) * max(F / 2, F - W)`; where `F` and `I` differ too,
-    all ranks wait. The paper lays the actions out anew for measured times.
+    The order is PyTorch's: fixed, and fitted to equal times. Where `W` is shorter than `F` and `I`, ranks wait; where
+    `F` and `I` differ too, all of them do. The paper lays the actions out anew for measured times.
 
     Example:
         >>> import pipelab
@@ -40,6 +38,11 @@ class ZBV(VShaped):
         "Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 6; V-ZB in Qi et al. 2024, "
         "Pipeline Parallelism with Controllable Memory (arXiv:2405.15362)"
     )
+    closed_forms = {
+        "makespan if M >= 2 * P - 1 and F == I >= W": "M * (F + B) + (P - 1) * max(F / 2, F - W)",
+        "span if M >= 2 * P - 1 and F == I >= W": "M * (F + B) + (P - 1 - r) * (F - W)",
+        "peak": "min(2 * M, M + 1 + r, 2 * P)",
+    }
 
     @property
     def enough(self) -> int:

@@ -1,1 +1,8 @@
-"""checking."""
+"""CHECKED: every fault of a plan at once, explained.
+
+- `checker`: `check`: all faults, worst kind first
+- `rules`: everything exactly once, each action on its rank
+- `deadlock`: the cycle of ranks that wait for each other
+- `repair`: the move that undoes a deadlock, tried out
+- `mistakes`: the four commonest mistakes behind many faults
+"""

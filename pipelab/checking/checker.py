@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
-from pipelab.checking.mistakes import led_by_a_slip
+from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
 from pipelab.errors import ScheduleError, require_caps
@@ -71,15 +71,15 @@ def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | 
 
     Raises:
         TypeError: if it is neither a plan nor a schedule.
-        SizeError: if `memory_cap` is not a number, or one per rank.
+        UsageError: if `memory_cap` is not a number, or one per rank.
     """
     try:
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
         return error.faults
-    slip, meant, found = led_by_a_slip(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
+    mistake, meant, found = diagnose(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
     told = [with_excerpt(meant, fault) for fault in found]
-    return told if slip is None else [with_excerpt(plan, slip), *told]
+    return told if mistake is None else [with_excerpt(plan, mistake), *told]
 
 
 def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:

@@ -1,1 +1,11 @@
-"""The command `pipelab`: a subcommand for every capability."""
+"""The command `pipelab`: a subcommand for every capability.
+
+- `app`: the subcommands
+- `options`: the options that several of them share
+- `targets`: a schedule by name, a student's file, a plan or a trace in a file
+- `sweeping`: tables over numbers of micro-batches
+- `measuring`: `pipelab run`
+- `showing`: `pipelab demo`
+- `conformance`: `pipelab conformance`
+- `printing`: results written to the terminal and to files
+"""

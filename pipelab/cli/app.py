@@ -48,7 +48,7 @@ from pipelab.cli.printing import (
 )
 from pipelab.cli.sweeping import Cell, Table, sweep
 from pipelab.draw import text
-from pipelab.errors import LoadError, PipelabError
+from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
@@ -72,11 +72,11 @@ def launch_script(script: str, ranks: int, arguments: list[str]) -> bool:
     If a process failed, the last lines say in few words which one, and why: torchrun's own report is long.
 
     Raises:
-        LoadError: if there is no such script.
+        UsageError: if there is no such script.
     """
     if not Path(script).is_file():
         beside = ", ".join(sorted(found.name for found in Path(script).parent.glob("*.py"))[:8])
-        raise LoadError(f"there is no file {script}" + (f"; beside it: {beside}" if beside else ""))
+        raise UsageError(f"there is no file {script}" + (f"; beside it: {beside}" if beside else ""))
     line = torchrun_line(script, ranks, arguments)
     shown = shlex.join(line)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -235,8 +235,6 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="what your script takes", show_default=False)] = None,
 ) -> None:
     """Run a script in several processes on this machine, one per rank: torchrun, whose line it prints."""
-    from pipelab.cli.app import launch_script
-
     if not launch_script(script, ranks, arguments or []):
         raise typer.Exit(1)
 
@@ -291,7 +289,7 @@ def main() -> None:
     try:
         app()
     except PipelabError as error:
-        lead = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
+        lead = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
         typer.echo(folded(f"{lead}{error}"), err=True)
         sys.exit(1)
     except OSError as error:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from pipelab.cli.targets import find, has_sizes, settings
-from pipelab.errors import LoadError
+from pipelab.errors import UsageError
 from pipelab.plan.actions import KINDS, Kind
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.plan import Plan
@@ -83,11 +83,11 @@ def whole_numbers(option: str, given: str | None) -> list[int]:
         [2, 4]
 
     Raises:
-        LoadError: if one is no whole number, at least 1.
+        UsageError: if one is no whole number, at least 1.
     """
     words = (given or "").replace(",", " ").split()
     if not all(word.isdecimal() and int(word) for word in words) or (given is not None and not words):
-        raise LoadError(f"{option} {given}: expected whole numbers, at least 1, such as 8 or 2,4,8")
+        raise UsageError(f"{option} {given}: expected whole numbers, at least 1, such as 8 or 2,4,8")
     return list(dict.fromkeys(map(int, words)))
 
 
@@ -124,7 +124,7 @@ class SweepSizes:
         """The numbers of micro-batches that were given.
 
         Raises:
-            LoadError: if one is no whole number, at least 1.
+            UsageError: if one is no whole number, at least 1.
         """
         return whole_numbers("--microbatches", self.microbatches)
 
@@ -132,12 +132,12 @@ class SweepSizes:
         """The numbers of micro-batches that were given, none of them as a target: `-m 2 4 8` is a usual slip.
 
         Raises:
-            LoadError: if a target is a number, saying where numbers stand.
+            UsageError: if a target is a number, saying where numbers stand.
         """
         numbers = [target.strip(",") for target in targets if _NUMBERS.fullmatch(target)]
         if numbers:
             together = ",".join([*map(str, self.counts), *numbers]) if self.counts else "2,4,8, for example"
-            raise LoadError(
+            raise UsageError(
                 f"{', '.join(numbers)}: a number is no schedule; several numbers of micro-batches stand together, "
                 f"with commas: -m {together}"
             )
@@ -158,7 +158,7 @@ class SweepSizes:
         """Return the schedule that a target names, with so many micro-batches.
 
         Raises:
-            LoadError: if it is a file with a plan, which has its own number.
+            UsageError: if it is a file with a plan, which has its own number.
         """
         found = find(target, self.ranks, microbatches, settings(self.sets or []), usual_ranks)
         assert isinstance(found, Schedule)  # a file refuses other sizes than its own
@@ -189,23 +189,23 @@ class Times:
         """Return the cost that the options describe; `--cost` wins.
 
         Raises:
-            LoadError: if `--cost` names what is none.
+            UsageError: if `--cost` names what is none.
         """
         given: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
         given |= {"latency": self.latency, "unit": self.unit, **settings(self.costs or [], "--cost")}
         try:
             return Cost(**given)
         except TypeError as error:
-            raise LoadError(f"{error}\n  --cost takes: {', '.join(field.name for field in fields(Cost))}") from error
+            raise UsageError(f"{error}\n  --cost takes: {', '.join(field.name for field in fields(Cost))}") from error
 
     def traces(self, subjects: Sequence[Schedule | Plan | Trace], targets: Sequence[str]) -> list[Trace]:
         """Return saved traces as they are, and what schedules and plans would take.
 
         Raises:
-            LoadError: if times were given, but only for traces, which have their own.
+            UsageError: if times were given, but only for traces, which have their own.
         """
         if self != Times() and all(isinstance(subject, Trace) for subject in subjects):
-            raise LoadError(
+            raise UsageError(
                 f"{' and '.join(targets)}: a trace has its own times; leave out the options for times and costs"
             )
         cost = self.cost()

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from pipelab.catalogue import schedules
-from pipelab.errors import LoadError, PipelabError
+from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import line_of_function, students_line
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
@@ -46,7 +46,7 @@ def find(
         usual_ranks: the usual number of ranks.
 
     Raises:
-        LoadError: if there is no such thing; the message says what there is.
+        UsageError: if there is no such thing; the message says what there is.
     """
     if has_sizes(target):
         return _read(target, {"--ranks": ranks, "--microbatches": microbatches, "--set": options})
@@ -56,12 +56,12 @@ def find(
         return _make(kind, *sizes)
     suffix = Path(target).suffix
     if suffix in _NO_SCHEDULES:
-        raise LoadError(f"{_existing(target)} holds no schedule: {_NO_SCHEDULES[suffix]}")
+        raise UsageError(f"{_existing(target)} holds no schedule: {_NO_SCHEDULES[suffix]}")
     file = _student_file(target)
     if file is not None:
         path, name = file
         return _make(_schedule_in(_load(_existing(path)), name, path), *sizes)
-    raise LoadError(
+    raise UsageError(
         f"{target!r} is no schedule{_guess(target)}\n  registered: {', '.join(schedules)}\n"
         "  or a file of your own: my_file.py:MySchedule, plan.csv"
     )
@@ -71,14 +71,14 @@ def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
     """Return the plan or the trace of a file, which has its own sizes.
 
     Raises:
-        LoadError: if others were given.
+        UsageError: if others were given.
     """
     file = _existing(path)
     found = Plan.from_csv(file) if path.endswith(".csv") else Trace.load(file)
     superfluous = [option for option, value in given.items() if value]
     if superfluous:
         plan = found if isinstance(found, Plan) else found.plan
-        raise LoadError(
+        raise UsageError(
             f"{path} has its own sizes, {plan.ranks} ranks and {plan.microbatches} micro-batches: "
             f"leave out {' and '.join(superfluous)}"
         )
@@ -123,13 +123,13 @@ def settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
         {'stages_per_rank': 2, 'policy': 'eager'}
 
     Raises:
-        LoadError: if a text has no `=`.
+        UsageError: if a text has no `=`.
     """
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise LoadError(f"{option} {text}: expected name=value, such as {option} stages_per_rank=2")
+            raise UsageError(f"{option} {text}: expected name=value, such as {option} stages_per_rank=2")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -147,7 +147,7 @@ def _existing(path: str) -> Path:
             if close
             else f"; beside it: {', '.join([*here.values()][:8])}"
         )
-        raise LoadError(f"there is no file {path}{beside if here else ''}")
+        raise UsageError(f"there is no file {path}{beside if here else ''}")
     return file
 
 
@@ -155,11 +155,11 @@ def _load(path: Path) -> ModuleType:
     """Import a student's file.
 
     Raises:
-        LoadError: with the file's line, if it cannot be imported.
+        UsageError: with the file's line, if it cannot be imported.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise LoadError(f"{path} cannot be imported as Python")
+        raise UsageError(f"{path} cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.parent.resolve()))
@@ -168,9 +168,9 @@ def _load(path: Path) -> ModuleType:
     except SyntaxError as error:
         line = (error.text or "").rstrip()
         caret = f"\n    {' ' * ((error.offset or 1) - 1)}^" if line else ""
-        raise LoadError(f"{error.filename}, line {error.lineno}: {error.msg}\n    {line}{caret}") from error
+        raise UsageError(f"{error.filename}, line {error.lineno}: {error.msg}\n    {line}{caret}") from error
     except (Exception, SystemExit) as error:
-        raise LoadError(
+        raise UsageError(
             f"importing {path} raised {type(error).__name__}: {error}\n  at {students_line(error)}"
         ) from error
     finally:
@@ -190,18 +190,18 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
     if not name and len(own) == 1:
         return next(iter(own.values()))
     if name and name in vars(module):
-        raise LoadError(f"{name} in {path} is no schedule: write class {name}(pipelab.Schedule)")
+        raise UsageError(f"{name} in {path} is no schedule: write class {name}(pipelab.Schedule)")
     there = f"it holds {', '.join(own)}" if own else "it holds no class that derives from pipelab.Schedule"
     close = get_close_matches(name, own, n=1) if name else []
     move = (
         f"; did you mean {path}:{close[0]}?" if close else ("; name one: " + f"{path}:{next(iter(own))}" if own else "")
     )
-    raise LoadError(f"{path} has no schedule {name!r}: {there}{move}" if name else f"{path}: {there}{move}")
+    raise UsageError(f"{path} has no schedule {name!r}: {there}{move}" if name else f"{path}: {there}{move}")
 
 
 def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
     if inspect.isabstract(kind):
-        raise LoadError(f"{kind.__name__} has no method actions(self, rank): write one that yields F(m) and B(m)")
+        raise UsageError(f"{kind.__name__} has no method actions(self, rank): write one that yields F(m) and B(m)")
     arguments = _arguments(kind, ranks, microbatches, options)
     try:
         schedule = kind(*arguments.args, **arguments.kwargs)
@@ -210,7 +210,7 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
         raise
     except Exception as error:
         unmade = isinstance(error, AttributeError) and isinstance(error.obj, kind)
-        raise LoadError(
+        raise UsageError(
             f"making {kind.__name__}(ranks={ranks}, microbatches={microbatches}) raised {type(error).__name__}: "
             f"{error}\n"
             f"  at {students_line(error, kind.__init__)}"
@@ -224,7 +224,7 @@ def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dic
     """Return what a schedule's class is called with: the sizes by name if it names them, else in this order.
 
     Raises:
-        LoadError: if it takes something else, or needs something more.
+        UsageError: if it takes something else, or needs something more.
     """
     signature = inspect.signature(kind)
     parameters = signature.parameters.values()
@@ -232,7 +232,7 @@ def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dic
     taken = [each.name for each in parameters if each.name not in sizes]
     strangers = [name for name in options if name not in taken]
     if strangers and not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        raise LoadError(
+        raise UsageError(
             f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
         )
     place = line_of_function(kind.__init__)
@@ -242,7 +242,7 @@ def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dic
         else:
             given = signature.bind_partial(*sizes.values(), **options)
     except TypeError as error:
-        raise LoadError(
+        raise UsageError(
             f"pipelab calls {kind.__name__}(ranks, microbatches), but it is written {kind.__name__}{signature}\n"
             f"  at {place}\n"
             "  try: write def __init__(self, ranks, microbatches), and in it super().__init__(ranks, microbatches)"
@@ -254,7 +254,7 @@ def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dic
         if each.name not in given.arguments and each.default is each.empty and each.kind not in optional
     ]
     if missing:
-        raise LoadError(
+        raise UsageError(
             f"{kind.__name__} needs a value for {' and '.join(missing)}: its __init__ has no default\n  at {place}\n"
             f"  try: {' '.join(f'--set {name}=...' for name in missing)}"
         )

@@ -21,11 +21,25 @@ from torch import nn
 
 from pipelab.conformance import native
 from pipelab.engine.torchrun import runtime
-from pipelab.errors import EngineError, NativeRefusalError
+from pipelab.errors import EngineError
 from pipelab.plan.actions import Action, B, F, I, Item, W
 from pipelab.plan.plan import Plan
 
-__all__ = ["NATIVE", "RecordingStage", "executed", "executed_by_runtime", "native_place", "order_table", "watch"]
+__all__ = [
+    "NATIVE",
+    "NativeRefusalError",
+    "RecordingStage",
+    "executed",
+    "executed_by_runtime",
+    "native_place",
+    "order_table",
+    "watch",
+]
+
+
+class NativeRefusalError(EngineError):
+    """PyTorch's own schedule does not exist at the size that was asked for."""
+
 
 NATIVE = {
     "gpipe": "ScheduleGPipe",

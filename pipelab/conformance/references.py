@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pipelab.catalogue import schedules
 from pipelab.catalogue.bases import Looped
 from pipelab.conformance.processes import Job
-from pipelab.conformance.recording import NATIVE, executed, executed_by_runtime
+from pipelab.conformance.recording import NATIVE, NativeRefusalError, executed, executed_by_runtime
 from pipelab.conformance.same_work import same_model, same_task
 from pipelab.conformance.steps import Outcome, step_of_class, step_of_plan
-from pipelab.errors import NativeRefusalError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule

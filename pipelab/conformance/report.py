@@ -11,11 +11,12 @@ import torch
 
 from pipelab.catalogue import schedules
 from pipelab.conformance.processes import run_in_processes
+from pipelab.conformance.recording import NativeRefusalError
 from pipelab.conformance.references import Grid, Reference, flat, references
 from pipelab.conformance.same_work import one_thread, same_model, same_task
 from pipelab.conformance.steps import Outcome, alone
 from pipelab.engine.pipeline import Pipeline
-from pipelab.errors import NativeRefusalError, ScheduleError
+from pipelab.errors import ScheduleError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule

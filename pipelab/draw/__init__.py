@@ -1,6 +1,16 @@
 """Drawings of traces and plans: text, figures, pages and graphs.
 
 Importing this package is quick: matplotlib, networkx and graphviz are loaded when something is drawn with them.
+
+- `text`: timelines for terminals, logs and tests
+- `figure`: timelines on matplotlib axes
+- `page`: timelines as one HTML file
+- `graph`: the dependency graph, by Graphviz
+- `bars`: a trace as lanes of bars: what all of them draw
+- `labels`: which labels fit into the bars of a figure
+- `ruler`: the ruler under a text timeline
+- `wording`: headlines and tables in words
+- `colours`: the palette
 """
 
 from __future__ import annotations

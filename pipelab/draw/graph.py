@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours
 from pipelab.draw.wording import clean
-from pipelab.errors import FormatError, MissingProgramError, require_suffix
+from pipelab.errors import FormatError, require_suffix
 from pipelab.plan.actions import KINDS
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import critical_path
@@ -84,8 +84,8 @@ def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> 
         The path.
 
     Raises:
-        FormatError: if the suffix is none of these, or the plan is too large for a picture.
-        MissingProgramError: if Graphviz's program `dot` is not installed; the DOT text is written all the same.
+        FormatError: if the suffix is none of these, if the plan is too large for a picture, or if Graphviz's program
+            `dot` is not installed (the DOT text is written all the same).
         ScheduleError: if the plan has faults.
     """
     import graphviz
@@ -107,7 +107,7 @@ def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> 
     except graphviz.ExecutableNotFound:
         text = path.with_suffix(".dot")
         text.write_text(source, encoding="utf-8")
-        raise MissingProgramError(
+        raise FormatError(
             f"{path.name} needs Graphviz's program dot, which is not installed. Its input is written to {text};\n"
             f"install Graphviz and save again, or run: dot -T{suffix[1:]} {text} -o {path}\n{_INSTALL}"
         ) from None

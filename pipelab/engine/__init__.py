@@ -1,6 +1,13 @@
-"""The engines: a plan executed on real tensors.
+"""EXECUTED: a plan on real tensors.
 
-`Pipeline` is the face. `splitting` cuts a model into stages, `hardware` and `lanes` say what each rank runs on,
-`batches` cuts the batch, `stage` runs one stage forward and backward, and `threads` runs all of them, one worker thread
-per rank.
+- `pipeline`: `Pipeline`, the face
+- `step`: what one step returns
+- `engine`: what a pipeline asks of an engine
+- `stage`: one stage, forward and backward: shared by both engines
+- `threads`: one worker thread per rank, in one process
+- `torchrun`: one process per rank, on PyTorch's pipelining runtime
+- `model`: the model cut into stages
+- `device`: which device a rank runs on, and its clock
+- `verify`: gradients compared with the plain model's
+- `emulation`: models that take time without using the processor
 """

@@ -148,7 +148,7 @@ def emulated(
         )
 
     Raises:
-        SizeError: if `stages` is not a positive whole number.
+        UsageError: if `stages` is not a positive whole number.
         CostError: if a time is negative, there is not one per stage, or a part is longer than the whole.
     """
     stages = require_size("stages", stages)

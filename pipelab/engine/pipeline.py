@@ -143,8 +143,7 @@ class Pipeline:
                 again, in several processes it is over.
             StepTimeoutError: if nothing moved for `timeout` seconds.
             RankError: if another process failed, or is gone.
-            PipelineClosedError: if the pipeline was closed.
-            UsageError: inside `torch.no_grad()`, where nobody means to make gradients.
+            UsageError: if the pipeline was closed, or inside `torch.no_grad()`, where nobody means to make gradients.
         """
         if not torch.is_grad_enabled():
             raise UsageError(

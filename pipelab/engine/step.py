@@ -100,7 +100,7 @@ def run_action(
     Backwards run outside of the caller's autocast, as in plain training.
 
     Raises:
-        NotANumberError: if it made NaN or infinity, and the step looks for them.
+        StageError: if it made NaN or infinity, and the step looks for them.
     """
     kept, mark = rank.kept[stage.index], rank.stream.mark
     had_nan = step.watch_nan and batch_has_nan(action, stage, given)

@@ -1,1 +1,6 @@
-"""Experiments: what a course runs and measures. They return plain data; the command line prints it."""
+"""What a course runs and measures: plain data, which the command line prints.
+
+- `demo`: one model, trained plainly and with three schedules
+- `running`: plans on models of equal layers, measured, predicted and verified
+- `language_model`: a byte-level language model, and a text to learn
+"""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipelab.errors import LoadError
+from pipelab.errors import UsageError
 
 __all__ = ["Batches", "Block", "language_model", "next_byte_loss", "standard_library"]
 
@@ -81,7 +81,7 @@ def standard_library(limit: int = 4_000_000) -> torch.Tensor:
     """Return the source text of Python's standard library, file after file by name, as bytes `[at most limit]`.
 
     Raises:
-        LoadError: if this Python has no sources of its library.
+        UsageError: if this Python has no sources of its library.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
@@ -90,7 +90,7 @@ def standard_library(limit: int = 4_000_000) -> torch.Tensor:
         if len(text) >= limit:
             break
     if len(text) < 100_000:
-        raise LoadError(f"{folder} holds {len(text)} bytes of Python source, too few to train on")
+        raise UsageError(f"{folder} holds {len(text)} bytes of Python source, too few to train on")
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 

@@ -1,1 +1,13 @@
-"""What a schedule says: actions in rows, their stages, and the mistakes that can be found in them."""
+"""What a schedule says: actions in rows, bound to stages.
+
+- `actions`: the words: `F`, `B`, `I`, `W`, `R`, and pairs
+- `plan`: every rank's actions, read from Python, text or a file
+- `fault`: what a mistake in a plan looks like
+- `binding`: which stage an action means, and why it may mean none
+- `codes`: actions and values as whole numbers
+- `bound`: a plan bound to stages, as codes: what is checked, simulated and run
+- `all_reduce`: where the all-reduces go that a plan leaves out
+- `order`: a walk through a plan that respects every dependency
+- `csv_notation`: plans as files in PyTorch's notation
+- `student_code`: whether a student's function takes what it is called with
+"""

@@ -14,7 +14,7 @@ from functools import lru_cache
 from operator import index
 from typing import Any, Literal, get_args
 
-from pipelab.errors import NotationError
+from pipelab.errors import FormatError
 
 __all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W", "parse_item"]
 
@@ -80,11 +80,11 @@ class Action:
             True
 
         Raises:
-            NotationError: if the text is anything but one action.
+            FormatError: if the text is anything but one action.
         """
         match = _NOTATION.fullmatch(text.strip())
         if match is None:
-            raise NotationError(
+            raise FormatError(
                 f"{reprlib.repr(text)} is not an action: expected [stage]kind[micro-batch], "
                 f"such as 2F0, 2B0, 2I0, 2W0 or 2R{_try(text)}"
             )
@@ -123,7 +123,7 @@ class Pair:
         (F3;B1)OVERLAP_F_B
 
     Raises:
-        NotationError: if the two are not a forward and a backward, in this order.
+        FormatError: if the two are not a forward and a backward, in this order.
     """
 
     forward: Action
@@ -133,7 +133,7 @@ class Pair:
         """Refuse anything but a forward and a backward."""
         kinds = tuple(getattr(half, "kind", None) for half in (self.forward, self.backward))
         if kinds != ("F", "B"):
-            raise NotationError(
+            raise FormatError(
                 f"{self.forward!r} & {self.backward!r}: an overlapped pair is a forward, then a backward: F(3) & B(1)"
             )
 
@@ -213,7 +213,7 @@ def parse_item(text: str, where: str) -> Item:
     """Read one action, or one overlapped pair, in PyTorch's notation.
 
     Raises:
-        NotationError: if it is neither; the message starts with `where`.
+        FormatError: if it is neither; the message starts with `where`.
     """
     text = text.strip()
     try:
@@ -221,5 +221,5 @@ def parse_item(text: str, where: str) -> Item:
             forward, _, backward = text[1:].removesuffix(")OVERLAP_F_B").partition(";")
             return Pair(Action.parse(forward), Action.parse(backward))
         return Action.parse(text)
-    except NotationError as error:
-        raise NotationError(f"{where}: {error}") from None
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeGuard
 
-from pipelab.errors import NotationError
+from pipelab.errors import FormatError
 from pipelab.plan.actions import KINDS, Action, Pair
 from pipelab.plan.codes import Numbering
 from pipelab.plan.fault import Code, Fault, shorten, students_line
@@ -140,7 +140,7 @@ def _out_of_range(rank: int, item: Action, number: str, limit: int) -> Refusal:
 def _meant(item: object) -> str:
     """Return the hint for what is no action: the action that was meant, where that can be seen."""
     if isinstance(item, str):
-        with suppress(NotationError, ValueError):  # the latter: no word at all
+        with suppress(FormatError, ValueError):  # the latter: no word at all
             first, *others = [_written(Action.parse(word)) for word in item.replace(",", " ").split()]
             return (
                 f"yield {first}, an action, not its text"

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipelab.errors import NotationError
+from pipelab.errors import FormatError
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 
 __all__ = ["read_rows", "write_rows"]
@@ -27,13 +27,13 @@ def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
     """Read every rank's actions. Empty cells are idle; empty lines at the end of the file are passed over.
 
     Raises:
-        NotationError: if a cell is not an action, with its line and column; if a line between others is empty, which
+        FormatError: if a cell is not an action, with its line and column; if a line between others is empty, which
             may or may not be a rank; or if the file is not text in UTF-8.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise NotationError(
+        raise FormatError(
             f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as CSV in UTF-8"
         ) from error
     rows: list[list[Item]] = []
@@ -44,14 +44,14 @@ def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
             if _is_empty(cells):
                 empty = empty or lines.line_num
             elif empty:
-                raise NotationError(
+                raise FormatError(
                     f"{path}, line {empty} is empty, and others follow: is it a rank?\n"
                     '  try: "" for a rank without actions; otherwise take the line out'
                 )
             else:
                 rows.append(_items(cells, f"{path}, line {lines.line_num}"))
     except csv.Error as error:
-        raise NotationError(f"{path}, line {lines.line_num}: {error}") from error
+        raise FormatError(f"{path}, line {lines.line_num}: {error}") from error
     return rows
 
 
@@ -98,7 +98,7 @@ def _is_empty(cells: list[str]) -> bool:
 def _items(cells: list[str], where: str) -> list[Item]:
     """Return the actions of a line."""
     if len(cells) == 1 and ";" in cells[0] and "," not in cells[0] and not _IS_PAIR.fullmatch(cells[0].strip()):
-        raise NotationError(f"{where}: its cells are separated by semicolons\n  try: save it with commas between cells")
+        raise FormatError(f"{where}: its cells are separated by semicolons\n  try: save it with commas between cells")
     return [parse_item(cell, f"{where}, column {column}") for column, cell in enumerate(cells, 1) if cell.strip()]
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.errors import NotationError, require_size
-from pipelab.immutable import Immutable
+from pipelab.errors import FormatError, require_size
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
 from pipelab.plan.bound import Program, endless_limit, named_sizes
 from pipelab.plan.csv_notation import read_rows, write_rows
 from pipelab.plan.fault import shorten
-from pipelab.plan.graph import dependency_graph
 
 if TYPE_CHECKING:
     import networkx
@@ -30,7 +29,8 @@ _LONGEST_ROW = 1 << 17
 """Where a generator is cut off when the plan's size, and so `endless_limit`, is not known yet."""
 
 
-class Plan(Immutable):
+@dataclass(frozen=True, eq=False, init=False)
+class Plan:
     """Every rank's ordered actions, bound to stages. Immutable; building one never raises for faults.
 
     Pass it to `pipelab.check` to learn what is wrong with it; `pipelab.simulate` and `pipelab.Pipeline` refuse it if
@@ -55,16 +55,20 @@ class Plan(Immutable):
         True
 
     Raises:
-        SizeError: if `stages` or `microbatches` is given and is not a positive whole number.
-        NotationError: if the rows are texts, which `Plan.parse` reads.
+        UsageError: if `stages` or `microbatches` is given and is not a positive whole number.
+        FormatError: if the rows are texts, which `Plan.parse` reads.
     """
 
-    _written: tuple[tuple[object, ...], ...]
-    _stages: int
-    _microbatches: int
-    _place: Place | None
-    _name: str | None
-    _inferred: frozenset[str]
+    written: tuple[tuple[object, ...], ...]
+    """The rows as they were written: stages and all-reduces left out, mistakes and all."""
+    stages: int
+    """How many stages there are."""
+    microbatches: int
+    """How many micro-batches there are."""
+    place: Place | None
+    """Which rank runs a stage, as it was given: `place(microbatch, stage)`."""
+    name: str
+    """What messages call the plan."""
 
     def __init__(
         self,
@@ -79,22 +83,19 @@ class Plan(Immutable):
             stages = require_size("stages", stages)
         if microbatches is not None:
             microbatches = require_size("microbatches", microbatches)
-        inferred = frozenset(
-            name for name, size in (("stages", stages), ("microbatches", microbatches)) if size is None
-        )
         limit = _LONGEST_ROW
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1
         if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
-            raise NotationError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
+            raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
         taken = [_take(row, limit) for row in rows]
         if stages is None or microbatches is None:
             named = named_sizes([row for row, whole in taken if whole], len(taken))
             stages = named[0] if stages is None else stages
             microbatches = named[1] if microbatches is None else microbatches
         written = tuple(row for row, _ in taken)
-        vars(self).update(_written=written, _stages=stages, _microbatches=microbatches, _inferred=inferred)
-        vars(self).update(_place=place, _name=name)
+        vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place)
+        vars(self).update(name=name or repr(self))
 
     @classmethod
     def parse(cls, rows: Iterable[str], name: str | None = None) -> Plan:
@@ -105,10 +106,10 @@ class Plan(Immutable):
             2
 
         Raises:
-            NotationError: if a word is not an action, with its rank and position; or if there is one text, no list.
+            FormatError: if a word is not an action, with its rank and position; or if there is one text, no list.
         """
         if isinstance(rows, str):
-            raise NotationError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
+            raise FormatError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
         parsed: list[list[Item]] = []
         for rank, text in enumerate(rows):
             words = text.replace(",", " ").split()
@@ -122,7 +123,7 @@ class Plan(Immutable):
         A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are passed over.
 
         Raises:
-            NotationError: if a cell is not an action, with its line and column; if a line between others is empty; or
+            FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or
                 if the file is not text in UTF-8.
         """
         return cls(read_rows(path), name=Path(path).name)
@@ -143,39 +144,9 @@ class Plan(Immutable):
         return Path(path)
 
     @property
-    def name(self) -> str:
-        """What messages call the plan."""
-        return self._name or repr(self)
-
-    @property
     def ranks(self) -> int:
         """How many ranks there are."""
-        return len(self._written)
-
-    @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return self._stages
-
-    @property
-    def microbatches(self) -> int:
-        """How many micro-batches there are."""
-        return self._microbatches
-
-    @property
-    def inferred(self) -> frozenset[str]:
-        """Which of the sizes `"stages"` and `"microbatches"` nobody gave: they are those that the actions name."""
-        return self._inferred
-
-    @property
-    def written(self) -> tuple[tuple[object, ...], ...]:
-        """The rows as they were written: stages and all-reduces left out, mistakes and all."""
-        return self._written
-
-    @property
-    def place(self) -> Place | None:
-        """Which rank runs a stage, as it was given: `place(microbatch, stage)`."""
-        return self._place
+        return len(self.written)
 
     @cached_property
     def rows(self) -> tuple[tuple[Item, ...], ...]:
@@ -187,7 +158,7 @@ class Plan(Immutable):
         """
         program = self.program
         bound: list[tuple[Item, ...]] = []
-        for rank, row in enumerate(self._written):
+        for rank, row in enumerate(self.written):
             items = program.items(rank)
             if program.faults:
                 places = dict.fromkeys(program.position(rank, index) for index in range(len(program.rows[rank])))
@@ -202,7 +173,7 @@ class Plan(Immutable):
     @cached_property
     def program(self) -> Program:
         """The plan as numbers, made when first asked for: what checking, simulation and the engines walk over."""
-        return with_reduces(Program.bind(self._written, self._stages, self._microbatches, self._place))
+        return with_reduces(Program.bind(self.written, self.stages, self.microbatches, self.place))
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:
@@ -225,7 +196,7 @@ class Plan(Immutable):
             1F0 gives out(0, 1) to 1B0
             1B0 gives gin(0, 1) to 0B0
         """
-        return dependency_graph(self.program)
+        return _graph(self.program)
 
     def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
@@ -238,8 +209,8 @@ class Plan(Immutable):
             The path.
 
         Raises:
-            FormatError: if the suffix is none of these.
-            MissingProgramError: if Graphviz's program `dot` is not installed; the DOT text is still written.
+            FormatError: if the suffix is none of these, or if Graphviz's program `dot` is not installed (the DOT text
+                is still written).
             ScheduleError: if the plan has faults.
         """
         from pipelab.draw import graph
@@ -268,6 +239,40 @@ class Plan(Immutable):
     def __str__(self) -> str:
         """Return the rows, one line per rank, long ones cut."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
+
+
+def _graph(program: Program) -> networkx.DiGraph[Action]:
+    """Return the graph that `Plan.graph` describes."""
+    import networkx
+
+    numbering = program.numbering
+    graph: networkx.DiGraph[Action] = networkx.DiGraph()
+    names = {code: numbering.action(code) for row in program.rows for code in row}
+    _add_nodes(graph, program, names)
+    for code, action in names.items():
+        for value in numbering.all_needs(code):
+            for giver in numbering.givers(value):
+                if giver in names:
+                    graph.add_edge(names[giver], action, kind="data", value=numbering.value_name(value))
+    for row in program.rows:
+        for before, after in pairwise(row):
+            if graph.has_edge(names[before], names[after]):
+                graph.edges[names[before], names[after]]["order"] = True
+            else:
+                graph.add_edge(names[before], names[after], kind="order")
+    return graph
+
+
+def _add_nodes(graph: networkx.DiGraph[Action], program: Program, names: dict[int, Action]) -> None:
+    """Add every action once, with its rank; an `R`, which several ranks share, with all of them."""
+    for rank, row in enumerate(program.rows):
+        for code in row:
+            if names[code].kind != "R":
+                graph.add_node(names[code], rank=rank)
+            elif names[code] in graph:
+                graph.nodes[names[code]]["ranks"] += (rank,)
+            else:
+                graph.add_node(names[code], ranks=(rank,))
 
 
 def _texts(rows: str | Sequence[object]) -> str:

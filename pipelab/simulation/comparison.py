@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import Draftable
-from pipelab.errors import CostError, SizeError
+from pipelab.errors import CostError, UsageError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate
@@ -123,20 +123,20 @@ def compare(
         [('GPipe', 33.0, (8, 8, 8, 8)), ('1F1B', 33.0, (4, 3, 2, 1))]
 
     Raises:
-        SizeError: if there is nothing to compare, or not one name for each.
+        UsageError: if there is nothing to compare, or not one name for each.
         TypeError: if something is no trace, plan or schedule.
         CostError: if there is a cost, but only traces, which have their times.
         ScheduleError: if a plan has faults.
     """
     if not subjects:
-        raise SizeError("compare needs at least one trace, plan or schedule")
+        raise UsageError("compare needs at least one trace, plan or schedule")
     if cost is not None and all(isinstance(subject, Trace) for subject in subjects):
         raise CostError("compare got a cost, but only traces, which have their times: simulate the plans with the cost")
     traces = tuple(_trace_of(subject, cost) for subject in subjects)
     if names is None:
         names = [_default_name(trace) for trace in traces]
     if len(names) != len(traces):
-        raise SizeError(f"compare got {len(names)} names for {len(traces)} traces")
+        raise UsageError(f"compare got {len(names)} names for {len(traces)} traces")
     return Comparison(traces, tuple(names))
 
 

@@ -158,7 +158,7 @@ class Cost:
             10.0
 
         Raises:
-            SizeError: if `microbatches` is not a positive whole number.
+            UsageError: if `microbatches` is not a positive whole number.
         """
         microbatches = require_size("microbatches", microbatches)
 

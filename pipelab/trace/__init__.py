@@ -1,1 +1,6 @@
-"""trace."""
+"""What happened, or would happen: each action with its start and end.
+
+- `trace`: `Trace`: times, and the figures that follow from them
+- `events`: actions and transfers with their start and end
+- `waits`: what every action waited for
+"""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelab.errors import FormatError, PipelabError
-from pipelab.immutable import Immutable
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, crossings, union
@@ -27,7 +27,8 @@ _FORMAT = "pipelab-trace"
 _VERSION = 1
 
 
-class Trace(Immutable):
+@dataclass(frozen=True, eq=False, init=False)
+class Trace:
     """When each action of a plan started and ended. Immutable.
 
     `pipelab.simulate` and `Pipeline.step` make traces; `Trace.load` reads a saved one.

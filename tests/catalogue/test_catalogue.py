@@ -17,7 +17,7 @@ from strategies import SIZES, costs, sizes
 import pipelab
 from pipelab import Cost, ScheduleError, schedules, simulate
 from pipelab.catalogue.bases import Looped, SingleStage, VShaped
-from pipelab.errors import SizeError
+from pipelab.errors import UsageError
 
 # Which sizes up to 6 ranks x 12 micro-batches a schedule accepts.
 ACCEPTS = {
@@ -262,7 +262,7 @@ def test_v_shapes_go_down_the_ranks_and_back_up(name):
 @pytest.mark.parametrize("stages_per_rank", [1, 3, None])
 def test_v_shapes_say_that_they_have_two_stages_per_rank(name, stages_per_rank):
     with pytest.raises(
-        SizeError, match=rf"stages_per_rank={stages_per_rank}: {schedules[name].__name__} needs exactly 2"
+        UsageError, match=rf"stages_per_rank={stages_per_rank}: {schedules[name].__name__} needs exactly 2"
     ):
         schedules[name](4, 8, stages_per_rank=stages_per_rank)
 
@@ -272,7 +272,7 @@ def test_v_shapes_say_that_they_have_two_stages_per_rank(name, stages_per_rank):
 def test_single_stage_schedules_say_that_they_have_one_stage_per_rank_and_what_has_more(name, stages_per_rank):
     kind = schedules[name]
     told = f"stages_per_rank={stages_per_rank}: {kind.__name__} has exactly 1 on every rank: leave it out, or take a "
-    with pytest.raises(SizeError, match=re.escape(told)) as caught:
+    with pytest.raises(UsageError, match=re.escape(told)) as caught:
         kind(4, 8, stages_per_rank=stages_per_rank)
     assert schedules[str(caught.value).rpartition(" ")[2]](4, 8, stages_per_rank=2).plan().stages == 8
 
@@ -303,13 +303,11 @@ def test_every_schedule_names_its_source(name):
     assert len(schedules[name].source) > 20
 
 
-def test_the_tables_of_the_reference_have_every_schedule_and_what_simulate_gives():
+def test_the_table_of_the_reference_has_every_schedule_and_what_simulate_gives():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "schedules.md").read_text(encoding="utf-8")
-    formulas, figures = (
-        dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page.partition(heading)[2].partition("\n\n")[0], re.MULTILINE))
-        for heading in ("| wait | peak | source |", "| makespan | bubble | peak | of the batch |")
-    )
-    assert list(formulas) == list(figures) == list(schedules)
+    table = page.partition("| makespan | bubble | peak | of the batch |")[2].partition("\n\n")[0]
+    figures = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", table, re.MULTILINE))
+    assert list(figures) == list(schedules)
     for name, cells in figures.items():
         (row,) = pipelab.compare(simulate(schedules[name](4, 8))).rows
         share = f"{100 * max(row.peak_share) + 1e-9:.0f} %"
@@ -369,18 +367,17 @@ def test_the_drawing_in_every_docstring_is_what_simulate_gives(name):
     [("1F1B", "1f1b"), ("OneFOneB", "1f1b"), ("zb_h1", "zb-h1"), ("GPipe", "gpipe"), ("zbh2", "zb-h2")],
 )
 def test_a_name_that_is_not_registered_is_told_with_the_nearest(asked, nearest):
-    with pytest.raises(KeyError) as refusal:
+    with pytest.raises(pipelab.UsageError) as refusal:
         _ = schedules[asked]
-    assert isinstance(refusal.value, pipelab.UnknownScheduleError)
     first, registered = str(refusal.value).splitlines()
     assert first == f"{asked!r} is no registered schedule; did you mean {nearest}?"
     assert registered == f"  registered: {', '.join(schedules)}"
 
 
 def test_a_name_that_is_near_to_none_is_told_without_a_guess():
-    with pytest.raises(KeyError, match=r"^'quantum' is no registered schedule\n"):
+    with pytest.raises(pipelab.UsageError, match=r"^'quantum' is no registered schedule\n"):
         _ = schedules["quantum"]
-    with pytest.raises(KeyError, match=r"^7 is no registered schedule\n"):
+    with pytest.raises(pipelab.UsageError, match=r"^7 is no registered schedule\n"):
         _ = schedules[7]
 
 

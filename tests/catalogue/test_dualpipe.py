@@ -15,7 +15,7 @@ from strategies import costs
 
 import pipelab
 from pipelab import Cost, DualPipe, Pair, ScheduleError, check, simulate
-from pipelab.errors import SizeError
+from pipelab.errors import UsageError
 
 # For each distance from the nearer end of the pipeline, the published steps: 0 is the direction that starts at that
 # end, 1 the other. Step 6 is written out: backwards in its first half, input gradients in its second.
@@ -186,7 +186,7 @@ def test_the_sizes_that_a_refusal_names_are_accepted():
 
 @pytest.mark.parametrize("stages_per_rank", [0, 2, None])
 def test_a_microbatch_finds_one_stage_on_every_rank(stages_per_rank):
-    with pytest.raises(SizeError, match=f"stages_per_rank={stages_per_rank}: DualPipe cuts the model"):
+    with pytest.raises(UsageError, match=f"stages_per_rank={stages_per_rank}: DualPipe cuts the model"):
         DualPipe(4, 8, stages_per_rank=stages_per_rank)
 
 

@@ -1,4 +1,4 @@
-"""Greedy: whenever a rank is free, it runs what the policy likes best; never over the cap, never stuck."""
+"""Greedy: whenever a rank is free, it runs what the policy likes best; never over the cap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strategies import costs, sizes
 import pipelab
 from pipelab import B, Cost, F, GPipe, Greedy, OneFOneB, ScheduleError, check, simulate
 from pipelab.catalogue.greedy import policies
-from pipelab.errors import CostError, PolicyError, SizeError
+from pipelab.errors import CostError, UsageError
 
 
 def placed(table, stages):
@@ -51,33 +51,40 @@ def placements(draw):
     return ranks, stages, microbatches, [rank for each in which for rank in ways[each]]
 
 
-def least(ranks, stages, table):
-    """For each rank, the most stages that one micro-batch has there."""
-    ways = [table[at : at + stages] for at in range(0, len(table), stages)]
-    return [max(1, *(way.count(rank) for way in ways)) for rank in range(ranks)]
-
-
 def peaks(row):
     """The most stage activations that a row holds at once."""
     held = itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(item.kind, 0) for item in row)
     return max(held, default=0)
 
 
-# Never over the cap, never stuck
+# Never over the cap
 
 
 @given(placements(), priorities(), st.booleans(), st.data())
-def test_no_priority_and_no_placement_ends_in_a_deadlock_or_over_the_cap(placement, priority, split, data):
+def test_every_plan_keeps_to_its_cap_and_every_cap_that_is_a_deadlock_is_reported(placement, priority, split, data):
     ranks, stages, microbatches, table = placement
-    caps = [cap + data.draw(st.integers(0, 3)) for cap in least(ranks, stages, table)]
+    caps = data.draw(st.lists(st.integers(1, 6), min_size=ranks, max_size=ranks))
     cost = Cost(
         forward=data.draw(costs()), backward=data.draw(costs()), latency=data.draw(st.sampled_from([0, 0.5, 4]))
     )
     kind = placed(table, stages)
-    plan = kind(ranks, microbatches, priority=priority, memory_cap=caps, cost=cost, split=split).plan()
+    try:
+        plan = kind(ranks, microbatches, priority=priority, memory_cap=caps, cost=cost, split=split).plan()
+    except ScheduleError as error:
+        for fault in error.faults:
+            assert fault.code == "deadlock"
+            assert table[fault.action.microbatch * stages + fault.action.stage] == fault.rank
+            assert f"(memory_cap {caps[fault.rank]})" in fault.message
+        return
     assert oracle.legal(plan.rows, stages, microbatches, lambda m, s: table[m * stages + s])
     assert check(plan, memory_cap=caps) == []
     assert all(peaks(row) <= cap for row, cap in zip(plan.rows, caps, strict=True))
+
+
+@given(sizes(), priorities(), st.booleans(), st.data())
+def test_no_cap_is_a_deadlock_with_one_stage_per_rank(size, priority, split, data):
+    caps = data.draw(st.lists(st.integers(1, 4), min_size=size[0], max_size=size[0]))
+    assert check(Greedy(*size, priority=priority, memory_cap=caps, split=split)) == []
 
 
 @given(placements(), priorities(), st.booleans())
@@ -86,32 +93,19 @@ def test_without_a_cap_every_placement_runs(placement, priority, split):
     assert check(placed(table, stages)(ranks, microbatches, priority=priority, split=split)) == []
 
 
-@given(placements())
-def test_a_smaller_cap_than_works_is_refused_with_the_smallest_that_does(placement):
-    ranks, stages, microbatches, table = placement
-    caps = least(ranks, stages, table)
-    rank = max(range(ranks), key=caps.__getitem__)
-    kind = placed(table, stages)
-    if caps[rank] == 1:
-        return
-    (fault,) = check(kind(ranks, microbatches, memory_cap=[*caps[:rank], caps[rank] - 1, *caps[rank + 1 :]]))
-    assert fault.code == "refused"
-    assert f"rank {rank} may hold {caps[rank] - 1}, but a micro-batch passes {caps[rank]} stages" in fault.message
-
-
-def test_the_refusal_of_a_cap_names_one_number_or_one_per_rank():
-    (fault,) = check(Greedy(2, 4, stages_per_rank=3, memory_cap=2))
-    assert fault.message.endswith("leaves an activation in each; the smallest cap that works is 3")
-    assert check(Greedy(2, 4, stages_per_rank=3, memory_cap=3)) == []
-    (fault,) = check(placed([0, 1, 0] * 4, 3)(2, 4, memory_cap=[1, 4]))
-    assert fault.message.endswith("the smallest caps that work are [2, 1]")
-    with pytest.raises(ScheduleError, match="refused: memory_cap=2: rank 0 may hold 2"):
-        Greedy(2, 4, stages_per_rank=3, memory_cap=2).plan()
-
-
-def test_two_directions_with_one_place_on_every_rank_take_turns():
-    both_ways = placed([0, 1, 2, 2, 1, 0] * 3, 3)(3, 6, priority="forward-first", memory_cap=1)
-    assert simulate(both_ways).peak_activations == (1, 1, 1)
+@pytest.mark.parametrize(("split", "release"), [(False, "0B0"), (True, "0W0")])
+def test_a_cap_that_is_a_deadlock_is_reported_with_rank_cap_and_what_it_waits_for(split, release):
+    schedule = Greedy(4, 8, stages_per_rank=2, memory_cap=4, split=split)
+    (fault,) = check(schedule)
+    assert (fault.code, fault.rank, fault.action) == ("deadlock", 0, F(0, 4))
+    assert fault.message == (
+        f"rank 0 holds 4 activations (memory_cap 4): 4F0 cannot start before {release} releases one, "
+        f"and {release} waits too"
+    )
+    assert fault.hint == "give rank 0 a memory_cap of more than 4, or none"
+    with pytest.raises(ScheduleError, match=r"^1 fault in Greedy\(ranks=4, "):
+        schedule.plan()
+    assert check(Greedy(4, 8, stages_per_rank=2, memory_cap=5, split=split)) == []
 
 
 # What is run, and when
@@ -251,7 +245,7 @@ def test_greedy_shows_its_policy():
 @pytest.mark.parametrize("priority", ["1f1b", "", None, 3, ["F", "B"]])
 def test_an_unknown_policy_is_refused_with_those_there_are(priority):
     with pytest.raises(
-        PolicyError, match="expected 'backward-first', 'forward-first', 'oldest-first', or a function of"
+        UsageError, match="expected 'backward-first', 'forward-first', 'oldest-first', or a function of"
     ):
         Greedy(2, 2, priority=priority)
 
@@ -298,13 +292,13 @@ def test_a_priority_with_too_few_parameters_is_told():
 
 @pytest.mark.parametrize("cap", [0, -1, 1.5, True, [1], [1, 2, 3], [1, 0], ["1", 1], object()])
 def test_a_cap_is_a_positive_whole_number_or_one_per_rank(cap):
-    with pytest.raises(SizeError, match="memory_cap"):
+    with pytest.raises(UsageError, match="memory_cap"):
         Greedy(2, 2, memory_cap=cap)
 
 
 @pytest.mark.parametrize("word", ["x", "22", ""])
 def test_a_word_is_no_list_of_caps(word):
-    with pytest.raises(SizeError, match=f"memory_cap='{word}': expected a whole number, at least 1"):
+    with pytest.raises(UsageError, match=f"memory_cap='{word}': expected a whole number, at least 1"):
         Greedy(2, 2, memory_cap=word)
 
 

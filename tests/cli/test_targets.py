@@ -9,7 +9,7 @@ from commands import RIGHT
 
 import pipelab
 from pipelab.cli import targets
-from pipelab.errors import LoadError
+from pipelab.errors import UsageError
 
 
 def test_parameters_of_a_schedule_are_set_by_name(pipelab_command, folder):
@@ -152,7 +152,7 @@ def test_a_near_miss_gets_a_guess(pipelab_command, folder, target, guess):
 
 def test_settings_are_python_literals_or_text():
     assert targets.settings(["a=1", "b=[1, 2]", "c=text", "d=None"]) == {"a": 1, "b": [1, 2], "c": "text", "d": None}
-    with pytest.raises(LoadError):
+    with pytest.raises(UsageError):
         targets.settings(["1a=2"])
 
 

@@ -10,8 +10,7 @@ import pytest
 import pipelab
 from pipelab import Pair, schedules
 from pipelab.catalogue.bases import Looped
-from pipelab.conformance.recording import NATIVE, executed
-from pipelab.errors import NativeRefusalError
+from pipelab.conformance.recording import NATIVE, NativeRefusalError, executed
 
 SIZES = list(product(range(1, 7), range(1, 17)))
 

@@ -8,9 +8,16 @@ import pytest
 
 from pipelab import Plan, check, schedules, simulate
 from pipelab.conformance import native
-from pipelab.conformance.recording import NATIVE, executed, executed_by_runtime, native_place, order_table
+from pipelab.conformance.recording import (
+    NATIVE,
+    NativeRefusalError,
+    executed,
+    executed_by_runtime,
+    native_place,
+    order_table,
+)
 from pipelab.conformance.report import first_difference
-from pipelab.errors import EngineError, NativeRefusalError
+from pipelab.errors import EngineError
 
 # Derived by hand from the papers' figures and from reading the loops, not from a run.
 BY_HAND = {

@@ -12,7 +12,7 @@ import pytest
 import pipelab
 from pipelab import Cost
 from pipelab.draw import graph
-from pipelab.errors import FormatError, MissingProgramError
+from pipelab.errors import FormatError
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
 
@@ -92,7 +92,7 @@ def test_dot_text_needs_no_program(plan, tmp_path, monkeypatch):
 
 def test_without_the_program_the_text_is_written_beside_and_the_error_says_how_to_go_on(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(MissingProgramError) as caught:
+    with pytest.raises(FormatError) as caught:
         plan.save_graph(tmp_path / "graph.svg")
     beside = tmp_path / "graph.dot"
     assert beside.read_text(encoding="utf-8") == graph.dot(plan)

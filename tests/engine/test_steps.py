@@ -368,7 +368,7 @@ def test_intra_op_threads_hold_in_every_worker():
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("threads", [0, -1, 1.5])
 def test_a_number_of_threads_that_is_none_is_refused(threads):
-    with pytest.raises(errors.SizeError, match="intra_op_threads"):
+    with pytest.raises(errors.UsageError, match="intra_op_threads"):
         Pipeline(plain.mlp(4), GPipe(2, 2), mse, intra_op_threads=threads)
 
 

@@ -218,7 +218,7 @@ def test_times_that_cannot_be_are_refused(arguments, told):
 
 def test_emulated_stages_tell_their_times():
     assert [(stage.forward_ms, stage.backward_ms) for stage in emulated(2, [1, 2], 3)] == [(1, 3), (2, 3)]
-    with pytest.raises(pipelab.errors.SizeError):
+    with pytest.raises(pipelab.errors.UsageError):
         emulated(0)
 
 

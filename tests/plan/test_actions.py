@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Action, B, F, I, Pair, R, W
-from pipelab.errors import NotationError
+from pipelab.errors import FormatError
 from pipelab.plan.actions import parse_item
 
 numbers = st.integers(0, 10**6)
@@ -63,7 +63,7 @@ def test_pytorchs_whole_word_for_an_all_reduce_is_read_too(text, action):
     "text", ["", "F", "0F", "F-1", "2R1", "0f0", "X0", "0F0 0F1", "F1.0", "0.5F1", "-1F0", "0F\u0663"]
 )
 def test_anything_else_is_no_action(text):
-    with pytest.raises(NotationError, match=r"is not an action: expected \[stage\]kind\[micro-batch\], such as 2F0"):
+    with pytest.raises(FormatError, match=r"is not an action: expected \[stage\]kind\[micro-batch\], such as 2F0"):
         Action.parse(text)
 
 
@@ -76,13 +76,13 @@ def test_anything_else_is_no_action(text):
     ],
 )
 def test_what_is_nearly_an_action_is_told_what_to_write(text, advice):
-    with pytest.raises(NotationError, match=rf"is not an action: .* or 2R\n  {advice}"):
+    with pytest.raises(FormatError, match=rf"is not an action: .* or 2R\n  {advice}"):
         Action.parse(text)
 
 
 @pytest.mark.parametrize("text", ["0F" + "9" * 5000, "0f" + "9" * 4000, "9" * 5000 + "R", "F" * 5000])
 def test_a_number_that_python_does_not_read_is_told_in_few_words(text):
-    with pytest.raises(NotationError, match="is not an action") as refusal:
+    with pytest.raises(FormatError, match="is not an action") as refusal:
         Action.parse(text)
     assert len(str(refusal.value)) < 200
 
@@ -92,13 +92,13 @@ def test_a_number_that_python_does_not_read_is_told_in_few_words(text):
     ["(0F0;0B0)", "(0F0)OVERLAP_F_B", "(0B0;0F0)OVERLAP_F_B", "(0F0;0F1)OVERLAP_F_B", "0F0;0B0", "()OVERLAP_F_B"],
 )
 def test_anything_else_is_no_pair(text):
-    with pytest.raises(NotationError, match=r"^line 3: "):
+    with pytest.raises(FormatError, match=r"^line 3: "):
         parse_item(text, "line 3")
 
 
 @pytest.mark.parametrize("halves", [(B(0), F(0)), (F(0), F(1)), (F(0), I(0)), (F(0), None), ("F0", "B0"), (R(), B(0))])
 def test_a_pair_is_a_forward_then_a_backward(halves):
-    with pytest.raises(NotationError, match=r"an overlapped pair is a forward, then a backward: F\(3\) & B\(1\)"):
+    with pytest.raises(FormatError, match=r"an overlapped pair is a forward, then a backward: F\(3\) & B\(1\)"):
         Pair(*halves)
 
 
@@ -107,7 +107,7 @@ def test_an_action_joins_with_actions_only():
         F(0) & 3
     with pytest.raises(TypeError):
         F(0) & B(0) & B(1)
-    with pytest.raises(NotationError):
+    with pytest.raises(FormatError):
         B(0) & F(0)
 
 

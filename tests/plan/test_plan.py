@@ -12,7 +12,7 @@ from strategies import catalogue_plans, legal_cases
 
 import pipelab
 from pipelab import Action, B, F, I, Plan, R, W, check
-from pipelab.errors import NotationError, SizeError
+from pipelab.errors import FormatError, UsageError
 
 # Text and CSV
 
@@ -94,7 +94,7 @@ def test_empty_lines_at_the_end_of_a_file_are_no_ranks(tmp_path, end):
 
 @pytest.mark.parametrize("content", ["0F0,0B0\n\n1F0,1B0\n", "0F0,0B0\n \n\n1F0,1B0\n"])
 def test_an_empty_line_between_ranks_is_told_with_its_number(tmp_path, content):
-    with pytest.raises(NotationError, match=r'plan\.csv, line 2 is empty.*\n.*"" for a rank without actions'):
+    with pytest.raises(FormatError, match=r'plan\.csv, line 2 is empty.*\n.*"" for a rank without actions'):
         read(tmp_path, content)
 
 
@@ -104,26 +104,26 @@ def test_the_mark_that_spreadsheets_begin_a_file_with_is_passed_over(tmp_path):
 
 @pytest.mark.parametrize("content", ["0F0,é0B0\n".encode("latin-1"), "0F0,0B0\n".encode("utf-16")])
 def test_a_file_in_another_encoding_is_told_so(tmp_path, content):
-    with pytest.raises(NotationError, match=r"plan\.csv is not text in UTF-8"):
+    with pytest.raises(FormatError, match=r"plan\.csv is not text in UTF-8"):
         read(tmp_path, content)
 
 
 def test_a_cell_that_is_too_long_to_be_one_is_told_with_its_line(tmp_path):
-    with pytest.raises(NotationError, match=r"plan\.csv, line 2: field larger than field limit"):
+    with pytest.raises(FormatError, match=r"plan\.csv, line 2: field larger than field limit"):
         read(tmp_path, "0F0,0B0\n" + "9" * 200_000)
 
 
 def test_a_bad_cell_is_told_with_file_line_and_column(tmp_path):
     path = tmp_path / "plan.csv"
     path.write_text("0F0,0B0\n1F0,,oops\n")
-    with pytest.raises(NotationError) as refusal:
+    with pytest.raises(FormatError) as refusal:
         Plan.from_csv(path)
     assert str(refusal.value).startswith(f"{path}, line 2, column 3: 'oops' is not an action")
 
 
 @pytest.mark.parametrize("content", ["0F0;0B0\n1F0;1B0\n", "0F0;;0B0\n", "0f0;0b0\n", "(0F0;0B1)OVERLAP_F_B;0W0\n"])
 def test_cells_between_semicolons_are_told_as_such(tmp_path, content):
-    with pytest.raises(NotationError, match=r"line 1: its cells are separated by semicolons\n  try: save it with"):
+    with pytest.raises(FormatError, match=r"line 1: its cells are separated by semicolons\n  try: save it with"):
         read(tmp_path, content)
 
 
@@ -137,7 +137,7 @@ def test_a_plan_that_holds_anything_is_written(tmp_path, item):
 
 
 def test_a_bad_word_is_told_with_rank_and_position():
-    with pytest.raises(NotationError, match=r"^rank 1, position 2: '1X0' is not an action: expected"):
+    with pytest.raises(FormatError, match=r"^rank 1, position 2: '1X0' is not an action: expected"):
         Plan.parse(["0F0 0B0", "1F0, 1B0 1X0"])
 
 
@@ -180,6 +180,8 @@ def test_plans_are_equal_if_sizes_and_bound_rows_are():
     assert plan != Plan([[F(0), B(0)]], stages=2)
     assert plan != Plan([[F(0), B(0)]], microbatches=2)
     assert plan != Plan([[B(0), F(0)]])
+    assert plan != Plan([[F(0), B(0)], []], 1, 1)
+    assert Plan([[F(0)], [B(0)]], 1, 1) != Plan([[F(0)], [B(0)]], 1, 1, place=lambda microbatch, stage: 1)
     assert plan != plan.rows
 
 
@@ -217,7 +219,7 @@ def test_given_sizes_are_taken_as_they_are():
 @pytest.mark.parametrize("size", [0, -2, 1.5, "2", True])
 @pytest.mark.parametrize("which", ["stages", "microbatches"])
 def test_a_size_that_is_no_positive_whole_number_is_refused(which, size):
-    with pytest.raises(SizeError, match=f"{which}={size!r}"):
+    with pytest.raises(UsageError, match=f"{which}={size!r}"):
         Plan([[F(0)]], **{which: size})
 
 
@@ -314,9 +316,9 @@ def test_the_graphs_nodes_know_their_ranks_and_an_all_reduce_is_one_node():
 
 
 def test_texts_where_actions_belong_are_told_to_parse():
-    with pytest.raises(NotationError, match=r"Plan\.parse\(\['0F0 0B0', '1F0 1B0'\]\) reads it"):
+    with pytest.raises(FormatError, match=r"Plan\.parse\(\['0F0 0B0', '1F0 1B0'\]\) reads it"):
         Plan(["0F0 0B0", "1F0 1B0"])
-    with pytest.raises(NotationError, match=r"Plan\.parse\(\['0F0 0B0'\]\) reads it"):
+    with pytest.raises(FormatError, match=r"Plan\.parse\(\['0F0 0B0'\]\) reads it"):
         Plan("0F0 0B0")
-    with pytest.raises(NotationError, match=r"one text per rank: Plan\.parse\(\['0F0 0B0', '1F0 1B0'\]\)"):
+    with pytest.raises(FormatError, match=r"one text per rank: Plan\.parse\(\['0F0 0B0', '1F0 1B0'\]\)"):
         Plan.parse("0F0 0B0\n1F0 1B0\n")

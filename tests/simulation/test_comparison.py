@@ -12,7 +12,7 @@ from strategies import catalogue_plans, costs, legal_cases, reduced
 
 import pipelab
 from pipelab import Cost, F, Pair, Plan, ScheduleError, Trace, compare, critical_path, simulate
-from pipelab.errors import CostError, SizeError
+from pipelab.errors import CostError, UsageError
 
 # The critical path
 
@@ -140,9 +140,9 @@ def test_plans_and_schedules_are_simulated_before_they_are_compared():
 
 def test_what_cannot_be_compared_is_refused():
     trace = simulate(pipelab.OneFOneB(2, 2))
-    with pytest.raises(SizeError, match="at least one"):
+    with pytest.raises(UsageError, match="at least one"):
         compare()
-    with pytest.raises(SizeError, match="1 names for 2 traces"):
+    with pytest.raises(UsageError, match="1 names for 2 traces"):
         compare(trace, trace, names=["one"])
     with pytest.raises(TypeError, match="compare takes traces, plans and schedules, one by one, got 3"):
         compare(trace, 3)

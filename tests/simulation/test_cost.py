@@ -8,7 +8,7 @@ from strategies import catalogue_plans, costs, legal_cases, reduced
 
 import pipelab
 from pipelab import Cost, Plan, simulate
-from pipelab.errors import CostError, SizeError
+from pipelab.errors import CostError, UsageError
 
 SPLIT = Plan.parse(["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1W0 1I1 1W1"])
 REPLICATED = Plan.parse(["0F0 0B0 0R", "0F1 0B1 0R"])
@@ -81,7 +81,7 @@ def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():
         activation_bytes=16, boundary_gradient_bytes=[2, 4], parameter_bytes=7, per="stage", unit="ms",
     )  # fmt: skip
     assert whole.shared(1) == whole
-    with pytest.raises(SizeError, match="microbatches=0"):
+    with pytest.raises(UsageError, match="microbatches=0"):
         whole.shared(0)
 
 

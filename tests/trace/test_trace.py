@@ -131,6 +131,18 @@ def test_traces_are_equal_if_plan_times_unit_and_source_are():
     assert measured() != 3
 
 
+def test_a_trace_keeps_tuples_and_cannot_be_changed():
+    starts = [[10, 14], [11, 12.5]]
+    trace = measured(starts)
+    starts[0][0] = 3
+    assert trace.starts == ((10, 14), (11, 12.5))
+    assert trace.makespan == 6
+    with pytest.raises(AttributeError):
+        trace.name = "other"
+    with pytest.raises(AttributeError):
+        del trace.name
+
+
 # Saving and loading
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from pipelab.draw import colours, text, wording
 from pipelab.draw.bars import Lanes
 from pipelab.plan.actions import KINDS, Action
+from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.waits import half, waits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
 __all__ = ["comparison_page", "page"]
@@ -34,8 +34,6 @@ def page(trace: Trace) -> str:
         >>> page(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))).startswith("<!DOCTYPE html>")
         True
     """
-    from pipelab.simulation.comparison import compare
-
     name = wording.headline(trace)
     return _page(name, compare(trace, names=[name]), text.timeline(trace, text.PLAIN_WIDTH, colour=False))
 

@@ -54,7 +54,7 @@ def devices(n: int) -> list[torch.device | RankDevice]:
         4
 
     Raises:
-        SizeError: if `n` is not a positive whole number.
+        UsageError: if `n` is not a positive whole number.
     """
     n = require_size("n", n)
     if not torch.cuda.is_available():

@@ -9,7 +9,7 @@ import torch
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.stage import Stage
-from pipelab.errors import NotANumberError
+from pipelab.errors import StageError
 from pipelab.plan.actions import Action
 
 __all__ = ["batch_has_nan", "refuse_nan"]
@@ -32,7 +32,7 @@ def refuse_nan(rank: int, action: Action, stage: Stage, made: Any, loss: Loss | 
         had_nan: whether there was NaN in the batch before, as far as the action was given it.
 
     Raises:
-        NotANumberError: naming the first NaN or infinity.
+        StageError: naming the first NaN or infinity.
     """
     if action.kind == "F":
         value = None if loss is None or action.microbatch is None else loss.values[action.microbatch]
@@ -45,7 +45,7 @@ def refuse_nan(rank: int, action: Action, stage: Stage, made: Any, loss: Loss | 
         if found is not None:
             kind, tensor = found
             of_microbatch = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
-            raise NotANumberError(
+            raise StageError(
                 f"{action} on rank {rank} made {kind}: the {what} of stage {stage.index}"
                 f"{of_microbatch}, shape {tuple(tensor.shape)}, is not finite{_source(action, stage, had_nan=had_nan)}",
                 rank,

@@ -37,7 +37,7 @@ from pipelab.engine.step import describe
 from pipelab.engine.threads.instructions import ThreadsStep, instructions
 from pipelab.engine.threads.worker import quick_switches, run_row
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
-from pipelab.errors import PipelineClosedError, StageError, StepTimeoutError
+from pipelab.errors import StageError, StepTimeoutError, UsageError
 from pipelab.plan.plan import Plan
 
 __all__ = ["ThreadsEngine"]
@@ -97,11 +97,11 @@ class ThreadsEngine(Engine):
             LossError: if the loss does not average as it is said to.
             StageError: if a stage or the loss raised; the original error is the cause.
             StepTimeoutError: if nothing moved for `timeout` seconds.
-            PipelineClosedError: if the engine was closed.
+            UsageError: if the engine was closed.
             KeyboardInterrupt: if the caller was interrupted; the workers are stopped first.
         """
         if not self._closer.alive:
-            raise PipelineClosedError("this pipeline is closed: make a new one, or use it inside its with block")
+            raise UsageError("this pipeline is closed: make a new one, or use it inside its with block")
         if loss is not None:
             loss.require()
         step = ThreadsStep(inputs, loss, watch_nan, caller)

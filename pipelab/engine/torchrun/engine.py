@@ -118,7 +118,7 @@ class TorchEngine(Engine):
             StageError: if a stage or the loss raised.
             RankError: if another process failed, or is gone.
             StepTimeoutError: if nothing moved for `timeout` seconds.
-            PipelineClosedError: if the pipeline was closed, or has failed before.
+            UsageError: if the pipeline was closed, or has failed before.
         """
         for stage in () if loss is None else self._reducers:
             refuse_lost_hooks(stage, self._runners[stage].module, self.plan.replicas[stage])

@@ -25,10 +25,10 @@ from pipelab.errors import (
     EngineError,
     LossError,
     PipelabError,
-    PipelineClosedError,
     RankError,
     StageError,
     StepTimeoutError,
+    UsageError,
 )
 from pipelab.plan.fault import line_of
 
@@ -127,10 +127,10 @@ class Watch:
         Raises:
             RankError: if another process failed or is gone.
             StepTimeoutError: if nothing moved for `timeout` seconds.
-            PipelineClosedError: if the pipeline is closed, or has failed before.
+            UsageError: if the pipeline is closed, or has failed before.
         """
         if self.over:
-            raise PipelineClosedError(self.over)
+            raise UsageError(self.over)
         self._calls += 1
         done = self._worker.do(work)
         try:

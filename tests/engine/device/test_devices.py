@@ -15,7 +15,7 @@ from pipelab import GPipe, Pipeline
 from pipelab.engine.device import devices
 from pipelab.engine.device.devices import RankDevice, rank_devices, share_evenly
 from pipelab.engine.pipeline import OptimizerGuard
-from pipelab.errors import DeviceError, SizeError
+from pipelab.errors import DeviceError, UsageError
 
 mse = nn.functional.mse_loss
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine, monkeypatch):
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
 def test_a_number_of_ranks_that_is_none_is_refused(n):
-    with pytest.raises(SizeError, match="n="):
+    with pytest.raises(UsageError, match="n="):
         pipelab.devices(n)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipelab import GPipe, OneFOneB, Pipeline, split
 from pipelab.engine.model.balance import cut
-from pipelab.errors import SizeError, SplitError
+from pipelab.errors import SplitError, UsageError
 
 mse = nn.functional.mse_loss
 
@@ -129,7 +129,7 @@ def test_too_few_layers_are_refused_with_both_numbers():
 
 @pytest.mark.parametrize("into", [0, -1, 2.0, True, None])
 def test_a_number_of_stages_that_is_none_is_refused(into):
-    with pytest.raises(SizeError, match="into"):
+    with pytest.raises(UsageError, match="into"):
         split(plain.mlp(3), into)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import pipelab.engine.torchrun.supervisor
-from pipelab import BatchError, PipelineClosedError, RankError, StepTimeoutError
+from pipelab import BatchError, RankError, StepTimeoutError, UsageError
 from pipelab.engine.torchrun.failures import Notice, Notices
 from pipelab.engine.torchrun.store import AnsweringStore
 from pipelab.engine.torchrun.supervisor import Doing, Watch, told_before_the_end
@@ -243,7 +243,7 @@ def test_an_error_that_all_processes_raise_alike_ends_nothing(watch):
 def test_any_other_error_ends_the_pipeline(watch):
     with pytest.raises(ZeroDivisionError):
         watch.attend(raising(ZeroDivisionError("by zero")), WORKS)
-    with pytest.raises(PipelineClosedError, match="rank 0 failed: ZeroDivisionError: by zero"):
+    with pytest.raises(UsageError, match="rank 0 failed: ZeroDivisionError: by zero"):
         watch.attend(lambda: 5, WORKS)
 
 

@@ -147,7 +147,7 @@ def test_what_the_script_itself_recorded_stays(tmp_path):
         ),
         (
             "pipelab.OneFOneB(0, 1)",
-            "SizeError: ranks=0: expected a whole number, at least 1\n"
+            "UsageError: ranks=0: expected a whole number, at least 1\n"
             "  at SCRIPT, line 5, in <module>: pipelab.OneFOneB(0, 1)",
         ),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 from pipelab.catalogue.list_scheduling import Moment, Priority, least_caps, list_schedule
 from pipelab.errors import PipelabError, PolicyError, ScheduleError, require_caps
 from pipelab.plan.actions import Action
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault, students_line
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
@@ -148,17 +148,15 @@ class Greedy(Schedule):
     def _rows(self) -> list[list[Action]]:
         """For each rank, its actions."""
         blank = Plan([[]] * self.ranks, self.stages, self.microbatches, self.place)
-        program = blank.program
-        if program.faults:  # of `place`
-            raise ScheduleError(program.faults, self._name())
-        times = self.cost.times(blank)
-        lasts = [time for kind in "FBIW" for time in times[kind] * self.microbatches]  # by code
-        outputs, gradients = self.cost.transfer_times(blank)
-        delays = outputs * self.microbatches + gradients * self.microbatches  # by value
+        bound = blank.bound
+        if bound.faults:  # of `place`
+            raise ScheduleError(bound.faults, self._name())
+        lasts = bound.codes.by_code(self.cost.times(blank))
+        delays = bound.codes.by_value(*self.cost.transfer_times(blank))
         priority = self.priority if callable(self.priority) else policies[self.priority]
-        return list_schedule(program, lasts, delays, priority, self._caps(program), self.split)
+        return list_schedule(bound, lasts, delays, priority, self._caps(bound), self.split)
 
-    def _caps(self, program: Program) -> list[int] | None:
+    def _caps(self, bound: BoundPlan) -> list[int] | None:
         """Return the memory cap of every rank.
 
         Raises:
@@ -167,7 +165,7 @@ class Greedy(Schedule):
         if self.memory_cap is None:
             return None
         caps = require_caps(self.memory_cap, self.ranks)
-        least = least_caps(program)
+        least = least_caps(bound)
         small = [rank for rank in range(self.ranks) if caps[rank] < least[rank]]
         if small:
             rank = small[0]

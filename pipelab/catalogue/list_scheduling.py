@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from pipelab.plan.actions import Action
-from pipelab.plan.bound import Program
+from pipelab.plan.actions import Action, Kind
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import shorten
 
 __all__ = ["Moment", "Priority", "least_caps", "list_schedule"]
@@ -47,13 +47,13 @@ Priority = Callable[[Action, int, Moment], Any]
 """How much a rank likes to run an action now: `(action, rank, moment)` to a number, or a tuple; the largest wins."""
 
 
-def least_caps(program: Program) -> list[int]:
+def least_caps(bound: BoundPlan) -> list[int]:
     """Return, for each rank, the smallest cap that works: what one micro-batch takes on all of its stages there."""
-    return [max(needs) for needs in zip(*_needs(program), strict=True)]
+    return [max(needs) for needs in zip(*_needs(bound), strict=True)]
 
 
 def list_schedule(
-    program: Program,
+    bound: BoundPlan,
     lasts: Sequence[float],
     delays: Sequence[float],
     priority: Priority,
@@ -63,14 +63,14 @@ def list_schedule(
     """Return, for each rank, its actions in the order in which it starts them.
 
     Args:
-        program: a plan without actions, for its sizes and its placement.
+        bound: a plan without actions, for its sizes and its placement.
         lasts: by code, how long an action takes.
         delays: by value, how long it travels to another rank.
         priority: which action a rank starts first; of equals, the lowest micro-batch's, then the last stage's.
         caps: for each rank, how many stage activations it may hold, at least `least_caps`; `None` for any number.
         split: whether backwards are split into `I` and `W`.
     """
-    return _Run(program, lasts, delays, priority, _Memory(program, caps), split).rows()
+    return _Run(bound, lasts, delays, priority, _Memory(bound, caps), split).rows()
 
 
 class _Run:
@@ -78,25 +78,24 @@ class _Run:
 
     def __init__(
         self,
-        program: Program,
+        bound: BoundPlan,
         lasts: Sequence[float],
         delays: Sequence[float],
         priority: Priority,
         memory: _Memory,
         split: bool,
     ) -> None:
-        numbering = self.numbering = program.numbering
-        self.placed, self.lasts, self.delays = program.placed, lasts, delays
-        self.priority, self.memory, self.split = priority, memory, split
-        self.backward = (2 if split else 1) * numbering.slots  # the code of the first B, or I
-        ranks = range(len(program.rows))
+        codes = self.codes = bound.codes
+        self.rank_of_slot, self.lasts, self.delays = bound.rank_of_slot, lasts, delays
+        self.priority, self.memory = priority, memory
+        ranks = range(len(bound.rows))
         self.started: list[list[Action]] = [[] for _ in ranks]
         self.busy = [False for _ in ranks]
         self.forwards: list[dict[int, Action]] = [{} for _ in ranks]  # by code, what has all its inputs
         self.others: list[dict[int, Action]] = [{} for _ in ranks]
-        families = [0, self.backward, 3 * numbering.slots] if split else [0, self.backward]
-        codes = [first + slot for first in families for slot in range(numbering.slots)]
-        self.lacks = {code: len(numbering.needs(code)) for code in codes}  # by code: how many inputs are not there
+        kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
+        # By code, how many inputs are not there yet.
+        self.lacks = {code: len(codes.needs(code)) for kind in kinds for code in codes.of_kind[kind]}
         self.events: list[tuple[float, bool, int]] = []  # (time, whether the action has ended or gets an input, code)
 
     def rows(self) -> list[list[Action]]:
@@ -127,12 +126,12 @@ class _Run:
             awake = sorted(changed) if self.memory.never_stuck else everybody
 
     def _rank(self, code: int) -> int:
-        return self.placed[code % self.numbering.slots]
+        return self.rank_of_slot[self.codes.slot[code]]
 
     def _offer(self, code: int) -> None:
         """Let a rank choose an action from now on."""
-        offers = self.forwards if code < self.numbering.slots else self.others
-        offers[self._rank(code)][code] = self.numbering.action(code)
+        offers = self.forwards if self.codes.kind[code] == "F" else self.others
+        offers[self._rank(code)][code] = self.codes.action(code)
 
     def _choose(self, rank: int, now: float) -> None:
         """Start what the rank likes best, if there is anything that it may start."""
@@ -143,17 +142,14 @@ class _Run:
         if not offers:
             return
         moment = Moment(now, self.memory.held[rank], row[-1] if row else None)
-        slots, stages = self.numbering.slots, self.numbering.stages
-        liked = [
-            (self._likes(action, rank, moment), -(code % slots // stages), code % stages, code)
-            for code, action in offers
-        ]
+        microbatch, stage = self.codes.microbatch, self.codes.stage
+        liked = [(self._likes(action, rank, moment), -microbatch[code], stage[code], code) for code, action in offers]
         for *_, code in _from_the_best(liked):
-            if code >= slots:
+            if code in others:
                 row.append(others.pop(code))
-            elif self.memory.allows(code // stages, rank):
+            elif self.memory.allows(microbatch[code], rank):
                 row.append(forwards.pop(code))
-                self.memory.take(code // stages, rank)
+                self.memory.take(microbatch[code], rank)
             else:
                 continue
             self.busy[rank] = True
@@ -176,25 +172,15 @@ class _Run:
 
     def _end(self, code: int, now: float) -> None:
         """Free the rank, give up the activation if that was its backward, and send on what was made."""
-        slots, stages = self.numbering.slots, self.numbering.stages
-        slot = code % slots
-        rank = self.placed[slot]
+        codes, rank = self.codes, self._rank(code)
         self.busy[rank] = False
-        if code < slots:
-            needers = [code + 1] if code % stages < stages - 1 else []
-            needers.append(self.backward + slot)
-        elif code < 3 * slots:
-            needers = [code - 1] if code % stages else []
-            if self.split:
-                needers.append(3 * slots + slot)
-        else:
-            needers = []
-        if code >= slots and not (self.split and code < 3 * slots):
-            self.memory.give_up(slot // stages, rank)
-        value = self.numbering.gives[code]
-        for needer in needers:
-            way = 0.0 if self._rank(needer) == rank else self.delays[value]
-            heappush(self.events, (now + way, False, needer))
+        if codes.releases[code]:
+            self.memory.give_up(codes.microbatch[code], rank)
+        value = codes.gives[code]
+        for needer in codes.needers(value):
+            if needer in self.lacks:
+                way = 0.0 if self._rank(needer) == rank else self.delays[value]
+                heappush(self.events, (now + way, False, needer))
 
 
 def _holds_nan(answer: Any) -> bool:
@@ -219,12 +205,10 @@ def _from_the_best(liked: list[tuple[Any, int, int, int]]) -> list[tuple[Any, in
         raise TypeError(message) from None
 
 
-def _needs(program: Program) -> list[list[int]]:
+def _needs(bound: BoundPlan) -> list[list[int]]:
     """Return, for each micro-batch, how many of its stages each rank holds."""
-    stages, ranks = program.numbering.stages, range(len(program.rows))
-    placed = program.placed
-    homes = [placed[first : first + stages] for first in range(0, len(placed), stages)]
-    return [[home.count(rank) for rank in ranks] for home in homes]
+    routes = map(bound.route, range(bound.codes.microbatches))
+    return [[route.count(rank) for rank in range(len(bound.rows))] for route in routes]
 
 
 class _Memory:
@@ -237,15 +221,14 @@ class _Memory:
             micro-batches go the same way: what is farthest on its way always finds room.
     """
 
-    def __init__(self, program: Program, caps: Sequence[int] | None) -> None:
-        numbering, placed = program.numbering, program.placed
-        ways = placed[: numbering.stages]
-        straight = placed == ways * numbering.microbatches and len(set(ways)) == len(ways)
+    def __init__(self, bound: BoundPlan, caps: Sequence[int] | None) -> None:
+        route = bound.route(0)
+        straight = bound.rank_of_slot == route * bound.codes.microbatches and len(set(route)) == len(route)
         self.never_stuck = caps is None or straight
-        self.held = [0] * len(program.rows)
-        self.free = list(caps or [numbering.slots] * len(program.rows))
-        self.needs = _needs(program)  # for each micro-batch, how many places it still has to take, by rank
-        self.lent = [[0] * len(program.rows) for _ in self.needs]  # and how many it holds
+        self.held = [0] * len(bound.rows)
+        self.free = list(caps or [len(bound.rank_of_slot)] * len(bound.rows))
+        self.needs = _needs(bound)  # for each micro-batch, how many places it still has to take, by rank
+        self.lent = [[0] * len(bound.rows) for _ in self.needs]  # and how many it holds
         self.order: list[int] = []  # micro-batches on their way: in this order, each can be finished
 
     def allows(self, microbatch: int, rank: int) -> bool:

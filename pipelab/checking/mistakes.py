@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, get_args
 
 from pipelab.plan.actions import KINDS, Action, Kind, Pair
 from pipelab.plan.binding import NO_RANK, ask, within
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Code, Fault, line_of_function, ranges
 from pipelab.plan.plan import Plan
 
@@ -89,7 +89,7 @@ def alone_with_its_number(plan: Plan) -> Iterator[Slip]:
 
 def _mistyped(plan: Plan, rank: int, at: int, action: Action, alone: str, sizes: tuple[int, int]) -> Iterator[Slip]:
     """Try what is missing on a rank in the place of an action, in a plan of other sizes."""
-    left = Plan([[item for item in row if item is not action] for row in plan.written], *sizes).program
+    left = Plan([[item for item in row if item is not action] for row in plan.written], *sizes).bound
     meant = _one_missing(left, rank, action)
     if meant is not None:
         message = f"{action} on rank {rank} is the only action of {alone}, and {meant} is missing"
@@ -100,28 +100,28 @@ def _mistyped(plan: Plan, rank: int, at: int, action: Action, alone: str, sizes:
 
 def standing_twice(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Try what is missing on a rank in either place of the one action that stands twice, the likelier place first."""
-    program = plan.program
-    again = [fault for fault in program.faults if fault.code == "duplicate"]
-    code = _code_of(program, again[0]) if len(again) == 1 else None
+    bound = plan.bound
+    again = [fault for fault in bound.faults if fault.code == "duplicate"]
+    code = _code_of(bound, again[0]) if len(again) == 1 else None
     if code is None:
         return
-    action, lacking = program.numbering.action(code), {fault.rank for fault in faults if fault.code == "missing"}
-    places = (_first_place(program, code, again[0]), again[0])
+    action, lacking = bound.codes.action(code), {fault.rank for fault in faults if fault.code == "missing"}
+    places = (_first_place(bound, code, again[0]), again[0])
     tried: list[tuple[bool, Slip]] = []
     for place in places:
         assert place.rank is not None
-        meant = _one_missing(program, place.rank, action) if lacking & {place.rank, None} else None
+        meant = _one_missing(bound, place.rank, action) if lacking & {place.rank, None} else None
         if meant is not None:
             other = _with(plan, place, meant)
-            disorder = not _ascending(other.program, place.rank, meant)
+            disorder = not _ascending(other.bound, place.rank, meant)
             tried.append((disorder, Slip(_told_twice(action, places, place, meant), other)))
     yield from (slip for _, slip in sorted(tried, key=itemgetter(0)))
 
 
-def _first_place(program: Program, code: int, again: Fault) -> Fault:
+def _first_place(bound: BoundPlan, code: int, again: Fault) -> Fault:
     """Return the fault of an action that stands twice at the first of its two places."""
-    rank = program.rank_of[code]
-    return replace(again, rank=rank, position=program.position(rank, program.rows[rank].index(code)))
+    rank = bound.rank_of[code]
+    return replace(again, rank=rank, position=bound.position(rank, bound.rows[rank].index(code)))
 
 
 def _told_twice(action: Action, places: tuple[Fault, Fault], place: Fault, meant: Action) -> Fault:
@@ -136,27 +136,27 @@ def _told_twice(action: Action, places: tuple[Fault, Fault], place: Fault, meant
     return replace(place, message=message, hint=f"write {meant} for the one {which}")
 
 
-def _code_of(program: Program, again: Fault) -> int | None:
+def _code_of(bound: BoundPlan, again: Fault) -> int | None:
     """Return the code of an action of one micro-batch that stands twice, where it can be told."""
-    action, numbering = again.action, program.numbering
+    action, codes = again.action, bound.codes
     if not isinstance(action, Action) or action.microbatch is None:
         return None
     if action.stage is not None:
-        return numbering.code(action)
-    codes = [numbering.code(replace(action, stage=stage)) for stage in range(numbering.stages)]
-    here = [code for code in codes if program.rank_of[code] == again.rank]
+        return codes.code(action)
+    meant = [codes.code(replace(action, stage=stage)) for stage in range(codes.stages)]
+    here = [code for code in meant if bound.rank_of[code] == again.rank]
     return here[0] if len(here) == 1 else None
 
 
-def _one_missing(program: Program, rank: int, action: Action) -> Action | None:
+def _one_missing(bound: BoundPlan, rank: int, action: Action) -> Action | None:
     """Return the one action of the same kind, and stage or micro-batch, that a rank lacks, if it lacks just one."""
-    numbering, slots = program.numbering, program.numbering.slots
+    codes, rank_of_slot = bound.codes, bound.rank_of_slot
     instead: tuple[Kind, ...] = ("I", "W") if action.kind == "B" else ("B",) if action.kind in ("I", "W") else ()
-    families = [program.rank_of[KINDS.index(kind) * slots :] for kind in (action.kind, *instead)]
+    families = [bound.ranks_of(kind) for kind in (action.kind, *instead)]
     missing = [
-        numbering.action(KINDS.index(action.kind) * slots + slot)
-        for slot in range(slots)
-        if program.placed[slot] in (rank, NO_RANK) and all(family[slot] == NO_RANK for family in families)
+        codes.action(code)
+        for slot, code in enumerate(codes.of_kind[action.kind])
+        if rank_of_slot[slot] in (rank, NO_RANK) and all(family[slot] == NO_RANK for family in families)
     ]
     alike = [each for each in missing if each.stage == action.stage or each.microbatch == action.microbatch]
     return alike[0] if len(alike) == 1 else None
@@ -171,15 +171,11 @@ def _with(plan: Plan, place: Fault, meant: Action) -> Plan:
     return rewritten(plan, change)
 
 
-def _ascending(program: Program, rank: int, action: Action) -> bool:
+def _ascending(bound: BoundPlan, rank: int, action: Action) -> bool:
     """Tell whether a rank runs an action's kind on its stage in the order of the micro-batches."""
-    first, stages = KINDS.index(action.kind) * program.numbering.slots, program.numbering.stages
-    codes = [
-        code
-        for code in program.rows[rank]
-        if first <= code < first + program.numbering.slots and code % program.numbering.slots % stages == action.stage
-    ]
-    return codes == sorted(codes)
+    kind, stage = bound.codes.kind, bound.codes.stage
+    alike = [code for code in bound.rows[rank] if (kind[code], stage[code]) == (action.kind, action.stage)]
+    return alike == sorted(alike)
 
 
 _MOST_PER_RANK = 16
@@ -223,7 +219,7 @@ def forgotten_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
         if drafted is None:
             continue
         hint = f"write stages_per_rank = {per_rank} in the class: stages 0 to {drafted.stages - 1}"
-        if not drafted.program.faults and not drafted.program.misplaced:
+        if not drafted.bound.faults and not drafted.bound.misplaced:
             yield Slip(replace(faults[0], message=message, hint=hint), drafted, _NONE_OF_ITS_OWN)
         elif line_of_function(drafted.place) is None:  # the default placement
             meant = Plan(drafted.written, drafted.stages, drafted.microbatches, None, drafted.name)
@@ -280,8 +276,8 @@ def chunks_for_stages(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     kind, microbatch, chunk = shown.action.kind, shown.action.microbatch, shown.action.stage
     if per_rank < 2 or chunk is None or not within(chunk, per_rank):
         return
-    placed = plan.program.placed[: plan.stages]
-    held = [[stage for stage, holder in enumerate(placed) if holder == rank] for rank in range(plan.ranks)]
+    route = plan.bound.route(0)
+    held = [[stage for stage, holder in enumerate(route) if holder == rank] for rank in range(plan.ranks)]
     if any(len(stages) != per_rank for stages in held):
         return
 
@@ -341,7 +337,7 @@ def _beyond(numbers: Sequence[object], limit: int) -> tuple[str, str]:
 def numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Try `F(m, rank)` for `F(rank, m)`: everywhere, for the kinds that show it, and for those actions that show it."""
     shown = [fault for fault in faults if fault.code in ("out-of-range", "wrong-rank") and names_both(fault.action)]
-    right = [fault for fault in shown if _right_if_swapped(plan.program, fault.rank, fault.action)]
+    right = [fault for fault in shown if _right_if_swapped(plan.bound, fault.rank, fault.action)]
     if right:
         yield Slip(_swap_told(right), rewritten(plan, lambda _rank, _at, action: _turned(action)), OF_PLACE)
     wrong_anyway = {fault.rank for fault in shown if fault not in right}
@@ -360,20 +356,20 @@ def numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
         yield Slip(_swap_told(right), rewritten(plan, in_places))
 
 
-def _right_if_swapped(program: Program, rank: int | None, action: object) -> bool:
+def _right_if_swapped(bound: BoundPlan, rank: int | None, action: object) -> bool:
     """Tell whether an action with its numbers the other way round would be right on its rank, and is not there yet."""
-    numbering = program.numbering
+    codes = bound.codes
     if not isinstance(action, Action):
         return False
     microbatch, stage = action.stage, action.microbatch
-    if not (within(microbatch, numbering.microbatches) and within(stage, numbering.stages)):
+    if not (within(microbatch, codes.microbatches) and within(stage, codes.stages)):
         return False
     meant = Action(action.kind, microbatch, stage)
-    code = numbering.code(meant)
-    right = program.placed[code % numbering.slots] in (rank, NO_RANK)
+    code = codes.code(meant)
+    right = bound.rank_of_slot[codes.slot[code]] in (rank, NO_RANK)
     instead: tuple[Kind, ...] = ("I", "W") if meant.kind == "B" else ("B",) if meant.kind in ("I", "W") else ()
-    there = program.rank_of[code] == rank or any(
-        program.rank_of[numbering.code(replace(meant, kind=kind))] != NO_RANK for kind in instead
+    there = bound.rank_of[code] == rank or any(
+        bound.rank_of[codes.code(replace(meant, kind=kind))] != NO_RANK for kind in instead
     )
     return right and not there
 
@@ -429,9 +425,9 @@ def place_swapped(plan: Plan) -> Iterator[Slip]:
 
 def everybodys_actions(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
     """Try each rank's own actions alone, where every rank lists those of all."""
-    program = plan.program
+    bound = plan.bound
     shown = next((fault for fault in faults if fault.code == "wrong-rank" and isinstance(fault.action, Action)), None)
-    if shown is None or not program.names_ranks or any(fault.code != "duplicate" for fault in program.faults):
+    if shown is None or not bound.names_ranks or any(fault.code != "duplicate" for fault in bound.faults):
         return
     if any(row != plan.written[0] for row in plan.written):
         return
@@ -440,13 +436,13 @@ def everybodys_actions(plan: Plan, faults: Sequence[Fault]) -> Iterator[Slip]:
         action = item.forward if isinstance(item, Pair) else item
         if not isinstance(action, Action) or action.microbatch is None or action.stage is None:
             return True
-        return program.placed[action.microbatch * plan.stages + action.stage] == rank
+        return bound.route(action.microbatch)[action.stage] == rank
 
     rows = [[item for item in row if own(rank, item)] for rank, row in enumerate(plan.written)]
     if not all(rows):
         return
     assert shown.rank is not None
-    here = sorted({slot % plan.stages for slot, placed in enumerate(program.placed) if placed == shown.rank})
+    here = sorted(stage for stage, ranks in bound.replicas.items() if shown.rank in ranks)
     message = f"every rank lists the same {len(plan.written[0])} actions, those of all ranks; so {shown.message}"
     hint = (
         f"actions(rank) gives one rank's actions: on rank {shown.rank}, yield those of "

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipelab.plan.actions import Action
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 
 if TYPE_CHECKING:
     import networkx
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 __all__ = ["dependency_graph"]
 
 
-def dependency_graph(program: Program) -> networkx.DiGraph[Action]:
+def dependency_graph(bound: BoundPlan) -> networkx.DiGraph[Action]:
     """Return the graph that `Plan.graph` describes."""
     import networkx
 
-    numbering = program.numbering
+    codes = bound.codes
     graph: networkx.DiGraph[Action] = networkx.DiGraph()
-    names = {code: numbering.action(code) for row in program.rows for code in row}
-    _add_nodes(graph, program, names)
+    names = {code: codes.action(code) for row in bound.rows for code in row}
+    _add_nodes(graph, bound, names)
     for code, action in names.items():
-        for value in numbering.all_needs(code):
-            for giver in numbering.givers(value):
+        for value in codes.all_needs(code):
+            for giver in codes.givers(value):
                 if giver in names:
-                    graph.add_edge(names[giver], action, kind="data", value=numbering.value_name(value))
-    for row in program.rows:
+                    graph.add_edge(names[giver], action, kind="data", value=codes.value_name(value))
+    for row in bound.rows:
         for before, after in pairwise(row):
             if graph.has_edge(names[before], names[after]):
                 graph.edges[names[before], names[after]]["order"] = True
@@ -36,9 +36,9 @@ def dependency_graph(program: Program) -> networkx.DiGraph[Action]:
     return graph
 
 
-def _add_nodes(graph: networkx.DiGraph[Action], program: Program, names: dict[int, Action]) -> None:
+def _add_nodes(graph: networkx.DiGraph[Action], bound: BoundPlan, names: dict[int, Action]) -> None:
     """Add every action once, with its rank; an `R`, which several ranks share, with all of them."""
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(bound.rows):
         for code in row:
             if names[code].kind != "R":
                 graph.add_node(names[code], rank=rank)

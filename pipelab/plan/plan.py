@@ -14,7 +14,7 @@ from pipelab.immutable import Immutable
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
-from pipelab.plan.bound import Program, endless_limit, named_sizes
+from pipelab.plan.bound import BoundPlan, endless_limit, named_sizes
 from pipelab.plan.csv_notation import read_rows, write_rows
 from pipelab.plan.fault import shorten
 from pipelab.plan.graph import dependency_graph
@@ -185,29 +185,29 @@ class Plan(Immutable):
         ranks; where that would be a deadlock, to the ends of the rows, the last stage first. What cannot be bound
         stands as it was written.
         """
-        program = self.program
-        bound: list[tuple[Item, ...]] = []
+        bound = self.bound
+        rows: list[tuple[Item, ...]] = []
         for rank, row in enumerate(self._written):
-            items = program.items(rank)
-            if program.faults:
-                places = dict.fromkeys(program.position(rank, index) for index in range(len(program.rows[rank])))
+            items = bound.items(rank)
+            if bound.faults:
+                places = dict.fromkeys(bound.position(rank, index) for index in range(len(bound.rows[rank])))
                 mixed = list(row)
                 for position, item in zip(places, items, strict=True):
                     if isinstance(item, Pair) or not isinstance(row[position], Pair):  # else: half of a pair
                         mixed[position] = item
                 items = tuple(mixed)  # type: ignore[arg-type]  # a faulty plan shows what it was given
-            bound.append(items)
-        return tuple(bound)
+            rows.append(items)
+        return tuple(rows)
 
     @cached_property
-    def program(self) -> Program:
-        """The plan as numbers, made when first asked for: what checking, simulation and the engines walk over."""
-        return with_reduces(Program.bind(self._written, self._stages, self._microbatches, self._place))
+    def bound(self) -> BoundPlan:
+        """The plan as codes, made when first asked for: what checking, simulation and the engines walk over."""
+        return with_reduces(BoundPlan.bind(self._written, self._stages, self._microbatches, self._place))
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:
         """For each stage, the ranks that hold it: more than one where it is replicated."""
-        return self.program.replicas
+        return self.bound.replicas
 
     def graph(self) -> networkx.DiGraph[Action]:
         """Return the dependency graph.
@@ -225,7 +225,7 @@ class Plan(Immutable):
             1F0 gives out(0, 1) to 1B0
             1B0 gives gin(0, 1) to 0B0
         """
-        return dependency_graph(self.program)
+        return dependency_graph(self.bound)
 
     def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
@@ -250,11 +250,11 @@ class Plan(Immutable):
         """Compare sizes, rows and placement; the name does not matter."""
         if not isinstance(other, Plan):
             return NotImplemented
-        return (self.stages, self.microbatches, self.rows, self.program.placed) == (
+        return (self.stages, self.microbatches, self.rows, self.bound.rank_of_slot) == (
             other.stages,
             other.microbatches,
             other.rows,
-            other.program.placed,
+            other.bound.rank_of_slot,
         )
 
     def __hash__(self) -> int:

@@ -66,8 +66,8 @@ class ThreadsEngine:
         self.plan = plan
         self.lanes = list(lanes)
         self.timeout = timeout
-        self.rows = instructions(plan.program, runners, lanes, backward=True)
-        self.forward_rows = instructions(plan.program, runners, lanes, backward=False)
+        self.rows = instructions(plan.bound, runners, lanes, backward=True)
+        self.forward_rows = instructions(plan.bound, runners, lanes, backward=False)
         self._threads = intra_op_threads
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._workers: list[Worker] = []
@@ -211,7 +211,7 @@ class ThreadsEngine:
         position, computing = divmod(run.phase[rank], 2)
         if position >= len(run.rows[rank]):
             return "is done"
-        program = self.plan.program
+        bound = self.plan.bound
         instruction = run.rows[rank][position]
         action = instruction.action
         place = f"{action} (stage {instruction.stage.index}, position {position})"
@@ -224,10 +224,10 @@ class ThreadsEngine:
         if instruction.meets is not None:
             absent = ", ".join(map(str, sorted(run.meetings[action].absent)))
             return f"waits, before {place}, for rank {absent} to come to it too"
-        giver = program.giver(instruction.needs)
+        giver = bound.giver(instruction.needs)
         return (
-            f"waits, before {place}, for {program.numbering.value_name(instruction.needs)}, "
-            f"given by {program.numbering.action(giver)} on rank {program.rank_of[giver]}"
+            f"waits, before {place}, for {bound.codes.value_name(instruction.needs)}, "
+            f"given by {bound.codes.action(giver)} on rank {bound.rank_of[giver]}"
         )
 
 

@@ -15,7 +15,7 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.threads.all_reduce import AllReduce, Meeting, Seat
 from pipelab.plan.actions import Action
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 
 __all__ = ["Instruction", "Run", "instructions"]
 
@@ -56,66 +56,65 @@ class Instruction:
 
 
 def instructions(
-    program: Program, runners: Mapping[tuple[int, int], Stage], lanes: Sequence[Lane], *, backward: bool
+    bound: BoundPlan, runners: Mapping[tuple[int, int], Stage], lanes: Sequence[Lane], *, backward: bool
 ) -> list[list[Instruction]]:
     """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`.
 
     Args:
-        program: the plan, bound.
+        bound: the plan, bound.
         runners: by stage and rank, what runs the stage there.
         lanes: what each rank runs on.
         backward: whether there is more than forwards.
     """
-    numbering = program.numbering
+    codes = bound.codes
     first = watched(runners, [lane.runs_on.device for lane in lanes])
     rows: list[list[Instruction]] = []
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(bound.rows):
         listed: list[Instruction] = []
         for code in row:
-            action = numbering.action(code)
+            action = codes.action(code)
             assert action.stage is not None
             if action.kind == "R":
                 if backward:
-                    listed.append(_all_reduce(program, action, action.stage, rank, runners, lanes[rank]))
+                    listed.append(_all_reduce(bound, action, action.stage, rank, runners, lanes[rank]))
             elif backward or action.kind == "F":
                 runner = runners[action.stage, rank]
                 runs = runner if action.microbatch else first.get((action.stage, rank), runner)
                 act = getattr(runs, _ACTS[action.kind]) if backward else runner.evaluate
-                listed.append(_of_a_slot(program, code, action, rank, runner, act))
+                listed.append(_of_a_slot(bound, code, action, rank, runner, act))
         rows.append(listed)
     return rows
 
 
-def _of_a_slot(program: Program, code: int, action: Action, rank: int, stage: Stage, act: Act) -> Instruction:
+def _of_a_slot(bound: BoundPlan, code: int, action: Action, rank: int, stage: Stage, act: Act) -> Instruction:
     """Return what a rank does for one micro-batch.
 
     A forward takes `out` of the stage before and gives its own; `B` and `I` take `gin` of the stage after, likewise.
     What `W` needs its own `I` has kept, and what it gives stays on the rank.
     """
-    numbering, placed = program.numbering, program.placed
-    microbatch, number = divmod(slot := code % numbering.slots, numbering.stages)
-    made = Instruction(action, action.kind == "F", microbatch, stage, act)
+    codes = bound.codes
+    made = Instruction(action, action.kind == "F", codes.microbatch[code], stage, act)
     if action.kind == "W":
         return made
-    step = 1 if made.forward else -1
-    value = numbering.gives[code]
-    inner, outer = 0 <= number - step < numbering.stages, 0 <= number + step < numbering.stages
+    need = codes.first_need[code] if made.forward else codes.second_need[code]
+    inner, value = need != codes.always, codes.gives[code]
+    onward = [needer for needer in codes.needers(value) if codes.stage[needer] != action.stage]
     return replace(
         made,
-        needs=value - step if inner else None,
-        receives=inner and placed[slot - step] != rank,
-        gives=value if outer else None,
-        sends=outer and placed[slot + step] != rank,
+        needs=need if inner else None,
+        receives=inner and bound.rank_of[bound.giver(need)] != rank,
+        gives=value if onward else None,
+        sends=any(bound.rank_of_slot[codes.slot[needer]] != rank for needer in onward),
     )
 
 
 def _all_reduce(
-    program: Program, action: Action, stage: int, rank: int, runners: Mapping[tuple[int, int], Stage], lane: Lane
+    bound: BoundPlan, action: Action, stage: int, rank: int, runners: Mapping[tuple[int, int], Stage], lane: Lane
 ) -> Instruction:
     """Return a rank's part in an all-reduce."""
-    group = program.replicas[stage]
+    group = bound.replicas[stage]
     part = AllReduce(rank, group, [runners[stage, each] for each in group], lane)
-    needs = -1 - (rank * program.numbering.stages + stage)
+    needs = -1 - (rank * bound.codes.stages + stage)
     return Instruction(action, False, -1, runners[stage, rank], part.act, needs, receives=True, meets=part)  # noqa: FBT003
 
 

@@ -146,19 +146,19 @@ class ProcessRun:
         A rank that was free when a value left started on it the moment it came. A rank that was busy found it there
         afterwards, or waited for it: then it came at the end of the wait, else at the latest when the rank was free.
         """
-        program = self.plan.program
-        numbering, rank_of = program.numbering, program.rank_of
+        bound = self.plan.bound
+        codes, rank_of = bound.codes, bound.rank_of
         ended = {
             code: end
-            for row, ends in zip(program.rows, self.ended, strict=True)
+            for row, ends in zip(bound.rows, self.ended, strict=True)
             for code, end in zip(row, ends, strict=True)
         }
         found: dict[int, float] = {}
-        for rank, row in enumerate(program.rows):
+        for rank, row in enumerate(bound.rows):
             free = 0
             for index, code in enumerate(row):
-                for value in numbering.needs(code):
-                    giver = program.giver(value)
+                for value in codes.needs(code):
+                    giver = bound.giver(value)
                     if rank_of[giver] != rank:
                         waited = ended[giver] >= free or self.waited[rank][index] > _ARRIVED_NS
                         there = self.begun[rank][index] if waited else free
@@ -182,10 +182,10 @@ def share(
         loss: the loss of the whole batch, which gets the values of all micro-batches; `None` for an evaluation.
         clock: how this process's clock is to be read.
     """
-    homes = plan.program.placed[plan.stages - 1 :: plan.stages]  # where each micro-batch's output is
+    homes = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # where each micro-batch's output is
     if loss is None:
         return ProcessRun(plan, _outputs(group, homes, passage), [], [], [], None, 0)
-    longest = max(map(len, plan.program.rows))
+    longest = max(map(len, plan.bound.rows))
     begun, ended = (_readings(passage, marks, clock) for marks in (passage.begun, passage.ended))
     mine = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((begun, ended, passage.waited)):
@@ -197,7 +197,7 @@ def share(
     begun_by, ended_by, waited_by = (
         [
             row[number * longest : number * longest + len(codes)]
-            for row, codes in zip(rows, plan.program.rows, strict=True)
+            for row, codes in zip(rows, plan.bound.rows, strict=True)
         ]
         for number in range(3)
     )

@@ -53,12 +53,12 @@ def doing(plan: Plan, call: str, passage: Passage | None) -> str:
     place = f"{action} (position {passage.position})"
     if passage.computing:
         return f"was running {place}"
-    numbering = plan.program.numbering
+    codes = plan.bound.codes
     giver = _giver(plan, passage)
     if giver is None:
         return f"was about to run {place}"
-    rank = plan.program.rank_of[giver]
-    return f"waits, before {place}, for what {numbering.action(giver)} on rank {rank} gives"
+    rank = plan.bound.rank_of[giver]
+    return f"waits, before {place}, for what {codes.action(giver)} on rank {rank} gives"
 
 
 def met_rank(plan: Plan, passage: Passage | None) -> int | None:
@@ -71,15 +71,15 @@ def met_rank(plan: Plan, passage: Passage | None) -> int | None:
     if not passage.waiting:
         return passage.peer
     giver = _giver(plan, passage)
-    return None if giver is None else plan.program.rank_of[giver]
+    return None if giver is None else plan.bound.rank_of[giver]
 
 
 def _giver(plan: Plan, passage: Passage) -> int | None:
     """Return the code of the action on another rank whose value the next action needs, if there is one."""
-    numbering, rank_of = plan.program.numbering, plan.program.rank_of
-    code = numbering.code(passage.row[passage.position])
-    for value in numbering.needs(code):
-        giver = plan.program.giver(value)
+    codes, rank_of = plan.bound.codes, plan.bound.rank_of
+    code = codes.code(passage.row[passage.position])
+    for value in codes.needs(code):
+        giver = plan.bound.giver(value)
         if rank_of[giver] != rank_of[code]:
             return giver
     return None

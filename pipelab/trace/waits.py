@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from pipelab.plan.bound import BoundPlan
@@ -64,30 +65,15 @@ def waits(trace: Trace) -> list[list[Wait | None]]:
         >>> [[wait and (action(wait.giver), wait.there) for wait in row] for row in waits(trace)]
         [[None, (1B0, 4.0)], [(0F0, 1.0), None]]
     """
-    arrivals = _arrivals(trace)
-    slack = 1e-9 * trace.makespan
-    found: list[list[Wait | None]] = []
-    for rank, row in enumerate(trace.plan.bound.rows):
-        free = trace.start
-        waited: list[Wait | None] = []
-        for index, code in enumerate(row):
-            part = half(trace, rank, index)
-            needs = arrivals[code]
-            if part != "whole":  # a slot starts when both of its halves have what they need
-                needs = needs + arrivals[row[index + (1 if part == "upper" else -1)]]
-            last = max(needs, key=lambda wait: wait.there, default=None)
-            waited.append(last if last is not None and last.there > free + slack else None)
-            if part != "upper":
-                free = max(free, trace.ends[rank][index])
-        found.append(waited)
-    return found
+    found = _Waits(trace)
+    return [[found.of(rank, index) for index in range(len(row))] for rank, row in enumerate(trace.plan.bound.rows)]
 
 
 def critical_path(trace: Trace) -> tuple[Event, ...]:
     """Return the chain of actions that the makespan hangs on, first to last.
 
     Walking back from the last action, each step goes to what the action waited for longest: the action before it on
-    its rank, or the giver of a value it needs, transfer included.
+    its rank, or the giver of a value it needs, transfer included. Where both were ready at once, it goes to the former.
 
     Example:
         >>> import pipelab
@@ -95,18 +81,52 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
         >>> [event.action for event in critical_path(trace)]
         [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
     """
-    bound, waited = trace.plan.bound, waits(trace)
+    bound, found = trace.plan.bound, _Waits(trace)
     where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
-    ended = _ended(bound, trace.ends)
     path: list[Event] = []
-    code = max(ended, key=ended.__getitem__, default=None)
+    code = max(found.ended, key=found.ended.__getitem__, default=None)
     while code is not None:
         rank, index = where[code]
-        path.append(Event(rank, bound.codes.action(code), trace.starts[rank][index], ended[code]))
-        wait = waited[rank][index]
-        before = index - (2 if half(trace, rank, index) == "lower" else 1)
+        path.append(Event(rank, bound.codes.action(code), trace.starts[rank][index], found.ended[code]))
+        wait, before = found.of(rank, index), _before(trace, rank, index)
         code = wait.giver if wait is not None else bound.rows[rank][before] if before >= 0 else None
     return tuple(reversed(path))
+
+
+class _Waits:
+    """What the actions of a trace waited for, worked out for those that are asked for."""
+
+    def __init__(self, trace: Trace) -> None:
+        code = trace.plan.bound.codes.code
+        self.trace, self.bound = trace, trace.plan.bound
+        self.ended = _ended(self.bound, trace.ends)
+        self.travelled = {(code(each.giver), code(each.needer)): each.end for each in trace.transfers}
+        self.slack = 1e-9 * trace.makespan
+
+    def of(self, rank: int, index: int) -> Wait | None:
+        """Return the need that arrived last, if that was after the rank was free."""
+        row, part = self.bound.rows[rank], half(self.trace, rank, index)
+        arrivals = self._arrivals(row[index])
+        if part != "whole":  # a slot starts when both of its halves have what they need
+            arrivals += self._arrivals(row[index + (1 if part == "upper" else -1)])
+        before = _before(self.trace, rank, index)
+        free = self.trace.ends[rank][before] if before >= 0 else self.trace.start
+        last = max(arrivals, key=attrgetter("there"), default=None)
+        return last if last is not None and last.there > free + self.slack else None
+
+    def _arrivals(self, code: int) -> list[Wait]:
+        """Return when each need of an action was there; for an `R`, when each rank of its group was free."""
+        if self.bound.codes.kind[code] != "R":
+            givers = (giver for _, giver in self.bound.inputs(code))
+            return [Wait(giver, self.travelled.get((giver, code), self.ended[giver])) for giver in givers]
+        rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
+        before = ((rank, row, row.index(code) - 1) for rank, row in rows)
+        return [Wait(row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0]
+
+
+def _before(trace: Trace, rank: int, index: int) -> int:
+    """Return the place of what a rank ran before an action, which may share its slot with the other half of a pair."""
+    return index - (2 if half(trace, rank, index) == "lower" else 1)
 
 
 def _ended(bound: BoundPlan, ends: Sequence[Sequence[float]]) -> dict[int, float]:
@@ -116,22 +136,6 @@ def _ended(bound: BoundPlan, ends: Sequence[Sequence[float]]) -> dict[int, float
         for code, end in zip(row, times, strict=True):
             ended[code] = max(end, ended.get(code, end))
     return ended
-
-
-def _arrivals(trace: Trace) -> dict[int, list[Wait]]:
-    """Return, for every code, when each of its needs was there; for an `R`, when each rank of its group was free."""
-    bound = trace.plan.bound
-    codes, ended = bound.codes, _ended(bound, trace.ends)
-    travelled = {(codes.code(each.giver), codes.code(each.needer)): each.end for each in trace.transfers}
-    arrivals: dict[int, list[Wait]] = {}
-    for rank, row in enumerate(bound.rows):
-        for index, code in enumerate(row):
-            found = arrivals.setdefault(code, [])
-            for _, giver in bound.inputs(code):
-                found.append(Wait(giver, travelled.get((giver, code), ended[giver])))
-            if codes.kind[code] == "R" and index:
-                found.append(Wait(row[index - 1], trace.ends[rank][index - 1]))
-    return arrivals
 
 
 def half(trace: Trace, rank: int, index: int) -> Half:

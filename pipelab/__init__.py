@@ -70,8 +70,9 @@ from pipelab.plan.plan import Plan
 from pipelab.reporting import report_to_torchrun
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
-from pipelab.simulation.comparison import Comparison, compare, critical_path
+from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.trace import Event, Trace, Transfer
+from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:
     from pipelab.engine.device.devices import devices

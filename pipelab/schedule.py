@@ -282,7 +282,7 @@ class Replicated(Schedule):
     def place(self, microbatch: int, stage: int) -> int:
         """Return the rank that runs a stage: micro-batches are dealt to the replicas in turn."""
         turn, replica = divmod(microbatch, self.replicas)
-        return replica * self._copied.ranks + self._copied.program.placed[turn * self.stages + stage]
+        return replica * self._copied.ranks + self._copied.bound.route(turn)[stage]
 
     def actions(self, rank: int) -> Iterator[Any]:
         """Yield what the pipeline's own rank does, with the micro-batches of this replica."""

@@ -11,8 +11,8 @@ ACTION = r"(?:(to|before|after) )?(\w)\((\d+)(?:, stage=(\d+))?\)"
 
 def written(plan):
     """Return a plan's rows, bound to stages, without the all-reduces that were put in their places."""
-    numbering, automatic = plan.program.numbering, plan.program.automatic
-    put = {numbering.action(code) for code in automatic}
+    codes, automatic = plan.bound.codes, plan.bound.automatic
+    put = {codes.action(code) for code in automatic}
     return [[item for item in row if item not in put] for row in plan.rows]
 
 

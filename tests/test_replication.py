@@ -146,7 +146,7 @@ def test_replicas_take_as_long_as_one_pipeline_and_an_all_reduce_on_each_rank(
     alone = simulate(schedule, Cost(forward=forward, backward=backward))
     together = simulate(replicate(schedule, replicas), cost)
     assert together.peak_activations == alone.peak_activations * replicas
-    if schedule.stages == schedule.ranks and not schedule.plan().program.reduces:
+    if schedule.stages == schedule.ranks and not schedule.plan().bound.reduces:
         assert together.makespan == max(end[-1] for end in alone.ends) + reduce
     else:  # a rank's all-reduces stand between its other work, and others may wait for that
         per_rank = [sum(e.action.kind == "R" for e in together.events_of(rank)) for rank in range(together.ranks)]

@@ -149,16 +149,14 @@ class Greedy(Schedule):
     def _rows(self) -> list[list[Action]]:
         """For each rank, its actions."""
         blank = Plan([[]] * self.ranks, self.stages, self.microbatches, self.place)
-        program = blank.program
-        if program.faults:  # of `place`
-            raise ScheduleError(program.faults)
-        times = self.cost.times(blank)
-        lasts = [time for kind in "FBIW" for time in times[kind] * self.microbatches]  # by code
-        outputs, gradients = self.cost.transfer_times(blank)
-        delays = outputs * self.microbatches + gradients * self.microbatches  # by value
+        bound = blank.bound
+        if bound.faults:  # of `place`
+            raise ScheduleError(bound.faults)
+        lasts = bound.codes.by_code(self.cost.times(blank))
+        delays = bound.codes.by_value(*self.cost.transfer_times(blank))
         priority = self.priority if callable(self.priority) else policies[self.priority]
         caps = None if self.memory_cap is None else require_caps(self.memory_cap, self.ranks)
-        return list_schedule(program, lasts, delays, priority, caps, self.split)
+        return list_schedule(bound, lasts, delays, priority, caps, self.split)
 
     def __repr__(self) -> str:
         """Return the schedule's name, its sizes, and what is not as by default."""

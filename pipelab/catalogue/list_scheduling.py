@@ -17,7 +17,7 @@ from typing import Any
 
 from pipelab.errors import ScheduleError
 from pipelab.plan.actions import Action, Kind
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault, shorten
 
 __all__ = ["Moment", "Priority", "list_schedule"]
@@ -46,7 +46,7 @@ Priority = Callable[[Action, int, Moment], Any]
 
 
 def list_schedule(
-    program: Program,
+    bound: BoundPlan,
     lasts: Sequence[float],
     delays: Sequence[float],
     priority: Priority,
@@ -56,7 +56,7 @@ def list_schedule(
     """Return, for each rank, its actions in the order in which it starts them.
 
     Args:
-        program: a plan without actions, for its sizes and its placement.
+        bound: a plan without actions, for its sizes and its placement.
         lasts: by code, how long an action takes.
         delays: by value, how long it travels to another rank.
         priority: which action a rank starts first; of equals, the lowest micro-batch's, then the last stage's.
@@ -66,7 +66,7 @@ def list_schedule(
     Raises:
         ScheduleError: if the caps end in a deadlock, with what the ranks without room wait for.
     """
-    return _Run(program, lasts, delays, priority, caps, split).rows()
+    return _Run(bound, lasts, delays, priority, caps, split).rows()
 
 
 class _Run:
@@ -74,27 +74,26 @@ class _Run:
 
     def __init__(
         self,
-        program: Program,
+        bound: BoundPlan,
         lasts: Sequence[float],
         delays: Sequence[float],
         priority: Priority,
         caps: Sequence[int] | None,
         split: bool,
     ) -> None:
-        numbering = self.numbering = program.numbering
-        self.placed, self.lasts, self.delays = program.placed, lasts, delays
+        codes = self.codes = bound.codes
+        self.rank_of_slot, self.lasts, self.delays = bound.rank_of_slot, lasts, delays
         self.priority, self.split = priority, split
-        self.backward = (2 if split else 1) * numbering.slots  # the code of the first B, or I
-        ranks = range(len(program.rows))
+        ranks = range(len(bound.rows))
         self.started: list[list[Action]] = [[] for _ in ranks]
         self.busy = [False for _ in ranks]
-        self.caps = list(caps or [numbering.slots for _ in ranks])
+        self.caps = list(caps or [len(bound.rank_of_slot) for _ in ranks])
         self.held = [0 for _ in ranks]
         self.forwards: list[dict[int, Action]] = [{} for _ in ranks]  # by code, what has all its inputs
         self.others: list[dict[int, Action]] = [{} for _ in ranks]
-        families = [0, self.backward, 3 * numbering.slots] if split else [0, self.backward]
-        codes = [first + slot for first in families for slot in range(numbering.slots)]
-        self.lacks = {code: len(numbering.needs(code)) for code in codes}  # by code: how many inputs are not there
+        kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
+        # By code, how many inputs are not there yet.
+        self.lacks = {code: len(codes.needs(code)) for kind in kinds for code in codes.of_kind[kind]}
         self.events: list[tuple[float, bool, int]] = []  # (time, whether the action has ended or gets an input, code)
 
     def rows(self) -> list[list[Action]]:
@@ -126,12 +125,12 @@ class _Run:
             awake = sorted(changed)
 
     def _rank(self, code: int) -> int:
-        return self.placed[code % self.numbering.slots]
+        return self.rank_of_slot[self.codes.slot[code]]
 
     def _offer(self, code: int) -> None:
         """Let a rank choose an action from now on."""
-        offers = self.forwards if code < self.numbering.slots else self.others
-        offers[self._rank(code)][code] = self.numbering.action(code)
+        offers = self.forwards if self.codes.kind[code] == "F" else self.others
+        offers[self._rank(code)][code] = self.codes.action(code)
 
     def _choose(self, rank: int, now: float) -> None:
         """Start what the rank likes best, if there is anything that it may start."""
@@ -142,13 +141,10 @@ class _Run:
         if not offers:
             return
         moment = Moment(now, self.held[rank], row[-1] if row else None)
-        slots, stages = self.numbering.slots, self.numbering.stages
-        liked = [
-            (self._likes(action, rank, moment), -(code % slots // stages), code % stages, code)
-            for code, action in offers
-        ]
+        microbatch, stage = self.codes.microbatch, self.codes.stage
+        liked = [(self._likes(action, rank, moment), -microbatch[code], stage[code], code) for code, action in offers]
         code = _best(liked)
-        if code >= slots:
+        if code in others:
             row.append(others.pop(code))
         else:
             row.append(forwards.pop(code))
@@ -176,7 +172,7 @@ class _Run:
         for rank, forwards in enumerate(self.forwards):
             if not forwards:
                 continue
-            waiting = self.numbering.action(min(forwards))
+            waiting = self.codes.action(min(forwards))
             last: Kind = "W" if self.split else "B"
             releases = [replace(done, kind=last) for done in self.started[rank] if done.kind == "F"]
             release = next(each for each in releases if each not in self.started[rank])
@@ -191,25 +187,15 @@ class _Run:
 
     def _end(self, code: int, now: float) -> None:
         """Free the rank, release the activation if that was its backward, and send on what was made."""
-        slots, stages = self.numbering.slots, self.numbering.stages
-        slot = code % slots
-        rank = self.placed[slot]
+        codes, rank = self.codes, self._rank(code)
         self.busy[rank] = False
-        if code < slots:
-            needers = [code + 1] if code % stages < stages - 1 else []
-            needers.append(self.backward + slot)
-        elif code < 3 * slots:
-            needers = [code - 1] if code % stages else []
-            if self.split:
-                needers.append(3 * slots + slot)
-        else:
-            needers = []
-        if code >= slots and not (self.split and code < 3 * slots):
+        if codes.releases[code]:
             self.held[rank] -= 1
-        value = self.numbering.gives[code]
-        for needer in needers:
-            way = 0.0 if self._rank(needer) == rank else self.delays[value]
-            heappush(self.events, (now + way, False, needer))
+        value = codes.gives[code]
+        for needer in codes.needers(value):
+            if needer in self.lacks:
+                way = 0.0 if self._rank(needer) == rank else self.delays[value]
+                heappush(self.events, (now + way, False, needer))
 
 
 def _holds_nan(answer: Any) -> bool:

@@ -17,13 +17,13 @@ from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
 from pipelab.errors import ScheduleError, require_caps
 from pipelab.plan.actions import Action
-from pipelab.plan.bound import Program
-from pipelab.plan.codes import Numbering
+from pipelab.plan.bound import BoundPlan
+from pipelab.plan.codes import Codes
 from pipelab.plan.fault import Code, Fault, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
 
-__all__ = ["Draftable", "as_plan", "check", "require_legal", "with_excerpt"]
+__all__ = ["ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
 
 _ORDER: tuple[Code, ...] = (
     "refused",
@@ -44,14 +44,14 @@ _OF_ONE_ITEM: tuple[Code, ...] = ("not-an-action", "endless")
 
 
 @runtime_checkable
-class Draftable(Protocol):
+class ScheduleLike(Protocol):
     """What can write a plan before it is checked: a `Schedule`."""
 
     def draft(self) -> Plan:
         """Return the plan, unchecked."""
 
 
-def check(plan_or_schedule: Plan | Draftable, memory_cap: int | Sequence[int] | None = None) -> list[Fault]:
+def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int] | None = None) -> list[Fault]:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
 
     Args:
@@ -88,22 +88,22 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
     What may only look wrong is left out: without a placement nothing is known about stages, and what is missing on a
     rank may be what stands there and cannot be read.
     """
-    program = plan.program
-    if any(fault.rank is None for fault in program.faults):  # of the placement
-        certain = [fault for fault in program.faults if fault.rank is None or fault.code in _OF_ONE_ITEM]
+    bound = plan.bound
+    if any(fault.rank is None for fault in bound.faults):  # of the placement
+        certain = [fault for fault in bound.faults if fault.rank is None or fault.code in _OF_ONE_ITEM]
         return sorted(certain, key=_severity)
-    unread = {fault.rank for fault in program.faults if _is_unread(fault)}
-    incomplete, missing_values = missing(program)
+    unread = {fault.rank for fault in bound.faults if _is_unread(fault)}
+    incomplete, missing_values = missing(bound)
     incomplete = [fault for fault in incomplete if not unread or fault.rank not in (*unread, None)]
-    walk = traverse(program, given=missing_values)
+    walk = traverse(bound, given=missing_values)
     disorder: list[Fault] = []
-    if walk.stuck or program.written_reduces:
-        disorder, excused = _unordered(program)
+    if walk.stuck or bound.written_reduces:
+        disorder, excused = _unordered(bound)
         if excused:
-            walk = traverse(program, given=missing_values, excused=excused)
-        disorder += deadlocks(program, walk, missing_values, excused)
-    over = [] if memory_cap is None else _over_cap(program, memory_cap)
-    return sorted([*program.faults, *misplaced(program), *incomplete, *disorder, *over], key=_severity)
+            walk = traverse(bound, given=missing_values, excused=excused)
+        disorder += deadlocks(bound, walk, missing_values, excused)
+    over = [] if memory_cap is None else _over_cap(bound, memory_cap)
+    return sorted([*bound.faults, *misplaced(bound), *incomplete, *disorder, *over], key=_severity)
 
 
 def _is_unread(fault: Fault) -> bool:
@@ -123,18 +123,18 @@ def require_legal(plan: Plan) -> Traversal:
     Raises:
         ScheduleError: if the plan has any fault, with all of them.
     """
-    program = plan.program
-    if program.walk is not None:
-        return program.walk
-    if not program.faults and not misplaced(program) and complete(program):
-        walk = traverse(program)
-        if not walk.stuck and not (program.written_reduces and _unordered(program)[0]):
-            program.walk = walk
+    bound = plan.bound
+    if bound.walk is not None:
+        return bound.walk
+    if not bound.faults and not misplaced(bound) and complete(bound):
+        walk = traverse(bound)
+        if not walk.stuck and not (bound.written_reduces and _unordered(bound)[0]):
+            bound.walk = walk
             return walk
     raise ScheduleError(check(plan), plan.name)
 
 
-def as_plan(plan_or_schedule: Plan | Draftable) -> Plan:
+def as_plan(plan_or_schedule: Plan | ScheduleLike) -> Plan:
     """Return a plan as it is, and a schedule's draft.
 
     Raises:
@@ -147,7 +147,7 @@ def as_plan(plan_or_schedule: Plan | Draftable) -> Plan:
         name = plan_or_schedule.__name__
         example = f"{name}(ranks=4, microbatches=8)"
         raise TypeError(f"expected a plan or a schedule, got the class {name}: make one, {example}")
-    if isinstance(plan_or_schedule, Draftable):
+    if isinstance(plan_or_schedule, ScheduleLike):
         return plan_or_schedule.draft()
     raise TypeError(f"expected a plan or a schedule, got {_how_to_make(plan_or_schedule)}")
 
@@ -164,80 +164,72 @@ def _how_to_make(other: object) -> str:
     return shorten(other)
 
 
-def _unordered(program: Program) -> tuple[list[Fault], set[int]]:
+def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     """Find actions that come before something of the same rank that they need; return also their codes."""
-    numbering = program.numbering
+    codes = bound.codes
     faults: list[Fault] = []
     excused: set[int] = set()
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(bound.rows):
         index_of = {code: index for index, code in enumerate(row)}
         found: list[tuple[int, int, int, int]] = []
         for index, code in enumerate(row):
-            for value in numbering.all_needs(code):
-                giver = next((other for other in numbering.givers(value) if index_of.get(other, -1) > index), None)
+            for value in codes.all_needs(code):
+                giver = next((other for other in codes.givers(value) if index_of.get(other, -1) > index), None)
                 if giver is not None:
                     found.append((index, giver, value, index_of[giver]))
                     excused.add(code)
                     break
         if found:
-            write = as_yielded(program, rank)
-            faults += [_unordered_fault(program, rank, *each, write) for each in found]
+            write = as_yielded(bound, rank)
+            faults += [_unordered_fault(bound, rank, *each, write) for each in found]
     return faults, excused
 
 
 def _unordered_fault(
-    program: Program, rank: int, index: int, giver: int, value: int, later: int, write: Callable[[int], str]
+    bound: BoundPlan, rank: int, index: int, giver: int, value: int, later: int, write: Callable[[int], str]
 ) -> Fault:
-    numbering = program.numbering
-    needer, needed = numbering.action(program.rows[rank][index]), numbering.action(giver)
+    codes = bound.codes
+    needer, needed = codes.action(bound.rows[rank][index]), codes.action(giver)
     own = "its own " if needer.microbatch == needed.microbatch and needer.stage == needed.stage else ""
     return Fault(
         "unordered",
         rank,
-        program.position(rank, index),
+        bound.position(rank, index),
         needer,
-        f"{needer} on rank {rank}, position {program.position(rank, index)} comes before {own}{needed.word} {needed} "
-        f"at position {program.position(rank, later)}, which gives it {numbering.value_name(value)}",
-        f"yield {write(giver)} before {write(program.rows[rank][index])} on rank {rank}",
+        f"{needer} on rank {rank}, position {bound.position(rank, index)} comes before {own}{needed.word} {needed} "
+        f"at position {bound.position(rank, later)}, which gives it {codes.value_name(value)}",
+        f"yield {write(giver)} before {write(bound.rows[rank][index])} on rank {rank}",
     )
 
 
-def _over_cap(program: Program, memory_cap: int | Sequence[int]) -> list[Fault]:
+def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
     """Find, for each rank, the first forward that makes it hold more activations than allowed."""
-    numbering = program.numbering
-    slots = numbering.slots
-    caps = require_caps(memory_cap, len(program.rows))
     faults: list[Fault] = []
-    for rank, row in enumerate(program.rows):
-        held = 0
-        for index, code in enumerate(row):
-            if code < slots:
-                held += 1
-                if held > caps[rank]:
-                    action = numbering.action(code)
-                    faults.append(
-                        Fault(
-                            "memory-cap",
-                            rank,
-                            program.position(rank, index),
-                            action,
-                            f"{action} would be activation {held} in flight on rank {rank} (cap {caps[rank]})",
-                            _how_to_hold_less(numbering, row[:index], action, rank),
-                        )
-                    )
-                    break
-            elif code < 2 * slots or 3 * slots <= code < 4 * slots:
-                held -= 1
+    for rank, cap in enumerate(require_caps(memory_cap, len(bound.rows))):
+        row, in_flight = bound.rows[rank], bound.in_flight(rank)
+        index = next((index for index, held in enumerate(in_flight) if held > cap), None)
+        if index is None:
+            continue
+        action = bound.codes.action(row[index])
+        faults.append(
+            Fault(
+                "memory-cap",
+                rank,
+                bound.position(rank, index),
+                action,
+                f"{action} would be activation {in_flight[index]} in flight on rank {rank} (cap {cap})",
+                _how_to_hold_less(bound.codes, row[:index], action, rank),
+            )
+        )
     return faults
 
 
-def _how_to_hold_less(numbering: Numbering, before: Sequence[int], action: Action, rank: int) -> str:
+def _how_to_hold_less(codes: Codes, before: Sequence[int], action: Action, rank: int) -> str:
     """Return what lets go of an activation before a forward: a weight gradient that could have run, or a backward."""
-    slots = numbering.slots
     done = set(before)
     for code in before:
-        if 2 * slots <= code < 3 * slots and code + slots not in done:
-            late = numbering.action(code + slots)
+        if codes.kind[code] == "I" and (weights := codes.sibling(code, "W")) not in done:
+            late = codes.action(weights)
             return f"run {late} before {action} on rank {rank}: an activation is held until its weight gradient is made"
     return f"let a backward come before {action} on rank {rank}, or begin with fewer forwards"
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from pipelab.checking.repair import Knot, repair
 from pipelab.plan.actions import Item, Pair
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault
 from pipelab.plan.order import Traversal
 
@@ -30,36 +30,34 @@ class _Wait:
 class _Names:
     """What actions are called in a message: both halves of a pair that is one slot have the pair's name."""
 
-    def __init__(self, program: Program, atomic_pairs: bool) -> None:
-        self.program = program
-        self.slots: dict[int, Pair] = {}
-        for row in program.rows if atomic_pairs else ():
+    def __init__(self, bound: BoundPlan, atomic_pairs: bool) -> None:
+        self.bound = bound
+        self.pair_of: dict[int, Pair] = {}
+        for row in bound.rows if atomic_pairs else ():
             for forward, backward in pairwise(row):
-                if forward in program.pairs:
-                    self.slots[forward] = self.slots[backward] = Pair(
-                        *map(program.numbering.action, (forward, backward))
-                    )
+                if forward in bound.pairs:
+                    self.pair_of[forward] = self.pair_of[backward] = Pair(*map(bound.codes.action, (forward, backward)))
 
     def of(self, code: int) -> Item:
         """Return what runs: an action, or a pair."""
-        return self.slots.get(code) or self.program.numbering.action(code)
+        return self.pair_of.get(code) or self.bound.codes.action(code)
 
-    def placed(self, code: int, rank: int) -> str:
+    def with_position(self, code: int, rank: int) -> str:
         """Return the name, and where it stands."""
-        position = self.program.position(rank, self.program.rows[rank].index(code))
+        position = self.bound.position(rank, self.bound.rows[rank].index(code))
         return f"{self.of(code)} (rank {rank}, position {position})"
 
 
 def deadlocks(
-    program: Program,
+    bound: BoundPlan,
     walk: Traversal,
     given: Collection[int] = (),
     excused: Collection[int] = (),
     atomic_pairs: bool = False,
 ) -> list[Fault]:
     """Return one fault for each cycle among the ranks that a walk left stuck; it was walked with these options."""
-    waits = {rank: _wait(program, walk, rank) for rank in walk.stuck}
-    names = _Names(program, atomic_pairs)
+    waits = {rank: _wait(bound, walk, rank) for rank in walk.stuck}
+    names = _Names(bound, atomic_pairs)
     faults: list[Fault] = []
     seen: set[int] = set()
     for start in sorted(waits):
@@ -81,25 +79,25 @@ def deadlocks(
                     "or list none of them, and each is put in its place"
                 )
             else:
-                hint = repair(program, _knots(cycle), given, excused)
-            faults.append(_fault(program, cycle, hint, names))
+                hint = repair(bound, _knots(cycle), given, excused)
+            faults.append(_fault(bound, cycle, hint, names))
     return faults
 
 
-def _wait(program: Program, walk: Traversal, rank: int) -> _Wait:
+def _wait(bound: BoundPlan, walk: Traversal, rank: int) -> _Wait:
     """Tell what a stuck rank waits for."""
     index = walk.stuck[rank]
-    code = program.rows[rank][index]
+    code = bound.rows[rank][index]
     value = walk.waits_for[rank]
     if value is None:  # an R waits for a rank that has not come to it
         absent = next(
             other
-            for other, row in enumerate(program.rows)
-            if code in row and (other not in walk.stuck or program.rows[other][walk.stuck[other]] != code)
+            for other, row in enumerate(bound.rows)
+            if code in row and (other not in walk.stuck or bound.rows[other][walk.stuck[other]] != code)
         )
         return _Wait(rank, index, code, None, code, absent)
-    giver = program.giver(value)
-    return _Wait(rank, index, code, value, giver, program.rank_of[giver])
+    giver = bound.giver(value)
+    return _Wait(rank, index, code, value, giver, bound.rank_of[giver])
 
 
 def _knots(cycle: list[_Wait]) -> list[Knot]:
@@ -111,20 +109,20 @@ def _knots(cycle: list[_Wait]) -> list[Knot]:
     ]
 
 
-def _fault(program: Program, cycle: list[_Wait], hint: str, names: _Names) -> Fault:
+def _fault(bound: BoundPlan, cycle: list[_Wait], hint: str, names: _Names) -> Fault:
     """Explain one cycle, step by step."""
     first, last = cycle[0], cycle[-1]
-    steps = [f"{names.placed(first.code, first.rank)} {_needs(names, first)}"]
+    steps = [f"{names.with_position(first.code, first.rank)} {_needs(names, first)}"]
     for before, wait in pairwise(cycle):
         if names.of(before.giver) == names.of(wait.code):
-            steps.append(f"{names.placed(wait.code, wait.rank)} {_needs(names, wait)}")
+            steps.append(f"{names.with_position(wait.code, wait.rank)} {_needs(names, wait)}")
         else:
-            giver = names.placed(before.giver, wait.rank)
+            giver = names.with_position(before.giver, wait.rank)
             steps.append(f"{giver} comes after {names.of(wait.code)}, which {_needs(names, wait)}")
     if names.of(last.giver) != names.of(first.code):
         steps.append(f"{names.of(last.giver)} comes after {names.of(first.code)} on rank {first.rank}")
     lines = [_summary([wait.rank for wait in cycle]), *(f"  {step}" for step in _shortened(steps, "…"))]
-    position = program.position(first.rank, first.index)
+    position = bound.position(first.rank, first.index)
     return Fault("deadlock", first.rank, position, names.of(first.code), "\n".join(lines), hint)
 
 
@@ -139,7 +137,7 @@ def _summary(ranks: list[int]) -> str:
 def _needs(names: _Names, wait: _Wait) -> str:
     if wait.value is None:
         return f"needs rank {wait.on} to come to it too"
-    value, giver = names.program.numbering.value_name(wait.value), names.of(wait.giver)
+    value, giver = names.bound.codes.value_name(wait.value), names.of(wait.giver)
     return f"needs {value}, {'which it gives itself' if giver == names.of(wait.code) else f'given by {giver}'}"
 
 

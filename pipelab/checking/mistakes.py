@@ -98,12 +98,12 @@ def _right_if_swapped(plan: Plan, rank: int | None, action: object) -> bool:
     """Tell whether an action with its numbers swapped would be right on its rank, and is not there yet."""
     if not (_names_both(action) and within(action.stage, plan.microbatches) and within(action.microbatch, plan.stages)):
         return False
-    meant, program = _swapped(action), plan.program
-    code = program.numbering.code(meant)
-    if program.placed[code % program.numbering.slots] not in (rank, NO_RANK) or program.rank_of[code] == rank:
+    meant, bound = _swapped(action), plan.bound
+    code = bound.codes.code(meant)
+    if bound.rank_of_slot[bound.codes.slot[code]] not in (rank, NO_RANK) or bound.rank_of[code] == rank:
         return False
     instead: tuple[Kind, ...] = ("I", "W") if meant.kind == "B" else ("B",) if meant.kind in ("I", "W") else ()
-    return all(program.rank_of[program.numbering.code(replace(meant, kind=kind))] == NO_RANK for kind in instead)
+    return all(bound.rank_of[bound.codes.code(replace(meant, kind=kind))] == NO_RANK for kind in instead)
 
 
 def _swap_fault(shown: Sequence[Fault]) -> Fault:
@@ -162,7 +162,7 @@ def _stages_forgotten(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
     message = f"{type(schedule).__name__} has one stage on each of {plan.ranks} ranks, and {many} {faults[0].message}"
     for per_rank in _TRIED_PER_RANK:
         meant = _drafted(schedule, per_rank)
-        if meant is not None and not meant.program.faults and not meant.program.misplaced:
+        if meant is not None and not meant.bound.faults and not meant.bound.misplaced:
             hint = f"write stages_per_rank = {per_rank} in the class: stages 0 to {meant.stages - 1}"
             yield Mistake(replace(faults[0], message=message, hint=hint), meant, _ALL_BUT_THE_CAP)
 

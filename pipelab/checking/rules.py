@@ -7,61 +7,71 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from pipelab.checking.repair import as_yielded
+from pipelab.plan.actions import Kind
 from pipelab.plan.binding import NO_RANK
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
+from pipelab.plan.codes import PER_MICROBATCH
 from pipelab.plan.fault import Fault, ranges
 
 __all__ = ["complete", "misplaced", "missing"]
 
+_KINDS: dict[str, tuple[Kind, ...]] = {
+    "forward": ("F",),
+    "backward": ("B",),
+    "backward in halves": ("I", "W"),
+    "input gradient (I)": ("I",),
+    "weight gradient (W)": ("W",),
+}
+"""What a stage may lack, and the kinds of action that make it."""
 
-def complete(program: Program) -> bool:
+
+def complete(bound: BoundPlan) -> bool:
     """Tell whether there are as many forwards and backwards as there must be, which is quick to see."""
-    slots, rank_of = program.numbering.slots, program.rank_of
-    absent = [rank_of[start : start + slots].count(-1) for start in range(0, 4 * slots, slots)]
-    if absent == [0, 0, slots, slots] and not program.written_reduces:
+    every = len(bound.rank_of_slot)
+    absent = [bound.ranks_of(kind).count(NO_RANK) for kind in PER_MICROBATCH]
+    if absent == [0, 0, every, every] and not bound.written_reduces:
         return True
-    return not missing(program)[0]
+    return not missing(bound)[0]
 
 
-def misplaced(program: Program) -> list[Fault]:
+def misplaced(bound: BoundPlan) -> list[Fault]:
     """Find what runs on another rank than the placement says."""
-    faults = _strangers(program) if program.reduces else []
-    if not program.misplaced:
+    faults = _strangers(bound) if bound.reduces else []
+    if not bound.misplaced:
         return faults
-    numbering = program.numbering
-    slots, placed = numbering.slots, program.placed
-    for rank, row in enumerate(program.rows):
+    codes = bound.codes
+    for rank, row in enumerate(bound.rows):
         for index, code in enumerate(row):
-            right = placed[code % slots] if code < 4 * slots else rank
-            if right not in (rank, -1):
-                action = numbering.action(code)
+            right = rank if codes.kind[code] == "R" else bound.rank_of_slot[codes.slot[code]]
+            if right not in (rank, NO_RANK):
+                action = codes.action(code)
                 faults.append(
                     Fault(
                         "wrong-rank",
                         rank,
-                        program.position(rank, index),
+                        bound.position(rank, index),
                         action,
                         f"{action} is on rank {rank}, but micro-batch {action.microbatch} of stage {action.stage} "
-                        f"{'is placed on' if program.names_ranks else 'went forward on'} rank {right}",
+                        f"{'is placed on' if bound.names_ranks else 'went forward on'} rank {right}",
                         f"move {action} to rank {right}, or override place(microbatch, stage)",
                     )
                 )
     return faults
 
 
-def _strangers(program: Program) -> list[Fault]:
+def _strangers(bound: BoundPlan) -> list[Fault]:
     """Find all-reduces on ranks that do not hold the stage."""
     faults: list[Fault] = []
-    replicas = program.replicas
-    for code, listers in program.reduces.items():
-        action = program.numbering.action(code)
+    replicas = bound.replicas
+    for code, listers in bound.reduces.items():
+        action = bound.codes.action(code)
         assert action.stage is not None
         group = replicas[action.stage]
         faults.extend(
             Fault(
                 "wrong-rank",
                 rank,
-                program.position(rank, program.rows[rank].index(code)),
+                bound.position(rank, bound.rows[rank].index(code)),
                 action,
                 f"{action} is on rank {rank}, which does not hold stage {action.stage}: "
                 f"rank{'s' if len(group) > 1 else ''} {ranges(group)} {'do' if len(group) > 1 else 'does'}",
@@ -73,45 +83,45 @@ def _strangers(program: Program) -> list[Fault]:
     return faults
 
 
-def missing(program: Program) -> tuple[list[Fault], set[int]]:
+def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     """Find what no rank lists; return the faults, and the values that nobody gives."""
-    numbering, rank_of = program.numbering, program.rank_of
-    slots, stages = numbering.slots, numbering.stages
+    codes = bound.codes
     lacking: dict[tuple[int, str], list[int]] = defaultdict(list)
     values: set[int] = set()
     both: list[Fault] = []
-    for slot in range(slots):
-        forward, backward, inputs, weights = (rank_of[kind * slots + slot] >= 0 for kind in range(4))
+    for slot, ranks in enumerate(zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True)):
+        forward, backward, inputs, weights = (rank != NO_RANK for rank in ranks)
         full = backward and not (inputs or weights)
         split = inputs and weights and not backward
         if forward and (full or split):
             continue
-        microbatch, stage = divmod(slot, stages)
+        code = codes.of_kind["F"][slot]
+        microbatch, stage = codes.microbatch[code], codes.stage[code]
         if not forward:
             lacking[stage, "forward"].append(microbatch)
-            values.add(slot)
+            values.add(codes.gives[code])
         if backward and (inputs or weights):
-            both.append(_twice_backward(program, slot, inputs))
+            both.append(_twice_backward(bound, codes.sibling(code, "I" if inputs else "W")))
         elif not backward and inputs != weights:
             lacking[stage, "weight gradient (W)" if inputs else "input gradient (I)"].append(microbatch)
         elif not backward and not inputs:
             lacking[stage, "backward"].append(microbatch)
         if not backward and not inputs:
-            values.add(slots + slot)
-    name = cache(partial(as_yielded, program))  # one look at all placements for each rank, not for each fault
+            values.add(codes.gives[codes.sibling(code, "B")])
+    name = cache(partial(as_yielded, bound))  # one look at all placements for each rank, not for each fault
     faults = [
-        _missing_fault(program, stage, what, microbatches, name)
+        _missing_fault(bound, stage, what, microbatches, name)
         for (stage, what), microbatches in sorted(lacking.items())
     ]
-    return both + faults + _left_out(program), values
+    return both + faults + _left_out(bound), values
 
 
-def _left_out(program: Program) -> list[Fault]:
+def _left_out(bound: BoundPlan) -> list[Fault]:
     """Find all-reduces that some ranks of the group list and others do not."""
     faults: list[Fault] = []
-    replicas = program.replicas if program.reduces else {}
-    for code, listers in program.reduces.items():
-        action = program.numbering.action(code)
+    replicas = bound.replicas if bound.reduces else {}
+    for code, listers in bound.reduces.items():
+        action = bound.codes.action(code)
         assert action.stage is not None
         group = replicas[action.stage]
         inside = [rank for rank in listers if rank in group]
@@ -130,38 +140,36 @@ def _left_out(program: Program) -> list[Fault]:
     return faults
 
 
-def _twice_backward(program: Program, slot: int, inputs: bool) -> Fault:
-    numbering = program.numbering
-    code = (2 if inputs else 3) * numbering.slots + slot
-    action, rank = numbering.action(code), program.rank_of[code]
-    full = numbering.action(numbering.slots + slot)
+def _twice_backward(bound: BoundPlan, half: int) -> Fault:
+    codes = bound.codes
+    action, rank = codes.action(half), bound.rank_of[half]
+    whole = codes.sibling(half, "B")
+    full = codes.action(whole)
     return Fault(
         "duplicate",
         rank,
-        program.position(rank, program.rows[rank].index(code)),
+        bound.position(rank, bound.rows[rank].index(half)),
         action,
-        f"{action} on rank {rank} repeats a part of {full} on rank {program.rank_of[numbering.slots + slot]}: "
+        f"{action} on rank {rank} repeats a part of {full} on rank {bound.rank_of[whole]}: "
         "B is the input gradient and the weight gradient at once",
         f"keep either {full}, or an I and a W",
     )
 
 
 def _missing_fault(
-    program: Program,
+    bound: BoundPlan,
     stage: int,
     what: str,
     microbatches: list[int],
     name: Callable[[int | None], Callable[[int], str]],
 ) -> Fault:
-    ranks = sorted({program.placed[microbatch * program.numbering.stages + stage] for microbatch in microbatches})
-    known = [rank for rank in ranks if rank >= 0]
+    ranks = sorted({bound.route(microbatch)[stage] for microbatch in microbatches})
+    known = [rank for rank in ranks if rank != NO_RANK]
     where = f" (rank{'s' if len(known) > 1 else ''} {ranges(known)})" if known else ""
     many = len(microbatches) > 1
-    kinds = [("forward", "backward", "input gradient (I)", "weight gradient (W)").index(what)]
-    if what == "backward" and _is_split(program, stage):
-        kinds = [2, 3]
-    slot, write = microbatches[0] * program.numbering.stages + stage, name(known[0] if known else None)
-    actions = " and ".join(write(kind * program.numbering.slots + slot) for kind in kinds)
+    kinds = _KINDS["backward in halves" if what == "backward" and _is_split(bound, stage) else what]
+    write = name(known[0] if known else None)
+    actions = " and ".join(write(bound.codes.table[kind][microbatches[0]][stage]) for kind in kinds)
     more = f"{',' * (len(kinds) - 1)} and so on" if many else ""
     return Fault(
         "missing",
@@ -174,11 +182,10 @@ def _missing_fault(
     )
 
 
-def _is_split(program: Program, stage: int) -> bool:
+def _is_split(bound: BoundPlan, stage: int) -> bool:
     """Tell whether a stage's backwards are all in halves; where it has none, whether the plan's are."""
-    slots, stages = program.numbering.slots, program.numbering.stages
-    for first, step in ((stage, stages), (0, 1)):
-        whole, *halves = (program.rank_of[kind * slots + first : (kind + 1) * slots : step] for kind in (1, 2, 3))
+    for first, step in ((stage, bound.codes.stages), (0, 1)):
+        whole, *halves = (bound.ranks_of(kind)[first::step] for kind in PER_MICROBATCH[1:])
         if any(len(listed) > listed.count(NO_RANK) for listed in (whole, *halves)):
             return whole.count(NO_RANK) == len(whole)
     return False

@@ -136,7 +136,7 @@ def check(
     if faults:
         raise pipelab.ScheduleError(faults, name)
     plan = simulate(subject).plan
-    actions = sum(len(row) for row in plan.program.rows)
+    actions = sum(len(row) for row in plan.bound.rows)
     say(f"{name} is right: {actions} actions, no fault")
     say(f"every micro-batch passes all {plan.stages} stages once forward and once backward; no rank gets stuck")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]

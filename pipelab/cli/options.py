@@ -15,8 +15,6 @@ import typer
 
 from pipelab.cli.targets import find, has_sizes, settings
 from pipelab.errors import UsageError
-from pipelab.plan.actions import KINDS, Kind
-from pipelab.plan.binding import NO_RANK
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
@@ -214,7 +212,7 @@ class Times:
     def uneven(self, plans: Sequence[Plan]) -> str:
         """Say by how much a split backward is other work than a full one, if only some of the plans split it."""
         cost = self.cost()
-        split = [plan for plan in plans if _runs(plan, "I")]
+        split = [plan for plan in plans if "I" in plan.bound.kinds]
         if (cost.input_grad is None and cost.weight_grad is None) or len(split) in (0, len(plans)):
             return ""
         times = cost.times(split[0])
@@ -226,12 +224,6 @@ class Times:
                     "the backward. To compare like with like, let backward be the sum of both."
                 )
         return ""
-
-
-def _runs(plan: Plan, kind: Kind) -> bool:
-    """Tell whether a plan has actions of a kind."""
-    first, slots = KINDS.index(kind) * plan.program.numbering.slots, plan.program.numbering.slots
-    return any(rank != NO_RANK for rank in plan.program.rank_of[first : first + slots])
 
 
 def _replicated(subject: Schedule | Plan | Trace, replicas: int) -> Schedule | Plan | Trace:

@@ -153,14 +153,14 @@ def _run(job: Job, rank: int, ranks: int) -> dict[str, Any]:
     """Run one job's part of this rank."""
     count = ranks * job.stages_per_rank
     plan = Plan.parse(job.rows) if job.rows else None
-    held = [
+    mine = [
         index
         for index in range(count)
         if (rank in plan.replicas[index] if plan else native_place(job.kind, ranks, index) == rank)
     ]
     modules = list(same_model(count))
     task = same_task(job.microbatches)
-    stages = [native.local_stage(modules[index], index, count) for index in held]
+    stages = [native.local_stage(modules[index], index, count) for index in mine]
     record: list[Action] = []
     for stage in stages:
         watch(stage, record)
@@ -169,7 +169,7 @@ def _run(job: Job, rank: int, ranks: int) -> dict[str, Any]:
         native.lower(schedule, plan.rows)
     loss = take_step(schedule, stages, task, one_at_a_time=job.one_at_a_time)
     return {
-        "gradients": {index: [parameter.grad for parameter in modules[index].parameters()] for index in held},
+        "gradients": {index: [parameter.grad for parameter in modules[index].parameters()] for index in mine},
         "loss": loss,
         "record": " ".join(map(str, _numbered(record) if job.one_at_a_time else record)),
     }

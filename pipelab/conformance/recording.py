@@ -126,8 +126,8 @@ def executed(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1)
         NativeRefusalError: if PyTorch refuses the size.
         EngineError: if this torch has no such class, or asks a stage for what the recorder does not know.
     """
-    held = _held(kind, ranks, stages_per_rank)
-    rows = [_row(kind, held, rank, microbatches) for rank in range(ranks)]
+    stages_of_rank = _stages_of_rank(kind, ranks, stages_per_rank)
+    rows = [_row(kind, stages_of_rank, rank, microbatches) for rank in range(ranks)]
     more = f", stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""
     name = f"{kind}(ranks={ranks}, microbatches={microbatches}{more}) as torch {torch.__version__} executes it"
     return Plan(rows, ranks * stages_per_rank, microbatches, name=name)
@@ -143,7 +143,7 @@ def order_table(kind: str, ranks: int, microbatches: int, stages_per_rank: int =
     Raises:
         NativeRefusalError: if PyTorch refuses the size.
     """
-    return native.order_table(_schedule(kind, _held(kind, ranks, stages_per_rank), 0, microbatches, []))
+    return native.order_table(_schedule(kind, _stages_of_rank(kind, ranks, stages_per_rank), 0, microbatches, []))
 
 
 def executed_by_runtime(plan: Plan) -> Plan:
@@ -164,8 +164,11 @@ def executed_by_runtime(plan: Plan) -> Plan:
                 f"stage {stage} is on ranks {', '.join(map(str, ranks))}: "
                 "PyTorch's runtime holds each stage on one rank"
             )
-    held = [[stage for stage, ranks in plan.replicas.items() if rank in ranks] for rank in range(plan.ranks)]
-    rows = [_row("_PipelineScheduleRuntime", held, rank, plan.microbatches, plan.rows) for rank in range(plan.ranks)]
+    stages_of_rank = [[stage for stage, ranks in plan.replicas.items() if rank in ranks] for rank in range(plan.ranks)]
+    rows = [
+        _row("_PipelineScheduleRuntime", stages_of_rank, rank, plan.microbatches, plan.rows)
+        for rank in range(plan.ranks)
+    ]
     name = f"{plan.name} as the runtime of torch {torch.__version__} executes it"
     return Plan(rows, plan.stages, plan.microbatches, name=name)
 
@@ -199,7 +202,7 @@ def _both(note: Callable[..., None], run: Callable[..., Any]) -> Callable[..., A
     return noted
 
 
-def _held(kind: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
+def _stages_of_rank(kind: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
     """Return the stages of each rank."""
     stages = range(ranks * stages_per_rank)
     return [[stage for stage in stages if native_place(kind, ranks, stage) == rank] for rank in range(ranks)]
@@ -207,7 +210,7 @@ def _held(kind: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
 
 def _row(
     kind: str,
-    held: Sequence[Sequence[int]],
+    stages_of_rank: Sequence[Sequence[int]],
     rank: int,
     microbatches: int,
     rows: Iterable[Iterable[Item]] | None = None,
@@ -220,7 +223,7 @@ def _row(
     """
     record: Record = []
     try:
-        native.run_on_recorders(_schedule(kind, held, rank, microbatches, record, rows), microbatches)
+        native.run_on_recorders(_schedule(kind, stages_of_rank, rank, microbatches, record, rows), microbatches)
     except AttributeError as error:
         if not isinstance(error.obj, RecordingStage):
             raise
@@ -233,7 +236,7 @@ def _row(
 
 def _schedule(
     kind: str,
-    held: Sequence[Sequence[int]],
+    stages_of_rank: Sequence[Sequence[int]],
     rank: int,
     microbatches: int,
     record: Record,
@@ -243,7 +246,7 @@ def _schedule(
 
     Args:
         kind: the name of PyTorch's class.
-        held: for each rank, its stages.
+        stages_of_rank: for each rank, its stages.
         rank: which rank.
         microbatches: how many micro-batches.
         record: where the stages write what they are asked to do.
@@ -254,8 +257,8 @@ def _schedule(
     """
     cls = native.schedule_class(kind)
     single = issubclass(cls, runtime.load().schedules.PipelineScheduleSingle)
-    stages = sum(map(len, held))
-    recorders = [RecordingStage(index, stages, rank, len(held), record) for index in held[rank]]
+    stages = sum(map(len, stages_of_rank))
+    recorders = [RecordingStage(index, stages, rank, len(stages_of_rank), record) for index in stages_of_rank[rank]]
     try:
         schedule = cls(recorders[0] if single else recorders, microbatches, loss_fn=lambda *_: None)
         if rows is not None:

@@ -132,5 +132,5 @@ def _class(kind: str) -> Reference:
 
 def flat(plan: Plan) -> list[tuple[Action, ...]]:
     """Return a plan's rows with each overlapped pair as what it runs: the forward, then the backward."""
-    numbering = plan.program.numbering
-    return [tuple(map(numbering.action, row)) for row in plan.program.rows]
+    codes = plan.bound.codes
+    return [tuple(map(codes.action, row)) for row in plan.bound.rows]

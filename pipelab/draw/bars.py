@@ -53,9 +53,8 @@ class Lanes:
     def __init__(self, trace: Trace) -> None:
         """Look at which stages each rank has: labels name the stage where a rank has several."""
         self.trace = trace
-        stages = trace.plan.stages
-        # A code leaves its stage when divided by the number of stages: see pipelab.plan.codes.
-        self.names_stages = any(len({code % stages for code in row}) > 1 for row in trace.plan.program.rows)
+        stage = trace.plan.bound.codes.stage
+        self.names_stages = any(len({stage[code] for code in row}) > 1 for row in trace.plan.bound.rows)
         self._labels: dict[int, tuple[Action, str]] = {}
 
     @property
@@ -65,12 +64,12 @@ class Lanes:
 
     def count(self, rank: int) -> int:
         """Return how many actions a rank has."""
-        return len(self.trace.plan.program.rows[rank])
+        return len(self.trace.plan.bound.rows[rank])
 
     def bars(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Bar]:
         """Yield the bars of one rank's actions `first` to `last` (that one excluded), in order."""
         trace, begin = self.trace, self.trace.start
-        row, starts, ends = trace.plan.program.rows[rank], trace.starts[rank], trace.ends[rank]
+        row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
         for index in range(first, len(row) if last is None else last):
             action, label = self._named(row[index])
             yield Bar(action, label, starts[index] - begin, ends[index] - begin, half(trace, rank, index))
@@ -95,12 +94,12 @@ class Lanes:
         A label that fits there fits nearly everywhere. Neither does one freak reading set the scale, nor do actions
         that take next to no time, as the first stage's input gradients do: those are not counted.
         """
-        program = self.trace.plan.program
+        bound = self.trace.plan.bound
         lasting: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
         for rank in ranks:
-            row, starts, ends = program.rows[rank], self.trace.starts[rank], self.trace.ends[rank]
+            row, starts, ends = bound.rows[rank], self.trace.starts[rank], self.trace.ends[rank]
             for code, start, end in zip(row, starts, ends, strict=True):
-                lasting[program.numbering.kind(code)].append(end - start)
+                lasting[bound.codes.kind[code]].append(end - start)
         every = [time for kind, times in lasting.items() for time in times if time > 0 and kind != "R"]
         least = median(every or [0.0]) * _NEXT_TO_NOTHING
         counted = {kind: sorted(time for time in times if time > least) for kind, times in lasting.items()}
@@ -109,7 +108,7 @@ class Lanes:
     def _named(self, code: int) -> tuple[Action, str]:
         """Return the action of a code, and its label."""
         if code not in self._labels:
-            action = self.trace.plan.program.numbering.action(code)
+            action = self.trace.plan.bound.codes.action(code)
             named = action if self.names_stages else Action(action.kind, action.microbatch)
             self._labels[code] = (action, str(named))
         return self._labels[code]

@@ -154,10 +154,7 @@ def legend(traces: Sequence[Trace], ax: Axes) -> None:
     from matplotlib.patches import Patch
     from matplotlib.transforms import ScaledTranslation
 
-    there: set[Kind] = set()
-    for trace in traces:
-        numbering = trace.plan.program.numbering
-        there.update({numbering.kind(code) for row in trace.plan.program.rows for code in row})
+    there = {kind for trace in traces for kind in trace.plan.bound.kinds}
     patches = [
         Patch(facecolor=colours.PALETTE[kind][0], label=f"{kind} {Action(kind).word}")
         for kind in KINDS

@@ -11,7 +11,7 @@ from pipelab.draw.wording import clean
 from pipelab.errors import FormatError, require_suffix
 from pipelab.plan.actions import KINDS
 from pipelab.simulation.clock import Cost, simulate
-from pipelab.simulation.comparison import critical_path
+from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:
     import os
@@ -92,7 +92,7 @@ def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> 
 
     path = Path(path)
     suffix = require_suffix(path, "a dependency graph", SUFFIXES)
-    actions = sum(map(len, plan.program.rows))
+    actions = sum(map(len, plan.bound.rows))
     if suffix in _PICTURES and actions > _MOST:
         raise FormatError(
             f"{path.name}: the graph of {clean(plan.name)} has {actions:,} actions, a picture at most {_MOST:,}: "

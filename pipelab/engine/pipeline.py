@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipelab.checking.checker import Draftable, as_plan, require_legal
+from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
 from pipelab.engine.model.split import Stages, split
@@ -86,7 +86,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Stages,
-        schedule: Plan | Draftable,
+        schedule: Plan | ScheduleLike,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         devices: Sequence[RankDevice | torch.device | str] | None = None,
         engine: str = "threads",
@@ -108,7 +108,7 @@ class Pipeline:
             raise EngineError(f"replicated_buffers={replicated_buffers!r}: expected 'refuse' or 'lowest'")
         if intra_op_threads is not None:
             intra_op_threads = require_size("intra_op_threads", intra_op_threads)
-        if isinstance(model, (Plan, Draftable)) and not isinstance(model, nn.Module):
+        if isinstance(model, (Plan, ScheduleLike)) and not isinstance(model, nn.Module):
             raise TypeError(
                 f"Pipeline(model, schedule, loss_fn): the model comes first, and {shorten(model)} stands first"
             )

@@ -146,12 +146,12 @@ def describe(plan: Plan, rank: RankState, line: str = "", absent: Collection[int
 
 def awaited_action(plan: Plan, rank: RankState) -> tuple[str, Action, int] | None:
     """Return what a rank's next action needs from another rank, the action that gives it, and on which rank."""
-    program = plan.program
-    numbering = program.numbering
-    for value in numbering.needs(numbering.code(rank.actions[rank.position])):
-        giver = program.giver(value)
-        if program.rank_of[giver] != rank.rank:
-            return numbering.value_name(value), numbering.action(giver), program.rank_of[giver]
+    bound = plan.bound
+    codes = bound.codes
+    for value in codes.needs(codes.code(rank.actions[rank.position])):
+        giver = bound.giver(value)
+        if bound.rank_of[giver] != rank.rank:
+            return codes.value_name(value), codes.action(giver), bound.rank_of[giver]
     return None
 
 

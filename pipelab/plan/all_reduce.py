@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from pipelab.plan.bound import Program
-from pipelab.plan.codes import Numbering
+from pipelab.plan.bound import BoundPlan
+from pipelab.plan.codes import Codes
 from pipelab.plan.order import traverse
 
 __all__ = ["with_reduces"]
@@ -23,76 +23,71 @@ Groups = Mapping[int, tuple[int, ...]]
 """For each all-reduce, by code, the ranks that hold its stage."""
 
 
-def with_reduces(program: Program) -> Program:
-    """Return a program in which every replicated stage has its all-reduce.
+def with_reduces(bound: BoundPlan) -> BoundPlan:
+    """Return a plan in which every replicated stage has its all-reduce.
 
     Each goes right after the stage's last gradient on every rank that holds the stage. If ranks would then wait for
     each other for good, all of them go to the ends of the rows instead, from the last stage to the first: whatever
     runs without them runs with them.
 
-    What a rank lists itself stays where it is. A program with faulty items stays as it is.
+    What a rank lists itself stays where it is. A plan with faulty items stays as it is.
     """
-    numbering = program.numbering
-    one_rank_each = program.placed[: numbering.stages] * numbering.microbatches
-    if program.placed == one_rank_each or program.faults:
-        return program
-    first = 4 * numbering.slots
-    groups = {
-        first + stage: ranks
-        for stage, ranks in program.replicas.items()
-        if len(ranks) > 1 and first + stage not in program.reduces
-    }
+    codes = bound.codes
+    one_rank_each = bound.route(0) * codes.microbatches
+    if bound.rank_of_slot == one_rank_each or bound.faults:
+        return bound
+    reduces = zip(codes.of_kind["R"], bound.replicas.values(), strict=True)
+    groups = {code: ranks for code, ranks in reduces if len(ranks) > 1 and code not in bound.reduces}
     if not groups:
-        return program
-    early = _inserted(program, groups, _after_last_gradients)
+        return bound
+    early = _inserted(bound, groups, _after_last_gradients)
     stuck = traverse(early, atomic_pairs=True).stuck  # the stricter way, in case `Cost(pair=...)` asks for it
-    return _inserted(program, groups, _at_the_end) if stuck else early
+    return _inserted(bound, groups, _at_the_end) if stuck else early
 
 
-Choice = Callable[[Numbering, list[int], list[int]], dict[int, int]]
+Choice = Callable[[Codes, list[int], list[int]], dict[int, int]]
 """Where a rank's all-reduces go: for each of their codes, the number of actions in its row that come before it."""
 
 
-def _after_last_gradients(numbering: Numbering, row: list[int], reduces: list[int]) -> dict[int, int]:
+def _after_last_gradients(codes: Codes, row: list[int], reduces: list[int]) -> dict[int, int]:
     """Put each all-reduce right after its stage's last `B` or `W`; at the end, where the row has none."""
-    slots, stages = numbering.slots, numbering.stages
-    wanted = {code - 4 * slots: code for code in reduces}
+    wanted = {codes.stage[code]: code for code in reduces}
     found: dict[int, int] = {}
     for index in range(len(row) - 1, -1, -1):
         code = row[index]
-        if (slots <= code < 2 * slots or 3 * slots <= code < 4 * slots) and code % stages in wanted:
-            found[wanted.pop(code % stages)] = index + 1
+        if codes.releases[code] and codes.stage[code] in wanted:
+            found[wanted.pop(codes.stage[code])] = index + 1
             if not wanted:
                 break
     return found | dict.fromkeys(wanted.values(), len(row))
 
 
-def _at_the_end(_: Numbering, row: list[int], reduces: list[int]) -> dict[int, int]:
+def _at_the_end(_: Codes, row: list[int], reduces: list[int]) -> dict[int, int]:
     return dict.fromkeys(reduces, len(row))
 
 
-def _inserted(program: Program, groups: Groups, choose: Choice) -> Program:
-    """Return a program with the all-reduces of `groups` where `choose` puts them."""
-    rows = [list(row) for row in program.rows]
-    positions = list(program.positions)
-    rank_of = list(program.rank_of)
+def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
+    """Return a plan with the all-reduces of `groups` where `choose` puts them."""
+    rows = [list(row) for row in bound.rows]
+    positions = list(bound.positions)
+    rank_of = list(bound.rank_of)
     for rank, row in enumerate(rows):
         reduces = [code for code, ranks in groups.items() if rank in ranks]
         if not reduces:
             continue
-        places = [program.position(rank, index) for index in range(len(row))]
+        places = [bound.position(rank, index) for index in range(len(row))]
         # From the back, so that the places before stay right; at one place, the last stage comes to stand first.
-        chosen = choose(program.numbering, row, reduces)
+        chosen = choose(bound.codes, row, reduces)
         for code in sorted(reduces, key=lambda code: (-chosen[code], code)):
             row.insert(chosen[code], code)
             places.insert(chosen[code], places[chosen[code] - 1] if chosen[code] else 0)
             rank_of[code] = rank
         positions[rank] = places
     return replace(
-        program,
+        bound,
         rows=rows,
         positions=positions,
         rank_of=rank_of,
-        reduces=program.reduces | {code: list(ranks) for code, ranks in groups.items()},
+        reduces=bound.reduces | {code: list(ranks) for code, ranks in groups.items()},
         automatic=set(groups),
     )

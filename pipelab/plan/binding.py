@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
 from pipelab.plan.actions import KINDS, Action, Pair
-from pipelab.plan.codes import Numbering
+from pipelab.plan.codes import PER_MICROBATCH, Codes
 from pipelab.plan.fault import Code, Fault, shorten, students_line
 from pipelab.plan.student_code import misfit
 
-__all__ = ["NO_RANK", "Held", "Place", "Refusal", "ask", "bound", "held_by_name", "held_by_placement", "within"]
+__all__ = [
+    "NO_RANK",
+    "Place",
+    "Refusal",
+    "StagesOfRank",
+    "ask",
+    "bind_action",
+    "stages_by_name",
+    "stages_by_placement",
+    "within",
+]
 
 Place = Callable[[int, int], int]
 """Which rank runs a stage: `(microbatch, stage) -> rank`."""
 
-Held = dict[int, "tuple[int, ...] | int"]
+StagesOfRank = dict[int, "tuple[int, ...] | int"]
 """For one rank: micro-batch -> its stage there (several: a tuple), for actions that name no stage."""
 
 NO_RANK = -1
@@ -29,67 +40,70 @@ def within(number: object, limit: int) -> TypeGuard[int]:
 
 
 def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[int], Fault | None]:
-    """Return the rank of every slot, asking `place` for each; and the fault if it does not answer with ranks."""
+    """Return the rank for every micro-batch and stage; or the fault, if `place` does not answer with ranks."""
     if fault := misfit("place", place, "microbatch", "stage"):
         return [], fault
     try:
-        placed = [place(microbatch, stage) for microbatch in range(microbatches) for stage in range(stages)]
+        rank_of_slot = [place(microbatch, stage) for microbatch in range(microbatches) for stage in range(stages)]
     except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
         message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error, place)}"
         return [], Fault("exception", None, None, None, message, "return a rank for every micro-batch and stage")
-    strange = [slot for slot, rank in enumerate(placed) if not within(rank, ranks)]
+    answers = zip(_visits(stages, microbatches), rank_of_slot, strict=True)
+    strange = [(visit, rank) for visit, rank in answers if not within(rank, ranks)]
     if not strange:
-        return placed, None
-    microbatch, stage = divmod(strange[0], stages)
+        return rank_of_slot, None
+    (microbatch, stage), answer = strange[0]
     others = f", and {len(strange) - 1} more like it" if len(strange) > 1 else ""
     message = (
-        f"place({microbatch}, {stage}) returns {shorten(placed[strange[0]])}{others}; "
+        f"place({microbatch}, {stage}) returns {shorten(answer)}{others}; "
         f"there are {ranks} ranks, numbered 0 to {ranks - 1}"
     )
     hint = f"return a whole number from 0 to {ranks - 1} for every micro-batch and stage"
     return [], Fault("out-of-range", None, None, None, message, hint)
 
 
-def held_by_placement(placed: Sequence[int], stages: int, ranks: int) -> list[Held]:
-    """Return what each rank holds where a placement says so."""
-    held: list[Held] = [{} for _ in range(ranks)]
-    for slot, rank in enumerate(placed):
-        microbatch, stage = divmod(slot, stages)
-        here = held[rank]
+def _visits(stages: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """Return every (micro-batch, stage), in the order of `rank_of_slot`."""
+    return product(range(microbatches), range(stages))
+
+
+def stages_by_placement(rank_of_slot: Sequence[int], codes: Codes, ranks: int) -> list[StagesOfRank]:
+    """Return the stages of each rank where a placement says so."""
+    by_rank: list[StagesOfRank] = [{} for _ in range(ranks)]
+    for (microbatch, stage), rank in zip(_visits(codes.stages, codes.microbatches), rank_of_slot, strict=True):
+        here = by_rank[rank]
         if microbatch in here:
             known = here[microbatch]
             here[microbatch] = (*(known if isinstance(known, tuple) else (known,)), stage)
         else:
             here[microbatch] = stage
-    return held
+    return by_rank
 
 
-def held_by_name(rows: Sequence[Sequence[object]], stages: int, microbatches: int) -> list[Held]:
-    """Return what each rank holds where nothing says so: the stages that its row names, or else stage = rank."""
-    held: list[Held] = []
+def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[StagesOfRank]:
+    """Return the stages of each rank where nothing says so: those that its row names, or else stage = rank."""
+    by_rank: list[StagesOfRank] = []
     for rank, row in enumerate(rows):
         halves = (half for item in row for half in ((item.forward, item.backward) if type(item) is Pair else (item,)))
-        named = {half.stage for half in halves if isinstance(half, Action) and within(half.stage, stages)}
-        choice = (rank,) if not named and rank < stages else tuple(sorted(named))
-        held.append(dict.fromkeys(range(microbatches), choice[0] if len(choice) == 1 else choice))
-    return held
+        named = {half.stage for half in halves if isinstance(half, Action) and within(half.stage, codes.stages)}
+        choice = (rank,) if not named and rank < codes.stages else tuple(sorted(named))
+        by_rank.append(dict.fromkeys(range(codes.microbatches), choice[0] if len(choice) == 1 else choice))
+    return by_rank
 
-
-_PER_MICROBATCH = KINDS[:4]
 
 Refusal = tuple[Code, str, str]
 """Why an item cannot be bound: the fault's code, message and hint."""
 
 
-def bound(rank: int, position: int, item: object, numbering: Numbering, held: Held) -> Action | Refusal:
+def bind_action(rank: int, position: int, item: object, codes: Codes, stages_of_rank: StagesOfRank) -> Action | Refusal:
     """Return an item of a rank's row as an action with a stage, all of its numbers in range; or why it is none.
 
     Args:
         rank: whose row it is.
         position: where it stands there.
         item: what stands there.
-        numbering: the plan's sizes.
-        held: the rank's stages.
+        codes: the plan's sizes.
+        stages_of_rank: the rank's stages.
     """
     if not isinstance(item, Action) or item.kind not in KINDS:
         return (
@@ -97,17 +111,17 @@ def bound(rank: int, position: int, item: object, numbering: Numbering, held: He
             f"rank {rank}, position {position} holds {_described(item)}, not an action",
             _meant(item),
         )
-    if refusal := _refused_microbatch(rank, item, numbering.microbatches):
+    if refusal := _refused_microbatch(rank, item, codes.microbatches):
         return refusal
     stage = item.stage
     if stage is None:
-        choices = _choices(item, held)
+        choices = _choices(item, stages_of_rank)
         if len(choices) != 1:
             return _which_stage(rank, item, choices)
         stage = choices[0]
-    if not within(stage, numbering.stages):
-        code, message, hint = _out_of_range(rank, item, f"stage {shorten(stage)}", numbering.stages)
-        choices = _choices(item, held)
+    if not within(stage, codes.stages):
+        code, message, hint = _out_of_range(rank, item, f"stage {shorten(stage)}", codes.stages)
+        choices = _choices(item, stages_of_rank)
         only = f"leave the stage out, as rank {rank} has only stage {choices[0]}; or " if len(choices) == 1 else ""
         return code, message, only + hint
     return Action(item.kind, item.microbatch, stage)
@@ -149,7 +163,7 @@ def _meant(item: object) -> str:
             )
     if isinstance(item, (tuple, list)) and 2 <= len(item) <= 3 and all(type(number) is int for number in item[1:]):
         kind = getattr(getattr(item[0], "__wrapped__", item[0]), "__name__", item[0])
-        if isinstance(kind, str) and kind in _PER_MICROBATCH:
+        if isinstance(kind, str) and kind in PER_MICROBATCH:
             return f"yield {_written(Action(kind, *item[1:]))}, not a {type(item).__name__} of its parts"
     if isinstance(item, Iterator) or (
         isinstance(item, (tuple, list)) and item and all(isinstance(each, Action) for each in item)
@@ -164,13 +178,13 @@ def _written(action: Action) -> str:
     return f"{action.kind}({'' if action.microbatch is None else action.microbatch}{stage})"
 
 
-def _choices(item: Action, held: Held) -> tuple[int, ...]:
+def _choices(item: Action, stages_of_rank: StagesOfRank) -> tuple[int, ...]:
     """Return the stages that an action without a stage could mean."""
     if item.kind != "R":
-        known = held.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
+        known = stages_of_rank.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
         return known if isinstance(known, tuple) else (known,)
     every: set[int] = set()
-    for known in held.values():
+    for known in stages_of_rank.values():
         every.update(known if isinstance(known, tuple) else (known,))
     return tuple(sorted(every))
 

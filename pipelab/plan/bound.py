@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from pipelab.plan.actions import KINDS, Action, Item, Pair
-from pipelab.plan.binding import NO_RANK, Held, Place, Refusal, ask, bound, held_by_name, held_by_placement, within
-from pipelab.plan.codes import Numbering
+from pipelab.plan.actions import KINDS, Action, Item, Kind, Pair
+from pipelab.plan.binding import (
+    NO_RANK,
+    Place,
+    Refusal,
+    StagesOfRank,
+    ask,
+    bind_action,
+    stages_by_name,
+    stages_by_placement,
+    within,
+)
+from pipelab.plan.codes import PER_MICROBATCH, Codes
 from pipelab.plan.fault import Fault
 
 if TYPE_CHECKING:
     from pipelab.plan.order import Traversal
 
-__all__ = ["Program", "endless_limit", "named_sizes"]
-
-_PER_SLOT = KINDS[:4]
-"""The kinds that run once for each slot: all but `R`."""
+__all__ = ["BoundPlan", "endless_limit", "named_sizes"]
 
 
 def endless_limit(stages: int, microbatches: int) -> int:
@@ -59,135 +67,157 @@ def named_sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]
 
 
 @dataclass(slots=True)
-class Program:
-    """The codes of a plan, rank by rank.
+class BoundPlan:
+    """A plan as codes, rank by rank.
 
     Attributes:
-        numbering: what the codes mean.
+        codes: the tables that say what a code means.
         rows: per rank, the codes of its legal items, in order, each code once (an `R` once per rank).
         positions: per rank, where each code stands in the row as written; `None` where code `i` is item `i`.
         pairs: the codes of the forwards that open an overlapped pair.
-        placed: per slot, the rank that must run it, or -1 where nothing says so.
-        rank_of: per code, the rank that lists it (first, where it stands twice), or -1.
+        rank_of_slot: by slot, the rank that must run the stage for the micro-batch, or -1 where nothing says so.
+        rank_of: by code, the rank that lists it (first, where it stands twice), or -1.
         faults: what was wrong with single items.
-        names_ranks: whether `placed` comes from a placement rather than from the forwards that were found.
+        names_ranks: whether `rank_of_slot` comes from a placement rather than from the forwards that were found.
         reduces: for each `R` that is listed, by code, the ranks that list it.
-        automatic: the codes of those that nobody wrote; see `reduction`.
-        misplaced: whether some action may be on another rank than `placed` says.
+        automatic: the codes of those that nobody wrote; see `all_reduce`.
         walk: a walk through all of the plan, kept once the plan has been found right.
     """
 
-    numbering: Numbering
+    codes: Codes
     rows: list[list[int]]
     positions: list[list[int] | None]
     pairs: set[int]
-    placed: list[int]
+    rank_of_slot: list[int]
     rank_of: list[int]
     faults: list[Fault]
     names_ranks: bool
     reduces: dict[int, list[int]] = field(default_factory=dict)
     automatic: set[int] = field(default_factory=set)
-    misplaced: bool = False
     walk: Traversal | None = None
 
     @classmethod
-    def bind(cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None) -> Program:
+    def bind(cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None) -> BoundPlan:
         """Bind rows of items to stages, and number them."""
-        numbering = Numbering(stages, microbatches)
-        placed, fault = ([], None) if place is None else ask(place, stages, microbatches, len(rows))
-        program = cls(
-            numbering=numbering,
+        codes = Codes(stages, microbatches)
+        rank_of_slot, fault = ([], None) if place is None else ask(place, stages, microbatches, len(rows))
+        bound = cls(
+            codes=codes,
             rows=[],
             positions=[],
             pairs=set(),
-            placed=placed or [NO_RANK] * numbering.slots,
-            rank_of=[NO_RANK] * (4 * numbering.slots + stages),
+            rank_of_slot=rank_of_slot or [NO_RANK] * (stages * microbatches),
+            rank_of=[NO_RANK] * len(codes.kind),
             faults=[] if fault is None else [fault],
-            names_ranks=bool(placed),
+            names_ranks=bool(rank_of_slot),
         )
-        if program.names_ranks:
-            held = held_by_placement(placed, stages, len(rows))
+        if bound.names_ranks:
+            by_rank = stages_by_placement(rank_of_slot, codes, len(rows))
         else:
-            held = held_by_name(rows, stages, microbatches)
+            by_rank = stages_by_name(rows, codes)
         for rank, row in enumerate(rows):
-            program._bind_row(rank, row, held[rank])
-        if not program.names_ranks:
-            slots, listed = numbering.slots, program.rank_of
-            families = [listed[start : start + slots] for start in range(0, 4 * slots, slots)]
-            program.placed = [
-                next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in zip(*families, strict=True)
-            ]
-        return program
+            bound._bind_row(rank, row, by_rank[rank])
+        if not bound.names_ranks:
+            listed = zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True)
+            bound.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
+        return bound
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:
         """Return, for each stage, the ranks that hold it."""
-        stages = self.numbering.stages
-        return {stage: tuple(sorted(set(self.placed[stage::stages]) - {NO_RANK})) for stage in range(stages)}
+        stages = self.codes.stages
+        return {stage: tuple(sorted(set(self.rank_of_slot[stage::stages]) - {NO_RANK})) for stage in range(stages)}
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether some action may be on another rank than `rank_of_slot` says."""
+        right = (self.rank_of_slot, [NO_RANK] * len(self.rank_of_slot))
+        return any(self.ranks_of(kind) not in right for kind in PER_MICROBATCH)
 
     @property
     def written_reduces(self) -> set[int]:
         """Return the codes of the all-reduces that stand in the plan as written, and so may stand wrong."""
         return self.reduces.keys() - self.automatic
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of action that some rank lists."""
+        return tuple(kind for kind in KINDS if any(rank != NO_RANK for rank in self.ranks_of(kind)))
+
+    def ranks_of(self, kind: Kind) -> list[int]:
+        """Return, by slot, the rank that lists its action of one kind, or -1."""
+        codes = self.codes.of_kind[kind]
+        return self.rank_of[codes.start : codes.stop]
+
+    def route(self, microbatch: int) -> list[int]:
+        """Return, by stage, the rank that must run it for a micro-batch, or -1."""
+        stages = self.codes.stages
+        return self.rank_of_slot[microbatch * stages : (microbatch + 1) * stages]
+
     def items(self, rank: int) -> tuple[Item, ...]:
         """Return a rank's actions, bound to stages, pairs as pairs."""
-        numbering = self.numbering
-        actions = [numbering.action(code) for code in self.rows[rank]]
+        actions = [self.codes.action(code) for code in self.rows[rank]]
         if not self.pairs:
             return tuple(actions)
         items: list[Item] = []
-        codes = iter(zip(self.rows[rank], actions, strict=True))
-        for code, action in codes:
-            items.append(Pair(action, next(codes)[1]) if code in self.pairs else action)
+        listed = iter(zip(self.rows[rank], actions, strict=True))
+        for code, action in listed:
+            items.append(Pair(action, next(listed)[1]) if code in self.pairs else action)
         return tuple(items)
 
     def giver(self, value: int) -> int:
         """Return the code of the action that gives a value, in a plan in which somebody does."""
-        return next(code for code in self.numbering.givers(value) if self.rank_of[code] >= 0)
+        return next(code for code in self.codes.givers(value) if self.rank_of[code] >= 0)
+
+    def inputs(self, code: int) -> list[tuple[int, int]]:
+        """Return each value that an action needs and the code of the action that gives it, likewise."""
+        return [(value, self.giver(value)) for value in self.codes.needs(code)]
+
+    def in_flight(self, rank: int) -> list[int]:
+        """Return, for each of a rank's actions, how many stage activations the rank holds once it has run.
+
+        A forward takes one up. The full backward releases it, or the weight gradient where the backward is split.
+        """
+        kind, releases = self.codes.kind, self.codes.releases
+        return list(accumulate((kind[code] == "F") - releases[code] for code in self.rows[rank]))
 
     def position(self, rank: int, index: int) -> int:
         """Return where the rank's `index`-th code stands in its row as written."""
         positions = self.positions[rank]
         return index if positions is None else positions[index]
 
-    def _bind_row(self, rank: int, row: Sequence[object], held: Held) -> None:
+    def _bind_row(self, rank: int, row: Sequence[object], stages_of_rank: StagesOfRank) -> None:
         """Append the codes of one row; what cannot be bound becomes a fault."""
-        numbering, rank_of = self.numbering, self.rank_of
-        stages, microbatches = numbering.stages, numbering.microbatches
-        base = {kind: number * numbering.slots for number, kind in enumerate(KINDS)}
+        table, rank_of = self.codes.table, self.rank_of
+        stages, microbatches = self.codes.stages, self.codes.microbatches
         endless = len(row) > endless_limit(stages, microbatches)
-        codes: list[int] = []
+        listed: list[int] = []
         positions: list[int] = []
         before = len(self.pairs)
-        placed = self.placed
         for position, item in enumerate(row):
             # The common case first, in as few steps as Python allows: an F, B, I or W of this size.
             if type(item) is Action and type(item.microbatch) is int:
                 microbatch, stage = item.microbatch, item.stage
                 if stage is None:
-                    stage = held.get(microbatch)  # type: ignore[assignment]  # a tuple falls through
+                    stage = stages_of_rank.get(microbatch)  # type: ignore[assignment]  # a tuple falls through
                 if (
                     type(stage) is int
                     and 0 <= microbatch < microbatches
                     and 0 <= stage < stages
-                    and item.kind in _PER_SLOT
+                    and item.kind in PER_MICROBATCH
                 ):
-                    slot = microbatch * stages + stage
-                    code = base[item.kind] + slot
+                    code = table[item.kind][microbatch][stage]
                     if rank_of[code] == NO_RANK:
-                        if placed[slot] != rank:
-                            self.misplaced = True
                         rank_of[code] = rank
-                        codes.append(code)
+                        listed.append(code)
                         positions.append(position)
                         continue
             if not endless:
-                self._bind_item(rank, position, item, held, codes, positions)
+                self._bind_item(rank, position, item, stages_of_rank, listed, positions)
         if endless:
             self.faults.append(_endless(rank, row, stages, microbatches))
-        self.rows.append(codes)
-        regular = len(codes) == len(row) and len(self.pairs) == before
+        self.rows.append(listed)
+        regular = len(listed) == len(row) and len(self.pairs) == before
         self.positions.append(None if regular else positions)
 
     def _bind_item(
@@ -195,25 +225,25 @@ class Program:
         rank: int,
         position: int,
         item: object,
-        held: Held,
-        codes: list[int],
+        stages_of_rank: StagesOfRank,
+        listed: list[int],
         positions: list[int],
     ) -> None:
         """Bind a pair, an `R`, or an item that cannot be bound."""
         if type(item) is Pair:
-            halves = [self._code(rank, position, half, held) for half in (item.forward, item.backward)]
+            halves = [self._code(rank, position, half, stages_of_rank) for half in (item.forward, item.backward)]
             legal = [code for code in halves if code is not None]
             if len(legal) == 2:
                 self.pairs.add(legal[0])
         else:
-            code = self._code(rank, position, item, held)
+            code = self._code(rank, position, item, stages_of_rank)
             legal = [] if code is None else [code]
-        codes.extend(legal)
+        listed.extend(legal)
         positions.extend([position] * len(legal))
 
-    def _code(self, rank: int, position: int, item: object, held: Held) -> int | None:
+    def _code(self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank) -> int | None:
         """Return the code of one action and note its rank, or write the fault that forbids it."""
-        found: Action | Refusal | int = bound(rank, position, item, self.numbering, held)
+        found: Action | Refusal | int = bind_action(rank, position, item, self.codes, stages_of_rank)
         if isinstance(found, Action):
             found = self._entered(rank, position, found)
         if isinstance(found, int):
@@ -224,7 +254,7 @@ class Program:
 
     def _entered(self, rank: int, position: int, action: Action) -> int | Refusal:
         """Note which rank runs an action; return its code, or why it may not stand there again."""
-        code = self.numbering.code(action)
+        code = self.codes.code(action)
         first = self.rank_of[code]
         # An R is listed once by every rank of its group; rows are bound in order, so its last lister is remembered.
         reduces = action.kind == "R"
@@ -237,8 +267,6 @@ class Program:
         self.rank_of[code] = rank
         if reduces:
             self.reduces.setdefault(code, []).append(rank)
-        elif self.placed[code % self.numbering.slots] != rank:
-            self.misplaced = True
         return code
 
 

@@ -11,41 +11,91 @@ action that a plan may hold has a *code*, and every value that an action gives h
     I(m,s) needs out(m,s), gin(m,s+1)    gives gin(m,s)
     W(m,s) needs gin(m,s)                gives gw(m,s)
     R(s)   needs every gw(m,s)           (kept apart: it waits for ranks, not for one or two values)
+
+Only this module knows these numbers. All others read the tables of `Codes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 from pipelab.plan.actions import KINDS, Action, Kind
 
-__all__ = ["Numbering"]
+__all__ = ["PER_MICROBATCH", "Codes"]
+
+PER_MICROBATCH = KINDS[:4]
+"""The kinds that run once for each micro-batch and stage: all but `R`."""
 
 _VALUES = ("out", "gin", "gw")
+_GIVERS: tuple[tuple[Kind, ...], ...] = (("F",), ("B", "I"), ("B", "W"))
 
 
-class Numbering:
-    """The numbers of one size of plan.
+class Codes:
+    """The codes and values of one size of plan.
+
+    Attributes:
+        stages: how many stages there are.
+        microbatches: how many micro-batches there are.
+        table: the codes, by kind, micro-batch and stage: `table["B"][microbatch][stage]`. For all but `R`.
+        of_kind: by kind, its codes: of micro-batch 0 and all stages, then of micro-batch 1. `R`: stage by stage.
+        kind: by code, the action's kind.
+        stage: by code, its stage.
+        microbatch: by code, its micro-batch; -1 for `R`.
+        slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R`.
+        releases: by code, whether the action releases its stage's activation: `B`, or `W` where the backward is split.
+        first_need: by code, a value that the action needs, or `always`. For all but `R`, as the two that follow.
+        second_need: by code, another one, or `always`.
+        gives: by code, the value that waiting ranks get from the action. `B` gives a second one, `gw`, which only the
+            `R` of its own rank needs.
+        always: the value that is always there.
 
     Example:
-        >>> numbering = Numbering(stages=2, microbatches=3)
-        >>> code = numbering.code(Action("B", 1, 0))
-        >>> numbering.action(code)
-        0B1
-        >>> [numbering.value_name(value) for value in numbering.needs(code)]
+        >>> codes = Codes(stages=2, microbatches=3)
+        >>> code = codes.table["B"][1][0]
+        >>> codes.kind[code], codes.microbatch[code], codes.stage[code]
+        ('B', 1, 0)
+        >>> [codes.value_name(value) for value in codes.needs(code)]
         ['out(1, 0)', 'gin(1, 1)']
     """
 
-    __slots__ = ("always", "first_need", "gives", "microbatches", "second_need", "slots", "stages")
+    __slots__ = (
+        "_slots",
+        "always",
+        "first_need",
+        "gives",
+        "kind",
+        "microbatch",
+        "microbatches",
+        "of_kind",
+        "releases",
+        "second_need",
+        "slot",
+        "stage",
+        "stages",
+        "table",
+    )
 
     def __init__(self, stages: int, microbatches: int) -> None:
         """Lay out the tables for `stages` x `microbatches`."""
         self.stages = stages
         self.microbatches = microbatches
-        slots = self.slots = stages * microbatches
+        slots = self._slots = stages * microbatches
+        self.of_kind = {kind: range(at * slots, (at + 1) * slots) for at, kind in enumerate(PER_MICROBATCH)}
+        self.table = {
+            kind: [codes[first : first + stages] for first in range(0, slots, stages)]
+            for kind, codes in self.of_kind.items()
+        }
+        self.of_kind["R"] = range(4 * slots, 4 * slots + stages)
+
+        self.kind = cast("Sequence[Kind]", "".join(kind * len(codes) for kind, codes in self.of_kind.items()))
+        self.stage = list(range(stages)) * (4 * microbatches + 1)
+        self.microbatch = [microbatch for microbatch in range(microbatches) for _ in range(stages)] * 4
+        self.microbatch += [-1] * stages
+        self.releases = b"".join(bytes([kind in "BW"]) * len(codes) for kind, codes in self.of_kind.items())
+
         out, gin, gw, always = 0, slots, 2 * slots, 3 * slots
         self.always = always
-
         before = list(range(out - 1, out + slots - 1))  # out(m, s-1)
         before[::stages] = [always] * microbatches
         after = list(range(gin + 1, gin + slots + 1))  # gin(m, s+1)
@@ -53,54 +103,69 @@ class Numbering:
         own_out = list(range(out, out + slots))
         own_gin = list(range(gin, gin + slots))
         nothing = [always] * slots
-
-        # Indexed by code, for F, B, I and W; `R` is handled where ranks meet.
-        self.first_need = before + own_out + own_out + own_gin
-        self.second_need = nothing + after + after + nothing
-        # One value each, which for B stands for both: gin(m,s) is waited for, gw(m,s) only by R on the same rank.
-        self.gives = own_out + own_gin + own_gin + list(range(gw, gw + slots))
+        self.slot = own_out * 4
+        self.first_need = [*before, *own_out, *own_out, *own_gin]
+        self.second_need = [*nothing, *after, *after, *nothing]
+        self.gives = [*own_out, *own_gin, *own_gin, *range(gw, gw + slots)]
 
     def code(self, action: Action) -> int:
         """Return the code of an action that is bound to a stage and in range."""
         stage, microbatch = action.stage, action.microbatch
         assert stage is not None
-        if microbatch is None:
-            return 4 * self.slots + stage
-        return KINDS.index(action.kind) * self.slots + microbatch * self.stages + stage
-
-    def kind(self, code: int) -> Kind:
-        """Return the kind of the action with this code."""
-        return KINDS[min(code // self.slots, 4)] if self.slots else "R"
+        return self.of_kind["R"][stage] if microbatch is None else self.table[action.kind][microbatch][stage]
 
     def action(self, code: int) -> Action:
         """Return the action with this code."""
-        kind = self.kind(code)
-        if kind == "R":
-            return Action("R", None, code - 4 * self.slots)
-        microbatch, stage = divmod(code % self.slots, self.stages)
-        return Action(kind, microbatch, stage)
+        kind = self.kind[code]
+        return Action(kind, None if kind == "R" else self.microbatch[code], self.stage[code])
+
+    def sibling(self, code: int, kind: Kind) -> int:
+        """Return the code of another kind of action for the same micro-batch and stage: the `W` of an `I`, say."""
+        return self.of_kind[kind][self.slot[code]]
 
     def needs(self, code: int) -> list[int]:
         """Return the values that must be there before the action may start (none for `R`)."""
-        if code >= 4 * self.slots:
+        if self.kind[code] == "R":
             return []
         both = (self.first_need[code], self.second_need[code])
         return [value for value in both if value != self.always]
 
     def all_needs(self, code: int) -> Iterable[int]:
         """Return the values that an action needs; for `R`, every `gw` of its stage."""
-        if code < 4 * self.slots:
+        if self.kind[code] != "R":
             return self.needs(code)
-        return range(code - 2 * self.slots, 3 * self.slots, self.stages)
+        return range(2 * self._slots + self.stage[code], 3 * self._slots, self.stages)
 
     def givers(self, value: int) -> tuple[int, ...]:
         """Return the codes of the actions that may give a value: F; B or I; B or W."""
-        family, slot = divmod(value, self.slots)
-        kinds = ((0,), (1, 2), (1, 3))[family]
-        return tuple(kind * self.slots + slot for kind in kinds)
+        family, slot = divmod(value, self._slots)
+        return tuple(self.of_kind[kind][slot] for kind in _GIVERS[family])
+
+    def needers(self, value: int) -> tuple[int, ...]:
+        """Return the codes of the actions that may need a value: F, B, I an `out`; B, I, W a `gin`. `R` is left out."""
+        family, slot = divmod(value, self._slots)
+        stage, of_kind = self.stage[slot], self.of_kind
+        if family == 0:
+            onward = (of_kind["F"][slot + 1],) if stage < self.stages - 1 else ()
+            return *onward, of_kind["B"][slot], of_kind["I"][slot]
+        if family == 1:
+            back = (of_kind["B"][slot - 1], of_kind["I"][slot - 1]) if stage else ()
+            return *back, of_kind["W"][slot]
+        return ()
 
     def value_name(self, value: int) -> str:
         """Return a value's name as `needs` and `gives` are written: `out(micro-batch, stage)`."""
-        family, slot = divmod(value, self.slots)
-        microbatch, stage = divmod(slot, self.stages)
-        return f"{_VALUES[family]}({microbatch}, {stage})"
+        family, slot = divmod(value, self._slots)
+        return f"{_VALUES[family]}({self.microbatch[slot]}, {self.stage[slot]})"
+
+    def by_code(self, times: Mapping[Kind, Sequence[float]]) -> list[float]:
+        """Return, by code, what is given for each kind and stage."""
+        listed: list[float] = []
+        for kind in PER_MICROBATCH:
+            listed += list(times[kind]) * self.microbatches
+        return listed + list(times["R"])
+
+    def by_value(self, outputs: Sequence[float], gradients: Sequence[float]) -> list[float]:
+        """Return, by value, what is given for the `out` and the `gin` of each stage; 0 for all other values."""
+        given = list(outputs) * self.microbatches + list(gradients) * self.microbatches
+        return given + [0.0] * (self.always + 1 - len(given))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 
 __all__ = ["Traversal", "absent", "at_start", "traverse"]
 
@@ -36,7 +36,7 @@ class Traversal:
 
 
 def traverse(
-    program: Program,
+    bound: BoundPlan,
     given: Collection[int] = (),
     excused: Collection[int] = (),
     atomic_pairs: bool = False,
@@ -44,17 +44,16 @@ def traverse(
     """Walk through a plan.
 
     Args:
-        program: the plan, bound.
+        bound: the plan, bound.
         given: values that count as there from the start (those that nobody gives).
         excused: codes that need not wait for anything (those already found to be faulty).
         atomic_pairs: whether an overlapped pair starts only when the inputs of both its halves are there, and gives
             both values at its end.
     """
-    numbering, rows = program.numbering, program.rows
-    first_need, second_need, gives = numbering.first_need, numbering.second_need, numbering.gives
-    reduces = 4 * numbering.slots
-    pairs = program.pairs if atomic_pairs else frozenset()
-    there = at_start(program, given)
+    codes, rows = bound.codes, bound.rows
+    kind, first_need, second_need, gives = codes.kind, codes.first_need, codes.second_need, codes.gives
+    pairs = bound.pairs if atomic_pairs else frozenset()
+    there = at_start(bound, given)
     at = [0] * len(rows)
     order: list[int] = []
     waiting = [_NOBODY] * len(there)  # by value: the rank that waits for it,
@@ -69,9 +68,9 @@ def traverse(
         length = len(row)
         while index < length:
             code = row[index]
-            if code >= reduces:
+            if kind[code] == "R":
                 arrived.setdefault(code, []).append(rank)
-                if len(arrived[code]) < len(program.reduces[code]):
+                if len(arrived[code]) < len(bound.reduces[code]):
                     waits_for[rank] = None
                     break
                 _pass_together(arrived[code][:-1], at, awake)
@@ -82,7 +81,7 @@ def traverse(
             if there[need]:
                 need = second_need[code]
             if pairs and code in pairs and there[need]:  # then its backward comes right after it, without a wait
-                need = absent(program, row[index + 1], there)
+                need = absent(bound, row[index + 1], there)
             if not there[need] and code not in excused:
                 waits_for[rank] = need
                 if waiting[need] == _NOBODY:
@@ -101,19 +100,19 @@ def traverse(
     return Traversal(order, stuck, {rank: waits_for[rank] for rank in stuck})
 
 
-def at_start(program: Program, given: Collection[int]) -> bytearray:
+def at_start(bound: BoundPlan, given: Collection[int]) -> bytearray:
     """Return which values are there before anybody has moved."""
-    there = bytearray(program.numbering.always + 1)
-    there[program.numbering.always] = 1
+    there = bytearray(bound.codes.always + 1)
+    there[bound.codes.always] = 1
     for value in given:
         there[value] = 1
     return there
 
 
-def absent(program: Program, code: int, there: bytearray) -> int:
+def absent(bound: BoundPlan, code: int, there: bytearray) -> int:
     """Return a need of an action that is not there yet; its last one where all are."""
-    need = program.numbering.first_need[code]
-    return program.numbering.second_need[code] if there[need] else need
+    need = bound.codes.first_need[code]
+    return bound.codes.second_need[code] if there[need] else need
 
 
 def _released(value: int, waiting: list[int], queues: dict[int, list[int]]) -> list[int]:

@@ -14,7 +14,7 @@ from pipelab.errors import FormatError, require_size
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
-from pipelab.plan.bound import Program, endless_limit, named_sizes
+from pipelab.plan.bound import BoundPlan, endless_limit, named_sizes
 from pipelab.plan.csv_notation import read_rows, write_rows
 from pipelab.plan.fault import shorten
 
@@ -156,29 +156,29 @@ class Plan:
         ranks; where that would be a deadlock, to the ends of the rows, the last stage first. What cannot be bound
         stands as it was written.
         """
-        program = self.program
-        bound: list[tuple[Item, ...]] = []
+        bound = self.bound
+        rows: list[tuple[Item, ...]] = []
         for rank, row in enumerate(self.written):
-            items = program.items(rank)
-            if program.faults:
-                places = dict.fromkeys(program.position(rank, index) for index in range(len(program.rows[rank])))
+            items = bound.items(rank)
+            if bound.faults:
+                places = dict.fromkeys(bound.position(rank, index) for index in range(len(bound.rows[rank])))
                 mixed = list(row)
                 for position, item in zip(places, items, strict=True):
                     if isinstance(item, Pair) or not isinstance(row[position], Pair):  # else: half of a pair
                         mixed[position] = item
                 items = tuple(mixed)  # type: ignore[arg-type]  # a faulty plan shows what it was given
-            bound.append(items)
-        return tuple(bound)
+            rows.append(items)
+        return tuple(rows)
 
     @cached_property
-    def program(self) -> Program:
-        """The plan as numbers, made when first asked for: what checking, simulation and the engines walk over."""
-        return with_reduces(Program.bind(self.written, self.stages, self.microbatches, self.place))
+    def bound(self) -> BoundPlan:
+        """The plan as codes, made when first asked for: what checking, simulation and the engines walk over."""
+        return with_reduces(BoundPlan.bind(self.written, self.stages, self.microbatches, self.place))
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:
         """For each stage, the ranks that hold it: more than one where it is replicated."""
-        return self.program.replicas
+        return self.bound.replicas
 
     def graph(self) -> networkx.DiGraph[Action]:
         """Return the dependency graph.
@@ -196,7 +196,7 @@ class Plan:
             1F0 gives out(0, 1) to 1B0
             1B0 gives gin(0, 1) to 0B0
         """
-        return _graph(self.program)
+        return _graph(self.bound)
 
     def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
@@ -209,7 +209,7 @@ class Plan:
             The path.
 
         Raises:
-            FormatError: if the suffix is none of these, or if Graphviz's program `dot` is not installed (the DOT text
+            FormatError: if the suffix is none of these, or if Graphviz's bound `dot` is not installed (the DOT text
                 is still written).
             ScheduleError: if the plan has faults.
         """
@@ -221,11 +221,11 @@ class Plan:
         """Compare sizes, rows and placement; the name does not matter."""
         if not isinstance(other, Plan):
             return NotImplemented
-        return (self.stages, self.microbatches, self.rows, self.program.placed) == (
+        return (self.stages, self.microbatches, self.rows, self.bound.rank_of_slot) == (
             other.stages,
             other.microbatches,
             other.rows,
-            other.program.placed,
+            other.bound.rank_of_slot,
         )
 
     def __hash__(self) -> int:
@@ -241,20 +241,20 @@ class Plan:
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
 
 
-def _graph(program: Program) -> networkx.DiGraph[Action]:
+def _graph(bound: BoundPlan) -> networkx.DiGraph[Action]:
     """Return the graph that `Plan.graph` describes."""
     import networkx
 
-    numbering = program.numbering
+    codes = bound.codes
     graph: networkx.DiGraph[Action] = networkx.DiGraph()
-    names = {code: numbering.action(code) for row in program.rows for code in row}
-    _add_nodes(graph, program, names)
+    names = {code: codes.action(code) for row in bound.rows for code in row}
+    _add_nodes(graph, bound, names)
     for code, action in names.items():
-        for value in numbering.all_needs(code):
-            for giver in numbering.givers(value):
+        for value in codes.all_needs(code):
+            for giver in codes.givers(value):
                 if giver in names:
-                    graph.add_edge(names[giver], action, kind="data", value=numbering.value_name(value))
-    for row in program.rows:
+                    graph.add_edge(names[giver], action, kind="data", value=codes.value_name(value))
+    for row in bound.rows:
         for before, after in pairwise(row):
             if graph.has_edge(names[before], names[after]):
                 graph.edges[names[before], names[after]]["order"] = True
@@ -263,9 +263,9 @@ def _graph(program: Program) -> networkx.DiGraph[Action]:
     return graph
 
 
-def _add_nodes(graph: networkx.DiGraph[Action], program: Program, names: dict[int, Action]) -> None:
+def _add_nodes(graph: networkx.DiGraph[Action], bound: BoundPlan, names: dict[int, Action]) -> None:
     """Add every action once, with its rank; an `R`, which several ranks share, with all of them."""
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(bound.rows):
         for code in row:
             if names[code].kind != "R":
                 graph.add_node(names[code], rank=rank)

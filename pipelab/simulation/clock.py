@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipelab.checking.checker import Draftable, as_plan, require_legal, with_excerpt
+from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
 from pipelab.errors import ScheduleError
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
 from pipelab.simulation.cost import Cost
@@ -14,7 +14,7 @@ from pipelab.trace.trace import Trace
 __all__ = ["Cost", "simulate"]
 
 
-def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Trace:
+def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) -> Trace:
     """Return when every action would start and end if the plan ran as soon as it could.
 
     Each rank runs its row in order and waits where it must; time is linear in the number of actions.
@@ -39,19 +39,19 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
     if not isinstance(cost, Cost):
         raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
     order = require_legal(plan).order
-    program = plan.program
-    paired = cost.pair_times(plan) if program.pairs else None
+    bound = plan.bound
+    paired = cost.pair_times(plan) if bound.pairs else None
     if paired is not None:
-        walk = traverse(program, atomic_pairs=True)
+        walk = traverse(bound, atomic_pairs=True)
         if walk.stuck:
-            faults = [with_excerpt(plan, fault) for fault in deadlocks(program, walk, atomic_pairs=True)]
+            faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         order = walk.order
-    begun, ended, delay = _clock(plan, program, order, cost, paired)
+    begun, ended, delay = _clock(plan, bound, order, cost, paired)
     return Trace(
         plan,
-        [[begun[code] for code in row] for row in program.rows],
-        [[ended[code] for code in row] for row in program.rows],
+        [[begun[code] for code in row] for row in bound.rows],
+        [[ended[code] for code in row] for row in bound.rows],
         cost.unit,
         delay=delay.__getitem__,
         note="stage 0 as run" if cost.first_stage == "as-run" else "",
@@ -59,30 +59,25 @@ def simulate(plan_or_schedule: Plan | Draftable, cost: Cost | None = None) -> Tr
 
 
 def _clock(
-    plan: Plan, program: Program, order: list[int], cost: Cost, paired: list[float] | None
+    plan: Plan, bound: BoundPlan, order: list[int], cost: Cost, paired: list[float] | None
 ) -> tuple[list[float], list[float], list[float]]:
     """Return the start and end of every code, and the travel time of every value."""
-    numbering, rank_of = program.numbering, program.rank_of
-    slots, stages, microbatches = numbering.slots, numbering.stages, numbering.microbatches
-    first_need, second_need, gives = numbering.first_need, numbering.second_need, numbering.gives
-    reduces = 4 * slots
+    codes, rank_of = bound.codes, bound.rank_of
+    kind, first_need, second_need, gives = codes.kind, codes.first_need, codes.second_need, codes.gives
+    lasts = codes.by_code(cost.times(plan))
+    delay = codes.by_value(*cost.transfer_times(plan))
+    first_lag, second_lag = _lags(bound, delay)
 
-    times = cost.times(plan)
-    lasts = [time for kind in "FBIW" for time in times[kind] * microbatches]  # by code: a slot is m * stages + s
-    outputs, gradients = cost.transfer_times(plan)
-    delay = outputs * microbatches + gradients * microbatches + [0.0] * (slots + 1)  # by value
-    first_lag, second_lag = _lags(program, delay)
-
-    ready = [0.0] * (numbering.always + 1)  # by value: when it leaves its giver
-    free = [0.0] * len(program.rows)  # by rank
-    begun = [0.0] * (reduces + stages)
-    ended = [0.0] * (reduces + stages)
+    ready = [0.0] * (codes.always + 1)  # by value: when it leaves its giver
+    free = [0.0] * len(bound.rows)  # by rank
+    begun = [0.0] * len(lasts)
+    ended = [0.0] * len(lasts)
     slot_of: dict[int, float] = {}  # backward of a pair -> start of the slot it shares
     for at, code in enumerate(order):
-        if code >= reduces:
-            group = program.reduces[code]
+        if kind[code] == "R":
+            group = bound.reduces[code]
             start = max(free[rank] for rank in group)
-            end = start + times["R"][code - reduces]
+            end = start + lasts[code]
             begun[code], ended[code] = start, end
             for rank in group:
                 free[rank] = end
@@ -100,11 +95,11 @@ def _clock(
             if arrives > start:  # noqa: PLR1730 - likewise
                 start = arrives
             end = start + lasts[code]
-            if paired is not None and code in program.pairs:
+            if paired is not None and code in bound.pairs:
                 backward = order[at + 1]
                 for need, lag in ((first_need, first_lag), (second_need, second_lag)):
                     start = max(start, ready[need[backward]] + lag[backward])
-                end = start + paired[code % stages]
+                end = start + paired[codes.stage[code]]
                 slot_of[backward] = start
         ready[gives[code]] = end
         begun[code] = start
@@ -113,22 +108,19 @@ def _clock(
     return begun, ended, delay
 
 
-def _lags(program: Program, delay: list[float]) -> tuple[list[float], list[float]]:
+def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float]]:
     """Return, by code, how long its two inputs travel: nothing, where giver and needer are on one rank."""
-    numbering, rank_of = program.numbering, program.rank_of
-    slots = numbering.slots
-    none = [0.0] * (4 * slots)
+    codes, rank_of = bound.codes, bound.rank_of
+    none = [0.0] * len(codes.gives)
     if not any(delay):
         return none, none
     first, second = list(none), list(none)
-    for row in program.rows:
+    for row in bound.rows:
         for code in row:
-            if code >= 3 * slots:  # W and R need nothing from another stage
+            if codes.kind[code] in "WR":  # they need nothing from another stage
                 continue
-            lags, need = (first, numbering.first_need) if code < slots else (second, numbering.second_need)
+            lags, need = (first, codes.first_need) if codes.kind[code] == "F" else (second, codes.second_need)
             value = need[code]
-            if value != numbering.always:
-                giver = program.giver(value)
-                if rank_of[giver] != rank_of[code]:
-                    lags[code] = delay[value]
+            if value != codes.always and rank_of[bound.giver(value)] != rank_of[code]:
+                lags[code] = delay[value]
     return first, second

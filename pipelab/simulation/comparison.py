@@ -9,17 +9,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.checking.checker import Draftable
+from pipelab.checking.checker import ScheduleLike
 from pipelab.errors import CostError, UsageError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate
-from pipelab.trace.trace import Event, Trace
+from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Comparison", "Row", "compare", "critical_path"]
+__all__ = ["Comparison", "Row", "compare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Comparison:
 
 
 def compare(
-    *subjects: Trace | Plan | Draftable, names: Sequence[str] | None = None, cost: Cost | None = None
+    *subjects: Trace | Plan | ScheduleLike, names: Sequence[str] | None = None, cost: Cost | None = None
 ) -> Comparison:
     """Lay traces side by side, simulated or measured; plans and schedules are simulated first.
 
@@ -140,11 +140,11 @@ def compare(
     return Comparison(traces, tuple(names))
 
 
-def _trace_of(subject: Trace | Plan | Draftable, cost: Cost | None) -> Trace:
+def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None) -> Trace:
     """Return a trace as it is, and what a plan or schedule would take."""
     if isinstance(subject, Trace):
         return subject
-    if isinstance(subject, (Plan, Draftable, type, str)):
+    if isinstance(subject, (Plan, ScheduleLike, type, str)):
         return simulate(subject, cost)
     raise TypeError(
         f"compare takes traces, plans and schedules, one by one, got {shorten(subject)}"
@@ -158,9 +158,8 @@ def _default_name(trace: Trace) -> str:
 
 def _row(trace: Trace, name: str) -> Row:
     makespan = trace.makespan
-    program = trace.plan.program
-    slots = program.numbering.slots
-    forwards = [sum(code < slots for code in row) for row in program.rows]
+    bound = trace.plan.bound
+    forwards = [sum(bound.codes.kind[code] == "F" for code in row) for row in bound.rows]
     return Row(
         name=name,
         source=trace.source,
@@ -180,48 +179,3 @@ def _cells(row: Row) -> list[str]:
     """Return a row's figures as text, those of all ranks with spaces between."""
     figures = (getattr(row, field.name) for field in fields(row))
     return [" ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in figures]
-
-
-def critical_path(trace: Trace) -> tuple[Event, ...]:
-    """Return the chain of actions that the makespan hangs on, first to last.
-
-    Walking back from the last action, each step goes to what the action waited for longest: the action before it on
-    its rank, or the giver of a value it needs, transfer included.
-
-    Example:
-        >>> import pipelab
-        >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))
-        >>> [event.action for event in critical_path(trace)]
-        [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
-    """
-    program = trace.plan.program
-    numbering = program.numbering
-    begun: dict[int, float] = {}
-    ended: dict[int, float] = {}
-    before: dict[tuple[int, int], int] = {}  # (rank, code) -> the code before it
-    slots: dict[int, tuple[int, ...]] = {}  # half of a pair that ran as one slot -> both halves
-    for rank, row in enumerate(program.rows):
-        for index, each in enumerate(row):
-            begun[each] = trace.starts[rank][index]
-            ended[each] = max(trace.ends[rank][index], ended.get(each, float("-inf")))
-            if index:
-                previous = before[rank, each] = row[index - 1]
-                together = begun[previous] == begun[each] < ended[each] == ended[previous]
-                if together and previous in program.pairs:
-                    slots[previous] = slots[each] = (previous, each)
-    lags = {(transfer.giver, transfer.needer): transfer.end for transfer in trace.transfers}
-    path: list[Event] = []
-    code = max(ended, key=lambda each: ended[each], default=None)
-    while code is not None:
-        path.append(Event(program.rank_of[code], numbering.action(code), begun[code], ended[code]))
-        arrivals: list[tuple[float, int]] = []
-        halves = slots.get(code, (code,))
-        for half in halves:
-            ranks = program.reduces.get(half, [program.rank_of[half]])
-            earlier = [before[rank, half] for rank in ranks if (rank, half) in before]
-            arrivals.extend((ended[each], each) for each in earlier)
-            for value in numbering.needs(half):
-                giver = program.giver(value)
-                arrivals.append((lags.get((numbering.action(giver), numbering.action(half)), ended[giver]), giver))
-        code = max((arrival for arrival in arrivals if arrival[1] not in halves), default=(0.0, None))[1]
-    return tuple(reversed(path))

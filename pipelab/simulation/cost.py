@@ -9,6 +9,8 @@ from statistics import median
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
+from pipelab.plan.actions import KINDS, Kind
+from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.trace.trace import Trace
@@ -170,7 +172,7 @@ class Cost:
         shares: dict[str, Any] = {name: share(getattr(self, name)) for name in _PER_ROW}
         return replace(self, **shares)
 
-    def times(self, plan: Plan) -> dict[str, list[float]]:
+    def times(self, plan: Plan) -> dict[Kind, list[float]]:
         """Return, for each kind of action, the time on every stage of a plan.
 
         Example:
@@ -210,7 +212,7 @@ class Cost:
         """Return the part of a rank's time that one stage takes, where a single number stands for a rank's."""
         if self.per == "stage":
             return 1.0
-        return len({rank for rank in plan.program.placed[: plan.stages] if rank >= 0}) / plan.stages
+        return len(set(plan.bound.route(0)) - {NO_RANK}) / plan.stages
 
     def _each(self, name: str, stages: int, share: float) -> list[float]:
         """Return one number per stage; a single number is scaled by `share`."""
@@ -228,17 +230,16 @@ class Cost:
 
 def _spans(trace: Trace) -> dict[str, list[list[float]]]:
     """Return how long each kind of action took on each stage, every time; a pair in one slot counts as a pair."""
-    stages, slots = trace.plan.stages, trace.plan.program.numbering.slots
-    spans: dict[str, list[list[float]]] = {kind: [[] for _ in range(stages)] for kind in (*"FBIWR", "pair")}
-    for row, starts, ends in zip(trace.plan.program.rows, trace.starts, trace.ends, strict=True):
+    bound = trace.plan.bound
+    kind, stage = bound.codes.kind, bound.codes.stage
+    spans: dict[str, list[list[float]]] = {name: [[] for _ in range(trace.plan.stages)] for name in (*KINDS, "pair")}
+    for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
         before = -1
         for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
-            if before in trace.plan.program.pairs and starts[index - 1] == start and end > start:
-                spans["F"][before % stages].pop()
-                spans["pair"][before % stages].append(end - start)
+            if before in bound.pairs and starts[index - 1] == start and end > start:
+                spans["F"][stage[before]].pop()
+                spans["pair"][stage[before]].append(end - start)
             else:
-                spans["FBIWR"[min(code // slots, 4)]][code % stages if code < 4 * slots else code - 4 * slots].append(
-                    end - start
-                )
+                spans[kind[code]][stage[code]].append(end - start)
             before = code
     return spans

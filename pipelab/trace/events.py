@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipelab.plan.actions import Action
-from pipelab.plan.bound import Program
 
-__all__ = ["Event", "Transfer", "crossings", "union"]
+__all__ = ["Event", "Transfer", "union"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +63,3 @@ def union(starts: Sequence[float], ends: Sequence[float]) -> float:
             busy += end - free
             free = end
     return busy
-
-
-def crossings(
-    program: Program, ends: Sequence[Sequence[float]], delay: Callable[[int], float] | None
-) -> tuple[Transfer, ...]:
-    """Return the transfers of a plan: each value that a rank needs and another gives.
-
-    Args:
-        program: the plan, bound.
-        ends: for each rank, when each of its actions ended.
-        delay: how long a value travels, by its number; `None` for not at all.
-    """
-    numbering, rank_of = program.numbering, program.rank_of
-    ended = {
-        code: end for row, times in zip(program.rows, ends, strict=True) for code, end in zip(row, times, strict=True)
-    }
-    transfers: list[Transfer] = []
-    for rank, row in enumerate(program.rows):
-        for code in row:
-            for value in numbering.needs(code):
-                giver = program.giver(value)
-                source = rank_of[giver]
-                if source != rank:
-                    left = ended[giver]
-                    lasts = delay(value) if delay else 0.0
-                    transfers.append(
-                        Transfer(source, rank, numbering.action(giver), numbering.action(code), left, left + lasts)
-                    )
-    return tuple(transfers)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipelab.errors import FormatError, PipelabError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
-from pipelab.trace.events import Event, Transfer, crossings, union
+from pipelab.trace.events import Event, Transfer, union
+from pipelab.trace.waits import crossings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,10 +96,10 @@ class Trace:
 
         An overlapped pair that was simulated as one slot is two events with the same start and end.
         """
-        action = self.plan.program.numbering.action
+        action = self.plan.bound.codes.action
         return tuple(
             Event(rank, action(code), start, end)
-            for rank, (row, starts, ends) in enumerate(zip(self.plan.program.rows, self.starts, self.ends, strict=True))
+            for rank, (row, starts, ends) in enumerate(zip(self.plan.bound.rows, self.starts, self.ends, strict=True))
             for code, start, end in zip(row, starts, ends, strict=True)
         )
 
@@ -111,7 +112,7 @@ class Trace:
         """Every value that crosses from one rank to another, in the order of the plan's rows."""
         if self._transfers is not None:
             return self._transfers
-        return crossings(self.plan.program, self.ends, self._delay)
+        return crossings(self.plan.bound, self.ends, self._delay)
 
     @cached_property
     def start(self) -> float:
@@ -155,18 +156,7 @@ class Trace:
         One is taken up by each forward and released by the full backward, or by the weight gradient where the backward
         is split.
         """
-        slots = self.plan.program.numbering.slots
-        peaks: list[int] = []
-        for row in self.plan.program.rows:
-            held = peak = 0
-            for code in row:
-                if code < slots:
-                    held += 1
-                    peak = max(peak, held)
-                elif code < 2 * slots or 3 * slots <= code < 4 * slots:
-                    held -= 1
-            peaks.append(peak)
-        return tuple(peaks)
+        return tuple(max([0, *self.plan.bound.in_flight(rank)]) for rank in range(self.ranks))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the trace; the suffix says as what: `html`, `svg`, `png`, `pdf`, `json` or `txt`.
@@ -237,7 +227,7 @@ class Trace:
             raise ValueError(f"expected format {_FORMAT!r}, version {_VERSION}")
         parsed = Plan.parse(data["rows"])
         plan = Plan(parsed.written, data["stages"], data["microbatches"], name=data["name"])
-        counts = [len(row) for row in plan.program.rows]
+        counts = [len(row) for row in plan.bound.rows]
         for key in ("starts", "ends"):
             if [len(times) for times in data[key]] != counts:
                 raise ValueError(f"{key!r} do not match the actions in 'rows'")

@@ -1,14 +1,19 @@
-"""What every action of a trace waited for."""
+"""What every action of a trace waited for, and what follows from it: the transfers, and the critical path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
+
+from pipelab.plan.bound import BoundPlan
+from pipelab.trace.events import Event, Transfer
 
 if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
-__all__ = ["Half", "Wait", "half", "waits"]
+__all__ = ["Half", "Wait", "critical_path", "crossings", "half", "waits"]
 
 Half = Literal["whole", "upper", "lower"]
 
@@ -27,67 +32,121 @@ class Wait:
     there: float
 
 
+def crossings(
+    bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable[[int], float] | None
+) -> tuple[Transfer, ...]:
+    """Return the transfers of a plan: each value that a rank needs and another gives.
+
+    Args:
+        bound: the plan, bound.
+        ends: for each rank, when each of its actions ended.
+        delay: how long a value travels, by its number; `None` for not at all.
+    """
+    codes, ended = bound.codes, _ended(bound, ends)
+    transfers: list[Transfer] = []
+    for rank, row in enumerate(bound.rows):
+        for code in row:
+            for value, giver in bound.inputs(code):
+                source = bound.rank_of[giver]
+                if source != rank:
+                    left = ended[giver]
+                    there = left + (delay(value) if delay else 0.0)
+                    transfers.append(Transfer(source, rank, codes.action(giver), codes.action(code), left, there))
+    return tuple(transfers)
+
+
 def waits(trace: Trace) -> list[list[Wait | None]]:
     """Return, for each rank and each of its actions, what it waited for; `None` if its rank was the last to be ready.
 
     Example:
         >>> import pipelab
         >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))
-        >>> action = trace.plan.program.numbering.action
+        >>> action = trace.plan.bound.codes.action
         >>> [[wait and (action(wait.giver), wait.there) for wait in row] for row in waits(trace)]
         [[None, (1B0, 4.0)], [(0F0, 1.0), None]]
     """
-    program = trace.plan.program
-    arrivals = _arrivals(trace)
-    slack = 1e-9 * trace.makespan
-    found: list[list[Wait | None]] = []
-    for rank, row in enumerate(program.rows):
-        free = trace.start
-        waited: list[Wait | None] = []
-        for index, code in enumerate(row):
-            part = half(trace, rank, index)
-            needs = arrivals[code]
-            if part != "whole":  # a slot starts when both of its halves have what they need
-                needs = needs + arrivals[row[index + (1 if part == "upper" else -1)]]
-            last = max(needs, key=lambda wait: wait.there, default=None)
-            waited.append(last if last is not None and last.there > free + slack else None)
-            if part != "upper":
-                free = max(free, trace.ends[rank][index])
-        found.append(waited)
-    return found
+    found = _Waits(trace)
+    return [[found.of(rank, index) for index in range(len(row))] for rank, row in enumerate(trace.plan.bound.rows)]
 
 
-def _arrivals(trace: Trace) -> dict[int, list[Wait]]:
-    """Return, for every code, when each of its needs was there; for an `R`, when each rank of its group was free."""
-    program = trace.plan.program
-    numbering = program.numbering
-    ended = {
-        code: end
-        for row, ends in zip(program.rows, trace.ends, strict=True)
-        for code, end in zip(row, ends, strict=True)
-    }
-    travelled = {
-        (numbering.code(transfer.giver), numbering.code(transfer.needer)): transfer.end for transfer in trace.transfers
-    }
-    arrivals: dict[int, list[Wait]] = {}
-    for rank, row in enumerate(program.rows):
-        for index, code in enumerate(row):
-            found = arrivals.setdefault(code, [])
-            for value in numbering.needs(code):
-                giver = program.giver(value)
-                found.append(Wait(giver, travelled.get((giver, code), ended[giver])))
-            if code >= 4 * numbering.slots and index:
-                found.append(Wait(row[index - 1], trace.ends[rank][index - 1]))
-    return arrivals
+def critical_path(trace: Trace) -> tuple[Event, ...]:
+    """Return the chain of actions that the makespan hangs on, first to last.
+
+    Walking back from the last action, each step goes to what the action waited for longest: the action before it on
+    its rank, or the giver of a value it needs, transfer included. Where both were ready at once, it goes to the former.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))
+        >>> [event.action for event in critical_path(trace)]
+        [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
+    """
+    bound, found = trace.plan.bound, _Waits(trace)
+    where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
+    path: list[Event] = []
+    code = max(found.ended, key=found.ended.__getitem__, default=None)
+    while code is not None:
+        rank, index = where[code]
+        path.append(Event(rank, bound.codes.action(code), trace.starts[rank][index], found.ended[code]))
+        wait, before = found.of(rank, index), _before(trace, rank, index)
+        code = wait.giver if wait is not None else bound.rows[rank][before] if before >= 0 else None
+    return tuple(reversed(path))
+
+
+class _Waits:
+    """What the actions of a trace waited for, worked out for those that are asked for."""
+
+    def __init__(self, trace: Trace) -> None:
+        code = trace.plan.bound.codes.code
+        self.trace, self.bound = trace, trace.plan.bound
+        self.ended = _ended(self.bound, trace.ends)
+        self.travelled = {(code(each.giver), code(each.needer)): each.end for each in trace.transfers}
+        self.slack = 1e-9 * trace.makespan
+
+    def of(self, rank: int, index: int) -> Wait | None:
+        """Return the need that arrived last, if that was after the rank was free."""
+        row, part = self.bound.rows[rank], half(self.trace, rank, index)
+        arrivals = self._arrivals(row[index])
+        if part != "whole":  # a slot starts when both of its halves have what they need
+            arrivals += self._arrivals(row[index + (1 if part == "upper" else -1)])
+        before = _before(self.trace, rank, index)
+        free = self.trace.ends[rank][before] if before >= 0 else self.trace.start
+        last = max(arrivals, key=attrgetter("there"), default=None)
+        return last if last is not None and last.there > free + self.slack else None
+
+    def _arrivals(self, code: int) -> list[Wait]:
+        """Return when each need of an action was there; for an `R`, when each rank of its group was free."""
+        if self.bound.codes.kind[code] != "R":
+            givers = (giver for _, giver in self.bound.inputs(code))
+            return [Wait(giver, self.travelled.get((giver, code), self.ended[giver])) for giver in givers]
+        rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
+        before = ((rank, row, row.index(code) - 1) for rank, row in rows)
+        return [Wait(row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0]
+
+
+def _before(trace: Trace, rank: int, index: int) -> int:
+    """Return the place of what a rank ran before an action, which may share its slot with the other half of a pair."""
+    return index - (2 if half(trace, rank, index) == "lower" else 1)
+
+
+def _ended(bound: BoundPlan, ends: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Return, by code, when an action ended; an `R`, when the last of its ranks did."""
+    ended: dict[int, float] = {}
+    for row, times in zip(bound.rows, ends, strict=True):
+        for code, end in zip(row, times, strict=True):
+            ended[code] = max(end, ended.get(code, end))
+    return ended
 
 
 def half(trace: Trace, rank: int, index: int) -> Half:
-    """Return which part of its slot an action fills: half of it where it shares the slot with its pair's other half."""
-    pairs = trace.plan.program.pairs
-    if pairs:
-        row = trace.plan.program.rows[rank]
-        starts, ends = trace.starts[rank], trace.ends[rank]
-        span = (starts[index], ends[index])
+    """Return which part of its slot an action fills: half of it where it shares the slot with its pair's other half.
+
+    Actions that take no time share no slot: one of them may wait for the other.
+    """
+    pairs = trace.plan.bound.pairs
+    starts, ends = trace.starts[rank], trace.ends[rank]
+    if pairs and starts[index] < ends[index]:
+        row, span = trace.plan.bound.rows[rank], (starts[index], ends[index])
         if row[index] in pairs and span == (starts[index + 1], ends[index + 1]):
             return "upper"
         if index and row[index - 1] in pairs and span == (starts[index - 1], ends[index - 1]):

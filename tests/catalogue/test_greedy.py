@@ -223,7 +223,7 @@ def test_the_same_policy_gives_the_same_plan():
 def test_a_replicated_stage_gets_its_all_reduces():
     both_ways = placed([0, 1, 1, 0] * 2, 2)(2, 4)
     assert both_ways.plan().replicas == {0: (0, 1), 1: (0, 1)}
-    assert len(both_ways.plan().program.reduces) == 2
+    assert len(both_ways.plan().bound.reduces) == 2
 
 
 def test_greedy_shows_its_policy():

@@ -25,7 +25,7 @@ def by_stage(microbatch, stage):
 
 
 def placement(plan):
-    return lambda microbatch, stage: plan.program.placed[microbatch * plan.stages + stage]
+    return lambda microbatch, stage: plan.bound.route(microbatch)[stage]
 
 
 def unpaired(plan):
@@ -304,7 +304,7 @@ def test_swapped_arguments_are_the_one_fault_with_the_right_ones(size):
     assert "^" in told.excerpt
 
 
-@given(catalogue_plans().map(unpaired).filter(lambda plan: plan.ranks > 1 and not plan.program.reduces))
+@given(catalogue_plans().map(unpaired).filter(lambda plan: plan.ranks > 1 and not plan.bound.reduces))
 def test_swapped_arguments_of_any_schedule_are_one_fault_at_most(plan):
     rows = [[Action(each.kind, each.stage, each.microbatch) for each in row] for row in plan.rows]
     assert len(check(Plan(rows, plan.stages, plan.microbatches, placement(plan)))) <= 1

@@ -19,7 +19,7 @@ from pipelab.draw import wording
 def test_every_registered_schedule_checks_out(pipelab_command, name):
     code, output, _ = pipelab_command("check", name, "--ranks", "4", "--microbatches", "8")
     assert code == 0
-    actions = sum(len(row) for row in pipelab.schedules[name](4, 8).plan().program.rows)
+    actions = sum(len(row) for row in pipelab.schedules[name](4, 8).plan().bound.rows)
     assert f"is right: {actions} actions, no fault" in output
 
 

@@ -71,13 +71,12 @@ def test_a_page_loads_nothing_from_anywhere(trace):
 
 def test_the_data_hold_every_action_once_with_start_and_end(trace):
     (drawn,) = Reader(page.page(trace)).data["traces"]
-    action = trace.plan.program.numbering.action
     found = [
-        (rank, action(code), start, end)
+        (rank, name, start, end)
         for rank, lane in enumerate(drawn["ranks"])
-        for code, start, end in zip(lane["codes"], lane["starts"], lane["ends"], strict=True)
+        for name, start, end in zip(lane["actions"].split(), lane["starts"], lane["ends"], strict=True)
     ]
-    assert found == [(event.rank, event.action, event.start, event.end) for event in trace.events]
+    assert found == [(event.rank, str(event.action), event.start, event.end) for event in trace.events]
 
 
 def test_the_header_holds_the_figures(trace):
@@ -120,7 +119,7 @@ def test_65536_actions_stay_below_5_megabytes():
 
 def test_an_action_waited_for_the_need_that_arrived_last():
     trace = pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(latency=0.5))
-    action = trace.plan.program.numbering.action
+    action = trace.plan.bound.codes.action
     found = {
         str(event.action): wait and (str(action(wait.giver)), wait.there)
         for event, wait in zip(trace.events, [each for row in waits(trace) for each in row], strict=True)
@@ -137,7 +136,7 @@ def test_an_action_waited_for_the_need_that_arrived_last():
 def test_an_all_reduce_waits_for_the_rank_that_comes_last():
     both = Plan([[F(0, 0), B(0, 0), R(0)], [F(1, 0), B(1, 0), F(2, 0), B(2, 0), R(0)]])
     trace = pipelab.simulate(both, Cost(all_reduce=1))
-    action = trace.plan.program.numbering.action
+    action = trace.plan.bound.codes.action
     first, second = (row[-1] for row in waits(trace))
     assert (str(action(first.giver)), first.there) == ("0B2", 6)
     assert second is None

@@ -103,7 +103,7 @@ def fails_backward(gradient):
 def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
     fuse = Fuse()
     plan = near(name, 3, 4)
-    first = {plan.program.placed[m * plan.stages + at]: m for m in reversed(range(plan.microbatches))}  # by rank
+    first = {plan.bound.route(m)[at]: m for m in reversed(range(plan.microbatches))}  # by rank
     model = model_with(fuse, plan.stages, at)
     with Pipeline(model, plan, mse) as pipe:
         assert_steps(pipe, model)

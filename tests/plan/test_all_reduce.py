@@ -59,7 +59,7 @@ def test_a_stage_on_one_rank_gets_none():
     for name in sorted(pipelab.schedules):
         plan = pipelab.schedules[name](4, 8).plan()
         if all(len(ranks) == 1 for ranks in plan.replicas.values()):
-            assert plan.program.reduces == {}
+            assert plan.bound.reduces == {}
 
 
 def test_what_was_written_stays_as_it_was():
@@ -133,10 +133,8 @@ def test_no_fault_speaks_of_one_that_was_not_written(case):
 @given(catalogue_plans())
 def test_a_plan_whose_stages_are_all_on_one_rank_is_bound_as_it_was_written(plan):
     if all(len(ranks) == 1 for ranks in plan.replicas.values()):
-        assert not plan.program.automatic
-        assert plan == Plan(
-            plan.written, plan.stages, plan.microbatches, lambda m, s: plan.program.placed[m * plan.stages + s]
-        )
+        assert not plan.bound.automatic
+        assert plan == Plan(plan.written, plan.stages, plan.microbatches, lambda m, s: plan.bound.route(m)[s])
 
 
 # What they cost

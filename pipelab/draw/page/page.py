@@ -1,6 +1,7 @@
 """Timelines as one HTML file that needs nothing else: no network, no fonts, no libraries.
 
-`page.html` holds the frame, `page.css` the looks, `page.js` draws what is visible from the data that Python puts in.
+`page.html` holds the frame, `page.css` the looks. Three scripts follow: `decode.js` reads the data that Python puts in,
+`timeline.js` draws what is visible, `explain.js` says everything about one action.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def comparison_page(comparison: Comparison) -> str:
 
 def _page(title: str, comparison: Comparison, plain: str) -> str:
     """Fill the frame."""
+    there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
     data = {
         "shared": comparison.shares_axis,
-        "kinds": [{"letter": kind, "word": Action(kind).word} for kind in KINDS],
+        "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
     }
     parts = {
@@ -65,7 +67,7 @@ def _page(title: str, comparison: Comparison, plain: str) -> str:
         "note": "" if comparison.shares_axis else "<p>The units of time differ: every timeline has its own scale.</p>",
         "text": html.escape(plain),
         "data": _script_safe(json.dumps(data, separators=(",", ":"))),
-        "script": _read("page.js"),
+        "script": "\n".join(map(_read, ("decode.js", "timeline.js", "explain.js"))),
     }
     # In one pass, so that what looks like a place in a name stays a name.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read("page.html"))
@@ -100,12 +102,13 @@ def _table_row(cells: Sequence[str], tag: str) -> str:
 
 
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
-    """Return what the page draws of a trace. Times count from its start; codes are those of `pipelab.plan.codes`.
+    """Return what the page draws of a trace. Times count from its start.
 
-    For each rank, lists of one length: `codes`, `starts`, `ends`, and `waits`, the code that an action waited for (-1:
-    none), with `there`, when that was there. `halves` names the actions that share a slot with the next.
+    For each rank, as many `actions`, such as `0F3`, as `starts` and `ends`, and as `waits`, what an action waited for
+    (`-`: nothing), with `there`, when that was there. `halves` numbers the actions that share a slot with the next.
     """
-    lanes, numbering = Lanes(trace), trace.plan.program.numbering
+    lanes, bound = Lanes(trace), trace.plan.bound
+    names = {code: str(bound.codes.action(code)) for row in bound.rows for code in row}
     # Seven digits are more than a screen shows and keep the file small.
     decimals = max(0, 6 - math.floor(math.log10(trace.makespan))) if trace.makespan else 0
 
@@ -116,24 +119,22 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     typical = lanes.typical(range(trace.ranks))
     ranks = [
         {
-            "codes": row,
+            "actions": " ".join(names[code] for code in row),
             "starts": [short(time) for time in trace.starts[rank]],
             "ends": [short(time) for time in trace.ends[rank]],
-            "waits": [-1 if wait is None else wait.giver for wait in waited],
+            "waits": " ".join("-" if wait is None else names[wait.giver] for wait in waited),
             "there": [0 if wait is None else short(wait.there) for wait in waited],
             "halves": [index for index in range(len(row)) if half(trace, rank, index) == "upper"],
             "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
             "peak": trace.peak_activations[rank],
             "lane": trace.lanes[rank] if rank < len(trace.lanes) else "",
         }
-        for rank, (row, waited) in enumerate(zip(trace.plan.program.rows, waits(trace), strict=True))
+        for rank, (row, waited) in enumerate(zip(bound.rows, waits(trace), strict=True))
     ]
     return {
         "name": wording.clean(name),
         "unit": wording.unit(trace),
         "span": short(trace.end),
-        "stages": numbering.stages,
-        "slots": numbering.slots,
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind != "R"), default=0),
         "ranks": ranks,

@@ -73,8 +73,8 @@ class ThreadsEngine(Engine):
         stages.place(self.stage_devices)
         self.streams = rank_streams(self.devices)
         self._on_gpus = any(stream.receive is not None for stream in self.streams)
-        self._rows = instructions(plan.program, self.runners.of, self.streams, backward=True)
-        self._forward_rows = instructions(plan.program, self.runners.of, self.streams, backward=False)
+        self._rows = instructions(plan.bound, self.runners.of, self.streams, backward=True)
+        self._forward_rows = instructions(plan.bound, self.runners.of, self.streams, backward=False)
         self.intra_op_threads = settings.intra_op_threads or max(1, torch.get_num_threads() // plan.ranks)
         self._workers: list[Worker] = []
         self.labels: list[str] = []

@@ -13,7 +13,7 @@ from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Act, RankState, StepState
 from pipelab.engine.threads.all_reduce import AllReduce, Barrier
 from pipelab.plan.actions import Action
-from pipelab.plan.bound import Program
+from pipelab.plan.bound import BoundPlan
 
 __all__ = ["Instruction", "Row", "ThreadsStep", "instructions"]
 
@@ -117,56 +117,55 @@ class ThreadsStep(StepState):
 
 
 def instructions(
-    program: Program, runners: Mapping[tuple[int, int], Stage], streams: Sequence[RankStream], *, backward: bool
+    bound: BoundPlan, runners: Mapping[tuple[int, int], Stage], streams: Sequence[RankStream], *, backward: bool
 ) -> list[Row]:
     """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`.
 
     Args:
-        program: the plan, bound.
+        bound: the plan, bound.
         runners: by stage and rank, what runs the stage there.
         streams: what each rank computes on.
         backward: whether there is more than forwards.
     """
-    numbering = program.numbering
+    codes = bound.codes
     first = watched(runners, [stream.runs_on.device for stream in streams])
     rows: list[Row] = []
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(bound.rows):
         listed: list[Instruction] = []
         for code in row:
-            action = numbering.action(code)
+            action = codes.action(code)
             assert action.stage is not None
             runner = runners[action.stage, rank]
             if action.kind == "R":
                 if backward:
-                    group = program.replicas[action.stage]
+                    group = bound.replicas[action.stage]
                     part = AllReduce(rank, group, [runners[action.stage, each] for each in group], streams[rank])
                     listed.append(Instruction(action, False, -1, runner, part.act, all_reduce=part))  # noqa: FBT003
             elif backward or action.kind == "F":
                 runs = runner if action.microbatch else first.get((action.stage, rank), runner)
                 act = getattr(runs, _ACTS[action.kind]) if backward else runner.evaluate
-                listed.append(_of_a_slot(program, code, action, rank, runner, act))
+                listed.append(_of_a_slot(bound, code, action, rank, runner, act))
         rows.append(Row(listed))
     return rows
 
 
-def _of_a_slot(program: Program, code: int, action: Action, rank: int, stage: Stage, act: Act) -> Instruction:
+def _of_a_slot(bound: BoundPlan, code: int, action: Action, rank: int, stage: Stage, act: Act) -> Instruction:
     """Return what a rank does for one micro-batch.
 
     A forward takes `out` of the stage before and gives its own; `B` and `I` take `gin` of the stage after, likewise.
     What `W` needs its own `I` has kept, and what it gives stays on the rank.
     """
-    numbering, placed = program.numbering, program.placed
-    microbatch, number = divmod(slot := code % numbering.slots, numbering.stages)
-    made = Instruction(action, action.kind == "F", microbatch, stage, act)
+    codes = bound.codes
+    made = Instruction(action, action.kind == "F", codes.microbatch[code], stage, act)
     if action.kind == "W":
         return made
-    step = 1 if made.forward else -1
-    value = numbering.gives[code]
-    inner, outer = 0 <= number - step < numbering.stages, 0 <= number + step < numbering.stages
+    need = codes.first_need[code] if made.forward else codes.second_need[code]
+    inner, value = need != codes.always, codes.gives[code]
+    onward = [needer for needer in codes.needers(value) if codes.stage[needer] != action.stage]
     return replace(
         made,
-        needs=value - step if inner else None,
-        receives=inner and placed[slot - step] != rank,
-        gives=value if outer else None,
-        sends=outer and placed[slot + step] != rank,
+        needs=need if inner else None,
+        receives=inner and bound.rank_of[bound.giver(need)] != rank,
+        gives=value if onward else None,
+        sends=any(bound.rank_of_slot[codes.slot[needer]] != rank for needer in onward),
     )

@@ -99,8 +99,8 @@ class TorchEngine(Engine):
             ProcessStage(runners[stage], part, rank, connections, self._reducers.get(stage)) for stage in held
         ]
         self._presence = {stage.stage_index: stage.presence for stage in self._stages}
-        action = plan.program.numbering.action
-        self._row = [action(code) for code in plan.program.rows[rank]]
+        action = plan.bound.codes.action
+        self._row = [action(code) for code in plan.bound.rows[rank]]
         self._runtime = lowered(part.plan, self._place, self._stages, self._receive)
         self._metas: dict[str, dict[int, list[ValueMeta]]] = {}
         self._clock = Clock()

@@ -54,8 +54,8 @@ def parts_of(plan: Plan) -> list[Part]:
         EngineError: if a rank runs one stage for some micro-batches and another rank for others, as in a bidirectional
             pipeline, or has nothing to do; or if the replicas are not alike.
     """
-    program = plan.program
-    for rank, row in enumerate(program.rows):
+    bound = plan.bound
+    for rank, row in enumerate(bound.rows):
         if not row:
             raise EngineError(
                 f"rank {rank} of {plan.ranks} has nothing to do: PyTorch's runtime needs an action on every rank; "
@@ -63,7 +63,7 @@ def parts_of(plan: Plan) -> list[Part]:
             )
     routes: dict[tuple[int, ...], list[int]] = {}
     for microbatch in range(plan.microbatches):
-        route = tuple(program.placed[microbatch * plan.stages : (microbatch + 1) * plan.stages])
+        route = tuple(bound.route(microbatch))
         routes.setdefault(route, []).append(microbatch)
     if len(routes) == 1:
         return [Part(plan, tuple(range(plan.ranks)), tuple(range(plan.microbatches)))]
@@ -103,18 +103,16 @@ def _require_apart(routes: dict[tuple[int, ...], list[int]]) -> None:
 
 def _alone(plan: Plan, ranks: tuple[int, ...], microbatches: list[int]) -> Plan:
     """Return one pipeline of a plan, numbered by itself."""
-    action = plan.program.numbering.action
+    action = plan.bound.codes.action
     number = {microbatch: index for index, microbatch in enumerate(microbatches)}
     rows = [
         [
             each if each.microbatch is None else Action(each.kind, number[each.microbatch], each.stage)
-            for each in map(action, plan.program.rows[rank])
+            for each in map(action, plan.bound.rows[rank])
         ]
         for rank in ranks
     ]
-    placed = plan.program.placed
-    first = microbatches[0] * plan.stages
-    home = [ranks.index(rank) for rank in placed[first : first + plan.stages]]
+    home = [ranks.index(rank) for rank in plan.bound.route(microbatches[0])]
     return Plan(rows, plan.stages, len(microbatches), lambda _, stage: home[stage], name=plan.name)
 
 

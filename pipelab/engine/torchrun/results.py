@@ -115,19 +115,19 @@ def _travel(plan: Plan, ranks: Sequence[RankState], waited: Sequence[Sequence[in
     If the receiver was free when a value left, the transfer ends when the receiver starts the action. If it was busy,
     the value was there when it was free again, or came at the end of its wait.
     """
-    program = plan.program
-    numbering, rank_of = program.numbering, program.rank_of
+    bound = plan.bound
+    codes, rank_of = bound.codes, bound.rank_of
     ended = {
         code: end
-        for row, each in zip(program.rows, ranks, strict=True)
+        for row, each in zip(bound.rows, ranks, strict=True)
         for code, end in zip(row, each.ended, strict=True)
     }
     found: dict[int, float] = {}
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(bound.rows):
         free = 0
         for index, code in enumerate(row):
-            for value in numbering.needs(code):
-                giver = program.giver(value)
+            for value in codes.needs(code):
+                giver = bound.giver(value)
                 if rank_of[giver] != rank:
                     late = ended[giver] >= free or waited[rank][index] > _ARRIVED_NS
                     there = ranks[rank].begun[index] if late else free
@@ -151,12 +151,12 @@ def share(
         loss: the loss of the whole batch, which gets the values of all micro-batches; `None` for an evaluation.
         clock: how this process's clock is to be read.
     """
-    homes = plan.program.placed[plan.stages - 1 :: plan.stages]  # where each micro-batch's output is
+    homes = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # where each micro-batch's output is
     state = StepState([None] * plan.microbatches, loss, step.watch_nan, step.caller)
     if loss is None:
         state.outputs = _outputs(group, homes, step)
         return state
-    longest = max(map(len, plan.program.rows))
+    longest = max(map(len, plan.bound.rows))
     begun, ended = (_readings(step, marks, clock) for marks in (step.mine.begun, step.mine.ended))
     own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((begun, ended, step.waited)):
@@ -166,7 +166,7 @@ def share(
     stream = step.mine.stream
     _take_losses(loss, every[:, 3 * longest :], homes, stream.runs_on.device)
     begun_by, ended_by, waited_by = (
-        [row[: len(codes)].tolist() for row, codes in zip(numbers, plan.program.rows, strict=True)]
+        [row[: len(codes)].tolist() for row, codes in zip(numbers, plan.bound.rows, strict=True)]
         for numbers in every[:, : 3 * longest].unflatten(1, (3, longest)).unbind(1)
     )
     for microbatch, output in zip(part.microbatches, step.outputs, strict=True):

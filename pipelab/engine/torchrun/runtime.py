@@ -233,8 +233,8 @@ def lowered(
     Raises:
         EngineError: if this torch lacks what is needed.
     """
-    action = plan.program.numbering.action
-    rows = [[action(code) for code in row] for row in plan.program.rows]
+    action = plan.bound.codes.action
+    rows = [[action(code) for code in row] for row in plan.bound.rows]
     computing = {each: [str(action) for action in row if action.kind != "R"] for each, row in enumerate(rows)}
     return order_runner(stages, plan.microbatches, computing, _reduces(rows[rank]), receiving)
 

@@ -119,8 +119,8 @@ def test_the_catalogue_runs_in_its_own_order_pairs_one_after_the_other(name):
         with pytest.raises(EngineError, match="PyTorch's runtime has every stage of a pipeline on one rank"):
             parts_of(plan)
         return
-    action = plan.program.numbering.action
-    for rank, row in enumerate(plan.program.rows):
+    action = plan.bound.codes.action
+    for rank, row in enumerate(plan.bound.rows):
         assert ran(plan, rank)[0] == [action(code) for code in row]
 
 

@@ -1,8 +1,3 @@
-"use strict";
-
-// What Python put in: see _trace in page.py for its shape.
-const data = JSON.parse(document.getElementById("data").textContent);
-const details = document.getElementById("details");
 const SVG = document.getElementById("definitions").namespaceURI;
 const AXIS = 44; // pixels below the lanes: ticks, their times, the unit
 const FEW = 3000; // up to so many visible bars, each is an element of its own
@@ -21,42 +16,10 @@ function tag(name, text, className = "") {
   return made;
 }
 
-// Whole numbers in full, others to seven digits: as many as the data have.
-function number(value) {
-  return Number(value.toPrecision(7)).toLocaleString("en-US", { maximumFractionDigits: 12 });
-}
-
-// A time with its unit; "units" is what abstract times are called.
-function time(value, unit) {
-  const text = number(value);
-  return `${text} ${unit === "units" && text === "1" ? "unit" : unit}`;
-}
-
-// The first index whose value is above `bound`, in a list that rises.
-function above(values, bound) {
-  let low = 0, high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] > bound) high = middle; else low = middle + 1;
-  }
-  return low;
-}
-
 // The smallest of 1, 2, 5, 10, 20 ... that is not below `least`.
 function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
   return [1, 2, 5, 10].map((digit) => digit * power).find((step) => step >= least * (1 - 1e-9));
-}
-
-// One action by its code, as pipelab/plan/codes.py lays the codes out.
-function decode(trace, code) {
-  const kind = Math.min(Math.floor(code / trace.slots), 4);
-  const reduce = kind === 4;
-  const stage = code % trace.stages;
-  const microbatch = reduce ? null : Math.floor((code % trace.slots) / trace.stages);
-  const letter = data.kinds[kind].letter;
-  const tail = letter + (reduce ? "" : microbatch);
-  return { kind, letter, stage, microbatch, name: stage + tail, label: trace.namesStages ? stage + tail : tail };
 }
 
 class Timeline {
@@ -67,8 +30,8 @@ class Timeline {
     this.zoom = 1;
     this.chosen = null; // { rank, index }
     this.halves = trace.ranks.map((rank) => new Set(rank.halves));
-    this.where = new Map(); // code -> rank, index
-    trace.ranks.forEach((rank, r) => rank.codes.forEach((code, i) => this.where.set(code, { rank: r, index: i })));
+    this.where = new Map(); // name of an action -> rank, index
+    trace.ranks.forEach((rank, r) => rank.actions.forEach((name, i) => this.where.set(name, { rank: r, index: i })));
     const count = trace.ranks.length;
     this.lane = count <= 8 ? 34 : count <= 16 ? 26 : count <= 32 ? 20 : 15;
     this.build(index);
@@ -153,14 +116,14 @@ class Timeline {
     const few = ranges.reduce((sum, [first, last]) => sum + last - first, 0) <= FEW;
     // Where full labels do not fit, the micro-batch alone, as the colour says the kind; never without the stage;
     // where not even that fits, from the bottom to the top of the bar.
-    const widest = Math.max(1, ...this.trace.ranks.map((rank) => decode(this.trace, rank.codes.at(-1) ?? 0).label.length));
+    const widest = Math.max(1, ...this.trace.ranks.map((rank) => (rank.actions.length ? decode(this.trace, rank.actions.at(-1)).label.length : 0)));
     const short = !this.trace.namesStages && this.trace.typical * this.scale < widest * 7.5 + 3;
     const paths = new Map();
     ranges.forEach(([first, last], rank) => {
       const end = Math.min(this.trace.span * this.scale - left, width);
       lanes.append(element("rect", { class: "lane", x: -left, y: (rank + 0.07) * this.lane, width: Math.max(end + left, 0), height: this.lane * 0.86 }));
       for (let index = first; index < last; index += 1) {
-        const action = decode(this.trace, this.trace.ranks[rank].codes[index]);
+        const action = decode(this.trace, this.trace.ranks[rank].actions[index]);
         const box = this.box(rank, index);
         const colour = action.letter + ((action.microbatch ?? 0) % 2);
         if (few) {
@@ -191,16 +154,17 @@ class Timeline {
   ground(ranges) {
     const pieces = new Map(), left = this.scroller.scrollLeft, high = (this.lane * 0.86).toFixed(1);
     ranges.forEach(([first, last], rank) => {
-      const { codes, starts, ends } = this.trace.ranks[rank];
+      const { actions, starts, ends } = this.trace.ranks[rank];
       for (let index = first; index < last; ) {
-        const begin = index, lasting = [0, 0, 0, 0, 0];
+        const begin = index, lasting = new Map();
         let end = starts[index];
         for (; index < last && starts[index] <= end + 1e-6 * this.span; index += 1) {
-          lasting[decode(this.trace, codes[index]).kind] += ends[index] - starts[index];
+          const { letter } = decode(this.trace, actions[index]);
+          lasting.set(letter, (lasting.get(letter) ?? 0) + ends[index] - starts[index]);
           end = Math.max(end, ends[index]);
         }
         if (index === begin + 1) continue;
-        const { letter } = data.kinds[lasting.indexOf(Math.max(...lasting))];
+        const [letter] = [...lasting].reduce((most, each) => (each[1] > most[1] ? each : most));
         const x = starts[begin] * this.scale - left, y = (rank + 0.07) * this.lane, long = (end - starts[begin]) * this.scale;
         if (!pieces.has(letter)) pieces.set(letter, []);
         pieces.get(letter).push(`M${x.toFixed(2)} ${y.toFixed(1)}h${long.toFixed(3)}v${high}h${(-long).toFixed(3)}z`);
@@ -269,8 +233,8 @@ class Timeline {
   key(event) {
     const ranks = this.trace.ranks;
     const { rank, index } = this.chosen ?? { rank: 0, index: -1 };
-    const last = ranks[rank].codes.length - 1;
-    const beside = (other) => Math.min(Math.max(above(ranks[other].starts, ranks[rank].starts[Math.max(index, 0)]) - 1, 0), ranks[other].codes.length - 1);
+    const last = ranks[rank].actions.length - 1;
+    const beside = (other) => Math.min(Math.max(above(ranks[other].starts, ranks[rank].starts[Math.max(index, 0)]) - 1, 0), ranks[other].actions.length - 1);
     const moves = {
       ArrowRight: () => ({ rank, index: Math.min(index + 1, last) }),
       ArrowLeft: () => ({ rank, index: Math.max(index - 1, 0) }),
@@ -283,7 +247,7 @@ class Timeline {
     if (event.key in moves) {
       event.preventDefault();
       const chosen = moves[event.key]();
-      if (ranks[chosen.rank].codes.length === 0) return;
+      if (ranks[chosen.rank].actions.length === 0) return;
       this.reveal(chosen);
       this.choose(chosen);
     } else if (event.key === "+" || event.key === "=") this.setZoom(this.zoom * 1.5);
@@ -308,57 +272,3 @@ class Timeline {
     this.setZoom(this.zoom * Math.exp(-event.deltaY / 300), x);
   }
 }
-
-// Say everything about one action in the details box.
-function explain(trace, { rank, index }) {
-  const lane = trace.ranks[rank], action = decode(trace, lane.codes[index]);
-  const start = lane.starts[index], end = lane.ends[index];
-  const list = document.createElement("dl");
-  const say = (name, value) => list.append(tag("dt", name), tag("dd", value));
-  say("stage", action.stage);
-  if (action.microbatch !== null) say("micro-batch", action.microbatch);
-  say("rank", lane.lane ? `${rank} (${lane.lane})` : rank);
-  say("start", time(start, trace.unit));
-  say("end", time(end, trace.unit));
-  say("duration", time(end - start, trace.unit));
-  say("waited for", waited(trace, rank, index));
-  details.replaceChildren(tag("h3", `${action.name}, ${data.kinds[action.kind].word}`), list);
-}
-
-function waited(trace, rank, index) {
-  const lane = trace.ranks[rank], start = lane.starts[index];
-  const before = lane.halves.includes(index - 1) ? index - 2 : index - 1;
-  const free = before < 0 ? 0 : lane.ends[before];
-  const idle = time(start - free, trace.unit);
-  if (lane.waits[index] >= 0) {
-    const giver = decode(trace, lane.waits[index]).name;
-    const from = trace.ranks.findIndex((other) => other.codes.includes(lane.waits[index]));
-    return `${giver} on rank ${from}, there at ${number(lane.there[index])}; the rank was idle for ${idle}`;
-  }
-  if (start - free > 1e-6 * trace.span) return `nothing it needs: it started ${idle} after its rank was free`;
-  return "nothing: it started when its rank was free";
-}
-
-function legend() {
-  const there = new Set();
-  for (const trace of data.traces) for (const rank of trace.ranks) for (const code of rank.codes) there.add(Math.min(Math.floor(code / trace.slots), 4));
-  const place = document.querySelector(".legend");
-  data.kinds.forEach((kind, at) => {
-    if (!there.has(at)) return;
-    const entry = tag("span", `${kind.letter} ${kind.word}`);
-    entry.style.setProperty("--swatch", `var(--${kind.letter}0)`);
-    place.append(entry);
-  });
-  place.append(tag("span", "idle", "idle"));
-}
-
-const longest = Math.max(...data.traces.map((trace) => trace.span));
-const timelines = [];
-const changed = (source) => { if (data.shared) timelines.forEach((each) => { if (each !== source) each.follow(source); }); };
-data.traces.forEach((trace, at) => timelines.push(new Timeline(trace, at, data.shared ? longest : trace.span, changed)));
-timelines.forEach((each) => each.draw());
-legend();
-const steps = { in: (each) => each.zoom * 1.5, out: (each) => each.zoom / 1.5, fit: () => 1 };
-document.querySelectorAll("[data-zoom]").forEach((button) =>
-  button.addEventListener("click", () => timelines.forEach((each) => each.setZoom(steps[button.dataset.zoom](each)))));
-document.querySelectorAll("[hidden]:not(#details)").forEach((each) => { each.hidden = false; });

@@ -1,0 +1,105 @@
+"""Codes: tables that say what a number means, laid out in one module only."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import catalogue_plans
+
+import pipelab
+from pipelab import B, F, I, Plan, W
+from pipelab.plan.actions import KINDS, Action
+from pipelab.plan.codes import Codes
+
+ROOT = Path(pipelab.__file__).parent
+GRAPH_SLOTS = {"engine/stage/pytree.py", "engine/stage/split_backward.py"}
+"""Where `slots` are Python's own, or inputs of a node in autograd's graph."""
+
+sizes = st.tuples(st.integers(1, 5), st.integers(1, 5))
+
+
+def every_action(stages, microbatches):
+    """Return all actions of a size in the order of their codes."""
+    per_microbatch = [Action(kind, m, s) for kind in "FBIW" for m in range(microbatches) for s in range(stages)]
+    return per_microbatch + [Action("R", None, s) for s in range(stages)]
+
+
+@given(sizes)
+def test_the_tables_say_what_the_actions_are(size):
+    codes = Codes(*size)
+    actions = every_action(*size)
+    assert len(codes.kind) == len(codes.stage) == len(codes.microbatch) == len(codes.releases) == len(actions)
+    for code, action in enumerate(actions):
+        assert codes.action(code) == action
+        assert codes.code(action) == code
+        assert (codes.kind[code], codes.stage[code]) == (action.kind, action.stage)
+        assert codes.microbatch[code] == (-1 if action.microbatch is None else action.microbatch)
+        assert bool(codes.releases[code]) == (action.kind in "BW")
+    assert [code for kind in KINDS for code in codes.of_kind[kind]] == list(range(len(actions)))
+
+
+@given(sizes)
+def test_the_four_actions_of_a_micro_batch_and_stage_share_a_slot(size):
+    codes = Codes(*size)
+    for code in codes.of_kind["F"]:
+        place = (codes.microbatch[code], codes.stage[code])
+        for kind in "FBIW":
+            other = codes.sibling(code, kind)
+            assert other == codes.table[kind][place[0]][place[1]]
+            assert codes.slot[other] == codes.slot[code]
+
+
+@given(sizes)
+def test_givers_and_needers_are_the_two_ends_of_a_need(size):
+    codes = Codes(*size)
+    for code in range(len(codes.gives)):
+        for value in codes.needs(code):
+            assert code in codes.needers(value)
+            assert all(codes.gives[giver] == value for giver in codes.givers(value))
+        for needer in codes.needers(codes.gives[code]):
+            assert codes.gives[code] in codes.needs(needer)
+
+
+def test_numbers_by_kind_and_stage_become_numbers_by_code_and_value():
+    codes = Codes(stages=2, microbatches=2)
+    times = codes.by_code({kind: [10 * at, 10 * at + 1] for at, kind in enumerate(KINDS)})
+    for code, time in enumerate(times):
+        assert time == 10 * KINDS.index(codes.kind[code]) + codes.stage[code]
+    delays = codes.by_value([1, 2], [3, 4])
+    named = {codes.value_name(value): delays[value] for value in range(codes.always)}
+    assert [named["out(1, 0)"], named["out(1, 1)"], named["gin(0, 0)"], named["gin(0, 1)"]] == [1, 2, 3, 4]
+    assert named["gw(0, 1)"] == delays[codes.always] == 0
+
+
+def test_a_forward_takes_up_an_activation_that_its_backward_releases():
+    plan = Plan([[F(0), F(1), B(0), I(1), F(2), W(1), B(2)]])
+    assert plan.bound.in_flight(0) == [1, 2, 1, 1, 2, 1, 0]
+
+
+@given(catalogue_plans())
+def test_a_route_names_the_ranks_that_a_micro_batch_visits(plan):
+    for rank, row in enumerate(plan.bound.rows):
+        for action in map(plan.bound.codes.action, row):
+            if action.microbatch is not None:
+                assert plan.bound.route(action.microbatch)[action.stage] == rank
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_tables_know_how_codes_are_laid_out(path):
+    name = str(path.relative_to(ROOT))
+    if name == "plan/codes.py" or name in GRAPH_SLOTS:
+        return
+    tokens = [(each.type, each.string) for each in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)]
+    for (_, word), (_, after), (_, value) in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        assert word != "slots" or (after, value) == ("=", "True")
+
+
+def test_the_page_does_not_know_how_codes_are_laid_out():
+    for path in sorted((ROOT / "draw" / "page").glob("*.js")):
+        assert not {"slots", "codes", "stages"} & set(re.findall(r"\w+", path.read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
-__all__ = ["Job", "Result", "linear_stack", "run_all"]
+__all__ = ["Job", "Result", "core_share", "linear_stack", "run_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,27 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A measured step, what its own action times predict for the schedule, the batch's loss, and the proof."""
+    """What running a job gave.
+
+    Attributes:
+        measured: the step of median length.
+        predicted: the schedule, simulated with that step's own action times.
+        loss: the batch's loss.
+        proof: what `verify` found.
+        core_share: for which fraction of their working time the ranks had a processor core; 1 on GPUs.
+    """
 
     measured: Trace
     predicted: Trace
     loss: float
     proof: Verification
+    core_share: float
+
+
+def core_share(processor_seconds: float, traces: Sequence[Trace]) -> float:
+    """Return for which fraction of their working time, from 0 to 1, the ranks of measured steps had a core."""
+    working_seconds = sum(sum(trace.busy) for trace in traces) / 1e3
+    return min(1.0, processor_seconds / working_seconds) if working_seconds else 1.0
 
 
 def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
@@ -62,25 +78,29 @@ def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[str, float], None])
     """
     turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
     traces: list[list[Trace]] = [[] for _ in jobs]
+    processor_seconds = [0.0 for _ in jobs]
     share = 1 / (len(jobs) * (turns + 1))  # and one turn to verify the gradients
     for turn in range(turns):
-        for number, (job, measured) in enumerate(zip(jobs, traces, strict=True), turn * len(jobs)):
-            tell(job.plan.name, number * share)
+        for index, job in enumerate(jobs):
+            tell(job.plan.name, (turn * len(jobs) + index) * share)
             x, y = job.batch()
             with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
                 pipe.step(x, y)  # the first step warms up
-                measured.extend(pipe.step(x, y).trace for _ in range(each))
+                began = time.process_time()
+                traces[index].extend(pipe.step(x, y).trace for _ in range(each))
+                processor_seconds[index] += time.process_time() - began
     results: list[Result] = []
-    for number, (job, measured) in enumerate(zip(jobs, traces, strict=True), turns * len(jobs)):
-        tell(f"verifying {job.plan.name}", number * share)
-        results.append(_result(job, measured))
+    for index, job in enumerate(jobs):
+        tell(f"verifying {job.plan.name}", (turns * len(jobs) + index) * share)
+        cores = 1.0 if torch.cuda.is_available() else core_share(processor_seconds[index], traces[index])
+        results.append(_result(job, traces[index], cores))
     return results
 
 
-def _result(job: Job, traces: list[Trace]) -> Result:
+def _result(job: Job, traces: list[Trace], cores: float) -> Result:
     x, y = job.batch()
     with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
         loss = pipe.step(x, y).loss.item()
         proof = pipe.verify(x, y)
     measured = sorted(traces, key=lambda trace: trace.makespan)[len(traces) // 2]
-    return Result(measured, simulate(job.plan, Cost.fit(measured)), loss, proof)
+    return Result(measured, simulate(job.plan, Cost.fit(measured)), loss, proof, cores)

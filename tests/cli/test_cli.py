@@ -101,7 +101,8 @@ def test_a_pipeline_is_replicated(pipelab_command, folder):
     code, output, _ = pipelab_command("check", "1f1b", "-r", "2", "-m", "4", "--replicas", "3")
     assert code == 0
     assert "replicate(OneFOneB(ranks=2, microbatches=4), 3) is right: 54 actions" in output
-    assert "the gradients of stages 0, 1, which are on several ranks, are all-reduced" in output
+    assert "stages 0, 1" in output
+    assert "all-reduced" in output
     output = pipelab_command("simulate", "1f1b", "--replicas", "2", "--cost", "all_reduce=4")[1]
     assert "makespan 37 units" in output
     assert pipelab_command("draw", "1f1b", "--replicas", "2", "-o", "t.svg")[0] == 0
@@ -156,7 +157,8 @@ def test_run_lays_several_schedules_side_by_side(pipelab_command, folder):
     code, output, _ = pipelab_command("run", "gpipe", "1f1b", *work, "-o", "both.svg")
     assert code == 0
     assert output.count("gpipe, measured") == output.count("1f1b, measured") == 2  # in the table, and above its lanes
-    assert "gradients of all 2 runs equal to the same micro-batches one after another, bit for bit" in output
+    assert "all 2 runs" in output
+    assert "bit for bit" in output
     assert Path("both.svg").stat().st_size > 500
 
 

@@ -60,7 +60,7 @@ def test_many_faults_alike_are_not_a_wall_of_text():
     [
         ScheduleError([Fault("missing", 0, None, None, "no F")], "the plan"),
         StageError("stage 1 raised", 1, 2, F(0, 2)),
-        pipelab.UnknownScheduleError("'1F1B' is no registered schedule"),
+        pipelab.UnknownScheduleError("'1F1B' is not a registered schedule"),
     ],
 )
 def test_an_error_crosses_processes(error):

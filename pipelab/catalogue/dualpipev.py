@@ -20,8 +20,8 @@ class DualPipeV(VShaped):
 
     In nearly every slot a rank computes a forward of one stage and a backward of the other (`F(2, 0) & B(0, 3)`): the
     transfers of the one hide behind the arithmetic of the other. It is one half of DualPipe's symmetric picture, folded
-    at the middle: what comes from the other direction there is here on its way back up. So a rank holds two stages of
-    its own, and no parameters twice.
+    at the middle: DualPipe's micro-batches from the other direction are the way back up here. So each rank holds two
+    stages of its own, and no parameters are held twice.
 
     Times per stage, as the source counts them, `FB` being an overlapped pair's: with `M >= 2 * P` micro-batches,
     `F = I >= W` and `FB >= B`, the last rank waits `(P - 1) * (FB + B - 3 * W)` and works `2 * M * (F + B)` less what
@@ -30,8 +30,8 @@ class DualPipeV(VShaped):
     `FB = F + B`, because the forward's output need not wait for the pair's end. Rank `r` holds
     `min(2 * M, M + 1 + r, 2 * P + 1)` stage activations, each half a rank's share.
 
-    The order is that of PyTorch's `ScheduleDualPipeV`, which asks for `M >= 2 * P`; here every number of micro-batches
-    will do.
+    The order is that of PyTorch's `ScheduleDualPipeV`, which needs `M >= 2 * P`; here any number of micro-batches is
+    accepted.
 
     Example:
         >>> import pipelab

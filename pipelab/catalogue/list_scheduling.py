@@ -1,8 +1,8 @@
 """List scheduling: an order from a priority and a memory cap, in simulated time.
 
-Whenever a rank is free, it starts the action that the priority likes best, of those whose inputs are there.
+Whenever a rank is free, it starts the action with the highest priority among those whose inputs are ready.
 
-A forward takes a place in the rank's memory until its backward gives it up, so a cap could end in a deadlock:
+A forward takes a place in the rank's memory until its backward releases it, so a cap could end in a deadlock:
 
     cap 2    rank 0   holds stage 0 of micro-batches 0 and 1      each has to come back for stage 2: no place left
              rank 1   holds stage 1 of micro-batches 0 and 1

@@ -17,9 +17,9 @@ class ZBH1(SingleStage):
         rank 1 |    F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         rank 2 |       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-    Only the input gradient `I` keeps another rank waiting (the paper calls it B), so it comes first, and the weight
-    gradient `W` where a rank would wait. Rank `r` puts its weight gradients off by `r` micro-batches: the first input
-    gradients reach rank 0 sooner, and the weight gradients that are left fill the drain.
+    Another rank waits only for the input gradient `I` (the paper calls it B), so `I` comes first, and the weight
+    gradient `W` runs when a rank would wait. Rank `r` delays its weight gradients by `r` micro-batches: the first input
+    gradients reach rank 0 sooner, and the remaining weight gradients fill the drain.
 
     Makespan `M * (F + I + W) + (P - 1) * (F + I - W)` for `P` ranks and `M >= P` micro-batches if `W <= min(F, I)`: a
     third of 1F1B's bubble where all three are equal. In general it is

@@ -77,7 +77,7 @@ def test_conformance_with_another_order_ends_with_exit_code_1(pipelab_command, m
 def test_conformance_of_an_unknown_schedule_names_the_known_ones(pipelab_command):
     code, _, error = pipelab_command("conformance", "1f1p")
     assert code == 1
-    assert "'1f1p' is no registered schedule; did you mean 1f1b?" in error
+    assert "'1f1p' is not a registered schedule; did you mean 1f1b?" in error
     assert "registered: naive" in error
 
 

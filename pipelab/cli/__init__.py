@@ -1,1 +1,1 @@
-"""The command `pipelab`: a subcommand for every capability."""
+"""The command `pipelab`, with a subcommand for every capability."""

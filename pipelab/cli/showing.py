@@ -1,4 +1,4 @@
-"""What `pipelab demo` shows: progress while it trains, a table, and pictures to open."""
+"""What `pipelab demo` shows: progress during training, two tables, and pictures to open."""
 
 from __future__ import annotations
 

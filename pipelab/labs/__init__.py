@@ -1,1 +1,1 @@
-"""Experiments: what a course runs and measures. They return plain data; the command line prints it."""
+"""The course's experiments. They return plain data, and the command line prints it."""

@@ -1,4 +1,4 @@
-"""The main job: one model, trained plainly and with three schedules, must learn exactly the same."""
+"""The demo: one model, trained plainly and with three schedules, learns exactly the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Emulation", "Plain", "Setting", "Trained", "emulate", "train_plainly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is trained, and on what."""
+    """The model and the data."""
 
     ranks: int = 2
     microbatches: int = 8
@@ -51,11 +51,11 @@ class Plain:
     """Plain training: one thread, the same micro-batches one after another.
 
     Attributes:
-        step_ms: the median milliseconds of a step, the first one left out.
+        step_ms: the median milliseconds of a step, without the first.
         losses: the loss of every step, in nats per byte.
         weights: the parameters after the last step.
-        whole_batch_ms: the median milliseconds of a step on the whole batch at once, on all cores.
-        cores: how many those are.
+        whole_batch_ms: the median milliseconds of a step on the whole batch at once.
+        cores: how many processor threads that used.
     """
 
     step_ms: float
@@ -71,13 +71,13 @@ class Trained:
 
     Attributes:
         schedule: the schedule's name.
-        step_ms: the median milliseconds of a step, the first one left out.
-        speed_up: plain training's step over this one's.
+        step_ms: the median milliseconds of a step, without the first.
+        speed_up: plain training's step time divided by this one's.
         core_share: for which fraction of their working time the ranks had a processor core.
         trace: a step of median length.
         losses: the loss of every step.
-        same: whether every loss and every parameter is plain training's, bit for bit.
-        proof: what `verify` said.
+        same: whether every loss and every parameter equals plain training's, bit for bit.
+        proof: what `verify` found, in words.
     """
 
     schedule: str
@@ -194,5 +194,5 @@ def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> flo
 
 
 def _typical(times: list[float]) -> float:
-    """Return the median in milliseconds, the first one, which warms up, left out."""
+    """Return the median in milliseconds, without the first, which warms up."""
     return 1e3 * median(times[1:] or times)

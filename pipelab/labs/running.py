@@ -1,4 +1,4 @@
-"""Run plans on models of equal layers, measured, predicted and verified."""
+"""Run plans on models of equal layers: measured, predicted and verified."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Job", "Result", "core_share", "linear_stack", "run_all"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run: a plan, on a model, with a batch of a shape. Jobs may share a model."""
+    """A plan to run on a model with a batch of a given shape. Jobs may share a model."""
 
     plan: Plan
     model: nn.Module
     shape: tuple[int, int]
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets: always the same."""
+        """Return inputs and targets, the same every time."""
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*self.shape, generator=generator), torch.randn(*self.shape, generator=generator)
 
@@ -59,7 +59,7 @@ def core_share(processor_seconds: float, traces: Sequence[Trace]) -> float:
 
 
 def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
-    """Return `depth` layers of Linear and ReLU, dealt out so that no stage begins with a ReLU."""
+    """Return `depth` layers of Linear and ReLU, grouped so that no stage begins with a ReLU."""
     if depth < stages:
         raise SplitError(f"{depth} layers are too few for {stages} stages: use --depth {stages} or more")
     torch.manual_seed(0)
@@ -67,14 +67,14 @@ def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
 
 
 def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[str, float], None]) -> list[Result]:
-    """Run each job for some steps; return for each the one of median length.
+    """Run each job for several steps, and return the step of median length of each.
 
-    Several jobs take turns, a step each, so that what else the machine does disturbs all of them alike.
+    Several jobs take turns, one step each, so that other programs on the machine disturb all of them alike.
 
     Args:
-        jobs: what to run.
-        steps: how many steps of each are measured; the first one after a pipeline was made is none of them.
-        tell: called before each turn, with what comes now, and the share of all turns that is behind, from 0 to 1.
+        jobs: the jobs.
+        steps: how many steps of each are measured, after one warm-up step of each new pipeline.
+        tell: called before each turn with its name and the finished fraction of all turns, from 0 to 1.
     """
     turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
     traces: list[list[Trace]] = [[] for _ in jobs]

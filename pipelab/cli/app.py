@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -238,7 +239,7 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
 def _conclude(results: Sequence[Result], ranks: int, targets: Sequence[str], work: Work) -> None:
     """Say what the verification found, and why the ranks were slow if they were."""
     say(proof_of(results))
-    share = 1.0 if work.emulate else min((result.core_share for result in results), default=1.0)
+    share = 1.0 if work.emulate or not results else median(result.core_share for result in results)
     if why := why_slow(ranks, share, targets):
         say(why)
 

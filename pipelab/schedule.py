@@ -116,7 +116,7 @@ class Schedule(ABC):
                 cause = error
             rows.append(row)
         if faults:
-            raise ScheduleError(_told_once(faults), name) from cause
+            raise ScheduleError(_merged(faults), name) from cause
         return Plan(rows, stages, self.microbatches, self.place, name=name)
 
     def _unsound(self) -> Fault | None:
@@ -241,7 +241,7 @@ def _raised(schedule: Schedule, rank: int, row: list[object], error: Exception) 
     )
 
 
-def _told_once(faults: list[Fault]) -> list[Fault]:
+def _merged(faults: list[Fault]) -> list[Fault]:
     """Return one fault if every rank failed at the same line."""
     first, *others = faults
     tail = first.message.partition(" raised ")[2]

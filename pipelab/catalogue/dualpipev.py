@@ -30,7 +30,7 @@ class DualPipeV(VShaped):
     `FB = F + B`, because the forward's output need not wait for the pair's end. Rank `r` holds
     `min(2 * M, M + 1 + r, 2 * P + 1)` stage activations, each half a rank's share.
 
-    The order is that of PyTorch's `ScheduleDualPipeV`, which needs `M >= 2 * P`; here any number of micro-batches is
+    It is the order of PyTorch's `ScheduleDualPipeV`, which needs `M >= 2 * P`; here any number of micro-batches is
     accepted.
 
     Example:

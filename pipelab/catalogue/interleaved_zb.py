@@ -23,7 +23,7 @@ class InterleavedZeroBubble(Looped):
     micro-batches; mostly `W` is the smallest of the three. Every rank holds `min(v * M, (v - 1) * L + P)` stage
     activations, `L` being the longest round.
 
-    The order is that of PyTorch's `ScheduleInterleavedZeroBubble`, which needs a multiple of the number of rounds; here
+    It is the order of PyTorch's `ScheduleInterleavedZeroBubble`, which needs a multiple of the number of rounds; here
     any number of micro-batches is accepted.
 
     Example:

@@ -71,7 +71,7 @@ class Table:
         if all(cell.loss is not None for cell in cells):
             blocks["loss"] = lambda cell: f"{cell.loss:.6f}"
         blank = ("",) * (1 + len(self.counts))
-        rows = [row for head, told in blocks.items() for row in (*self._rows(head, told), blank)]
+        rows = [row for head, shown in blocks.items() for row in (*self._rows(head, shown), blank)]
         lines = [line.rstrip() for line in columns(rows, width)]
         return "\n".join([*lines[:-1], *(["", *self.refusals] if self.refusals else [])])
 
@@ -85,11 +85,11 @@ class Table:
         path.write_text(self._csv() if suffix == ".csv" else self.text() + "\n", encoding="utf-8")
         return path
 
-    def _rows(self, head: str, told: Callable[[Cell], str]) -> list[tuple[str, ...]]:
+    def _rows(self, head: str, shown: Callable[[Cell], str]) -> list[tuple[str, ...]]:
         heads = (head, *map(str, self.counts))
         found = [[self.cells.get((name, count)) for count in self.counts] for name in self.names]
         rows = [
-            (name, *("-" if cell is None else told(cell) for cell in row))
+            (name, *("-" if cell is None else shown(cell) for cell in row))
             for name, row in zip(self.names, found, strict=True)
         ]
         return [heads, *rows]

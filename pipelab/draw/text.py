@@ -121,8 +121,8 @@ def _terminal(width: int | None, colour: bool | None) -> tuple[int, bool]:
     """Return the width and whether to use colours; what is `None` follows standard output."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     if width is None:
-        told = terminal or os.environ.get("COLUMNS")
-        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if told else PLAIN_WIDTH
+        known = terminal or os.environ.get("COLUMNS")
+        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if known else PLAIN_WIDTH
     if colour is None:
         colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return max(width, 40), colour

@@ -66,7 +66,7 @@ def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 
 
-def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[str, float], None]) -> list[Result]:
+def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None]) -> list[Result]:
     """Run each job for several steps, and return the step of median length of each.
 
     Several jobs take turns, one step each, so that other programs on the machine disturb all of them alike.
@@ -74,7 +74,7 @@ def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[str, float], None])
     Args:
         jobs: the jobs.
         steps: how many steps of each are measured, after one warm-up step of each new pipeline.
-        tell: called before each turn with its name and the finished fraction of all turns, from 0 to 1.
+        report: called before each turn with its name and the finished fraction of all turns, from 0 to 1.
     """
     turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
     traces: list[list[Trace]] = [[] for _ in jobs]
@@ -82,7 +82,7 @@ def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[str, float], None])
     share = 1 / (len(jobs) * (turns + 1))  # and one turn to verify the gradients
     for turn in range(turns):
         for index, job in enumerate(jobs):
-            tell(job.plan.name, (turn * len(jobs) + index) * share)
+            report(job.plan.name, (turn * len(jobs) + index) * share)
             x, y = job.batch()
             with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
                 pipe.step(x, y)  # the first step warms up
@@ -91,7 +91,7 @@ def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[str, float], None])
                 processor_seconds[index] += time.process_time() - began
     results: list[Result] = []
     for index, job in enumerate(jobs):
-        tell(f"verifying {job.plan.name}", (turns * len(jobs) + index) * share)
+        report(f"verifying {job.plan.name}", (turns * len(jobs) + index) * share)
         cores = 1.0 if torch.cuda.is_available() else core_share(processor_seconds[index], traces[index])
         results.append(_result(job, traces[index], cores))
     return results

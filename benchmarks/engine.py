@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import torch
@@ -32,6 +32,7 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
     x, y = torch.randn(BATCH, width), torch.randn(BATCH, width)
     model = linear_stack(width)
     native = Native(width, BATCH)
+    pool = ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,))  # as persistent as pipelab's workers
     rows = []
     for microbatches in (2, 4, 8):
         pipes = {
@@ -42,8 +43,8 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
         }
         sets: dict[str, Callable[[], list[float]]] = {
             "one thread": lambda m=microbatches: timed(model, lambda: _sequence(model, x, y, m), steps),
-            "two threads, apart": lambda m=microbatches: timed(model, lambda: _apart(model, x, m), steps),
-            "one thread, apart": lambda m=microbatches: timed(model, lambda: _apart(model, x, m, at_once=False), steps),
+            "two threads, apart": lambda m=microbatches: timed(model, lambda: _apart(model, x, m, pool), steps),
+            "one thread, apart": lambda m=microbatches: timed(model, lambda: _apart(model, x, m, None), steps),
         }
         for name, pipe in pipes.items():
             sets[f"pipelab {name}"] = lambda pipe=pipe: timed(model, lambda: pipe.step(x, y), steps)
@@ -53,6 +54,7 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
             pipe.close()
         rows.append(_row(width, microbatches, times))
     native.close()
+    pool.shutdown()
     return rows
 
 
@@ -84,24 +86,15 @@ def _sequence(model: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: 
         (nn.functional.mse_loss(model(micro_x), micro_y) / microbatches).backward()
 
 
-def _apart(model: nn.Sequential, x: torch.Tensor, microbatches: int, *, at_once: bool = True) -> None:
-    """Run both halves on the same input, apart from each other: what two threads can gain at most on this machine."""
+def _apart(model: nn.Sequential, x: torch.Tensor, microbatches: int, pool: ThreadPoolExecutor | None) -> None:
+    """Run both halves on the same input, independently: in a pool's two threads at once, or in turn in this one."""
 
     def half(layers: nn.Sequential) -> None:
-        torch.set_num_threads(1)
         for micro_x in x.chunk(microbatches):
             layers(micro_x.detach().requires_grad_()).sum().backward()
 
-    halves = (model[:8], model[8:])
-    if at_once:
-        workers = [threading.Thread(target=half, args=(layers,)) for layers in halves]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    else:
-        for layers in halves:
-            half(layers)
+    for _ in (pool.map if pool else map)(half, (model[:8], model[8:])):
+        pass
 
 
 def report(found: dict[str, object]) -> str:

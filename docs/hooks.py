@@ -1,9 +1,8 @@
-"""Render what is made anew for every site: tutorials, the table of formulas, and pages that pipelab writes.
+"""Generate what is made for every site: tutorials, the table of formulas, and examples of pipelab's own pages.
 
-Each tutorial is run, cell by cell, and what a cell shows stands below it.
-
-A tutorial is a Python file in percent format (`# %%` starts a cell, `# %% [markdown]` one of text), so that it is at
-once a script, a notebook (VS Code, PyCharm, `jupytext --to ipynb`), a test and a page.
+A tutorial is a Python file in percent format (`# %%` starts a cell, `# %% [markdown]` one of text). So it is at once a
+script, a notebook (VS Code, PyCharm, `jupytext --to ipynb`), a test and a page. The site runs each cell and shows its
+output below it.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def closed_forms() -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each tutorial, a file for each of its figures, and what the reference shows."""
+    """Add a page for each tutorial, a file for each figure, and the timelines of the reference."""
     traces = {name: pipelab.simulate(kind(ranks=4, microbatches=8)) for name, kind in pipelab.schedules.items()}
     files.append(File.generated(config, "reference/1f1b.html", content=page(traces["1f1b"])))
     shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
@@ -84,7 +83,7 @@ def render(source: Path) -> tuple[str, dict[str, str]]:
     """Run a tutorial; return its page as Markdown, and its figures by file name.
 
     Raises:
-        PluginError: if a cell raises, with the cell's own line.
+        PluginError: if a cell raises, naming the cell.
     """
     blocks: list[str] = []
     figures: dict[str, str] = {}
@@ -112,7 +111,7 @@ def render(source: Path) -> tuple[str, dict[str, str]]:
 
 
 def run(code: str, name: str, namespace: dict[str, Any]) -> tuple[str, Any]:
-    """Run one cell as a notebook would; return what it printed, and its last line's value."""
+    """Run one cell as a notebook would; return its printed text and its last line's value."""
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)  # for tracebacks
     tree = ast.parse(code, name)
     shown = None
@@ -141,7 +140,7 @@ def _figure(result: object) -> str | None:
 
 
 def _fenced(text: str, language: str) -> str:
-    """Return text as a code block, its fence longer than any in the text."""
+    """Return text as a code block with a fence longer than any in the text."""
     longest = max(map(len, re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"

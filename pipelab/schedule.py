@@ -1,4 +1,4 @@
-"""Schedules: a plan for every size, written by a student in ten lines."""
+"""Schedules: what a student writes in ten lines, and copies of it side by side."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Replicated", "Schedule", "replicate"]
 
 
 class Schedule(ABC):
-    """In which order every rank runs its actions, for any number of ranks and micro-batches.
+    """The order in which every rank runs its actions, for any number of ranks and micro-batches.
 
-    Subclass it and write `actions`. The default placement puts stage `s` on rank `s % ranks`; override `place` for
-    another one. A schedule that needs several stages on every rank says so in its class.
+    Subclass it and write `actions`. By default, stage `s` is on rank `s % ranks`; override `place` to put it elsewhere.
+    If each rank holds several stages, set `stages_per_rank` in the class.
 
     Args:
         ranks: how many workers the pipeline has.
         microbatches: how many slices the batch is cut into.
-        stages_per_rank: how many stages each rank holds; by default, what the class says.
+        stages_per_rank: how many stages each rank holds; by default, the class's own number.
 
     Example:
         >>> import pipelab
@@ -44,7 +44,7 @@ class Schedule(ABC):
         >>> AllThenAll(ranks=2, microbatches=2).plan().rows
         ((0F0, 0F1, 0B0, 0B1), (1F0, 1F1, 1B0, 1B1))
 
-        Two stages on every rank, down the ranks and back up, and the backward in two halves:
+        This one has two stages on every rank, down the ranks and back up, and splits every backward in two halves:
 
         >>> class Valley(pipelab.Schedule):
         ...     stages_per_rank = 2
@@ -72,7 +72,7 @@ class Schedule(ABC):
     """
 
     stages_per_rank: int = 1
-    """How many stages each rank holds, unless told otherwise."""
+    """How many stages each rank holds by default."""
 
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
         """Keep the sizes."""
@@ -101,7 +101,7 @@ class Schedule(ABC):
         return None
 
     def draft(self) -> Plan:
-        """Return the plan without checking it: `pipelab.check` then explains what is wrong.
+        """Return the plan unchecked: `pipelab.check` then explains what is wrong.
 
         Raises:
             ScheduleError: if the size is refused, or if `actions` raises.
@@ -116,18 +116,18 @@ class Schedule(ABC):
         for rank in range(self.ranks):
             row: list[object] = []
             try:
-                # Extended, not built at once: what was listed before an error shows where it happened.
+                # Extended, not built at once: the actions before an error show where it happened.
                 row.extend(islice(_iterable(self.actions(rank)), limit))
-            except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
+            except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
                 faults.append(_raised(self, rank, row, error))
                 cause = error
             rows.append(row)
         if faults:
-            raise ScheduleError(_told_once(faults), name) from cause
+            raise ScheduleError(_merged(faults), name) from cause
         return Plan(rows, stages, self.microbatches, self.place, name=name)
 
     def _unsound(self) -> Fault | None:
-        """Return why the schedule cannot be asked for its actions at this size; `None` if it can."""
+        """Return why `actions` cannot be called at this size; `None` if it can."""
         if not (hasattr(self, "ranks") and hasattr(self, "microbatches")):
             message = f"{type(self).__name__} has no sizes: its __init__ does not call the one of Schedule"
             return _at(message, type(self).__init__, "call super().__init__(ranks, microbatches) there, first")
@@ -139,43 +139,43 @@ class Schedule(ABC):
         )
 
     def _refused(self) -> Fault | None:
-        """Return that the size is refused, or what is wrong with asking for it."""
+        """Return that the size is refused, or what is wrong with `refusal`; `None` if the size is accepted."""
         asked = f"refusal({self.ranks}, {self.microbatches})"
         try:
             reason: object = self.refusal(self.ranks, self.microbatches)
-        except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
+        except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
             message = f"{asked} raised {type(error).__name__}: {error}"
-            return _at(message, students_line(error, self.refusal), "mend that line")
+            return _at(message, students_line(error, self.refusal), "fix that line")
         if reason is None or isinstance(reason, str):
             return None if reason is None else Fault("refused", None, None, None, reason)
-        hint = "return None where the size is right, and else the reason, as a text"
+        hint = "return None if the size is right, and otherwise the reason, as a text"
         return _at(f"{asked} returned {shorten(reason)}", self.refusal, hint)
 
     def _without_stages(self) -> Fault | None:
-        """Return what is wrong with asking for the number of stages."""
+        """Return what is wrong with `stages`; `None` if it is a positive whole number."""
         written = getattr(type(self).stages, "fget", type(self).stages)
         try:
             stages: object = self.stages
             if callable(stages):
                 return _at("stages is a method, not a number", written, "write @property above def stages(self)")
             require_size("stages", stages)
-        except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
+        except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
             message = f"asking for stages raised {type(error).__name__}: {error}"
             return _at(message, students_line(error, written), "return how many stages there are, a whole number")
         return None
 
     def plan(self) -> Plan:
-        """Return the plan, checked.
+        """Return the checked plan.
 
         Raises:
-            ScheduleError: if the size is refused, if `actions` raises, or if the plan has faults: all of them.
+            ScheduleError: if the size is refused, if `actions` raises, or if the plan has faults; it lists all of them.
         """
         plan = self.draft()
         require_legal(plan)
         return plan
 
     def _name(self) -> str:
-        """Return `repr`, or the class's name where a student's `__repr__` cannot be asked yet."""
+        """Return `repr`, or the class's name if `repr` raises."""
         try:
             return repr(self)
         except Exception:  # noqa: BLE001 - a student's code, or one that has not set its sizes
@@ -188,13 +188,13 @@ class Schedule(ABC):
 
 
 def _at(message: str, where: str | Callable[..., object], hint: str) -> Fault:
-    """Return the fault of a method of the student's: at a line, or where it is written."""
+    """Return the fault of a student's method, at a line or where the method is defined."""
     line = where if isinstance(where, str) else line_of_function(where)
     return Fault("exception", None, None, None, message + (f"\n  at {line}" if line else ""), hint)
 
 
 def _iterable(returned: Any) -> Iterable[object]:
-    """Return what `actions` returned, if that is some actions in order.
+    """Return what `actions` returned if it is a sequence or a generator.
 
     Raises:
         TypeError: otherwise, saying what to do.
@@ -203,8 +203,8 @@ def _iterable(returned: Any) -> Iterable[object]:
     if isinstance(returned, Sequence) and not isinstance(returned, str) and any(map(_is_row, returned)):
         rows = sum(map(_is_row, returned))
         raise TypeError(
-            f"actions(rank) returned {rows} list{'s' if rows > 1 else ''} within a list, {shorten(returned)}: it is "
-            "asked for the actions of one rank, in one list; return that rank's, or join them"
+            f"actions(rank) returned {rows} list{'s' if rows > 1 else ''} within a list, {shorten(returned)}: return "
+            "one list with the actions of this rank only, or join the lists"
         )
     if isinstance(returned, (Mapping, AbstractSet)):
         guess = f"a {type(returned).__name__} has no order; return the list of one rank's actions"
@@ -218,7 +218,7 @@ def _iterable(returned: Any) -> Iterable[object]:
 
 
 def _yielded(generator: Generator[object, None, object]) -> Iterator[object]:
-    """Yield what a generator yields, and refuse what it returns, which would be lost.
+    """Yield what a generator yields; refuse a returned value, which would be lost.
 
     Raises:
         TypeError: saying what to do.
@@ -226,8 +226,8 @@ def _yielded(generator: Generator[object, None, object]) -> Iterator[object]:
     lost = yield from generator
     if lost is not None:
         raise TypeError(
-            f"actions(rank) returned {shorten(lost)}, but it also has a yield, and then nobody sees what it returns: "
-            "yield from it"
+            f"actions(rank) returned {shorten(lost)}, but it also has a yield, so the returned value would be lost: "
+            "write yield from instead of return"
         )
 
 
@@ -244,12 +244,12 @@ def _raised(schedule: Schedule, rank: int, row: list[object], error: Exception) 
         len(row),
         None,
         f"actions({rank}) raised {type(error).__name__}{after}: {error}\n  at {students_line(error, schedule.actions)}",
-        "mend that line; the schedule itself was not checked yet",
+        "fix that line; the schedule itself was not checked yet",
     )
 
 
-def _told_once(faults: list[Fault]) -> list[Fault]:
-    """Return one fault where every rank ran into the same line."""
+def _merged(faults: list[Fault]) -> list[Fault]:
+    """Return one fault if every rank failed at the same line."""
     first, *others = faults
     tail = first.message.partition(" raised ")[2]
     if others and all(other.message.partition(" raised ")[2] == tail for other in others):
@@ -260,15 +260,15 @@ def _told_once(faults: list[Fault]) -> list[Fault]:
 
 
 class Replicated(Schedule):
-    """Several copies of one pipeline that share the batch. Made by `replicate`."""
+    """Several copies of one pipeline that share the batch; `replicate` makes it."""
 
     source = "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 3: pipeline and data parallelism combined"
 
     def __init__(self, schedule: Schedule | Plan, replicas: int) -> None:
-        """Keep the pipeline that is copied, and take its sizes."""
+        """Keep the pipeline, and compute the sizes of all copies."""
         replicas = require_size("replicas", replicas)
         if not isinstance(schedule, Plan) and not hasattr(schedule, "microbatches"):
-            schedule = as_plan(schedule)  # says what is wrong with whatever has no sizes
+            schedule = as_plan(schedule)  # explains an object without sizes
         per_rank = getattr(schedule, "stages_per_rank", -(-schedule.stages // schedule.ranks))
         super().__init__(schedule.ranks * replicas, schedule.microbatches * replicas, per_rank)
         self.schedule = schedule
@@ -294,9 +294,9 @@ class Replicated(Schedule):
         """Return the plan of all replicas.
 
         Raises:
-            ScheduleError: if the pipeline that is copied has faults: its own, in the words that it was written in.
+            ScheduleError: if the copied pipeline has faults; they name its own ranks and micro-batches.
         """
-        require_legal(self._copied)  # raised in `actions`, its faults would be reported as those of that method
+        require_legal(self._copied)  # in `actions`, they would be reported as errors of that method
         return super().draft()
 
     @cached_property
@@ -322,11 +322,11 @@ class Replicated(Schedule):
 
 
 def replicate(schedule: Schedule | Plan, replicas: int) -> Replicated:
-    """Return a schedule of `replicas` copies of a pipeline, which share the batch: data parallelism over pipelines.
+    """Return a schedule of several copies of a pipeline that share the batch: data parallelism over pipelines.
 
     Replica `d` of `D` has the ranks `d * P` to `d * P + P - 1` and the micro-batches `d`, `d + D`, `d + 2 * D` and so
-    on. Every stage is on one rank of each replica, so those ranks all-reduce its gradients, after the last of them
-    unless the pipeline lists `R` itself:
+    on. Every stage is on one rank of each replica, and these ranks all-reduce its gradients. If the pipeline lists no
+    `R` for a stage, pipelab inserts one right after the stage's last gradient on each rank:
 
         rank 0 | F0 F2    B0    B2 R
         rank 1 |    F0 B0 F2 B2 R

@@ -206,7 +206,8 @@ def test_a_return_beside_a_yield_is_told_as_lost():
             yield from (F(0), B(0))
 
     message = the_fault(Mine(2, 1)).message
-    assert "returned [F0, B0], but it also has a yield, and then nobody sees what it returns: yield from it" in message
+    assert "returned [F0, B0]" in message
+    assert "yield from" in message
     assert f"{__file__}, line {Mine.actions.__code__.co_firstlineno}" in message
 
 
@@ -323,7 +324,7 @@ def test_sizes_that_an_init_forgets_are_told_at_that_init():
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        ([[F(0), B(0)], [F(0), B(0)]], "returned 2 lists within a list, [[F0, B0], [F0, B0]]: it is asked for the"),
+        ([[F(0), B(0)], [F(0), B(0)]], "returned 2 lists within a list, [[F0, B0], [F0, B0]]"),
         ({0: [F(0), B(0)]}, "is not a sequence of actions: a dict has no order; return the list of one rank's"),
         ({F(0)}, "is not a sequence of actions: a set has no order"),
         (F(0), "returned F0, which is not a sequence of actions: did you mean to yield the actions, or to return a"),

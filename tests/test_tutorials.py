@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ def test_tutorial_runs_and_its_numbers_hold(
 
 
 class TwoActivations(pipelab.Schedule):
-    """Rank 0 as in 1F1B with a shorter warm-up, the ranks between two by two, the last one at once: 1F1B in 2."""
+    """Rank 0 stays one forward ahead, the ranks in the middle go two by two, the last one turns around at once."""
 
     def actions(self, rank: int) -> Iterator[Action]:
         if rank == 0:
@@ -46,11 +47,23 @@ class TwoActivations(pipelab.Schedule):
                 yield B(m)
 
 
-class OneAhead(pipelab.Schedule):
-    """1F1B with one more forward of warm-up on every rank but the last."""
+class TwoByTwo(pipelab.Schedule):
+    """GPipe with two micro-batches at a time."""
 
     def actions(self, rank: int) -> Iterator[Action]:
-        warmup = min(self.microbatches, self.ranks - rank + (rank < self.ranks - 1))
+        for first in range(0, self.microbatches, 2):
+            yield from (F(first), F(first + 1), B(first), B(first + 1))
+
+
+class WarmedUp(pipelab.Schedule):
+    """1F1B with a warm-up of any length on each rank."""
+
+    def __init__(self, microbatches: int, warmups: tuple[int, ...]) -> None:
+        super().__init__(len(warmups), microbatches)
+        self.warmups = warmups
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        warmup = self.warmups[rank]
         for m in range(warmup):
             yield F(m)
         for m in range(self.microbatches - warmup):
@@ -64,6 +77,14 @@ def test_the_pars_of_the_first_schedule_can_be_reached() -> None:
     small = TwoActivations(ranks=4, microbatches=8)
     assert pipelab.check(small, memory_cap=2) == []
     assert pipelab.simulate(small).makespan == 51
+    assert pipelab.simulate(TwoByTwo(ranks=4, microbatches=8)).makespan == 60
 
-    ahead = pipelab.simulate(OneAhead(ranks=4, microbatches=8), pipelab.Cost(latency=0.5))
+    ahead = pipelab.simulate(WarmedUp(8, (5, 4, 3, 1)), pipelab.Cost(latency=0.5))
     assert (ahead.makespan, ahead.peak_activations) == (37, (5, 4, 3, 1))
+
+
+def test_no_1f1b_with_two_activations_reaches_the_par() -> None:
+    legal = [each for each in product((1, 2), repeat=4) if not pipelab.check(WarmedUp(8, each), memory_cap=2)]
+    makespans = {each: pipelab.simulate(WarmedUp(8, each)).makespan for each in legal}
+    assert makespans[2, 2, 2, 1] == 69
+    assert makespans[2, 2, 1, 1] == min(makespans.values()) == 54

@@ -138,9 +138,9 @@ assert {fault.code for fault in faults} == {"missing"}
 assert [fault.rank for fault in faults] == [0, 1, 2, 3]
 
 # %% [markdown]
-# ### Second try: the drain, and a slip
+# ### Second try: the drain, and a mistake
 #
-# Now with the drain. But were it `ranks - rank` forwards, or the other way round?
+# Now with the drain. But was it `ranks - rank` forwards, or the other way round?
 
 
 # %%
@@ -162,15 +162,15 @@ class SecondTry(pipelab.Schedule):
 print(fault)
 
 # %% [markdown]
-# A **deadlock**. Every row is fine by itself: each forward and each backward is there, once, in a sensible order.
-# Together they cannot run. Read it as a circle: rank 0 does one forward and waits for the gradient from rank 1. Rank 1
-# wants a second forward first, and rank 0 would give it only after its backward. On real devices this program would
-# hang, without a message. Here it is found before anything runs, and `try:` names an order that does run, which
-# pipelab has tried out: the first ranks must do more forwards before their first backward, not fewer.
+# A **deadlock**. Each row is fine: every forward and every backward is there, once, in a sensible order. Together they
+# cannot run. Read it as a circle: rank 0 does one forward and waits for the gradient from rank 1. Rank 1 wants a second
+# forward first, and rank 0 would run it only after its backward. On real devices this program would hang, without a
+# message. pipelab finds the deadlock before anything runs, and has run the order it suggests after `try:`. The first
+# ranks must do more forwards before their first backward, not fewer.
 #
-# The lines between name what is waited for. `gin(0, 1)` is the gradient of stage 1's input for micro-batch 0, which
-# stage 0's backward needs; `out(1, 0)` is the output of micro-batch 1 from stage 0, which stage 1's forward needs:
-# always (micro-batch, stage). Positions in a row count from 0, as everything does.
+# The lines between say what each rank waits for, always as (micro-batch, stage). `gin(0, 1)` is the gradient of stage
+# 1's input for micro-batch 0, which stage 0's backward needs. `out(1, 0)` is the output of micro-batch 1 from stage 0,
+# which stage 1's forward needs. Positions in a row count from 0, as everything does.
 
 # %%
 assert fault.code == "deadlock"
@@ -277,7 +277,7 @@ assert delayed.makespan == (ranks * (microbatches - 1) + 1) * (1 + 2) == 87
 # %% [markdown]
 # ## When transfers take time
 #
-# So far a value was on the next rank the moment it was computed. Let each transfer take half a unit.
+# So far each value reached the next rank the moment it was computed. Let each transfer take half a unit.
 
 # %%
 slow_links = pipelab.Cost(forward=1, backward=2, latency=0.5)
@@ -328,17 +328,17 @@ print(proof)
 # `verify` ran the plain model on the same micro-batches, and on the whole batch, and compared. That is the test that a
 # schedule has to pass: it may change *when* things are computed, never *what*.
 #
-# `step.trace` is of the same type as what `simulate` returned, but these times are measured, in milliseconds.
-# `Cost.fit` takes the usual time of every stage's forward and backward from it; simulate with them, and put theory
-# above practice. (`step.trace.save("measured.html")` keeps a trace; `pipe.forward(x)` evaluates without gradients.)
+# `step.trace` has the same type as the result of `simulate`, but its times are measured, in milliseconds. `Cost.fit`
+# reads the usual time of every stage's forward and backward from it. Simulate with these times, and put theory above
+# practice. (`step.trace.save("measured.html")` keeps a trace; `pipe.forward(x)` evaluates without gradients.)
 
 # %%
 predicted = pipelab.simulate(step.trace.plan, pipelab.Cost.fit(step.trace))
 pipelab.compare(predicted, step.trace, names=["predicted", "measured"])
 
 # %% [markdown]
-# A real forward is not always equally long, and a rank is not told of its input the very moment it is there. What the
-# picture shows beyond the prediction is just that.
+# A real forward does not always take equally long, and a rank notices its input a little late. That is the difference
+# between the two pictures.
 
 # %%
 assert step.trace.peak_activations == predicted.peak_activations == (2, 1)
@@ -347,9 +347,9 @@ assert step.trace.plan == MyOneFOneB(ranks=2, microbatches=8).plan()
 # %% [markdown]
 # ## Training
 #
-# A pipeline is used where `loss.backward()` would stand. The backward has already run when `step` returns, the
-# gradients are in `.grad`, and what comes before and after is yours: `zero_grad`, an optimizer, a scheduler. They need
-# not know that there is a pipeline, since the parameters are the model's own.
+# `pipe.step(x, y)` stands where `loss.backward()` would. When it returns, the backward has run and the gradients are in
+# `.grad`. What comes before and after is yours: `zero_grad`, an optimizer, a scheduler. They need not know of the
+# pipeline, since the parameters are the model's own.
 
 # %%
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -376,9 +376,9 @@ print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 # function reduces. `mse_loss` averages over rows, which is the default, `reduction="mean"`: each micro-batch counts
 # by its share of the rows, so the micro-batches may be of different sizes. For a loss that sums, say `reduction="sum"`.
 #
-# Some losses average over something else. `cross_entropy` leaves out the targets that are `ignore_index`; a micro-batch
-# with few others should count little. Then `reduction` is a function that tells from a micro-batch's targets what it
-# weighs:
+# Some losses average over something else. `cross_entropy` leaves out the targets that are `ignore_index`, so a
+# micro-batch with few other targets should count little. Then `reduction` is a function that returns a micro-batch's
+# weight, given its targets:
 
 # %%
 labels = torch.randint(0, 10, (256,))
@@ -405,9 +405,9 @@ assert difference < 1e-5
 # %% [markdown]
 # ## More ranks than cores
 #
-# Two cores cannot show four ranks side by side. `emulated` makes a model whose stages take exactly as long as you say,
-# asleep: the processor is free meanwhile, so a laptop can run any number of them. Everything else is real: the
-# workers, the tensors, the gradients, the clock. Here four ranks, 20 ms forward and 40 ms backward.
+# Two cores cannot show four ranks side by side. `emulated` makes a model whose stages sleep exactly as long as you say.
+# Sleeping leaves the processor free, so a laptop can run any number of them. Everything else is real: the workers, the
+# tensors, the gradients, the clock. Here are four ranks, 20 ms forward and 40 ms backward.
 
 # %%
 rows = torch.ones(8, 1)
@@ -434,9 +434,11 @@ assert all(row.makespan >= ideal for row, ideal in zip(measured.rows, (660, 660,
 # %% [markdown]
 # ## Try it
 #
-# Change something, and let `check` and `simulate` tell you what you did.
+# Change something, and let `check` and `simulate` show you what you did. Solutions are in `tests/test_tutorials.py`.
 #
-# - A 1F1B for 4 ranks and 8 micro-batches that holds at most 2 activations on every rank; `check(…, memory_cap=2)`
-#   tells whether it does. A shorter warm-up gives 69 units, GPipe with two micro-batches at a time 60. Par is 51.
-# - A 1F1B that warms up with one more forward on every rank but the last. With latency 0.5, par is 37 instead of 41.
-#   What does it cost in memory?
+# - Write an order for 4 ranks and 8 micro-batches that holds at most 2 activations on every rank;
+#   `check(…, memory_cap=2)` finds out whether it does. 1F1B with a warm-up of `min(2, self.ranks - rank)` takes 69
+#   units, GPipe with two micro-batches at a time 60, and 1F1B with warm-ups of 2, 2, 1 and 1 forwards 54. Par is 51.
+#   No 1F1B reaches it: the ranks in the middle need a pattern of their own.
+# - Write a 1F1B that warms up with one more forward on every rank but the last. With latency 0.5, par is 37 instead of
+#   41. What does it cost in memory?

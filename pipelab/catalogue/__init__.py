@@ -56,7 +56,7 @@ __all__ = [
 
 
 class Catalogue(dict[str, type[Schedule]]):
-    """Schedules by name; asking for a name that there is not says which there are, and the nearest."""
+    """Schedules by name; an unknown name raises an error that lists the names and the nearest one."""
 
     def __missing__(self, name: str) -> type[Schedule]:
         """Refuse a name.
@@ -66,7 +66,7 @@ class Catalogue(dict[str, type[Schedule]]):
         """
         close = self.nearest(name)
         guess = f"; did you mean {close}?" if close else ""
-        raise UsageError(f"{name!r} is no registered schedule{guess}\n  registered: {', '.join(self)}")
+        raise UsageError(f"{name!r} is not a registered schedule{guess}\n  registered: {', '.join(self)}")
 
     def nearest(self, name: object) -> str | None:
         """Return the schedule whose name, or whose class's name, is nearest to this one; `None` if none is near.

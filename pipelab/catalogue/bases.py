@@ -1,4 +1,4 @@
-"""What schedules with one stage per rank share: micro-batches go down the ranks once."""
+"""Base classes of the schedules: one stage per rank, several in a loop, and two in a V."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Looped", "SingleStage", "VShaped"]
 
 
 class SingleStage(Schedule):
-    """A schedule whose micro-batches go down the ranks once: rank `r` holds stage `r`, and no other.
+    """A schedule whose micro-batches go down the ranks once: rank `r` holds stage `r` only.
 
     Args:
         ranks: how many workers the pipeline has.
         microbatches: how many slices the batch is cut into.
-        stages_per_rank: one.
+        stages_per_rank: 1.
 
     Raises:
         UsageError: if a number is not a positive whole number, or if `stages_per_rank` is not 1.
     """
 
     looping: ClassVar[str] = "looped-bfs"
-    """What is like it, for several stages per rank."""
+    """The similar schedule with several stages per rank, which the error suggests."""
 
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
         """Keep the sizes."""
@@ -36,7 +36,7 @@ class SingleStage(Schedule):
         if ours and self.stages_per_rank != 1:
             raise UsageError(
                 f"stages_per_rank={self.stages_per_rank}: {type(self).__name__} has exactly 1 on every rank: leave it "
-                f"out, or take a schedule for several, such as {self.looping}"
+                f"out, or use a schedule for several, such as {self.looping}"
             )
 
 
@@ -49,11 +49,11 @@ class Looped(Schedule):
     Args:
         ranks: how many workers the pipeline has.
         microbatches: how many slices the batch is cut into.
-        stages_per_rank: how many stages each rank holds, and so how often a micro-batch comes by.
+        stages_per_rank: how many stages each rank holds, and so how often a micro-batch visits it.
     """
 
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 2) -> None:
-        """Keep the sizes; with two stages per rank unless told otherwise."""
+        """Keep the sizes; two stages per rank by default."""
         super().__init__(ranks, microbatches, stages_per_rank)
 
     def stages_of(self, rank: int) -> range:
@@ -62,9 +62,10 @@ class Looped(Schedule):
 
     @property
     def rounds(self) -> list[range]:
-        """The micro-batches in rounds: a rank takes a round through all its stages before the next round starts.
+        """The micro-batches in rounds: a rank runs one round through all its stages before the next round starts.
 
-        As many rounds as hold one micro-batch or more for every rank, as even as can be, the longer ones first.
+        Each round has at least as many micro-batches as there are ranks, if there are enough. Rounds are as even as
+        possible, the longer ones first.
 
         Example:
             >>> import pipelab
@@ -87,12 +88,12 @@ class VShaped(Schedule):
         rank 2 |   2   5
         rank 3 |    3 4
 
-    Rank 0 has the loss at hand, and the last rank passes a value on to itself.
+    Rank 0 computes the loss, and the last rank passes a value to itself.
 
     Args:
         ranks: how many workers the pipeline has.
         microbatches: how many slices the batch is cut into.
-        stages_per_rank: two.
+        stages_per_rank: 2.
 
     Raises:
         UsageError: if `stages_per_rank` is not 2.
@@ -103,8 +104,8 @@ class VShaped(Schedule):
         if stages_per_rank != 2:
             raise UsageError(
                 f"stages_per_rank={stages_per_rank!r}: {type(self).__name__} needs exactly 2 on every rank, one on the "
-                "way down the ranks and one on the way back up: leave it out, or take a looping schedule such as "
-                "interleaved-1f1b or interleaved-zb, which take any number"
+                "way down the ranks and one on the way back up: leave it out, or use a looping schedule such as "
+                "interleaved-1f1b or interleaved-zb, which accept any number"
             )
         super().__init__(ranks, microbatches, stages_per_rank)
 
@@ -113,12 +114,12 @@ class VShaped(Schedule):
         return min(stage, self.stages - 1 - stage)
 
     def actions(self, rank: int) -> Iterator[Item]:
-        """Yield a full pipeline's actions, without those of micro-batches that do not exist."""
+        """Yield a full pipeline's actions, leaving out micro-batches that do not exist."""
         row = self.filled(rank, rank, self.stages - 1 - rank, max(self.microbatches, self.enough))
         return row if self.microbatches >= self.enough else self._existing(row)
 
     def _existing(self, row: Iterable[Item]) -> Iterator[Item]:
-        """Yield what concerns micro-batches that exist; of a pair, perhaps one half."""
+        """Yield the actions of micro-batches that exist; of a pair, perhaps only one half."""
         for item in row:
             halves = (item.forward, item.backward) if isinstance(item, Pair) else (item,)
             there = [half for half in halves if half.microbatch is not None and half.microbatch < self.microbatches]
@@ -134,4 +135,4 @@ class VShaped(Schedule):
 
     @abstractmethod
     def filled(self, rank: int, down: int, up: int, microbatches: int) -> Iterator[Item]:
-        """Yield a rank's actions on its two stages, with micro-batches enough to fill the pipeline."""
+        """Yield a rank's actions on its two stages, for enough micro-batches to fill the pipeline."""

@@ -16,9 +16,8 @@ class DelayedBackward(SingleStage):
         rank 0 | F0 F1       B0 F2       B1 F3       B2 B3
         rank 1 |    F0 F1 B0       F2 B1       F3 B2 B3
 
-    It reads like 1F1B, and on the last rank it nearly is. But every rank keeps the same two micro-batches in flight,
-    where 1F1B warms up with more of them on the earlier ranks; so the ranks mostly wait for each other, and
-    it takes nearly as long as `Naive`.
+    It reads like 1F1B, and on the last rank it nearly is. But every rank keeps only two micro-batches in flight, while
+    1F1B warms up with more of them on the earlier ranks. So the ranks mostly wait for each other.
 
     Example:
         >>> import pipelab

@@ -13,7 +13,7 @@ __all__ = ["DualPipe"]
 
 
 class DualPipe(Schedule):
-    """Half of the micro-batches enter at either end; a forward and a backward overlapped in nearly every slot.
+    """Half of the micro-batches enter at each end; nearly every slot overlaps a forward with a backward.
 
         rank 0 | F0 F1 F2 F4 I4 W4 F5 F3&B5───    F6&B0─── B6───    F7&B1─── B7─── I2 W2 I3 W3
         rank 1 |    F0 F4 F1 F5 F2 B4─── F6&B0─── F3&B5─── F7&B1─── B6─── B2───    I7 I3 W7 W3
@@ -21,9 +21,9 @@ class DualPipe(Schedule):
         rank 3 | F4 F5 F6 F0 I0 W0 F1 F7&B1───    F2&B4─── B2───    F3&B5─── B3─── I6 W6 I7 W7
 
     Every rank holds two stages, one for each direction: rank `r` of `P` holds stage `r` for the micro-batches that
-    enter at rank 0, and stage `P - 1 - r` for those that enter at the last rank. Where it computes a forward of the one
-    and a backward of the other at the same time (`F(3) & B(5)`), the transfers of each hide behind the arithmetic of
-    the other. Every stage is on two ranks, so the parameters are held twice, and all-reduces (not drawn) sum their
+    enter at rank 0, and stage `P - 1 - r` for those that enter at the last rank. When it computes a forward of one and
+    a backward of the other at the same time (`F(3) & B(5)`), the transfers of each hide behind the arithmetic of the
+    other. Every stage is on two ranks, so the parameters are held twice, and all-reduces (not drawn) sum their
     gradients.
 
     The bubble in the source's table, `(P / 2 - 1) * (FB + B - 3 * W)`, is how long the two ranks in the middle wait if
@@ -76,18 +76,17 @@ class DualPipe(Schedule):
         if ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks:
             return None
         return (
-            f"ranks={ranks}, microbatches={microbatches}: DualPipe sends half of the micro-batches each way, at least "
-            "as many as there are ranks, and the two ways meet between the ranks in the middle: it needs an even "
-            "number of ranks, and an even number of micro-batches that is at least twice as large; the nearest sizes "
-            f"are {_nearest(ranks, microbatches)}"
+            f"ranks={ranks}, microbatches={microbatches}: DualPipe needs an even number of ranks and an even number of "
+            "micro-batches, at least twice as large, because half of the micro-batches go each way and the two ways "
+            f"meet between the ranks in the middle; the nearest sizes are {_nearest(ranks, microbatches)}"
         )
 
     def place(self, microbatch: int, stage: int) -> int:
-        """Return the rank that runs a stage: the first half of the micro-batches goes up the ranks, the other down."""
+        """Return the rank that runs a stage: half of the micro-batches go up the ranks, the others down."""
         return stage if microbatch < self.microbatches // 2 else self.ranks - 1 - stage
 
     def actions(self, rank: int) -> Iterator[Item]:
-        """Yield the eight phases; either way, micro-batches come in turn.
+        """Yield the eight phases; in each direction, micro-batches come in turn.
 
         Near micro-batches (0) enter at this rank's end of the pipeline, far ones (1) at the other.
         """

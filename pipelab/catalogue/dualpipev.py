@@ -20,14 +20,14 @@ class DualPipeV(VShaped):
 
     In nearly every slot a rank computes a forward of one stage and a backward of the other (`F(2, 0) & B(0, 3)`): the
     transfers of the one hide behind the arithmetic of the other. It is one half of DualPipe's symmetric picture, folded
-    at the middle: what comes from the other direction there is here on its way back up. So a rank holds two stages of
-    its own, and no parameters twice.
+    at the middle: DualPipe's micro-batches from the other direction are the way back up here. So each rank holds two
+    stages of its own, and no parameters are held twice.
 
     A pair that takes as long as its two halves is slower than the halves one after the other (`Cost(pair=None)`): the
     forward's output waits for the pair's end. Each stage activation is half a rank's share.
 
-    The order is that of PyTorch's `ScheduleDualPipeV`, which asks for `M >= 2 * P`; here every number of micro-batches
-    will do.
+    It is the order of PyTorch's `ScheduleDualPipeV`, which needs `M >= 2 * P`; here any number of micro-batches is
+    accepted.
 
     Example:
         >>> import pipelab

@@ -1,4 +1,4 @@
-"""Greedy: an order from a policy, by list scheduling."""
+"""Greedy: list scheduling turns a policy into an order."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ policies: dict[str, Priority] = {
     "forward-first": _forward_first,
     "oldest-first": _oldest_first,
 }
-"""The priorities that have a name. Weight gradients come last in all of them: nobody waits for one."""
+"""The named priorities. Weight gradients come last in all of them, because nobody waits for one."""
 
 
 class Greedy(Schedule):
-    """State a policy instead of an order: whenever a rank is free, it runs what the policy likes best.
+    """State a policy instead of an order: whenever a rank is free, it runs the ready action that the policy prefers.
 
-    A priority says how much a rank likes each of the actions whose inputs are there; a memory cap, how many activations
-    it may hold. The order that follows, for the times of a `Cost`, is a plan like any other. Two known schedules are
-    policies: backwards first, with room for as many activations as there are ranks from here to the last, is 1F1B;
-    forwards first, without a cap, is GPipe.
+    A priority ranks the actions whose inputs are ready, and a memory cap limits how many activations a rank holds. With
+    the times of a `Cost`, this gives an order, and so a plan like any other. Two known schedules are policies.
+    Backwards first, with a cap of as many activations as there are ranks from here to the last, is 1F1B. Forwards
+    first, without a cap, is GPipe.
 
-    Take it for a first answer to "what would be best here?", not for the best: a rank that could run something never
-    waits for something better, which is not always wise.
+    The result is a good first answer, not the best order: a rank that can run something never waits for something
+    better.
 
     Args:
         ranks: how many workers the pipeline has.
         microbatches: how many slices the batch is cut into.
         stages_per_rank: how many stages each rank holds.
         priority: `"backward-first"`, `"forward-first"` or `"oldest-first"` (the lowest micro-batch); or a function
-            `(action, rank, moment)` that returns a number, or a tuple of numbers. The action with the largest runs
-            first; of equals, the lowest micro-batch's, then the last stage's. The
+            `(action, rank, moment)` that returns a number or a tuple of numbers. The action with the largest number
+            runs first; among equals, the lowest micro-batch, then the last stage. The
             [`Moment`][pipelab.catalogue.list_scheduling.Moment] is the state of the rank: the `time`, how many
             activations are `held`, and the `last` action.
-        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
-            number. A cap can end in a deadlock if a micro-batch visits a rank twice: the error names the rank.
-        cost: how long things take; by default forward 1, backward 2, transfers nothing.
+        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for no
+            limit. If a micro-batch visits a rank twice, a cap can end in a deadlock; the error names the rank.
+        cost: the times of actions and transfers; by default forward 1, backward 2 and free transfers.
         split: whether to split backwards into `I` and `W`, so that weight gradients fill the idle time.
 
     Example:
@@ -76,8 +76,8 @@ class Greedy(Schedule):
         4 activations: 29.0 units
         5 activations: 27.0 units
 
-        A policy of your own is a function. Weight gradients come last, unless the rank holds many activations: they
-        give them up.
+        A policy of your own is a function. In this one, weight gradients come last until the rank holds 5 activations;
+        then they come first, because they release them.
 
         >>> def frugal(action, rank, moment):
         ...     return ("WFIB" if moment.held < 5 else "FWIB").index(action.kind)
@@ -90,7 +90,7 @@ class Greedy(Schedule):
     Raises:
         UsageError: if a number is not a positive whole number, if `memory_cap` does not have one number per rank, or
             if `priority` is neither a policy's name nor a function.
-        TypeError: if `cost` is no `Cost`.
+        TypeError: if `cost` is not a `Cost`.
     """
 
     source = "Graham 1969, Bounds on Multiprocessing Timing Anomalies (SIAM J. Appl. Math. 17): list scheduling"
@@ -121,7 +121,7 @@ class Greedy(Schedule):
         self.split = split
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """Yield what list scheduling gave the rank."""
+        """Yield the rank's actions in the order that list scheduling found."""
         yield from self._rows[rank]
 
     def draft(self) -> Plan:

@@ -17,14 +17,14 @@ class Interleaved1F1B(Looped):
         rank 1 |     1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
     A round of micro-batches, one for every rank, goes through the rank's first stage, then through its second, before
-    the next round starts; backwards likewise, from the last stage on.
+    the next round starts. Backwards do the same, starting at the last stage.
 
     With `v` stages per rank and at least as many micro-batches as ranks, a rank waits `v` times less than in 1F1B. The
     price: a rank holds more activations, and `v` times as much travels. With fewer micro-batches, a rank waits until
     they come round again.
 
-    The paper, and Megatron-LM, ask for a multiple of `P` micro-batches, PyTorch for a multiple of the number of rounds;
-    here rounds may differ by one micro-batch, which costs no time, so every number will do.
+    The paper and Megatron-LM need a multiple of `P` micro-batches, PyTorch a multiple of the number of rounds. Here
+    rounds may differ by one micro-batch, which costs no time, so any number is accepted.
 
     Example:
         >>> import pipelab

@@ -16,11 +16,11 @@ class InterleavedZeroBubble(Looped):
         rank 0 | 0F0 0F1 2F0 2F1     2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
         rank 1 |     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 
-    Micro-batches go in interleaved 1F1B's rounds, with half its lead; rank `r` puts its weight gradients off by `r`
-    input gradients. With one stage per rank it is ZB-H1.
+    Micro-batches go in interleaved 1F1B's rounds, but each rank warms up with only one forward more than the next,
+    instead of two. Rank `r` delays its weight gradients by `r` input gradients. With one stage per rank it is ZB-H1.
 
-    The order is that of PyTorch's `ScheduleInterleavedZeroBubble`, which asks for a multiple of the number of rounds;
-    here every number of micro-batches will do.
+    It is the order of PyTorch's `ScheduleInterleavedZeroBubble`, which needs a multiple of the number of rounds; here
+    any number of micro-batches is accepted.
 
     Example:
         >>> import pipelab

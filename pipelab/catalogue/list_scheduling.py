@@ -1,6 +1,6 @@
 """List scheduling: an order from a priority and a memory cap, in simulated time.
 
-Whenever a rank is free, it starts the action that the priority likes best, of those whose inputs are there.
+Whenever a rank is free, it starts the action with the highest priority among those whose inputs are ready.
 
 A forward holds an activation until its backward releases it, so a memory cap can end in a deadlock, which is reported:
 

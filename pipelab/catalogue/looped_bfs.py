@@ -16,11 +16,10 @@ class LoopedBFS(Looped):
         rank 0 | 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3         2B3 2B2 2B1 2B0 0B3 0B2 0B1 0B0
         rank 1 |     1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0
 
-    Every micro-batch goes through a rank's first stage, then every one through its second; backwards in reverse.
-    Breadth first, that is: a rank stays with one stage as long as it can, where interleaved 1F1B goes deep with a few
-    micro-batches. So its weights need to be at hand only once per direction, and the all-reduce of a stage can start
-    while the others still compute. It takes as long as interleaved 1F1B, but every rank holds the activations of all
-    micro-batches on all of its stages.
+    All micro-batches go through a rank's first stage, then all through its second; backwards in reverse. This is
+    breadth first: a rank stays with one stage as long as possible, while interleaved 1F1B goes deep with a few
+    micro-batches. So a stage's weights are needed only once per direction, and its all-reduce can start while the
+    others still compute.
 
     Example:
         >>> import pipelab

@@ -11,7 +11,7 @@ __all__ = ["ZBH2"]
 
 
 class ZBH2(SingleStage):
-    """ZB-H1 with twice the lead: no rank waits once it has begun.
+    """ZB-H1 with twice the warm-up: no rank waits once it has begun.
 
         rank 0 | F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
         rank 1 |    F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5

@@ -17,15 +17,15 @@ class ZBV(VShaped):
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         rank 1 |     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 
-    Down the ranks and back up: a micro-batch's backward starts on rank 0, where its forward did, so every rank holds
-    what 1F1B's rank 0 holds: ZB-H2's gain, in 1F1B's memory.
+    Micro-batches go down the ranks and back up. A backward starts on rank 0, where its forward started, so every rank
+    holds as much as 1F1B's rank 0: ZB-H2's gain, in 1F1B's memory.
 
     With at least `2 * P - 1` micro-batches and equal times, no rank waits between its own first start and its own last
     end; the makespan is longer, because the ranks do not start at once. Every rank holds at most `2 * P` stage
     activations, each half a rank's share: `P` of 1F1B's.
 
     The order is PyTorch's: fixed, and fitted to equal times. Where `W` is shorter than `F` and `I`, ranks wait; where
-    `F` and `I` differ too, all of them do. The paper lays the actions out anew for measured times.
+    `F` and `I` differ too, all ranks wait. The paper computes a new order for measured times.
 
     Example:
         >>> import pipelab

@@ -1,12 +1,14 @@
-"""Start a script in several processes: torchrun, for those who have never met it."""
+"""The commands of `pipelab`."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,7 +18,7 @@ from rich.text import Text
 
 import pipelab
 from pipelab.checking.checker import as_plan
-from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of
+from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of, why_slow
 from pipelab.cli.options import (
     RunSizes,
     Save,
@@ -53,11 +55,14 @@ from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 
+if TYPE_CHECKING:
+    from pipelab.labs.running import Result
+
 __all__ = ["app", "launch_script", "main", "torchrun_line"]
 
 
 def torchrun_line(script: str, ranks: int, arguments: list[str]) -> list[str]:
-    """Return the words of the line that starts a script in as many processes on this machine.
+    """Return the command that starts a script in so many processes on this machine, word by word.
 
     Example:
         >>> " ".join(torchrun_line("train.py", 4, ["--steps", "10"]))
@@ -67,9 +72,10 @@ def torchrun_line(script: str, ranks: int, arguments: list[str]) -> list[str]:
 
 
 def launch_script(script: str, ranks: int, arguments: list[str]) -> bool:
-    """Say what is run, and run it, in this process: signals reach torchrun itself. Tell whether all went well.
+    """Print the torchrun command and run it in this process; return whether all processes succeeded.
 
-    If a process failed, the last lines say in few words which one, and why: torchrun's own report is long.
+    Signals reach torchrun itself. If a process failed, the last lines say which one and why, because torchrun's own
+    report is long.
 
     Raises:
         UsageError: if there is no such script.
@@ -104,7 +110,7 @@ def options(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
 ) -> None:
-    """Pipeline-parallel schedules: written once, then checked, simulated, drawn and executed."""
+    """Pipeline-parallel schedules, written once, then checked, simulated, drawn and executed."""
     if version:
         typer.echo(pipelab.__version__)
         raise typer.Exit
@@ -127,9 +133,9 @@ def schedules() -> None:
 def check(
     target: Target,
     sizes: Sizes,
-    memory_cap: Annotated[int | None, typer.Option(min=1, help="activations that a rank may hold")] = None,
+    memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
 ) -> None:
-    """Find every fault of a schedule and explain it. Exit code 1 if there is one."""
+    """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
     subject = untimed(sizes.find(target))
     faults = pipelab.check(subject, memory_cap)
     name = subject.name if isinstance(subject, Plan) else repr(subject)
@@ -138,16 +144,16 @@ def check(
     plan = simulate(subject).plan
     actions = sum(len(row) for row in plan.bound.rows)
     say(f"{name} is right: {actions} actions, no fault")
-    say(f"every micro-batch passes all {plan.stages} stages once forward and once backward; no rank gets stuck")
+    say(f"every micro-batch goes through all {plan.stages} stages once forward and once backward; no rank gets stuck")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:
-        say(f"the gradients of stages {ranges(replicated)}, which are on several ranks, are all-reduced")
+        say(f"stages {ranges(replicated)} are on several ranks, so their gradients are all-reduced")
 
 
 @app.command(name="simulate")
 @grouped
 def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = None) -> None:
-    """Show when everything would happen, and the bubble and the memory that follow."""
+    """Print a schedule's timeline, its bubble and its memory."""
     require_writable(save, TIMELINE)
     trace = simulate(untimed(sizes.find(target)), times.cost())
     typer.echo(text.timeline(trace))
@@ -167,7 +173,7 @@ def draw(
     times: Times,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
 ) -> None:
-    """Draw a schedule's timeline, a saved trace, or a dependency graph, into files; or write its plan."""
+    """Draw a schedule's or a saved trace's timeline, or the dependency graph, to files; or write the plan."""
     require_writable(save, GRAPH if graph else TIMELINE)
     subject = sizes.find(target)
     (trace,) = times.traces([subject], [target])
@@ -178,10 +184,10 @@ def draw(
 @app.command()
 @grouped
 def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveComparison = None) -> None:
-    """Lay schedules, simulated with the same costs, side by side.
+    """Simulate schedules with the same costs and show them side by side.
 
-    With several numbers of micro-batches (`-m 2,4,8`), a table: the times are those of the whole batch, which is the
-    same in every column.
+    Several numbers of micro-batches (`-m 2,4,8`) make a table. Its times are for the whole batch, the same in every
+    column.
     """
     counts = sizes.counts_beside(targets)
     require_writable(save, COMPARISON if len(counts) <= 1 else TABLE)
@@ -194,8 +200,8 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
     cost = times.cost()
     made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
     say(
-        f"One batch, the same in every column: for all of it a {cost.per} takes {number(cost.forward)} forward and "
-        f"{number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''}, for a micro-batch its share."
+        f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "
+        f"{number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''} for all of it."
     )
     show(Table(made.cells, targets, counts, made.refusals), save)
 
@@ -203,38 +209,48 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
 @app.command()
 @grouped
 def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> None:
-    """Run schedules on real tensors on this machine, verify their gradients, and show what was measured.
+    """Run schedules on real tensors on this machine, verify their gradients, and show the measured times.
 
-    Two ranks by default, so that a laptop has a core for each; with `--emulate`, which needs no cores, four. With
-    several numbers of micro-batches (`-m 2,4,8`), a table over one batch.
+    There are two ranks by default, so that a laptop has a core for each, and four with `--emulate`, which needs no
+    cores. Several numbers of micro-batches (`-m 2,4,8`) make a table over one batch.
     """
     counts = sizes.counts_beside(targets)
     require_writable(save, TABLE if len(counts) > 1 else COMPARISON if len(targets) > 1 else RUN)
     if len(counts) <= 1:
         plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
         comparison, results = measure(targets, plans, work)
+        ranks = max(plan.ranks for plan in plans)
         say(f"{', '.join(plan.name for plan in plans)} on this machine")
         traces = [path for path in save or [] if path.suffix.lower() == ".json"]
         show(comparison, [path for path in save or [] if path not in traces])
-        say(proof_of(results))
+        _conclude(results, ranks, targets, work)
         for path in traces:
             wrote(results[0].measured.save(path))
         return
     table, results = measure_sweep(
         targets, counts, lambda name, count: sizes.schedule(name, count, work.usual_ranks).plan(), work
     )
-    say(f"One batch on this machine, {sizes.ranks or work.usual_ranks} ranks; median of {work.steps} steps")
+    ranks = sizes.ranks or work.usual_ranks
+    say(f"One batch on this machine, {ranks} ranks; median of {work.steps} steps")
     show(table, save)
+    _conclude(results, ranks, targets, work)
+
+
+def _conclude(results: Sequence[Result], ranks: int, targets: Sequence[str], work: Work) -> None:
+    """Say what the verification found, and why the ranks were slow if they were."""
     say(proof_of(results))
+    share = 1.0 if work.emulate or not results else median(result.core_share for result in results)
+    if why := why_slow(ranks, share, targets):
+        say(why)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
     script: Annotated[str, typer.Argument(help='your file, with Pipeline(..., engine="torch")', show_default=False)],
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="processes, one for each rank of the plan")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="what your script takes", show_default=False)] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="arguments for your script", show_default=False)] = None,
 ) -> None:
-    """Run a script in several processes on this machine, one per rank: torchrun, whose line it prints."""
+    """Run a script in several processes on this machine, one per rank. Prints the torchrun command that it runs."""
     if not launch_script(script, ranks, arguments or []):
         raise typer.Exit(1)
 
@@ -244,7 +260,7 @@ def demo(
     folder: Annotated[Path, typer.Option("--folder", "-o", help="where the pictures go")] = Path("pipelab-demo"),
     steps: Annotated[int, typer.Option(min=2, help="training steps of each kind")] = 12,
 ) -> None:
-    """Train a language model plainly and with three schedules: the main job, in about a minute."""
+    """Train a language model plainly and with three schedules, in about a minute."""
     from pipelab.cli.showing import show_demo
 
     show_demo(folder, steps)
@@ -255,19 +271,21 @@ def conformance(
     schedules: Annotated[
         list[str] | None, typer.Argument(help="schedules' names; by default, all", show_default=False)
     ] = None,
-    ranks: Annotated[str | None, typer.Option("--ranks", "-r", help="one number of ranks or several: 2,4")] = None,
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", "-r", help="one number of ranks or several, such as 2,4")
+    ] = None,
     microbatches: Annotated[
-        str | None, typer.Option("--microbatches", "-m", help="one number of micro-batches or several: 2,4,8")
+        str | None, typer.Option("--microbatches", "-m", help="one number of micro-batches or several, such as 2,4,8")
     ] = None,
     stages_per_rank: Annotated[
-        str | None, typer.Option(help="for schedules that take any number of them: one or several: 2,3")
+        str | None, typer.Option(help="for schedules that accept any number: one or several, such as 2,3")
     ] = None,
     processes: Annotated[
-        bool, typer.Option("--processes", help="run PyTorch also in two and in four processes, as it is meant to")
+        bool, typer.Option("--processes", help="also run PyTorch in two and in four processes")
     ] = False,
     save: Annotated[Path | None, typer.Option("--save", "-o", help="write the table to this file, as Markdown")] = None,
 ) -> None:
-    """Compare with the PyTorch that is installed. Exit code 1 if anything differs, or nothing could be compared."""
+    """Compare with the installed PyTorch. The exit code is 1 if anything differs or nothing could be compared."""
     from pipelab.cli.conformance import show_conformance
     from pipelab.conformance.references import Grid
 
@@ -285,7 +303,7 @@ def conformance(
 
 
 def main() -> None:
-    """Run the command line; pipelab's own errors are told in words, without a traceback."""
+    """Run the command line. pipelab's own errors are printed without a traceback."""
     try:
         app()
     except PipelabError as error:

@@ -1,4 +1,4 @@
-"""What `pipelab conformance` shows: a table for the installed torch, and both orders where one differs."""
+"""What `pipelab conformance` shows: a table for the installed torch, and both orders if they differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_TOLD = 3
 def show_conformance(
     names: Sequence[str], grid: Grid, processes: Sequence[int] = (), save: Path | None = None
 ) -> Report:
-    """Compare, print the table and what differs, and write the table where that is asked for."""
+    """Compare, print the table and the differences, and write the table to `save` if given."""
     console = Console()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("comparing with PyTorch", total=count(names, grid))
@@ -90,7 +90,7 @@ def _cells(line: Line) -> list[str]:
 
 
 def _notes(report: Report) -> list[str]:
-    """Return the sizes that one side refuses, and the processes that PyTorch ran in, in words."""
+    """Return sentences on the sizes that one side refuses, and on the processes that PyTorch ran in."""
     notes = []
     for line in report.lines:
         if line.refused:
@@ -104,7 +104,7 @@ def _notes(report: Report) -> list[str]:
     processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})
     where = f", and in {' and '.join(map(str, processes))} processes with gloo" if processes else ""
     ran = f"PyTorch ran in one process{where}." if report.compared else "Nothing could be compared: exit code 1."
-    return [ran, *dict.fromkeys(notes)]  # two references may tell the same
+    return [ran, *dict.fromkeys(notes)]  # two references may give the same note
 
 
 def _sizes(number: int) -> str:

@@ -1,7 +1,8 @@
-"""What `pipelab run` does: schedules on real tensors, one after another."""
+"""What `pipelab run` does: run schedules on real tensors, in turns."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -17,34 +18,36 @@ from pipelab.simulation.comparison import Comparison, compare
 if TYPE_CHECKING:
     from pipelab.labs.running import Job, Result
 
-__all__ = ["Work", "measure", "measure_sweep", "proof_of"]
+__all__ = ["Work", "measure", "measure_sweep", "proof_of", "why_slow"]
 
 _SEVERAL_RANKS, _TWO_RANKS = 4, 2
+_CROWDED = 0.8
+"""If the ranks have a core for a smaller fraction of their working time than this, they hold each other up."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a schedule is run on, and how often."""
+    """The model, the batch and the number of steps."""
 
     width: Annotated[int, typer.Option(min=1, help="features of every layer")] = 1024
     depth: Annotated[int, typer.Option(min=1, help="layers of the model, Linear and ReLU each")] = 8
     batch: Annotated[int, typer.Option(min=1, help="rows of the batch")] = 256
-    steps: Annotated[int, typer.Option(min=1, help="steps to take; the median one is shown")] = 5
+    steps: Annotated[int, typer.Option(min=1, help="steps to measure; the one of median length is shown")] = 5
     emulate: Annotated[
         tuple[float, float] | None,
         typer.Option(
-            help="emulated devices instead: milliseconds forward and backward of a micro-batch (in a table: of the "
-            "batch), such as --emulate 20 40"
+            help="emulated devices instead: milliseconds of a micro-batch's forward and backward (in a table: of the "
+            "whole batch's), such as --emulate 20 40"
         ),
     ] = None
 
     @property
     def usual_ranks(self) -> int:
-        """How many ranks there are if nobody says: on real tensors two, so that a laptop has a core for each."""
+        """The default number of ranks: two on real tensors, so that a laptop has a core for each."""
         return _SEVERAL_RANKS if self.emulate else _TWO_RANKS
 
     def jobs(self, plans: Sequence[Plan], shares: Sequence[int]) -> list[Job]:
-        """Return what runs; where emulated times are a whole batch's, a micro-batch takes its share of them."""
+        """Return what runs; `shares` says into how many micro-batches each plan divides the emulated times."""
         from pipelab.engine.emulation import emulated
         from pipelab.labs.running import Job, linear_stack
 
@@ -61,7 +64,7 @@ class Work:
 
 
 def measure(names: Sequence[str], plans: Sequence[Plan], work: Work) -> tuple[Comparison, list[Result]]:
-    """Run plans; return their steps side by side, the step of a single one beside what it should have taken."""
+    """Run plans and return their steps side by side; a single plan's step stands beside its prediction."""
     results = _run(work.jobs(plans, [1] * len(plans)), work.steps)
     if len(results) == 1:
         (only,) = results
@@ -73,7 +76,7 @@ def measure(names: Sequence[str], plans: Sequence[Plan], work: Work) -> tuple[Co
 def measure_sweep(
     names: Sequence[str], counts: Sequence[int], plan_of: Callable[[str, int], Plan], work: Work
 ) -> tuple[Table, list[Result]]:
-    """Run every schedule with every number of micro-batches; the batch is always the same."""
+    """Run every schedule with every number of micro-batches, always on the same batch."""
     plans = sweep(names, counts, plan_of)
     jobs = work.jobs(list(plans.cells.values()), [count for _, count in plans.cells])
     results = _run(jobs, work.steps)
@@ -82,19 +85,39 @@ def measure_sweep(
 
 
 def proof_of(results: Sequence[Result]) -> str:
-    """Return in few words that all gradients are right."""
+    """Return the verification of all runs in one sentence, or in one line for each different result."""
     proofs = [result.proof for result in results]
     if len(proofs) == 1 or not all(proof.exact and not proof.unproven for proof in proofs):
         return "\n".join(dict.fromkeys(map(str, proofs)))
     whole = max((proof.whole_batch_difference or 0.0 for proof in proofs), default=0.0)
     return (
-        f"gradients of all {len(proofs)} runs equal to the same micro-batches one after another, bit for bit; "
-        f"to the whole batch within {whole:.1e}"
+        f"The gradients of all {len(proofs)} runs match plain training with the same micro-batches bit for bit. "
+        f"Against the whole batch at once they differ by at most {whole:.1e}."
     )
 
 
+def why_slow(ranks: int, core_share: float, names: Sequence[str], slower: bool = False) -> str:
+    """Say in one line why ranks on this processor held each other up, and what to do; empty if they did not.
+
+    Args:
+        ranks: how many there are.
+        core_share: for which fraction of their working time they had a core.
+        names: the schedules, for the command that needs no cores.
+        slower: whether a pipelined step took longer than plain training's: then there is a reason in any case.
+    """
+    if core_share >= _CROWDED and not slower:
+        return ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    why = "all cores busy at once slow each other down here"
+    if ranks > cores:
+        why = f"{ranks} ranks take turns on {cores} core{'s' if cores > 1 else ''}"
+    elif core_share < _CROWDED:
+        why = f"the ranks had a core for only {100 * core_share:.0f} % of their work (other programs, or short actions)"
+    return f"Slow because {why}. Emulated devices need no cores: pipelab run {' '.join(names)} --emulate 20 40"
+
+
 def _run(jobs: Sequence[Job], steps: int) -> list[Result]:
-    """Run jobs, and show on a terminal how far it is."""
+    """Run jobs, with a progress bar on a terminal."""
     from pipelab.labs.running import run_all
 
     console = Console(stderr=True)

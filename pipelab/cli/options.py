@@ -43,20 +43,18 @@ Targets = Annotated[
 ]
 Save = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--save", "-o", help="write it to this file: html svg png pdf json txt; csv writes the plan; repeatable"
-    ),
+    typer.Option("--save", "-o", help="a file to write: html svg png pdf json txt, or csv for the plan; repeatable"),
 ]
 SaveComparison = Annotated[
     list[Path] | None,
-    typer.Option("--save", "-o", help="write it to this file: html svg png pdf txt csv; a table: csv txt; repeatable"),
+    typer.Option("--save", "-o", help="a file to write: html svg png pdf txt csv; a table: csv txt; repeatable"),
 ]
 SaveRun = Annotated[
     list[Path] | None,
     typer.Option(
         "--save",
         "-o",
-        help="write it to this file: html svg png pdf txt csv; of one run, json too; a table: csv txt; repeatable",
+        help="a file to write: html svg png pdf txt csv; for one run also json; a table: csv txt; repeatable",
     ),
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
@@ -67,21 +65,21 @@ _Sets = Annotated[list[str] | None, typer.Option("--set", help="name=value, a pa
 _Costs = Annotated[
     list[str] | None,
     typer.Option(
-        "--cost", help="name=value, any other cost, such as --cost 'forward=[1, 2]' or --cost per=stage; repeatable"
+        "--cost", help="name=value, another cost, such as --cost 'forward=[1, 2]' or --cost per=stage; repeatable"
     ),
 ]
 _NUMBERS = re.compile(r",*\d[\d,]*")
 
 
 def whole_numbers(option: str, given: str | None) -> list[int]:
-    """Return the numbers that an option was given, each once.
+    """Return the numbers in an option's text, each once.
 
     Example:
         >>> whole_numbers("--ranks", "2,4,2")
         [2, 4]
 
     Raises:
-        UsageError: if one is no whole number, at least 1.
+        UsageError: if one is not a whole number of at least 1.
     """
     words = (given or "").replace(",", " ").split()
     if not all(word.isdecimal() and int(word) for word in words) or (given is not None and not words):
@@ -91,7 +89,7 @@ def whole_numbers(option: str, given: str | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a schedule, and its own parameters."""
+    """The size of a schedule and its own parameters."""
 
     ranks: _Ranks = None
     microbatches: Annotated[
@@ -101,13 +99,13 @@ class Sizes:
     sets: _Sets = None
 
     def find(self, target: str) -> Schedule | Plan | Trace:
-        """Return what a target names, at this size."""
+        """Return the schedule, plan or trace that a target names, at this size."""
         return _replicated(find(target, self.ranks, self.microbatches, settings(self.sets or [])), self.replicas)
 
 
 @dataclass(frozen=True)
 class SweepSizes:
-    """The sizes of schedules that are laid side by side: several numbers of micro-batches make a table."""
+    """The sizes of schedules shown side by side; several numbers of micro-batches make a table."""
 
     ranks: _Ranks = None
     microbatches: Annotated[
@@ -119,30 +117,30 @@ class SweepSizes:
 
     @property
     def counts(self) -> list[int]:
-        """The numbers of micro-batches that were given.
+        """The given numbers of micro-batches.
 
         Raises:
-            UsageError: if one is no whole number, at least 1.
+            UsageError: if one is not a whole number of at least 1.
         """
         return whole_numbers("--microbatches", self.microbatches)
 
     def counts_beside(self, targets: Sequence[str]) -> list[int]:
-        """The numbers of micro-batches that were given, none of them as a target: `-m 2 4 8` is a usual slip.
+        """Return the given numbers of micro-batches, after looking for numbers among the targets, as in `-m 2 4 8`.
 
         Raises:
-            UsageError: if a target is a number, saying where numbers stand.
+            UsageError: if a target is a number.
         """
         numbers = [target.strip(",") for target in targets if _NUMBERS.fullmatch(target)]
         if numbers:
             together = ",".join([*map(str, self.counts), *numbers]) if self.counts else "2,4,8, for example"
             raise UsageError(
-                f"{', '.join(numbers)}: a number is no schedule; several numbers of micro-batches stand together, "
-                f"with commas: -m {together}"
+                f"{', '.join(numbers)}: a number is not a schedule; join several numbers of micro-batches with commas: "
+                f"-m {together}"
             )
         return self.counts
 
     def find(self, targets: Sequence[str], usual_ranks: int = 4) -> list[Schedule | Plan | Trace]:
-        """Return what the targets name; of several, the sizes are for those that have none of their own."""
+        """Return what the targets name; files among several targets keep their own sizes."""
         count = next(iter(self.counts), None)
         options = settings(self.sets or [])
         return [
@@ -156,7 +154,7 @@ class SweepSizes:
         """Return the schedule that a target names, with so many micro-batches.
 
         Raises:
-            UsageError: if it is a file with a plan, which has its own number.
+            UsageError: if it is a file with a plan, which has its own number of micro-batches.
         """
         found = find(target, self.ranks, microbatches, settings(self.sets or []), usual_ranks)
         assert isinstance(found, Schedule)  # a file refuses other sizes than its own
@@ -165,7 +163,7 @@ class SweepSizes:
 
 @dataclass(frozen=True)
 class RunSizes(SweepSizes):
-    """The sizes of schedules that run on this machine."""
+    """The sizes of schedules that run on this machine; the default is 2 ranks."""
 
     ranks: Annotated[
         int | None,
@@ -175,7 +173,7 @@ class RunSizes(SweepSizes):
 
 @dataclass(frozen=True)
 class Times:
-    """How long things take."""
+    """The times of actions and transfers."""
 
     forward: Annotated[float, typer.Option("--forward", "-f", help="time of a forward")] = 1
     backward: Annotated[float, typer.Option("--backward", "-b", help="time of a backward")] = 2
@@ -184,10 +182,10 @@ class Times:
     costs: _Costs = None
 
     def cost(self) -> Cost:
-        """Return the cost that the options describe; `--cost` wins.
+        """Return the cost that the options describe; `--cost` overrides the others.
 
         Raises:
-            UsageError: if `--cost` names what is none.
+            UsageError: if `--cost` names an unknown cost.
         """
         given: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
         given |= {"latency": self.latency, "unit": self.unit, **settings(self.costs or [], "--cost")}
@@ -197,10 +195,10 @@ class Times:
             raise UsageError(f"{error}\n  --cost takes: {', '.join(field.name for field in fields(Cost))}") from error
 
     def traces(self, subjects: Sequence[Schedule | Plan | Trace], targets: Sequence[str]) -> list[Trace]:
-        """Return saved traces as they are, and what schedules and plans would take.
+        """Return saved traces unchanged, and simulate schedules and plans.
 
         Raises:
-            UsageError: if times were given, but only for traces, which have their own.
+            UsageError: if times were given but all targets are traces, which have their own.
         """
         if self != Times() and all(isinstance(subject, Trace) for subject in subjects):
             raise UsageError(
@@ -210,7 +208,7 @@ class Times:
         return [subject if isinstance(subject, Trace) else simulate(subject, cost) for subject in subjects]
 
     def uneven(self, plans: Sequence[Plan]) -> str:
-        """Say by how much a split backward is other work than a full one, if only some of the plans split it."""
+        """Return a warning if only some of the plans split backwards and `I` and `W` do not add up to `B`."""
         cost = self.cost()
         split = [plan for plan in plans if "I" in plan.bound.kinds]
         if (cost.input_grad is None and cost.weight_grad is None) or len(split) in (0, len(plans)):
@@ -221,23 +219,23 @@ class Times:
                 over = f"{(inputs + weights) / backward:.3g}"
                 return (
                     f"Not the same work: I and W take {over} times as long as B, and not all of these schedules split "
-                    "the backward. To compare like with like, let backward be the sum of both."
+                    "the backward. For a fair comparison, make backward the sum of both."
                 )
         return ""
 
 
 def _replicated(subject: Schedule | Plan | Trace, replicas: int) -> Schedule | Plan | Trace:
-    """Return so many copies of a schedule or a plan, side by side."""
+    """Return several copies of a schedule or a plan, side by side."""
     return subject if replicas == 1 else replicate(untimed(subject), replicas)
 
 
 def untimed(subject: Schedule | Plan | Trace) -> Schedule | Plan:
-    """Return a schedule or plan as it is, and of a trace what ran."""
+    """Return a schedule or plan unchanged, and the plan of a trace."""
     return subject.plan if isinstance(subject, Trace) else subject
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take groups of options: a parameter that is one of the classes above stands for its fields."""
+    """Let a command have groups of options: a parameter of one of the classes above becomes its fields."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type[Any]] = {
         name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)

@@ -1,4 +1,4 @@
-"""Write what a command made; a file that cannot be written is refused before any work."""
+"""Print and save a command's result, and refuse files that cannot be written before any work."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 
 def require_writable(paths: Sequence[Path] | None, kind: tuple[str, Sequence[str]]) -> None:
-    """Refuse files that something of this kind cannot be written to.
+    """Refuse files that cannot be written.
 
     Args:
         paths: the files, if any.
-        kind: what is to be written, and the suffixes that it is written as.
+        kind: the name of the result, and its possible suffixes.
 
     Raises:
-        FormatError: if a suffix is none of these.
-        FileNotFoundError: if a folder is not there.
+        FormatError: if a file has another suffix.
+        FileNotFoundError: if a folder does not exist.
     """
     for path in paths or []:
         require_suffix(path, *kind)
@@ -59,7 +59,7 @@ def require_writable(paths: Sequence[Path] | None, kind: tuple[str, Sequence[str
 
 
 def require_folder(path: Path) -> None:
-    """Refuse a file in a folder that is not there.
+    """Refuse a file in a folder that does not exist.
 
     Raises:
         FileNotFoundError: naming the folder.
@@ -69,12 +69,12 @@ def require_folder(path: Path) -> None:
 
 
 def save_timeline(trace: Trace, path: Path) -> Path:
-    """Write a trace, or as `csv` its plan in PyTorch's notation; return the path."""
+    """Write a trace, or its plan as `csv` in PyTorch's notation; return the path."""
     return trace.plan.to_csv(path) if path.suffix.lower() == ".csv" else trace.save(path)
 
 
 def show(shown: Comparison | Table, save: list[Path] | None) -> None:
-    """Print what lies side by side, and write it."""
+    """Print a comparison or a table, and write it to files."""
     if isinstance(shown, Table):
         typer.echo(f"\n{shown.text(_width())}\n")
     else:
@@ -84,12 +84,12 @@ def show(shown: Comparison | Table, save: list[Path] | None) -> None:
 
 
 def say(sentence: str) -> None:
-    """Print prose, lines broken between words."""
+    """Print prose with lines broken between words."""
     typer.echo("\n".join(textwrap.fill(line, _width()) for line in sentence.splitlines()))
 
 
 def _width() -> int:
-    """Return how many characters a line of the terminal has."""
+    """Return the width of the terminal in characters."""
     return shutil.get_terminal_size((text.PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else text.PLAIN_WIDTH
 
 
@@ -99,7 +99,7 @@ def number(value: float | Sequence[float]) -> str:
 
 
 def folded(message: str) -> str:
-    """Return a message for a terminal: long lines broken between words and indented, rows of actions as they are."""
+    """Return a message for a terminal: long lines are wrapped and indented, rows of actions are not."""
     if not sys.stderr.isatty():
         return message
     width = shutil.get_terminal_size().columns
@@ -112,5 +112,5 @@ def folded(message: str) -> str:
 
 
 def wrote(path: Path) -> None:
-    """Say which file was written."""
+    """Print which file was written."""
     typer.echo(f"wrote {path}")

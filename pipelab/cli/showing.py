@@ -1,8 +1,9 @@
-"""What `pipelab demo` shows: progress while it trains, a table, and pictures to open."""
+"""What `pipelab demo` shows: progress during training, two tables, and pictures to open."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pipelab.catalogue import schedules
+from pipelab.cli.measuring import why_slow
 from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import compare
@@ -49,24 +51,29 @@ def show_demo(folder: Path, steps: int) -> None:
             progress.advance(task, 4)
     console.print(_training_table(setting, plain, trained))
     console.print(
-        "[dim]step: forwards and backwards; plain: one thread, the same micro-batches in turn; predicted: the "
-        "bubble from naive's action times; peak: micro-batches whose activations a rank holds at once.[/]\n"
+        "[dim]plain: one thread runs the same micro-batches in turn. speed-up: plain's step time divided by the "
+        "schedule's; naive has one rank at work at a time, so it gains nothing. predicted: the bubble simulated with "
+        "naive's action times. peak: micro-batches whose activations a rank holds at once.[/]\n"
     )
+    slower = any(each.speed_up < 1 for each in trained[1:])
+    if why := why_slow(setting.ranks, median(each.core_share for each in trained), _TRAINED, slower):
+        console.print(f"{why}\n", markup=False, highlight=False)
     console.print(
-        f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters after "
-        f"{steps} steps, bit for bit.\n"
+        f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters are "
+        f"the same after {steps} steps, bit for bit.\n"
         if all(each.same for each in trained)
-        else "[bold]The losses or parameters differ from plain training's: a fault of pipelab; please report it.[/]\n"
+        else "[bold]The losses or parameters differ from plain training's: a bug in pipelab, please report it.[/]\n"
     )
     console.print(
-        f"[dim]On a processor, the whole batch at once on all {plain.cores} cores takes {plain.whole_batch_ms:.0f} ms "
-        "a step: two ranks share these cores. Where each has a device of its own, it looks otherwise: the same "
-        "schedules on four emulated devices, 20 ms forward and 40 ms backward each:[/]\n"
+        f"[dim]Without a pipeline, the whole batch at once takes {plain.whole_batch_ms:.0f} ms a step on "
+        f"{plain.cores} processor thread{'s' if plain.cores > 1 else ''}, which the ranks above share. Pipelines pay "
+        "off when each rank has its own device, as in the next table: four emulated devices, 20 ms forward and 40 ms "
+        "backward.[/]\n"
     )
     console.print(_emulation_table(emulations))
     console.print(
-        "GPipe and 1F1B have the same bubble; what 1F1B saves is memory. `delayed`, the single loop often taught as "
-        "1F1B, is nearly as slow as naive.\n"
+        "GPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
+        "nearly as slow as naive.\n"
     )
     for path in _save(folder, trained, emulations):
         console.print(f"wrote {path}", soft_wrap=True)
@@ -77,7 +84,14 @@ def show_demo(folder: Path, steps: int) -> None:
 
 
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # so that the training table fits a line of 80 characters
+        pad_edge=False,
+    )
     table.add_column("schedule")
     return table
 
@@ -88,7 +102,7 @@ def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> T
         table.add_column(heading, justify="right")
     table.add_column("as plain?")
     table.add_row("plain", f"{plain.step_ms:.0f}", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")
-    cost = Cost.fit(trained[0].trace)  # naive's: nobody else was computing meanwhile
+    cost = Cost.fit(trained[0].trace)  # naive's: no other rank was computing at the same time
     for each in trained:
         predicted = simulate(schedules[each.schedule](setting.ranks, setting.microbatches), cost)
         table.add_row(

@@ -20,16 +20,16 @@ __all__ = ["SUFFIXES", "Cell", "Sweep", "Table", "sweep"]
 Made = TypeVar("Made")
 
 SUFFIXES = (".csv", ".txt")
-"""What a table is written as."""
+"""The formats of a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one schedule did with one number of micro-batches.
+    """The result of one schedule with one number of micro-batches.
 
     Attributes:
         trace: the step.
-        loss: the loss of the batch, where it ran on tensors.
+        loss: the loss of the batch, if it ran on tensors.
     """
 
     trace: Trace
@@ -43,13 +43,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The cells of a sweep; a cell is missing where its schedule refuses the size.
+    """The cells of a sweep; a cell is missing if its schedule refuses the size.
 
     Attributes:
         cells: by schedule and number of micro-batches.
         names: the schedules, in order.
         counts: the numbers of micro-batches, in order.
-        refusals: what those that refused a size said.
+        refusals: the reasons of schedules that refused a size.
     """
 
     cells: Mapping[tuple[str, int], Cell]
@@ -58,7 +58,7 @@ class Table:
     refusals: Sequence[str] = ()
 
     def text(self, width: int = 80) -> str:
-        """Return a block of rows for every figure: the time of a step, the bubble, the memory, the loss."""
+        """Return a block of rows for each of the step time, the bubble, the memory and the loss."""
         cells = list(self.cells.values())
         if not cells:
             return "\n".join(self.refusals)
@@ -71,7 +71,7 @@ class Table:
         if all(cell.loss is not None for cell in cells):
             blocks["loss"] = lambda cell: f"{cell.loss:.6f}"
         blank = ("",) * (1 + len(self.counts))
-        rows = [row for head, told in blocks.items() for row in (*self._rows(head, told), blank)]
+        rows = [row for head, shown in blocks.items() for row in (*self._rows(head, shown), blank)]
         lines = [line.rstrip() for line in columns(rows, width)]
         return "\n".join([*lines[:-1], *(["", *self.refusals] if self.refusals else [])])
 
@@ -79,17 +79,17 @@ class Table:
         """Write the table: as `csv`, one line for each cell, or as `txt`; return the path.
 
         Raises:
-            FormatError: if the suffix is none of these.
+            FormatError: if it has another suffix.
         """
         suffix = require_suffix(path, "a table of sizes", SUFFIXES)
         path.write_text(self._csv() if suffix == ".csv" else self.text() + "\n", encoding="utf-8")
         return path
 
-    def _rows(self, head: str, told: Callable[[Cell], str]) -> list[tuple[str, ...]]:
+    def _rows(self, head: str, shown: Callable[[Cell], str]) -> list[tuple[str, ...]]:
         heads = (head, *map(str, self.counts))
         found = [[self.cells.get((name, count)) for count in self.counts] for name in self.names]
         rows = [
-            (name, *("-" if cell is None else told(cell) for cell in row))
+            (name, *("-" if cell is None else shown(cell) for cell in row))
             for name, row in zip(self.names, found, strict=True)
         ]
         return [heads, *rows]
@@ -107,19 +107,19 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Sweep(Generic[Made]):
-    """What was made for every schedule and number, and what those that refused a number said."""
+    """The result for every schedule and number, and the reasons of schedules that refused a number."""
 
     cells: dict[tuple[str, int], Made]
     refusals: list[str]
 
 
 def sweep(names: Sequence[str], counts: Sequence[int], make: Callable[[str, int], Made]) -> Sweep[Made]:
-    """Make something for every schedule and number of micro-batches, but where the schedule refuses the number.
+    """Call `make` for every schedule and number of micro-batches, and collect the refusals.
 
     Args:
         names: the schedules.
         counts: the numbers of micro-batches.
-        make: makes it.
+        make: returns the result for a schedule and a number.
 
     Raises:
         ScheduleError: if a schedule has faults.

@@ -1,4 +1,4 @@
-"""Find what a command is about: a schedule by name, a student's file, a plan or a trace in a file."""
+"""Find a command's target: a schedule by name, a student's file, or a plan or a trace in a file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["find", "has_sizes", "settings"]
 
 _MICROBATCHES = 8
 
-_PICTURE = "it is a picture, or text; save a trace as .json too, or a plan as .csv, and give that"
+_PICTURE = "it is a picture, or text; save the trace as .json, or the plan as .csv, and give that"
 _NO_SCHEDULES = dict.fromkeys((".html", ".svg", ".png", ".pdf", ".txt"), _PICTURE) | dict.fromkeys(
     (".pt", ".pth"), "it is a saved state; give the file of the schedule, my_file.py:MySchedule"
 )
-"""What files are that hold no schedule: one in Python of the same name is not meant."""
+"""Why files with these suffixes hold no schedule; a Python file of the same name is not tried."""
 
 _CLASSES = {kind.__name__: kind for kind in schedules.values()}
 
@@ -39,14 +39,14 @@ def find(
 
     Args:
         target: a registered name, `file.py:Name`, `file.py` (if it holds one schedule), `plan.csv` or `trace.json`;
-            a schedule's class (`GPipe`) and a module (`file:Name`, `file.Name`) are understood too.
-        ranks: how many ranks; `None` for the usual number. A file's plan has its own.
-        microbatches: how many micro-batches, likewise.
+            also a schedule's class (`GPipe`) and a module (`file:Name`, `file.Name`).
+        ranks: how many ranks; `None` for the default. A file's plan has its own number.
+        microbatches: how many micro-batches; `None` for the default. A file's plan has its own number.
         options: keyword arguments for the schedule.
-        usual_ranks: the usual number of ranks.
+        usual_ranks: the default number of ranks.
 
     Raises:
-        UsageError: if there is no such thing; the message says what there is.
+        UsageError: if the target does not exist; the message lists what does.
     """
     if has_sizes(target):
         return _read(target, {"--ranks": ranks, "--microbatches": microbatches, "--set": options})
@@ -62,8 +62,8 @@ def find(
         path, name = file
         return _make(_schedule_in(_load(_existing(path)), name, path), *sizes)
     raise UsageError(
-        f"{target!r} is no schedule{_guess(target)}\n  registered: {', '.join(schedules)}\n"
-        "  or a file of your own: my_file.py:MySchedule, plan.csv"
+        f"{target!r} is not a schedule{_guess(target)}\n  registered: {', '.join(schedules)}\n"
+        "  or your own file: my_file.py:MySchedule, plan.csv"
     )
 
 
@@ -71,7 +71,7 @@ def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
     """Return the plan or the trace of a file, which has its own sizes.
 
     Raises:
-        UsageError: if others were given.
+        UsageError: if other sizes were given.
     """
     file = _existing(path)
     found = Plan.from_csv(file) if path.endswith(".csv") else Trace.load(file)
@@ -86,7 +86,7 @@ def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
 
 
 def _student_file(target: str) -> tuple[str, str] | None:
-    """Return file and name: of `mine.py`, `mine.py:X`, `mine:X` and `mine.X`; `None` where no file is meant."""
+    """Return the file and name in `mine.py`, `mine.py:X`, `mine:X` or `mine.X`; `None` if no file is meant."""
     if match := re.fullmatch(r"(.*\.py)(?:[:.]+(\w*))?", target):
         return match[1], match[2] or ""
     module, separator, name = target.rpartition(":") if ":" in target else target.rpartition(".")
@@ -98,7 +98,7 @@ def _student_file(target: str) -> tuple[str, str] | None:
 
 
 def _guess(target: str) -> str:
-    """Return what else may have been meant: a registered schedule, a file that is here, or a class in one."""
+    """Guess what was meant: a registered schedule, a file in this folder, or a class in one."""
     word = target.replace("::", ":").split(":")[0].removesuffix(".py")
     files = {path.stem.lower(): path for path in sorted(Path().glob("*.py"))}
     if close := schedules.nearest(target):
@@ -190,7 +190,7 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
     if not name and len(own) == 1:
         return next(iter(own.values()))
     if name and name in vars(module):
-        raise UsageError(f"{name} in {path} is no schedule: write class {name}(pipelab.Schedule)")
+        raise UsageError(f"{name} in {path} is not a schedule: write class {name}(pipelab.Schedule)")
     there = f"it holds {', '.join(own)}" if own else "it holds no class that derives from pipelab.Schedule"
     close = get_close_matches(name, own, n=1) if name else []
     move = (
@@ -221,10 +221,10 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
 
 
 def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> inspect.BoundArguments:
-    """Return what a schedule's class is called with: the sizes by name if it names them, else in this order.
+    """Return the arguments for a schedule's class: the sizes by name if it names them, otherwise in order.
 
     Raises:
-        UsageError: if it takes something else, or needs something more.
+        UsageError: if it has other parameters, or needs more values.
     """
     signature = inspect.signature(kind)
     parameters = signature.parameters.values()

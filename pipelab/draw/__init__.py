@@ -39,13 +39,13 @@ __all__ = ["COMPARISON_SUFFIXES", "TRACE_SUFFIXES", "save", "save_comparison", "
 _FIGURES = (".svg", ".png", ".pdf")
 _DRAWN = (".html", *_FIGURES, ".txt")
 TRACE_SUFFIXES = (*_DRAWN, ".json")
-"""What `Trace.save` writes: `json` by itself, the others here."""
+"""The formats of `Trace.save`, which writes `json` itself."""
 COMPARISON_SUFFIXES = (*_DRAWN, ".csv")
-"""What `Comparison.save` writes: `csv` by itself, the others here."""
+"""The formats of `Comparison.save`, which writes `csv` itself."""
 
 
 def save(trace: Trace, path: str | Path) -> Path:
-    """Write a trace as a drawing; the suffix says as what: `html`, `svg`, `png`, `pdf` or `txt`.
+    """Draw a trace to a file; its suffix is `html`, `svg`, `png`, `pdf` or `txt`.
 
     Example:
         >>> import pipelab
@@ -58,7 +58,7 @@ def save(trace: Trace, path: str | Path) -> Path:
         The path.
 
     Raises:
-        FormatError: if the suffix is none of these.
+        FormatError: if it has another suffix.
     """
     return _write(
         path,
@@ -71,13 +71,13 @@ def save(trace: Trace, path: str | Path) -> Path:
 
 
 def save_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Write a comparison as a drawing; the suffix says as what: `html`, `svg`, `png`, `pdf` or `txt`.
+    """Draw a comparison to a file; its suffix is `html`, `svg`, `png`, `pdf` or `txt`.
 
     Returns:
         The path.
 
     Raises:
-        FormatError: if the suffix is none of these.
+        FormatError: if it has another suffix.
     """
     return _write(
         path,
@@ -90,10 +90,10 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
 
 
 def show(trace: Trace) -> Path | None:
-    """Show a trace: as a figure in a notebook, else as a page in the web browser.
+    """Show a trace as a figure in a notebook, and otherwise as a page in the web browser.
 
     Returns:
-        The page that was written, or `None` in a notebook. Where there is no browser, its path is printed.
+        The page that was written, or `None` in a notebook. Without a browser, its path is printed.
     """
     if _in_notebook():
         from IPython import display
@@ -109,7 +109,7 @@ def show(trace: Trace) -> Path | None:
 
 
 def _in_notebook() -> bool:
-    """Return whether the code runs in a notebook's kernel: one that shows rich output."""
+    """Tell whether the code runs in a notebook's kernel, which shows rich output."""
     # A notebook has loaded IPython; elsewhere it need not even be installed.
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -125,10 +125,10 @@ def _write(
     txt: Callable[[], str],
     picture: Callable[[], Axes | Figure],
 ) -> Path:
-    """Write what the suffix asks for; only that is drawn.
+    """Write the format of the suffix; nothing else is drawn.
 
     Raises:
-        FormatError: if it is none of the known ones.
+        FormatError: if the suffix is not known.
     """
     path = Path(path)
     suffix = require_suffix(path, what, known)

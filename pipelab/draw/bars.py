@@ -1,4 +1,4 @@
-"""A trace as lanes of bars, one lane per rank: what text, figures and pages have in common."""
+"""A trace as lanes of bars, one lane per rank: shared by text, figures and pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Bar", "Lanes"]
 
 _NEXT_TO_NOTHING = 0.05
-"""Which share of the median action's time is too short to set the scale."""
+"""Actions shorter than this fraction of the median do not set the scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Bar:
     """One action in its lane; times count from the trace's start.
 
     Attributes:
-        action: what is drawn.
-        label: what it is called in its lane.
+        action: the action.
+        label: its name in the lane.
         start: when it starts.
         end: when it ends.
-        half: the part of the lane's height that it fills: two actions that share a slot lie one above the other.
+        half: which part of the lane's height it fills; two actions that share a slot lie one above the other.
     """
 
     action: Action
@@ -41,7 +41,7 @@ class Bar:
 
 
 class Lanes:
-    """The bars of a trace, made only for the part that is drawn.
+    """The bars of a trace, made only for the drawn part.
 
     Example:
         >>> import pipelab
@@ -51,7 +51,7 @@ class Lanes:
     """
 
     def __init__(self, trace: Trace) -> None:
-        """Look at which stages each rank has: labels name the stage where a rank has several."""
+        """Find out whether a rank has several stages: then labels name the stage."""
         self.trace = trace
         stage = trace.plan.bound.codes.stage
         self.names_stages = any(len({stage[code] for code in row}) > 1 for row in trace.plan.bound.rows)
@@ -67,7 +67,7 @@ class Lanes:
         return len(self.trace.plan.bound.rows[rank])
 
     def bars(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Bar]:
-        """Yield the bars of one rank's actions `first` to `last` (that one excluded), in order."""
+        """Yield the bars of one rank's actions from `first` up to, not including, `last`, in order."""
         trace, begin = self.trace, self.trace.start
         row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
         for index in range(first, len(row) if last is None else last):
@@ -83,16 +83,16 @@ class Lanes:
         return bisect_right(self.trace.ends[rank], time + self.trace.start)
 
     def longest_label(self, kind: Kind) -> int:
-        """Return how many characters the longest label of a kind may have."""
+        """Return how many characters the longest label of a kind has."""
         plan = self.trace.plan
         stage = len(str(plan.stages - 1)) if self.names_stages else 0
         return stage + 1 + (0 if kind == "R" else len(str(plan.microbatches - 1)))
 
     def typical(self, ranks: Iterable[int]) -> dict[Kind, float]:
-        """Return, by kind, how long its shorter actions take: a quarter of them are shorter.
+        """Return, for each kind, the lower quartile of its actions' times.
 
-        A label that fits there fits nearly everywhere. Neither does one freak reading set the scale, nor do actions
-        that take next to no time, as the first stage's input gradients do: those are not counted.
+        A label that fits there fits nearly everywhere, and one odd reading does not set the scale. Actions that take
+        nearly no time, such as the first stage's input gradients, are not counted.
         """
         bound = self.trace.plan.bound
         lasting: dict[Kind, list[float]] = {kind: [] for kind in KINDS}

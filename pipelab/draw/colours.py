@@ -1,7 +1,7 @@
 """The palette of every drawing.
 
-Five hues of Okabe and Ito ("Color Universal Design", 2008), which people who see two primary colours tell apart. Each
-kind also has a lightness of its own, so that a copy in grey can still be read; `R` is darkened for that.
+The five hues are from Okabe and Ito ("Color Universal Design", 2008): colour-blind readers can tell them apart. Each
+kind also has its own lightness, so that a grey copy can still be read; `R` is darkened for that.
 
     lightness   R 25     F 42     W 58     B 71     I 89     idle 95, hatched
 """
@@ -22,14 +22,14 @@ PALETTE: dict[Kind, tuple[str, str]] = {
     "W": ("#009E73", "#24AE86"),
     "R": ("#5C2650", "#5C2650"),
 }
-"""For each kind, the colour of even and of odd micro-batches: neighbours are told apart, the kind stays obvious."""
+"""For each kind, the colours of even and of odd micro-batches, so that neighbours differ and the kind stays obvious."""
 
 IDLE = "#F1F1F1"
 IDLE_LINES = "#D3D3D3"
-"""An idle lane is hatched with these lines: nothing that a rank does is grey."""
+"""Idle time is hatched with these lines; no action is grey."""
 
 RANKS = ("#BBDDF2", "#FBDFA6", "#B5E3D5", "#EBC9DC", "#F8F2B0", "#F3C6A5", "#D9D9D9", "#CFC9EE")
-"""Light tints for drawings in which colour means the rank; they repeat after the last."""
+"""Light tints for drawings in which colour means the rank; they repeat for more ranks."""
 
 
 def of(action: Action) -> str:
@@ -44,7 +44,7 @@ def of(action: Action) -> str:
 
 
 def ink(background: str) -> str:
-    """Return black or white, whichever is read more easily on a colour (WCAG 2.1, contrast ratio).
+    """Return black or white, whichever contrasts more with a colour (WCAG 2.1).
 
     Example:
         >>> ink("#0072B2"), ink("#F0E442")
@@ -71,7 +71,7 @@ def channels(colour: str) -> tuple[int, int, int]:
 
 
 def ansi(colour: str) -> int:
-    """Return the nearest of the 216 colours that every terminal with colours has.
+    """Return the nearest of the 216 colours that every colour terminal has.
 
     Example:
         >>> ansi("#0072B2")

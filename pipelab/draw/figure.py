@@ -1,4 +1,4 @@
-"""One trace on matplotlib axes: lanes, bars, labels, axis and legend."""
+"""Traces on matplotlib axes: lanes, bars, labels, axis and legend."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["comparison_svg", "draw", "height", "legend", "owner", "plot", "plot_comparison", "svg", "write"]
 
 _COARSE_FROM, _PIXELS = 10_000, 1_600
-"""From so many actions on, a lane is a row of so many pixels: no viewer likes 60,000 shapes."""
+"""Above so many actions, a lane is a row of so many pixels: viewers are slow with 60,000 shapes."""
 _BAR = 0.86
 """The height of a bar, as a share of its lane."""
 
 
 def owner(drawing: Axes | Figure) -> Figure:
-    """Return the figure that everything belongs to."""
+    """Return the figure of some axes, or the figure itself."""
     figure = drawing.get_figure(root=True)
     assert figure is not None
     return figure
 
 
 def height(ranks: int) -> float:
-    """Return the inches that all lanes take: less for each where there are many."""
+    """Return the height of all lanes in inches; many lanes are lower each."""
     return min(ranks * min(max(4.8 / max(ranks, 1), 0.15), 0.36), 12.0)
 
 
@@ -66,7 +66,7 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
 
     bars = [(rank, bar) for rank in range(lanes.trace.ranks) for bar in lanes.bars(rank)]
     corners: dict[tuple[Kind, str], list[list[tuple[float, float]]]] = {}
-    instants: list[tuple[list[tuple[float, float]], str]] = []  # what takes no time is a line
+    instants: list[tuple[list[tuple[float, float]], str]] = []  # an action without a duration is a line
     for rank, bar in bars:
         top, bottom = _heights(rank, bar)
         colour = colours.of(bar.action)
@@ -100,7 +100,7 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
 
 
 def _idle(trace: Trace, ax: Axes) -> None:
-    """Lay a hatched strip under every lane: what no bar covers is idle."""
+    """Draw a hatched strip under every lane; it stays visible where the rank is idle."""
     from matplotlib.collections import PolyCollection
 
     span = trace.makespan
@@ -150,7 +150,7 @@ def _without_middle(name: str) -> str:
 
 
 def legend(traces: Sequence[Trace], ax: Axes) -> None:
-    """Explain the colours that were used, below the axis on the right."""
+    """Draw the legend of the colours used, below the axis on the right."""
     from matplotlib.patches import Patch
     from matplotlib.transforms import ScaledTranslation
 
@@ -188,7 +188,7 @@ def plot(trace: Trace, ax: Axes | None = None) -> Axes:
 
     Args:
         trace: what to draw.
-        ax: where to; by default, a figure of its own.
+        ax: where to draw it; by default, in a new figure.
 
     Example:
         >>> import pipelab
@@ -210,7 +210,7 @@ def plot(trace: Trace, ax: Axes | None = None) -> Axes:
 
 
 def plot_comparison(comparison: Comparison) -> Figure:
-    """Draw traces one above the other, on one time axis where their units agree.
+    """Draw traces one above the other, on one time axis if their units agree.
 
     Example:
         >>> import pipelab
@@ -231,7 +231,7 @@ def plot_comparison(comparison: Comparison) -> Figure:
 
 
 def svg(trace: Trace) -> str:
-    """Return a trace's figure as SVG; its text stays text, so it can be searched.
+    """Return a trace's figure as SVG with searchable text.
 
     Example:
         >>> import pipelab
@@ -247,7 +247,7 @@ def comparison_svg(comparison: Comparison) -> str:
 
 
 def write(drawing: Axes | Figure, path: Path) -> Path:
-    """Write a figure, or the figure of some axes; the suffix says as what. Return the path."""
+    """Write a figure, or the figure of some axes, in the format of the suffix; return the path."""
     buffer = io.BytesIO()
     _save(owner(drawing), buffer, path.suffix.lower().removeprefix("."))
     path.write_bytes(buffer.getvalue())
@@ -266,7 +266,7 @@ def _save(figure: Figure, buffer: io.BytesIO, suffix: str) -> None:
 
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix, {})
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipelab"}), warnings.catch_warnings():
-        # A name may hold letters that the font does not have: they show as boxes, which is no reason to stop.
+        # A name may have letters that the font lacks; they show as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(buffer, format=suffix, dpi=160, metadata=metadata)
 

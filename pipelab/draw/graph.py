@@ -25,9 +25,9 @@ __all__ = ["SUFFIXES", "dot", "save"]
 _TEXT = (".dot", ".gv")
 _PICTURES = (".svg", ".png", ".pdf")
 SUFFIXES = _TEXT + _PICTURES
-"""What `save` writes."""
+"""The formats of `save`."""
 _MOST = 2_000
-"""How many actions a picture may have: dot takes minutes for more, and nobody reads it."""
+"""How many actions a picture may have: dot takes minutes for more, and nobody could read it."""
 
 _INSTALL = """  Debian, Ubuntu: apt install graphviz
   macOS:          brew install graphviz
@@ -38,11 +38,11 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
     """Return the dependency graph in Graphviz's DOT language.
 
     Stages are rows, time goes from left to right, colours are ranks. Solid edges carry a value, dashed ones are the
-    order along a rank; bold is the critical path, which the makespan hangs on.
+    order along a rank, and bold ones are the critical path, which decides the makespan.
 
     Args:
         plan: what to draw.
-        cost: what the actions cost, for the critical path; by default forward 1, backward 2.
+        cost: the times of the actions, for the critical path; by default forward 1, backward 2.
 
     Example:
         >>> import pipelab
@@ -67,12 +67,12 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
 
 
 def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
-    """Write the dependency graph; the suffix says as what: `dot`, `gv`, `svg`, `png` or `pdf`.
+    """Write the dependency graph to a file; its suffix is `dot`, `gv`, `svg`, `png` or `pdf`.
 
     Args:
         plan: what to draw.
-        path: where to.
-        cost: what the actions cost, for the critical path; by default forward 1, backward 2.
+        path: the file.
+        cost: the times of the actions, for the critical path; by default forward 1, backward 2.
 
     Example:
         >>> import pipelab, tempfile, pathlib
@@ -123,9 +123,9 @@ def _caption(trace: Trace) -> str:
 
 
 def _rows(drawing: Any, plan: Plan, trace: Trace, critical: set[Action]) -> None:
-    """Add a row per stage: its name, then its actions, those that start at one time in one column.
+    """Add a row per stage: its name, then its actions, with equal starting times in one column.
 
-    Positions are pinned: dot's own layout would place rows by their edges, and a backward's edges point up.
+    Positions are pinned, because dot's own layout places rows by their edges, and a backward's edges point up.
     """
     started: dict[Action, float] = {}
     for event in trace.events:
@@ -154,7 +154,7 @@ def _rows(drawing: Any, plan: Plan, trace: Trace, critical: set[Action]) -> None
 
 
 def _columns(started: dict[Action, float]) -> dict[Action, int]:
-    """Return the column of every action: one for each starting time; a second where a row would have two in one."""
+    """Return the column of every action: one per starting time, and more if a row has several actions at one time."""
     columns: dict[Action, int] = {}
     taken: dict[int | None, int] = {}  # stage -> the last column that its row has used
     column, time = -1, float("-inf")
@@ -166,12 +166,12 @@ def _columns(started: dict[Action, float]) -> dict[Action, int]:
 
 
 def _at(column: int, stage: int) -> str:
-    """Return where a node is pinned, in points."""
+    """Return a node's pinned position, in points."""
     return f"{column * 112},{-stage * 105}!"
 
 
 def _edges(drawing: Any, plan: Plan, critical: set[tuple[Action, Action]]) -> None:
-    """Add what waits for what."""
+    """Add the dependencies and the order along each rank."""
     for giver, needer, edge in plan.graph().edges(data=True):
         look: dict[str, str] = {}
         if edge["kind"] == "data":

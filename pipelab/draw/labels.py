@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["Label", "fitting", "inches", "points", "strip"]
 
 _SIZES = (9.0, 8.0, 7.0, 6.0, 5.0)
-"""The sizes of type that are tried, in points: below the last nobody reads."""
+"""The type sizes to try, in points; smaller ones are illegible."""
 _AIR = 2.0
-"""How many points a bar is wider than its label, at least."""
+"""The least difference between a bar's width and its label's, in points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A label that fits: whose, what it says, and how large."""
+    """A label that fits: its bar, its text and its size."""
 
     rank: int
     bar: Bar
@@ -35,14 +35,14 @@ class Label:
 
 
 def points(ax: Axes) -> float:
-    """Return how many points wide some axes are."""
+    """Return the width of some axes in points."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     return float(ax.get_window_extent().width / figure.dpi * 72)
 
 
 def inches(lanes: Lanes) -> float:
-    """Return how wide the time would have to be for labels of 7 points."""
+    """Return the width in inches at which labels of 7 points fit."""
     typical = _typical(lanes)
     if not typical or not lanes.span:
         return 0.0
@@ -53,8 +53,9 @@ def inches(lanes: Lanes) -> float:
 def fitting(lanes: Lanes, bars: Iterable[tuple[int, Bar]], ax: Axes) -> Iterator[Label]:
     """Yield the labels that fit their bars.
 
-    All have one size: the largest at which the usual actions of every kind take theirs. Where none does, they lose the
-    letter, which the colour says too, and keep the micro-batch; those that still do not fit are left out.
+    All have one size: the largest at which the usual actions of every kind have room for theirs. If there is none,
+    labels lose the letter, which the colour shows too, and keep the micro-batch. Labels that still do not fit are left
+    out.
     """
     if not lanes.span:
         return
@@ -85,7 +86,7 @@ def fitting(lanes: Lanes, bars: Iterable[tuple[int, Bar]], ax: Axes) -> Iterator
 
 def _typical(lanes: Lanes) -> dict[Kind, float]:
     typical = lanes.typical(range(lanes.trace.ranks))
-    typical.pop("R", None)  # one at the end of a row; it does not set the size of all others
+    typical.pop("R", None)  # it stands once at the end of a row and does not set the size of the others
     return typical
 
 
@@ -113,7 +114,7 @@ def _letter(letter: str) -> float:
 def strip(lanes: Lanes, rank: int, columns: int) -> Any:
     """Return one lane as a row of pixels, `[1, columns, 4]`: red, green, blue, and how much of the pixel is busy.
 
-    Each pixel is the mean of what the rank does in its time, so that no bar is lost and none is drawn too wide.
+    Each pixel is the mean colour of the rank's actions in its time, so no bar is lost and none is drawn too wide.
 
         busy time up to t    ────────╱────╱‾‾‾     of one colour: a line that rises where a bar of it lies;
         pixel edges          |   |   |   |   |     its rise within a pixel is the colour's share there

@@ -1,4 +1,4 @@
-"""The ruler under a text timeline: which column a time has, and which times are left out."""
+"""The ruler of a text timeline: which column each time has, and which times are left out."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 __all__ = ["Ruler", "nice_step"]
 
 _LONGEST_CELL = 24
-"""How many columns a usual action takes at most, however short the others are."""
+"""The most columns that a usual action takes."""
 _SHORTEST_STEP = 8
-"""How many columns lie between two ticks, at least."""
+"""The fewest columns between two ticks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """Columns of text for a span of time, its middle left out where there is no room.
+    """Columns of text for a span of time; the middle is left out if there is no room.
 
         0 ········ head │ gap │ columns - tail ········ columns      (columns of the whole span)
 
     Attributes:
         scale: columns per unit of time.
         columns: how many columns the whole span would take.
-        head: how many of the first ones are drawn.
-        gap: how many columns the mark for what is left out takes; 0 where nothing is.
-        tail: how many of the last ones are drawn.
+        head: how many of the first columns are drawn.
+        gap: the width of the mark for the left-out part; 0 if all is drawn.
+        tail: how many of the last columns are drawn.
     """
 
     scale: float
@@ -44,25 +44,25 @@ class Ruler:
 
     @classmethod
     def fit(cls, lanes: Sequence[Lanes], ranks: Iterable[int], room: int, squeeze: bool = False) -> Ruler:
-        """Choose the scale at which all is drawn, as wide as there is room; else leave the middle out.
+        """Choose the widest scale at which everything fits; if there is none, leave the middle out.
 
-        First each label has a blank after it, then labels stand side by side, then the forwards' are cut; the others
-        stay whole, so that their numbers can be read.
+        The scales, in this order: a blank after each label; labels side by side; the forwards' labels cut, but the
+        others whole, so that their numbers can be read.
 
         Args:
-            lanes: what will share the ruler.
-            ranks: the ranks that are drawn.
+            lanes: the timelines that share the ruler.
+            ranks: the drawn ranks.
             room: how many columns there are.
-            squeeze: whether to cut all labels before anything is left out: what shares an axis is best seen whole.
+            squeeze: whether to cut all labels before anything is left out.
         """
         span = max(each.span for each in lanes)
         cells = _usual_cells(lanes, list(ranks))
         cap = _LONGEST_CELL / max((cell.time for cell in cells), default=_LONGEST_CELL)
-        # What the shortest of the usual actions gets: its label and a blank, or just its label.
+        # The shortest of the usual actions has room for its label and a blank, or just for its label.
         roomy, tight = (
             min(cap, max(((cell.label + blank) / cell.time for cell in cells), default=1.0)) for blank in (1, 0)
         )
-        # Side by side, labels with stages run into each other, 0F00F1, and which stage it is cannot be guessed.
+        # Side by side, labels with stages run into each other: 0F00F1.
         names_stages = any(each.names_stages for each in lanes)
         scales = [roomy] if names_stages else [roomy, tight]
         elided = scales[-1]
@@ -77,7 +77,7 @@ class Ruler:
 
     @classmethod
     def at(cls, scale: float, lanes: Sequence[Lanes], room: int) -> Ruler:
-        """Return the ruler of a scale; the middle is left out where there is no room for all."""
+        """Return the ruler of a scale; the middle is left out if there is no room for all."""
         columns = _round(max(each.span for each in lanes) * scale)
         if columns <= room:
             return cls(scale, columns, columns, 0, 0)
@@ -87,18 +87,18 @@ class Ruler:
         return cls(scale, columns, max(0, room - gap - tail), gap, tail)
 
     def column(self, time: float) -> int:
-        """Return the column of a time, as if nothing were left out."""
+        """Return the column of a time, counting the left-out ones."""
         return _round(time * self.scale)
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """The columns that are drawn: all of them, or the first and the last."""
+        """The drawn columns: all, or the first and the last."""
         if not self.gap:
             return ((0, self.columns),)
         return ((0, self.head), (self.columns - self.tail, self.columns))
 
     def axis(self, unit: str) -> tuple[str, str]:
-        """Return the axis in two lines: ticks, and their times; the unit stands beside the first.
+        """Return the axis as two lines: the ticks, and their times, the first one with the unit.
 
         Example:
             >>> for line in Ruler(scale=3, columns=33, head=33, gap=0, tail=0).axis("ms"):
@@ -129,7 +129,7 @@ class Ruler:
 
 
 def gap_mark(count: int) -> str:
-    """Return what stands where actions of a rank are left out."""
+    """Return the mark for so many left-out actions."""
     return f"┄ {count:,} more ┄"
 
 
@@ -146,14 +146,14 @@ def nice_step(least: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """What a kind of action usually takes: the columns of its label, and time."""
+    """A kind of action: the columns of its label, and its usual time."""
 
     kind: Kind
     label: int
     time: float
 
     def is_legible(self, scale: float, forward: float) -> bool:
-        """Tell whether the label fits; of a forward, whose order is plain, so many columns are enough."""
+        """Tell whether the label fits; a forward, whose order is obvious, needs only so many columns."""
         return scale * self.time >= (forward if self.kind == "F" else self.label)
 
 
@@ -168,5 +168,5 @@ def _usual_cells(lanes: Sequence[Lanes], ranks: Sequence[int]) -> list[_Cell]:
 
 
 def _round(column: float) -> int:
-    """Return the nearest column, halves up: an action of a whole number of columns has it everywhere."""
+    """Return the nearest column, rounding halves up, so that equal whole widths stay equal everywhere."""
     return math.floor(column + 0.5 + 1e-9)

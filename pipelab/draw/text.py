@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN_WIDTH", "comparison", "timeline"]
 
 PLAIN_WIDTH = 120
-"""How wide text is that goes to a file or a pipe."""
+"""The width of text that goes to a file or a pipe."""
 _ALL_RANKS = 16
-"""Up to so many ranks, each has a line; of more, the first and the last have."""
+"""Up to so many ranks, each has a line; with more, only the first and the last have."""
 _FIRST_RANKS, _LAST_RANKS = 8, 4
 _SHORT = "▏"
-"""Where one action or more are, all of them shorter than a character."""
+"""Stands for one action or several, each shorter than a character."""
 
 
 def timeline(trace: Trace, width: int | None = None, colour: bool | None = None) -> str:
     """Return a timeline: one line per rank, time from left to right, `·` where a rank is idle.
 
-    Every action is drawn to scale; one that is shorter than a character is a thin line. What is too wide is drawn
-    smaller while the numbers can be read, then loses its middle, with a count of what is left out.
+    Every action is drawn to scale; one that is shorter than a character is a thin line. A timeline that is too wide is
+    drawn smaller as long as the numbers can be read. Then its middle is left out and replaced by a count.
 
     Args:
         trace: what to draw.
-        width: how many characters a line has; by default what `COLUMNS` says, or the terminal has; 120 without one.
-        colour: whether to write colour codes; by default, only to a terminal, and not if `NO_COLOR` is set.
+        width: the characters of a line; by default `COLUMNS`, or the terminal's width, or 120 without a terminal.
+        colour: whether to write colour codes; by default, only to a terminal and without `NO_COLOR`.
 
     Example:
         >>> import pipelab
@@ -61,7 +61,7 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
 
 
 def _wrapped(head: str, width: int) -> list[str]:
-    """Break a head after its commas, so that no figure is torn apart; between words only where a part is too long."""
+    """Break a headline after its commas, and between words only if a part is too long."""
     glued = ", ".join(
         part.replace(" ", "\N{NO-BREAK SPACE}") if len(part) < width else part for part in head.split(", ")
     )
@@ -69,12 +69,12 @@ def _wrapped(head: str, width: int) -> list[str]:
 
 
 def comparison(comparison: Comparison, width: int | None = None, colour: bool | None = None) -> str:
-    """Return several traces: their figures as a table, then their timelines, on one axis where their units agree.
+    """Return several traces: a table of their figures, then their timelines, on one axis if their units agree.
 
     Args:
         comparison: what to draw.
-        width: how many characters a line has; by default what `COLUMNS` says, or the terminal has; 120 without one.
-        colour: whether to write colour codes; by default, only to a terminal, and not if `NO_COLOR` is set.
+        width: the characters of a line; by default `COLUMNS`, or the terminal's width, or 120 without a terminal.
+        colour: whether to write colour codes; by default, only to a terminal and without `NO_COLOR`.
 
     Example:
         >>> import pipelab
@@ -101,13 +101,13 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
     shared = comparison.shares_axis
     if not shared:
         units = ", ".join(dict.fromkeys(wording.unit(trace) for trace in comparison.traces))
-        lines += [f"The units of time differ ({units}): every timeline has a scale of its own.", ""]
+        lines += [f"The units of time differ ({units}), so every timeline has its own scale.", ""]
     room = width - gutter
     common = Ruler.fit(traces, ranks, room, squeeze=True)
     whole = shared and not common.gap
     for lanes, name in zip(traces, comparison.names, strict=True):
         ruler = common
-        if not whole:  # what is short is then still drawn whole
+        if not whole:  # short timelines are still drawn whole
             ruler = Ruler.at(common.scale, [lanes], room) if shared else Ruler.fit([lanes], ranks, room)
         lines += [wording.clean(name), *_rows(lanes, ruler, gutter, colour)]
         if not whole:
@@ -118,18 +118,18 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
 
 
 def _terminal(width: int | None, colour: bool | None) -> tuple[int, bool]:
-    """Fill in what was left open: what standard output can show."""
+    """Return the width and whether to use colours; what is `None` follows standard output."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     if width is None:
-        told = terminal or os.environ.get("COLUMNS")
-        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if told else PLAIN_WIDTH
+        known = terminal or os.environ.get("COLUMNS")
+        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if known else PLAIN_WIDTH
     if colour is None:
         colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return max(width, 40), colour
 
 
 def _gutter(traces: Sequence[Trace]) -> int:
-    """Return how many characters stand before the time: `rank 12 │`."""
+    """Return the width of the rank names before the timeline: `rank 12 │`."""
     return len(f"rank {max(trace.ranks for trace in traces) - 1} │")
 
 
@@ -140,7 +140,7 @@ def _drawn(trace: Trace) -> list[int]:
 
 
 def _rows(lanes: Lanes, ruler: Ruler, gutter: int, colour: bool) -> Iterator[str]:
-    """Yield a line for each rank that is drawn."""
+    """Yield a line for each drawn rank."""
     before = -1
     for rank in _drawn(lanes.trace):
         if rank != before + 1:
@@ -198,7 +198,7 @@ def cell(label: str, width: int) -> str:
     if width == len(label):
         return label
     kind = label.lstrip("0123456789")[:1]
-    # Half a number would be another action's: B10 is not cut to B1.
+    # Half a number would name another action: B10 is not cut to B1.
     return kind + "…" * (width - 1)
 
 
@@ -222,7 +222,7 @@ def _painted(text: str, bar: Bar) -> str:
 
 
 def _legend(lines: Sequence[str]) -> list[str]:
-    """Explain what only some timelines have."""
+    """Explain the mark of short actions, if there is one."""
     return [f"{_SHORT} actions too short to be drawn"] if any(_SHORT in line for line in lines) else []
 
 

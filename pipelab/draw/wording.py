@@ -1,4 +1,4 @@
-"""Tables as plain text."""
+"""Numbers, names and tables in words, the same in text, figures and pages."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15) -> list[str]:
     r"""Return rows in columns, the first one flush left.
 
-    Where the lines would be wider than `width`, long heads go over several lines; then the first column is cut.
+    If the lines would be wider than `width`, long heads are wrapped; then the first column is cut.
 
     Args:
         rows: the cells, heads first.
-        width: how many characters a line may have.
-        least: how many characters of the first column are kept, however narrow the lines.
+        width: the most characters of a line.
+        least: the fewest characters of the first column.
 
     Example:
         >>> rows = [("name", "busy share per rank"), ("GPipe", "73 73 73 73 %")]
@@ -65,7 +65,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _wrapped(heads: Sequence[str], widths: Sequence[int]) -> list[tuple[str, ...]]:
-    """Return heads over two lines, each as narrow as its cells and words allow."""
+    """Return heads on two lines, each as narrow as its cells and words allow."""
     parts: list[list[str]] = []
     for head, size in zip(heads, widths, strict=True):
         narrow = range(max(size, *map(len, head.split())), len(head) + 1)
@@ -84,7 +84,7 @@ _MOST = 8
 
 
 def number(value: float) -> str:
-    """Return a number for readers: whole ones in full, others to four digits.
+    """Return a number for readers: whole numbers in full, others with four digits.
 
     Example:
         >>> number(33.0), number(12285), number(0.123456), number(1234.56)
@@ -110,7 +110,7 @@ def percent(share: float) -> str:
 
 
 def percents(shares: Sequence[float]) -> str:
-    """Return the shares of many ranks in per cent; with a decimal where all are small.
+    """Return the shares of many ranks in per cent, with a decimal if all are small.
 
     Example:
         >>> percents([0.5, 0.375, 0.25, 0.125])
@@ -124,7 +124,7 @@ def percents(shares: Sequence[float]) -> str:
 
 
 def elided(values: Iterable[object]) -> str:
-    """Return one value per rank, the middle left out where there are many.
+    """Return one value per rank; with many ranks, the middle is left out.
 
     Example:
         >>> elided([4, 3, 2, 1])
@@ -139,7 +139,7 @@ def elided(values: Iterable[object]) -> str:
 
 
 def unit(trace: Trace) -> str:
-    """Return the unit of time: `units` where it has no name."""
+    """Return the unit of time, `units` if it has no name."""
     return clean(trace.unit) or "units"
 
 
@@ -156,7 +156,7 @@ def span(trace: Trace) -> str:
 
 
 def figures(trace: Trace) -> str:
-    """Return makespan, bubble and peak in one line, and the ranks' own spans where they tell more than the makespan.
+    """Return makespan, bubble and peak in one line, and the ranks' own spans if all are shorter than the makespan.
 
     Example:
         >>> import pipelab
@@ -171,12 +171,12 @@ def figures(trace: Trace) -> str:
 
 
 def _slanted(trace: Trace) -> bool:
-    """Tell whether no rank is at it from the first start to the last end: ZB-H2's lanes are a parallelogram."""
+    """Tell whether every rank's own span is shorter than the makespan: ZB-H2's lanes are a parallelogram."""
     return max(trace.spans, default=0.0) < 0.99 * trace.makespan
 
 
 def table(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return a comparison's figures as rows of cells, heads first; the ranks' own spans where they tell something.
+    """Return a comparison's figures as rows of cells, heads first, with own spans if a trace's are all short.
 
     Example:
         >>> import pipelab
@@ -205,7 +205,7 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def headline(trace: Trace, name: str | None = None) -> str:
-    """Return what a trace is called: a name of its own, or its plan's, where the times come from, and its note.
+    """Return a trace's title: its own name or its plan's, the source of its times, and its note.
 
     Example:
         >>> import pipelab
@@ -216,7 +216,7 @@ def headline(trace: Trace, name: str | None = None) -> str:
 
 
 def clean(name: str) -> str:
-    r"""Return a name that stays on its line: what cannot be printed, such as an escape code, is spelled out.
+    r"""Return a name with unprintable characters, such as escape codes, spelled out.
 
     Example:
         >>> clean("red \x1b[31m\n")

@@ -1,4 +1,4 @@
-"""The main job: one model, trained plainly and with three schedules, must learn exactly the same."""
+"""The demo: one model, trained plainly and with three schedules, learns exactly the same."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pipelab.engine.emulation import emulated
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
+from pipelab.labs.running import core_share
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
@@ -24,7 +25,7 @@ __all__ = ["Emulation", "Plain", "Setting", "Trained", "emulate", "train_plainly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is trained, and on what."""
+    """The model and the data."""
 
     ranks: int = 2
     microbatches: int = 8
@@ -50,11 +51,11 @@ class Plain:
     """Plain training: one thread, the same micro-batches one after another.
 
     Attributes:
-        step_ms: the median milliseconds of a step, the first one left out.
+        step_ms: the median milliseconds of a step, without the first.
         losses: the loss of every step, in nats per byte.
         weights: the parameters after the last step.
-        whole_batch_ms: the median milliseconds of a step on the whole batch at once, on all cores.
-        cores: how many those are.
+        whole_batch_ms: the median milliseconds of a step on the whole batch at once.
+        cores: how many processor threads that used.
     """
 
     step_ms: float
@@ -70,17 +71,19 @@ class Trained:
 
     Attributes:
         schedule: the schedule's name.
-        step_ms: the median milliseconds of a step, the first one left out.
-        speed_up: plain training's step over this one's.
+        step_ms: the median milliseconds of a step, without the first.
+        speed_up: plain training's step time divided by this one's.
+        core_share: for which fraction of their working time the ranks had a processor core.
         trace: a step of median length.
         losses: the loss of every step.
-        same: whether every loss and every parameter is plain training's, bit for bit.
-        proof: what `verify` said.
+        same: whether every loss and every parameter equals plain training's, bit for bit.
+        proof: what `verify` found, in words.
     """
 
     schedule: str
     step_ms: float
     speed_up: float
+    core_share: float
     trace: Trace
     losses: list[float]
     same: bool
@@ -132,7 +135,7 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
     model = setting.model()
     batches = setting.batches(standard_library())
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses, times, traces = [], [], []
+    losses, times, traces, processor_seconds = [], [], [], 0.0
     schedule = schedules[name](setting.ranks, setting.microbatches)
     with (
         one_thread(),
@@ -140,10 +143,11 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
     ):
         for _ in range(setting.steps):
             x, y = batches.take()
-            began = time.perf_counter()
+            began, processor_began = time.perf_counter(), time.process_time()
             optimizer.zero_grad()
             step = pipe.step(x, y)
             times.append(time.perf_counter() - began)
+            processor_seconds += time.process_time() - processor_began
             optimizer.step()
             losses.append(float(step.loss))
             traces.append(step.trace)
@@ -156,6 +160,7 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
         schedule=name,
         step_ms=_typical(times),
         speed_up=plain.step_ms / _typical(times),
+        core_share=core_share(processor_seconds, traces),
         trace=ordered[len(ordered) // 2],
         losses=losses,
         same=same,
@@ -189,5 +194,5 @@ def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> flo
 
 
 def _typical(times: list[float]) -> float:
-    """Return the median in milliseconds, the first one, which warms up, left out."""
+    """Return the median in milliseconds, without the first, which warms up."""
     return 1e3 * median(times[1:] or times)

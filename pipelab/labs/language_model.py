@@ -1,4 +1,4 @@
-"""A byte-level language model, and the text that every Python brings along: its own standard library."""
+"""A byte-level language model, and a text that comes with every Python: its standard library."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Embedding(nn.Module):
 def language_model(blocks: int = 6, width: int = 128, heads: int = 4, length: int = 64) -> nn.Sequential:
     """Return a language model over bytes: an embedding, a stack of equal blocks, and a head.
 
-    It takes `[rows, length]` bytes as integers and gives `[rows, length, 256]` scores of the next byte.
+    The input is `[rows, length]` bytes as integers, the output `[rows, length, 256]` scores of the next byte.
 
     Example:
         >>> model = language_model(blocks=2, width=16, heads=2, length=8)
@@ -78,10 +78,10 @@ def next_byte_loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tenso
 
 
 def standard_library(limit: int = 4_000_000) -> torch.Tensor:
-    """Return the source text of Python's standard library, file after file by name, as bytes `[at most limit]`.
+    """Return the source text of Python's standard library, in order of file names, as bytes `[at most limit]`.
 
     Raises:
-        UsageError: if this Python has no sources of its library.
+        UsageError: if this Python has no library sources.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
@@ -101,7 +101,7 @@ class Batches:
         text: the bytes.
         rows: pieces per batch.
         length: bytes per piece.
-        seed: which pieces.
+        seed: chooses the pieces.
     """
 
     def __init__(self, text: torch.Tensor, rows: int, length: int, seed: int = 0) -> None:
@@ -112,7 +112,7 @@ class Batches:
         self._random = torch.Generator().manual_seed(seed)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch `[rows, length]` and, for every byte of it, the byte that follows."""
+        """Return a batch `[rows, length]`, and the byte that follows each of its bytes."""
         starts = torch.randint(len(self.text) - self.length, (self.rows,), generator=self._random)
         pieces = torch.stack([self.text[start : start + self.length + 1] for start in starts]).long()
         return pieces[:, :-1], pieces[:, 1:]

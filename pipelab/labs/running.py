@@ -1,7 +1,8 @@
-"""Run plans on models of equal layers, measured, predicted and verified."""
+"""Run plans on models of equal layers: measured, predicted and verified."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,72 +16,91 @@ from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
-__all__ = ["Job", "Result", "linear_stack", "run_all"]
+__all__ = ["Job", "Result", "core_share", "linear_stack", "run_all"]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run: a plan, on a model, with a batch of a shape. Jobs may share a model."""
+    """A plan to run on a model with a batch of a given shape. Jobs may share a model."""
 
     plan: Plan
     model: nn.Module
     shape: tuple[int, int]
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets: always the same."""
+        """Return inputs and targets, the same every time."""
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*self.shape, generator=generator), torch.randn(*self.shape, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A measured step, what its own action times predict for the schedule, the batch's loss, and the proof."""
+    """What running a job gave.
+
+    Attributes:
+        measured: the step of median length.
+        predicted: the schedule, simulated with that step's own action times.
+        loss: the batch's loss.
+        proof: what `verify` found.
+        core_share: for which fraction of their working time the ranks had a processor core; 1 on GPUs.
+    """
 
     measured: Trace
     predicted: Trace
     loss: float
     proof: Verification
+    core_share: float
+
+
+def core_share(processor_seconds: float, traces: Sequence[Trace]) -> float:
+    """Return for which fraction of their working time, from 0 to 1, the ranks of measured steps had a core."""
+    working_seconds = sum(sum(trace.busy) for trace in traces) / 1e3
+    return min(1.0, processor_seconds / working_seconds) if working_seconds else 1.0
 
 
 def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
-    """Return `depth` layers of Linear and ReLU, dealt out so that no stage begins with a ReLU."""
+    """Return `depth` layers of Linear and ReLU, grouped so that no stage begins with a ReLU."""
     if depth < stages:
         raise SplitError(f"{depth} layers are too few for {stages} stages: use --depth {stages} or more")
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 
 
-def run_all(jobs: Sequence[Job], steps: int, tell: Callable[[str, float], None]) -> list[Result]:
-    """Run each job for some steps; return for each the one of median length.
+def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None]) -> list[Result]:
+    """Run each job for several steps, and return the step of median length of each.
 
-    Several jobs take turns, a step each, so that what else the machine does disturbs all of them alike.
+    Several jobs take turns, one step each, so that other programs on the machine disturb all of them alike.
 
     Args:
-        jobs: what to run.
-        steps: how many steps of each are measured; the first one after a pipeline was made is none of them.
-        tell: called before each turn, with what comes now, and the share of all turns that is behind, from 0 to 1.
+        jobs: the jobs.
+        steps: how many steps of each are measured, after one warm-up step of each new pipeline.
+        report: called before each turn with its name and the finished fraction of all turns, from 0 to 1.
     """
     turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
     traces: list[list[Trace]] = [[] for _ in jobs]
+    processor_seconds = [0.0 for _ in jobs]
     share = 1 / (len(jobs) * (turns + 1))  # and one turn to verify the gradients
     for turn in range(turns):
-        for number, (job, measured) in enumerate(zip(jobs, traces, strict=True), turn * len(jobs)):
-            tell(job.plan.name, number * share)
+        for index, job in enumerate(jobs):
+            report(job.plan.name, (turn * len(jobs) + index) * share)
             x, y = job.batch()
             with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
                 pipe.step(x, y)  # the first step warms up
-                measured.extend(pipe.step(x, y).trace for _ in range(each))
+                began = time.process_time()
+                traces[index].extend(pipe.step(x, y).trace for _ in range(each))
+                processor_seconds[index] += time.process_time() - began
     results: list[Result] = []
-    for number, (job, measured) in enumerate(zip(jobs, traces, strict=True), turns * len(jobs)):
-        tell(f"verifying {job.plan.name}", number * share)
-        results.append(_result(job, measured))
+    for index, job in enumerate(jobs):
+        report(f"verifying {job.plan.name}", (turns * len(jobs) + index) * share)
+        cores = 1.0 if torch.cuda.is_available() else core_share(processor_seconds[index], traces[index])
+        results.append(_result(job, traces[index], cores))
     return results
 
 
-def _result(job: Job, traces: list[Trace]) -> Result:
+def _result(job: Job, traces: list[Trace], cores: float) -> Result:
     x, y = job.batch()
     with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
         loss = pipe.step(x, y).loss.item()
         proof = pipe.verify(x, y)
     measured = sorted(traces, key=lambda trace: trace.makespan)[len(traces) // 2]
-    return Result(measured, simulate(job.plan, Cost.fit(measured)), loss, proof)
+    return Result(measured, simulate(job.plan, Cost.fit(measured)), loss, proof, cores)

@@ -65,7 +65,7 @@ def test_what_is_not_there_is_told_with_what_is(pipelab_command, folder):
     assert "it holds MySchedule, Chatty" in pipelab_command("check", "mine.py")[2]
     Path("empty.py").write_text("x = 1\n")
     assert "no class that derives from pipelab.Schedule" in pipelab_command("check", "empty.py:x1")[2]
-    assert "x in empty.py is no schedule" in pipelab_command("check", "empty.py:x")[2]
+    assert "write class x(pipelab.Schedule)" in pipelab_command("check", "empty.py:x")[2]
 
 
 @pytest.mark.parametrize(("suffix", "words"), [("html", "a picture"), ("svg", "a picture"), ("pt", "a saved state")])

@@ -113,7 +113,7 @@ MESSAGES = {
         "exception: actions(1) raised ZeroDivisionError after 1 action, the last one F0: integer division or modulo "
         "by zero\n"
         f"  at {__file__}, line {Raises.actions.__code__.co_firstlineno + 2}, in actions: yield F(1 // (1 - rank))\n"
-        "  try: mend that line; the schedule itself was not checked yet",
+        "  try: fix that line; the schedule itself was not checked yet",
     ),
 }
 

@@ -10,29 +10,38 @@ import torch
 from torch import nn
 
 from pipelab.engine.model.balance import count_parameters, cut, layer_times, short
-from pipelab.engine.model.traced import TracedStages, move
+from pipelab.engine.model.traced import TRACED, TracedStages, move
 from pipelab.errors import SplitError, require_size
 from pipelab.plan.fault import shorten
 
 __all__ = ["BACKWARD_HOOKS", "Stages", "refuse_hooks", "refuse_shared", "split"]
 
 
-def refuse_shared(modules: Sequence[nn.Module], model: nn.Module) -> None:
+def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None = None) -> None:
     """Refuse a parameter or a buffer that two stages use.
+
+    Args:
+        modules: the stages.
+        model: the model that they were cut from.
+        prefix: what stands before the model's own names in the stages: PyTorch's tracer copies what two of them use, so
+            there the names alone show it.
 
     Raises:
         SplitError: with its name and both stages.
     """
+    own = dict(_state(model))
     names = {id(tensor): name for name, tensor in reversed(_state(model))}
     owner: dict[int, int] = {}
     for stage, module in enumerate(modules):
-        for name, tensor in _state(module):
+        for name, used in _state(module):
+            tensor = used if prefix is None else own.get(name.removeprefix(prefix), used)
             first = owner.setdefault(id(tensor), stage)
             if first != stage:
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise SplitError(
-                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}: a {what} "
-                    "lives on one stage; cut the model elsewhere, or give each stage its own"
+                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}, but a {what} "
+                    "lives on one stage\n"
+                    f"  try: cut the model elsewhere, or give each of the two layers a {what} of its own"
                 )
 
 
@@ -89,7 +98,7 @@ class Stages:
         self.model = model
         self.modules = list(modules)
         self.sizes = tuple(sizes)
-        refuse_shared(self.modules, model)
+        refuse_shared(self.modules, model, TRACED if self.is_traced else None)
         self.require_no_lost_hooks()
 
     def place(self, devices: Sequence[torch.device]) -> None:
@@ -139,6 +148,7 @@ class _Traced(Stages):
         """Trace the model as it is now."""
         self._traced = traced
         super().__init__(model, traced.modules(), sizes)
+        traced.require_same_outputs(self.modules)
         self._training = model.training
         self._again: dict[tuple[int, tuple[bool, ...]], list[nn.Module]] = {}
         self._devices: dict[int, torch.device] = {}
@@ -165,14 +175,17 @@ class _Traced(Stages):
         Raises:
             SplitError: with both numbers.
         """
-        rows = self._traced.rows
-        for count in counts:
-            if count != rows:
-                raise SplitError(
-                    f"a micro-batch has {count} rows, but the model was traced with an example of {rows}, which a "
-                    f"traced stage keeps: use batches of {rows * len(counts)} rows ({len(counts)} micro-batches of "
-                    f"{rows}), or split the model again with an example of {count} rows"
-                )
+        rows, many = self._traced.rows, len(counts)
+        if set(counts) != {rows}:
+            total, have = sum(counts), " or ".join(map(str, sorted(set(counts))))
+            less, more = (many * each for each in (total // many, -(-total // many)))
+            others = sorted({less, more} - {many * rows})
+            raise SplitError(
+                f"{total} rows in {many} micro-batches have {have} rows each, but the model was traced with an example "
+                f"of {rows}, and a traced stage takes that many\n  try: batches of {many * rows} rows ({many} "
+                f"micro-batches of {rows}); or batches of {' or of '.join(map(str, others))} rows, and split the model "
+                f"again with an example of {' or of '.join(str(each // many) for each in others)}"
+            )
         if self.model.training != self._training:
             now, then = ("training", "evaluation") if self.model.training else ("evaluation", "training")
             raise SplitError(
@@ -187,9 +200,10 @@ class _Traced(Stages):
             SplitError: if the micro-batches differ in rows, or the tracer cannot follow the model in this mode.
         """
         if len(set(counts)) > 1:
+            many, less = len(counts), len(counts) * min(counts)
             raise SplitError(
-                f"the micro-batches have {' and '.join(map(str, sorted(set(counts))))} rows, but a traced stage takes "
-                f"one row count: use a batch whose rows {len(counts)} micro-batches divide"
+                f"{sum(counts)} rows in {many} micro-batches have {min(counts)} or {max(counts)} rows each, but a "
+                f"traced stage takes one number of rows\n  try: batches of {less} or of {less + many} rows"
             )
         if counts[0] == self._traced.rows and self.model.training == self._training:
             return self.modules

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -19,11 +19,17 @@ from torch.fx.node import map_aggregate
 
 from pipelab.engine.stage.batch import rows_of
 from pipelab.engine.stage.errors import layer_of
-from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart
-from pipelab.engine.stage.snapshot import unchanged
+from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.snapshot import KeptRandomState, unchanged
+from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.errors import SplitError
 
-__all__ = ["Route", "TracedStages", "fill", "move", "outline", "routes_of"]
+__all__ = ["TRACED", "Route", "TracedStages", "move", "routes_of"]
+
+TRACED = "traced."
+"""What stands before the model's own names in a traced stage."""
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 @dataclass(slots=True)
@@ -91,51 +97,6 @@ def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
         for compiled in (part, getattr(part, "graph_module", None)):
             if isinstance(compiled, torch.fx.GraphModule):
                 compiled.recompile()
-
-
-def outline(model: nn.Module) -> tuple[nn.Module, dict[int, torch.Tensor]]:
-    """Return a copy of a model on no device, and by the `id` of each of its tensors the model's own.
-
-    Its tensors are parameters, buffers and what modules hold as plain attributes. Numbers take no memory.
-
-    Raises:
-        SplitError: if the model cannot be copied.
-    """
-    copies: dict[int, Any] = {}
-    originals: dict[int, torch.Tensor] = {}
-    loose = [value for part in model.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
-    for tensor in [*(tensor for _, _, tensor in _tensors(model)), *loose]:
-        if id(tensor) not in copies:
-            empty = torch.empty_like(tensor, device="meta")
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            copies[id(tensor)] = empty
-            originals[id(empty)] = tensor
-    try:
-        return copy.deepcopy(model, dict(copies)), originals
-    except Exception as error:
-        raise SplitError(
-            f"the model must be traced again, which takes a copy of it as its stages lie on several devices, but "
-            f"{type(model).__name__} cannot be copied: {error}; evaluate with all ranks on one device, or give a list "
-            "of stage modules"
-        ) from error
-
-
-def fill(stage: nn.Module, originals: dict[int, torch.Tensor]) -> None:
-    """Give a stage that was traced by a model's outline the model's own tensors.
-
-    Raises:
-        SplitError: if the tracer has made a tensor of its own, whose numbers nobody knows.
-    """
-    for part, name, tensor in list(_tensors(stage)):
-        if id(tensor) in originals:
-            setattr(part, name, originals[id(tensor)])
-        elif tensor.is_meta:
-            raise SplitError(
-                f"the model must be traced again, but its stages lie on several devices, and the numbers of {name!r} "
-                "are known only where all of it is on one: evaluate with all ranks on one device, or give a list of "
-                "stage modules"
-            )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
@@ -206,6 +167,7 @@ class TracedStages:
         self.rows = rows_of(example, "example")
         self.units = self._layers_in_order()
         self._names: list[str] = []
+        self._output = self._run_again()
 
     def cut_at(self, names: Sequence[str]) -> None:
         """Begin a new stage at each of these layers."""
@@ -214,35 +176,28 @@ class TracedStages:
     def modules(self, example: Any = None) -> list[nn.Module]:
         """Return one module per stage, in the model's present training mode, for the row count of `example`.
 
-        A model that lies on several devices is traced by its outline.
-
         Raises:
-            SplitError: if the tracer cannot follow the model.
+            SplitError: if the tracer cannot follow the model, or the model lies on several devices.
         """
-        example = self._example if example is None else example
-        homes = self._homes()
-        if len(homes) < 2:
-            return self._traced(self._model, _moved(example, next(iter(homes), None)))
-        model, originals = outline(self._model)
-        modules = self._traced(model, _moved(example, torch.device("meta")))
-        for module in modules:
-            fill(module, originals)
-        return modules
-
-    def _homes(self) -> set[torch.device]:
-        """Return the devices that the model lies on; none where it has no numbers."""
-        return {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
-
-    def _traced(self, model: nn.Module, example: Any) -> list[nn.Module]:
-        """Trace a model, this one or its outline, and cut it."""
         from torch.distributed.pipelining import SplitPoint, pipeline
 
+        example = self._example if example is None else example
+        homes = {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
+        if len(homes) > 1:
+            raise SplitError(
+                f"the model must be traced for {rows_of(example, 'example')} rows in "
+                f"{'training' if self._model.training else 'evaluation'} mode, but it lies on several devices "
+                f"({', '.join(sorted(map(str, homes)))}), where PyTorch's tracer cannot follow it\n  try: the rows and "
+                "the mode of the example; all ranks on one device; or a list of stage modules"
+            )
+        for device in homes:
+            example = map_tensors(partial(torch.Tensor.to, device=device), example)
         # The tracer draws random numbers (dropout) and warns about its own internals; neither is the caller's business.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet(), self._unmarked():
             warnings.simplefilter("ignore")
             try:
                 pipe = pipeline(
-                    model,
+                    self._model,
                     mb_args=_arguments(example),
                     split_spec=dict.fromkeys(self._names, SplitPoint.BEGINNING),
                 )
@@ -314,19 +269,78 @@ class TracedStages:
             )
         return order
 
-    def _run(self) -> None:
-        """Run the model once on the example, leaving random state and buffers as they were; note its result's shape."""
-        with torch.no_grad(), unchanged([self._model]):
+    def _run_again(self) -> Any:
+        """Run the model on the example once more, and return its output.
+
+        Raises:
+            SplitError: if it does something that the tracer loses: an activation checkpoint, or an attribute that
+                changes from call to call.
+        """
+        name, before = type(self._model).__name__, _attributes(self._model)
+        output = self._run()
+        if holds_checkpoint([tensor for tensor in tensors_of(output) if tensor.requires_grad]):
+            raise SplitError(
+                f"{name} runs a part of itself under an activation checkpoint (torch.utils.checkpoint), which "
+                "PyTorch's tracer drops: the stages would keep all activations\n"
+                "  try: a list of stage modules, which keep their checkpoints; or split the model without checkpoints"
+            )
+        changed = [each for each, value in _attributes(self._model).items() if before.get(each) != value]
+        if changed:
+            raise SplitError(
+                f"{name} changes {', '.join(changed)} from call to call, and a traced stage keeps what it was when it "
+                "was traced\n  try: a list of stage modules, which run your own code; or a buffer (register_buffer)"
+            )
+        return map_tensors(torch.Tensor.detach, output)
+
+    def require_same_outputs(self, modules: Sequence[nn.Module]) -> None:
+        """Refuse traced stages that compute something else than the model, if neither draws random numbers.
+
+        Raises:
+            SplitError: if the outputs on the example differ.
+        """
+        made = map_tensors(torch.clone, self._example)
+        with torch.no_grad(), unchanged(modules):
+            for module in modules:
+                made = module(made)
+        for ours, theirs in zip(tensors_of(made), tensors_of(self._output), strict=True):
+            one, other = ours.to(torch.complex128), theirs.to(torch.complex128)
+            if not self._draws and bool((one - other).norm() > 1e-3 * other.norm()):
+                raise SplitError(
+                    f"the traced stages give other outputs than {type(self._model).__name__} on the same example: "
+                    "something in it changes from call to call, such as a counter or Python's own random numbers, and "
+                    "a traced stage keeps what it was when it was traced\n"
+                    "  try: a list of stage modules, which run your own code"
+                )
+
+    def _run(self) -> Any:
+        """Run the model once on the example and return its output; random state and buffers stay as they were."""
+        with torch.enable_grad(), unchanged([self._model]):
+            before = KeptRandomState()
             try:
-                _, self._result = take_apart(self._model(*_arguments(self._example)))
+                output = self._model(*_arguments(map_tensors(torch.clone, self._example)))
             except Exception as error:
                 layer = layer_of(error, self._model)
                 error.add_note(f"raised by the model, run on the example{f', in layer {layer}' if layer else ''}")
                 raise
+            self._draws = KeptRandomState() != before
+            _, self._result = take_apart(output)
+            return output
 
 
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return value if device is None else map_tensors(lambda tensor: tensor.to(device), value)
+def _attributes(model: nn.Module) -> dict[str, list[tuple[Any, int]]]:
+    """Return what tells whether the modules' own attributes have changed, by name: numbers, words, other objects."""
+    return {
+        f"{path}.{name}".lstrip("."): [_fingerprint(leaf) for leaf in take_apart(value)[0]]
+        for path, part in model.named_modules()
+        for name, value in vars(part).items()
+        if name not in _OF_EVERY_MODULE
+    }
+
+
+def _fingerprint(leaf: Any) -> tuple[Any, int]:
+    if isinstance(leaf, (bool, int, float, complex, str, bytes)):
+        return leaf, 0
+    return id(leaf), leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0  # noqa: SLF001
 
 
 def _arguments(example: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 from strategies import near
 from torch import nn
 
-from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules
+from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules, split
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.verify.reference import tolerance
 from pipelab.engine.verify.verify import Verification
@@ -517,3 +517,24 @@ def test_a_buffer_that_shows_its_memory_several_times_and_sparse_gradients_are_v
     rows, y = torch.arange(8) % 3, plain.batch(8)[1]
     with Pipeline([Looks(), nn.Linear(6, 6)], OneFOneB(2, 4), mse) as pipe:
         assert pipe.verify(rows, y).exact
+
+
+class Grows(nn.Module):
+    """No sequence, so it is traced; what it computes can be changed after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.factor = nn.Linear(6, 6), nn.Linear(6, 6), 1
+
+    def forward(self, x):
+        return self.second(self.factor * self.first(x))
+
+
+def test_traced_stages_are_compared_with_the_users_own_model():
+    model = Grows()
+    x, y = plain.batch(8)
+    with Pipeline(split(model, 2, example=x[:2]), OneFOneB(2, 4), mse) as pipe:
+        assert pipe.verify(x, y).exact
+        model.factor = 2  # the traced stages keep 1
+        with pytest.raises(VerificationError, match="differs from the plain model's"):
+            pipe.verify(x, y)

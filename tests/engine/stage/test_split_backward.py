@@ -501,7 +501,7 @@ def test_on_stage_0_i_does_nothing_and_w_is_the_whole_backward():
     with Products() as products:
         stage.backward_weight(0, None, kept, None)
     assert products.count == 3  # two weights, and the input of the second layer
-    assert kept == {}
+    assert 0 not in kept
 
 
 def test_a_measured_trace_shows_what_i_and_w_take():

@@ -88,8 +88,8 @@ def proof_of(results: Sequence[Result]) -> str:
         return "\n".join(dict.fromkeys(map(str, proofs)))
     whole = max((proof.whole_batch_difference or 0.0 for proof in proofs), default=0.0)
     return (
-        f"gradients of all {len(proofs)} runs equal to the same micro-batches one after another, bit for bit; "
-        f"to the whole batch within {whole:.1e}"
+        f"All gradients of {len(proofs)} runs match plain training with the same micro-batches bit for bit. Against "
+        f"the whole batch at once they differ by at most {whole:.1e}."
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from pipelab.engine.device.devices import RankDevice, rank_devices
 from pipelab.engine.device.streams import lanes_for
 from pipelab.engine.model.split import Stages
-from pipelab.engine.stage.caller import PLAIN, Surroundings
+from pipelab.engine.stage.caller import PLAIN, CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.step import Ran
@@ -58,7 +58,7 @@ class Engine(Protocol):
         """What each rank runs on and in, for drawings."""
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, caller: CallerContext = PLAIN
     ) -> Ran:
         """Run all micro-batches; without a loss, only the forwards."""
 

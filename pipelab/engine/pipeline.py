@@ -19,7 +19,7 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import ENGINES, Job
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
-from pipelab.engine.stage.caller import Surroundings
+from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.step import Ran, Step
@@ -265,7 +265,7 @@ class Pipeline(ModuleHabits):
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even)
         with self._one_at_a_time, self._runners.running(self.stages.modules, learning=True):
-            run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, around=self.surroundings())
+            run = self._engine.run(split_batch(x, counts), loss, watch_nan=self.watch_nan, caller=self.caller_context())
         return run, loss
 
     def forward(self, x: Any) -> Any:
@@ -285,7 +285,7 @@ class Pipeline(ModuleHabits):
         inputs = split_batch(x, counts)
         modules = self.stages.for_evaluation(inputs, counts)
         with self._one_at_a_time, self._runners.running(modules, learning=False):
-            run = self._engine.run(inputs, None, around=self.surroundings())
+            run = self._engine.run(inputs, None, caller=self.caller_context())
         return join(run.outputs)
 
     def verify(self, x: Any, y: Any) -> Verification:
@@ -351,6 +351,6 @@ class Pipeline(ModuleHabits):
         """Return the plan, what each stage holds, and the devices."""
         return f"Pipeline({self.plan.name}, {self.stages}, on {', '.join(map(str, self.devices))})"
 
-    def surroundings(self) -> Surroundings:
-        """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""
-        return Surroundings.of_caller(each.device.type for each in self.devices)
+    def caller_context(self) -> CallerContext:
+        """Return the caller's autocast and hooks on saved tensors, which hold in the workers too."""
+        return CallerContext.capture(each.device.type for each in self.devices)

@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 from pipelab.engine.stage.batch import rows_of
 from pipelab.engine.stage.errors import layer_of
 from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
-from pipelab.engine.stage.snapshot import KeptRandomState, unchanged
+from pipelab.engine.stage.snapshot import RandomSnapshot, unchanged
 from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.errors import SplitError
 
@@ -315,14 +315,14 @@ class TracedStages:
     def _run(self) -> Any:
         """Run the model once on the example and return its output; random state and buffers stay as they were."""
         with torch.enable_grad(), unchanged([self._model]):
-            before = KeptRandomState()
+            before = RandomSnapshot()
             try:
                 output = self._model(*_arguments(map_tensors(torch.clone, self._example)))
             except Exception as error:
                 layer = layer_of(error, self._model)
                 error.add_note(f"raised by the model, run on the example{f', in layer {layer}' if layer else ''}")
                 raise
-            self._draws = KeptRandomState() != before
+            self._draws = RandomSnapshot() != before
             _, self._result = take_apart(output)
             return output
 

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from pipelab.engine.stage.errors import PARTIAL
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
-from pipelab.engine.stage.snapshot import KeptBuffers
+from pipelab.engine.stage.snapshot import BufferSnapshot
 from pipelab.engine.stage.split_backward import leaves_of
 from pipelab.engine.stage.stage import Stage
 from pipelab.errors import EngineError
@@ -97,13 +97,13 @@ class Runners:
             replica.follow(modules[stage], self._devices[rank])
         before = {key: versions(replica.module) for key, replica in self._copies.items()}
         guarded = self._replicated if self._buffers == "refuse" else ()
-        kept = KeptBuffers(modules[stage] for stage in guarded)
+        kept = BufferSnapshot(modules[stage] for stage in guarded)
         try:
             yield
             for (stage, rank), replica in self._copies.items():
                 name = written(before[stage, rank], versions(replica.module))
                 if name is not None and self._buffers == "refuse":
-                    kept.put_back()
+                    kept.restore()
                     zero = f"\n  {PARTIAL}" if learning else ""
                     rest = f"\n  the model's buffers are as they were before{zero}"
                     raise written_error(stage, rank, name, rest)

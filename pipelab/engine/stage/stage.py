@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.autograd import run_backward
-from pipelab.engine.stage.errors import layer_of, raised_by_the_call
+from pipelab.engine.stage.errors import layer_of
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.split_backward import Branch, input_gradients, weight_gradients
@@ -109,29 +109,19 @@ class Stage:
         return made
 
     def _call(self, entry: Any) -> Any:
-        """Run the module; an error says in which of its layers it was raised.
-
-        Raises:
-            EngineError: if it returns nothing for the next stage.
-        """
+        """Run the module; an error names the layer in which it was raised."""
         try:
             output = self.module(entry)
         except Exception as error:
             if layer := layer_of(error, self.module):
                 error.add_note(f"in layer {layer}")
-            if isinstance(error, TypeError) and isinstance(entry, tuple) and raised_by_the_call(error):
-                error.add_note(f"a stage is called with one argument, which is a tuple of {len(entry)} here")
             raise
         if not self.is_last and not isinstance(output, torch.Tensor):
             self._require_tensors(output)
         return output
 
     def _require_tensors(self, output: Any) -> None:
-        """Refuse an output that holds other objects than tensors in tuples, lists and dicts, and plain values.
-
-        Raises:
-            EngineError: saying what to return instead.
-        """
+        """Refuse an output that holds other objects than tensors in tuples, lists and dicts, and plain values."""
         if isinstance(output, _PLAIN):
             raise EngineError(
                 f"stage {self.index} returned {output!r:.40}, not a tensor: does the forward of its last layer end in "
@@ -168,12 +158,7 @@ class Stage:
 def _require_unwritten(output: Any, handed_on: dict[int, tuple[Callable[[], Any], int]]) -> None:
     """Refuse memory that the stage handed on for an earlier micro-batch, wrote into, and hands on again.
 
-    Args:
-        output: what the stage hands on now.
-        handed_on: by address, the memory of this step's outputs so far, and how often each had been written into.
-
-    Raises:
-        EngineError: the reader of the earlier output would find the later one.
+    `handed_on` holds, by address, the memory of this step's outputs so far, and how often each had been written into.
     """
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_inference():
@@ -182,7 +167,7 @@ def _require_unwritten(output: Any, handed_on: dict[int, tuple[Callable[[], Any]
             if before != version and place and memory() is not None:  # still the same memory: nobody has freed it
                 raise EngineError(
                     "the stage wrote into an output that it had given for an earlier micro-batch, which may still be "
-                    "read\n  try: clone what the stage keeps and goes on writing into, before it returns it"
+                    "read\n  try: return a clone of what the stage keeps and writes into again"
                 )
             handed_on[place] = (weakref.ref(tensor.untyped_storage()), version)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from pipelab.engine.device.streams import Lane, begin, finish
-from pipelab.engine.stage.caller import PLAIN, Surroundings
+from pipelab.engine.stage.caller import PLAIN, CallerContext
 from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.stage import Stage
@@ -94,7 +94,7 @@ class ThreadsEngine:
         return [f"{lane.runs_on}, thread {thread}" for lane, thread in zip(self.lanes, self.thread_ids, strict=True)]
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, caller: CallerContext = PLAIN
     ) -> Run:
         """Run all micro-batches; return the run, its values complete.
 
@@ -110,7 +110,7 @@ class ThreadsEngine:
         if loss is not None:
             loss.require()
         rows = self.forward_rows if loss is None else self.rows
-        run = Run(rows, inputs, loss, watch_nan, around)
+        run = Run(rows, inputs, loss, watch_nan, caller)
         run.clocks = begin(self.lanes)
         outstanding = set(range(len(self._workers)))
         try:

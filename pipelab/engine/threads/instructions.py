@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelab.engine.device.clocks import StepClock
 from pipelab.engine.device.streams import Lane
-from pipelab.engine.stage.caller import PLAIN, Surroundings
+from pipelab.engine.stage.caller import PLAIN, CallerContext
 from pipelab.engine.stage.checkpoint_rng import watched
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.stage import Stage
@@ -137,7 +137,7 @@ class Run:
         ended: per rank, the clock at the end of each action.
         phase: per rank, `2 * position` while it waits, `2 * position + 1` while it computes.
         stopped: whether everybody should stop.
-        around: what surrounds the caller, and so the workers.
+        caller: the caller's autocast and hooks on saved tensors, which hold in the workers too.
         clocks: per rank, by what the readings of its clock are turned into times.
     """
 
@@ -145,7 +145,7 @@ class Run:
     inputs: list[Any]
     loss: Loss | None
     watch_nan: bool = False
-    around: Surroundings = PLAIN
+    caller: CallerContext = PLAIN
     values: dict[int, Any] = field(default_factory=dict)
     doors: dict[int, threading.Lock | Seat] = field(default_factory=dict)
     meetings: dict[Action, Meeting] = field(default_factory=dict)

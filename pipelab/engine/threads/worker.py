@@ -93,7 +93,7 @@ class Worker:
         try:
             with ExitStack() as stack:
                 self.lane.enter(stack)
-                run.around.enter(stack)
+                run.caller.enter(stack)
                 if run.loss is None:
                     stack.enter_context(torch.no_grad())
                 self._row(run)
@@ -105,7 +105,7 @@ class Worker:
         """Run one row. This is the hot loop: at small sizes its own time is what a step costs."""
         rank, row, values, doors, phase = self.rank, run.rows[self.rank], run.values, run.doors, run.phase
         kept, loss, mark, gives, takes = run.kept[rank], run.loss, self.lane.mark, self.lane.gives, self.lane.takes
-        around, begin, end = run.around, run.begun[rank].append, run.ended[rank].append
+        caller, begin, end = run.caller, run.begun[rank].append, run.ended[rank].append
         for position, each in enumerate(row):
             # [1] wait for what the action needs
             phase[rank] = 2 * position
@@ -130,8 +130,8 @@ class Worker:
             had_nan = run.watch_nan and batch_has_nan(each.action, each.stage, given)
             here.began = mark()
             begin(here.began)
-            if around.autocast and not each.forward:
-                with around.autocast_off():
+            if caller.autocast and not each.forward:
+                with caller.autocast_off():
                     made = each.act(each.microbatch, given, kept[each.stage.index], loss)
             else:
                 made = each.act(each.microbatch, given, kept[each.stage.index], loss)

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipelab.engine.device.clocks import StepClock
 from pipelab.engine.device.streams import Lane, begin, finish
-from pipelab.engine.stage.caller import PLAIN, Surroundings
+from pipelab.engine.stage.caller import PLAIN, CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, refuse_lost_hooks
@@ -106,7 +106,7 @@ class TorchEngine:
         )
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, around: Surroundings = PLAIN
+        self, inputs: list[Any], loss: Loss | None, *, watch_nan: bool = False, caller: CallerContext = PLAIN
     ) -> ProcessRun:
         """Run this process's part of all micro-batches; return what all processes made of it.
 
@@ -123,7 +123,7 @@ class TorchEngine:
             refuse_lost_hooks(stage, self._runners[stage].module, self.plan.replicas[stage])
         (clock,) = begin([self._lane])
         call = "forward(x)" if loss is None else "step(x, y)"
-        ran: ProcessRun = self.attend(partial(self._run, call, inputs, loss, watch_nan, around, clock), call)
+        ran: ProcessRun = self.attend(partial(self._run, call, inputs, loss, watch_nan, caller, clock), call)
         finish([self._lane], [ran.outputs, [] if loss is None else loss.values])
         return ran
 
@@ -151,20 +151,20 @@ class TorchEngine:
         inputs: list[Any],
         loss: Loss | None,
         watch_nan: bool,
-        around: Surroundings,
+        caller: CallerContext,
         clock: StepClock,
     ) -> ProcessRun:
         """Do one step, in the worker thread, on the lane's stream: what is read of a device is there."""
         with ExitStack() as stack:
             self._lane.enter(stack)
             # [1] does everybody mean the same step?
-            shapes = self._shapes(inputs, around, learning=loss is not None)
+            shapes = self._shapes(inputs, caller, learning=loss is not None)
             self._agree(call, shapes, inputs, loss)
             if loss is not None:
                 loss.require()
             own = [inputs[microbatch] for microbatch in self._part.microbatches]
             counts = [len(tensors_of(each)[0]) for each in own]
-            around.enter(stack)
+            caller.enter(stack)
             # [2] what will travel?
             if shapes not in self._forms:
                 place = (self._part, self._place, self._runners, self._lane, self._connections.pipeline)
@@ -172,7 +172,7 @@ class TorchEngine:
             # [3] PyTorch's runtime runs this rank's order
             row = [action for action in self._row if loss is not None or action.kind == "F"]
             ours = None if loss is None else loss.some(self._part.microbatches)
-            passage = Passage(row, self._lane, clock, ours, counts, self._forms[shapes], watch_nan, around)
+            passage = Passage(row, self._lane, clock, ours, counts, self._forms[shapes], watch_nan, caller)
             self._go(passage, own)
             # [4] times and losses to everybody
             ran = share(self.group, self.plan, self._part, passage, loss, self._clock)
@@ -223,7 +223,7 @@ class TorchEngine:
         if works or marks:
             self._passage.wait(works, marks)
 
-    def _shapes(self, inputs: list[Any], around: Surroundings, *, learning: bool) -> str:
+    def _shapes(self, inputs: list[Any], caller: CallerContext, *, learning: bool) -> str:
         """Return what the forms of the values that travel depend on."""
         modes = " ".join(_mode(runner.module) for runner in self._runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
@@ -232,7 +232,7 @@ class TorchEngine:
             words += [f"frozen {', '.join(filter(None, frozen)) or 'nothing'}"]
             wants = [any(tensor.requires_grad for tensor in tensors_of(each)) for each in inputs]
             words += ["x wants a gradient"] if any(wants) else []
-        words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
+        words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in caller.autocast]
         return "; ".join(words)
 
     def _told(self) -> str:

@@ -226,8 +226,8 @@ class ProcessStage:
         kept = passage.kept[self.stage_index]
         try:
             had_nan = passage.watch_nan and batch_has_nan(action, self.runner, given)
-            if passage.around.autocast and action.kind != "F":
-                with passage.around.autocast_off():
+            if passage.caller.autocast and action.kind != "F":
+                with passage.caller.autocast_off():
                     made = passage.timed(lambda: act(microbatch, given, kept, loss))
             else:
                 made = passage.timed(lambda: act(microbatch, given, kept, loss))

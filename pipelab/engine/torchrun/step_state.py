@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelab.engine.device.clocks import StepClock, here
 from pipelab.engine.device.streams import Lane
-from pipelab.engine.stage.caller import PLAIN, Surroundings
+from pipelab.engine.stage.caller import PLAIN, CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.torchrun.messages import Form
 from pipelab.plan.actions import Action
@@ -29,7 +29,7 @@ class Passage:
         counts: per micro-batch, how many rows it has.
         forms: by number of rows, the form of what each stage gives.
         watch_nan: whether to look for NaN and infinity after every action.
-        around: what surrounds the caller: autocast, which holds in forwards.
+        caller: the caller's autocast, which holds in forwards.
         kept: per stage, what forwards keep for their backwards.
         outputs: per micro-batch, the model's output, on the last stage's process.
         begun: the clock at the start of each action.
@@ -49,7 +49,7 @@ class Passage:
     counts: Sequence[int]
     forms: dict[int, list[Form]]
     watch_nan: bool = False
-    around: Surroundings = PLAIN
+    caller: CallerContext = PLAIN
     kept: dict[int, dict[int, Any]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     begun: list[Any] = field(default_factory=list)

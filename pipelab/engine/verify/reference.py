@@ -1,4 +1,4 @@
-"""Run a pipeline's model plainly, without the engine: what its gradients are held against."""
+"""Plain training, without the engine: the gradients that a pipeline's are compared with."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "differences",
-    "gradient",
+    "full_batch",
     "gradients_of",
     "learning",
     "matters",
-    "run_at_once",
-    "run_one_after_another",
+    "sequential",
     "tolerance",
     "whole_batch_tolerance",
 ]
@@ -40,18 +39,17 @@ def learning(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
 
 def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
     """Return copies of the gradients as they are now, zeros where there is none."""
-    return {name: gradient(parameter) for name, parameter in learning(pipe)}
+    return {name: _gradient(parameter) for name, parameter in learning(pipe)}
 
 
-def gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a copy of a parameter's gradient, zeros if it has none."""
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
 
 
-def run_one_after_another(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> None:
-    """Run one micro-batch after another through the model, forward and backward; or one micro-batch alone."""
+def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:
+    """Run one micro-batch after another, forward and backward, or one alone; return copies of the gradients."""
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
@@ -59,9 +57,10 @@ def run_one_after_another(pipe: Pipeline, x: Any, y: Any, only: int | None = Non
         if only in (None, microbatch):
             through = _through_model if pipe.stages.is_traced else _through_stages
             _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
+    return gradients_of(pipe)
 
 
-def run_at_once(pipe: Pipeline, x: Any, y: Any) -> Any:
+def full_batch(pipe: Pipeline, x: Any, y: Any) -> Any:
     """Run the whole batch through the model, forward and backward; return the output."""
     output = _through_model(pipe, _batch(pipe, x))
     _backward(pipe, output, y, 1.0)
@@ -91,7 +90,7 @@ def _backward(pipe: Pipeline, output: Any, target: Any, weight: float) -> None:
     """Run loss and backward, the latter outside of the caller's autocast, as the workers do."""
     loss = Loss(pipe.loss_fn, [_moved(target, pipe.home.devices[-1])], [weight])
     value = loss.of(0, output)
-    with pipe.surroundings().autocast_off():
+    with pipe.caller_context().autocast_off():
         value.backward(loss.gradient(0, value))
 
 
@@ -136,14 +135,14 @@ def tolerance(pipe: Pipeline, gradient: torch.Tensor) -> float:
     own = 8 * float(torch.finfo(gradient.dtype).eps)
     if all(each.device.type == "cpu" for each in pipe.devices):
         return max(_TOLERANCE, own)
-    casts = (8 * float(torch.finfo(each).eps) for each in pipe.surroundings().types)
+    casts = (8 * float(torch.finfo(each).eps) for each in pipe.caller_context().types)
     return max(_TOLERANCE_ON_A_GPU, own, *casts)
 
 
 def whole_batch_tolerance(pipe: Pipeline) -> float:
     """Return the tolerance for the coarsest type that gradients are made in."""
     types = {parameter.dtype for _, parameter in learning(pipe)}
-    types |= pipe.surroundings().types
+    types |= pipe.caller_context().types
     return max(_WHOLE_BATCH_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
 
 

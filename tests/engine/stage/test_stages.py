@@ -310,39 +310,6 @@ def test_a_stage_that_returns_nothing_is_named_and_not_the_next_one(returned):
             pipe.forward(plain.batch(4)[0])
 
 
-def test_a_stage_that_wants_two_arguments_is_told_that_a_tuple_is_one():
-    class Adds(nn.Module):
-        def forward(self, left, right):
-            return left + right
-
-    class Splits(nn.Module):
-        def forward(self, x):
-            return x, x
-
-    told = r"\n  a stage is called with one argument, which is a tuple of 2 here\n"
-    with (
-        Pipeline([nn.Linear(6, 6), Splits(), Adds()], OneFOneB(3, 2), mse) as pipe,
-        pytest.raises(StageError, match=told),
-    ):
-        pipe.step(*plain.batch(4))
-
-
-def test_a_type_error_inside_a_stage_that_takes_a_tuple_says_nothing_of_tuples():
-    class Mistypes(nn.Module):
-        def forward(self, given):
-            left, right = given
-            return torch.softmax(left + right, dimm=1)
-
-    class Splits(nn.Module):
-        def forward(self, x):
-            return x, x
-
-    stages = [nn.Linear(6, 6), Splits(), Mistypes()]
-    with Pipeline(stages, OneFOneB(3, 2), mse) as pipe, pytest.raises(StageError) as failed:
-        pipe.step(*plain.batch(4))
-    assert "one argument" not in str(failed.value)
-
-
 def test_a_stage_that_writes_into_its_input_by_hand_is_told_its_line():
     class Adds(nn.Module):
         def forward(self, x):

@@ -393,6 +393,9 @@ def test_the_other_training_mode_is_refused():
             pipe.step(x, y)
         model.train()
         pipe.step(x, y)
+        model.dropout.eval()
+        with pytest.raises(SplitError, match=r"layer 'dropout' is in evaluation mode, but it was traced in training"):
+            pipe.step(x, y)
 
 
 def test_an_evaluation_traces_again_for_other_rows_and_the_other_mode():

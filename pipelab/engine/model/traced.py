@@ -1,4 +1,7 @@
-"""Which values travel between traced stages: a value that skips stages is carried through them."""
+"""Stages that PyTorch's tracer cuts from a model that is no sequence.
+
+A value that skips stages is carried through them. What the tracer would lose without a word is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,24 +40,20 @@ class Route:
     """How one traced stage is fed.
 
     Attributes:
-        takes: the values that arrive, in order: the model's arguments, or what the stage before gives.
+        receives: the values that arrive, in order: the model's arguments, or what the stage before sends.
         arguments: those that the traced stage is called with.
         makes: the values it makes, and their places in its result; `None` where the result is the value.
-        gives: the values that later stages need; none on the last stage, which gives its result.
+        sends: the values that later stages need; none on the last stage, which returns its result.
     """
 
-    takes: list[str] = field(default_factory=list)
+    receives: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     makes: dict[str, int | None] = field(default_factory=dict)
-    gives: list[str] = field(default_factory=list)
+    sends: list[str] = field(default_factory=list)
 
 
 def routes_of(graph: fx.Graph) -> list[Route]:
-    """Return the route of every stage, from the graph that calls one stage after the other.
-
-    Raises:
-        SplitError: if the model returns a value of an earlier stage than the last.
-    """
+    """Return the route of every stage, from the graph that calls one stage after the other."""
     arriving = [node.name for node in graph.nodes if node.op == "placeholder"]
     stages: dict[str, Route] = {}
     for node in graph.nodes:
@@ -74,8 +73,8 @@ def routes_of(graph: fx.Graph) -> list[Route]:
     routes = list(stages.values())
     for index, route in enumerate(routes):
         later = {name for each in routes[index + 1 :] for name in each.arguments}
-        route.takes = arriving
-        arriving = route.gives = [name for name in (*arriving, *route.makes) if name in later]
+        route.receives = arriving
+        arriving = route.sends = [name for name in (*arriving, *route.makes) if name in later]
     return routes
 
 
@@ -100,7 +99,7 @@ def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield every parameter and buffer, as often as it stands somewhere, with the module and the name where."""
+    """Yield every parameter and buffer at each of its places: the module, and the name there."""
     for part in model.modules():
         for name, tensor in (
             *part.named_parameters(recurse=False, remove_duplicate=False),
@@ -110,7 +109,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
 
 
 def _on(device: torch.device, graph: torch.fx.Graph) -> None:
-    """Put a device in the place of every one that stands in a graph: all of a stage lives on one."""
+    """Replace every device in a graph: all of a stage lives on one."""
 
     def here(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
@@ -121,11 +120,7 @@ def _on(device: torch.device, graph: torch.fx.Graph) -> None:
 
 
 class _Carrying(nn.Module):
-    """A traced stage: takes the values that it or a later stage needs, and gives those that later stages need.
-
-    Attributes:
-        inplace: whether some operation writes into its input, as `nn.ReLU(inplace=True)` does.
-    """
+    """A traced stage: receives the values that it or a later stage needs, and sends those that later stages need."""
 
     def __init__(self, traced: nn.Module, route: Route, result: Spec) -> None:
         super().__init__()
@@ -133,7 +128,7 @@ class _Carrying(nn.Module):
         self.route = route
         self.result = result
         graphs = [getattr(part, "graph", None) for part in traced.modules()]
-        self.inplace = any(
+        self.inplace = any(  # as `nn.ReLU(inplace=True)` is: it writes into its input
             node.op == "call_function" and node.target.__name__.partition(".")[0].endswith("_")
             for graph in graphs
             if isinstance(graph, torch.fx.Graph)
@@ -142,13 +137,13 @@ class _Carrying(nn.Module):
 
     def forward(self, given: Any) -> Any:
         route = self.route
-        values = dict(zip(route.takes, _arguments(given), strict=True))
+        values = dict(zip(route.receives, _arguments(given), strict=True))
         made = self.traced(*(values[name] for name in route.arguments))
-        if not route.gives:  # the last stage: the tracer has taken the model's result apart
+        if not route.sends:  # the last stage: the tracer has taken the model's result apart
             return rebuild(list(_arguments(made)), self.result)
         for name, index in route.makes.items():
             values[name] = made if index is None else made[index]
-        return values[route.gives[0]] if len(route.gives) == 1 else tuple(values[name] for name in route.gives)
+        return values[route.sends[0]] if len(route.sends) == 1 else tuple(values[name] for name in route.sends)
 
 
 class TracedStages:
@@ -174,11 +169,7 @@ class TracedStages:
         self._names = list(names)
 
     def modules(self, example: Any = None) -> list[nn.Module]:
-        """Return one module per stage, in the model's present training mode, for the row count of `example`.
-
-        Raises:
-            SplitError: if the tracer cannot follow the model, or the model lies on several devices.
-        """
+        """Return one module per stage, in the model's present training mode, for the row count of `example`."""
         from torch.distributed.pipelining import SplitPoint, pipeline
 
         example = self._example if example is None else example
@@ -217,7 +208,7 @@ class TracedStages:
 
     @contextmanager
     def _unmarked(self) -> Iterator[None]:
-        """Take the tracer's marks off the model again: it replaces the `forward` of the layers that begin a stage."""
+        """Restore the layers that begin a stage: the tracer replaces their `forward`."""
         layers = [self._model.get_submodule(name) for name in self._names]
         before = [dict(vars(layer)) for layer in layers]
         try:
@@ -249,12 +240,9 @@ class TracedStages:
         """Return the layers that one forward runs, in order, each once."""
         order: list[tuple[str, nn.Module]] = []
         hooks = []
-        for name, module in _layers(self._model):
-
-            def note(*_: Any, name: str = name, module: nn.Module = module) -> None:
-                order.append((name, module))
-
-            hooks.append(module.register_forward_pre_hook(note))
+        for layer in _layers(self._model):
+            note = partial(lambda layer, *_: order.append(layer), layer)
+            hooks.append(layer[1].register_forward_pre_hook(note))
         try:
             self._run()
         finally:
@@ -270,11 +258,9 @@ class TracedStages:
         return order
 
     def _run_again(self) -> Any:
-        """Run the model on the example once more, and return its output.
+        """Return the model's output in a second run; refuse checkpoints, and attributes that change from call to call.
 
-        Raises:
-            SplitError: if it does something that the tracer loses: an activation checkpoint, or an attribute that
-                changes from call to call.
+        What an attribute is given once, in the first call, is no such state.
         """
         name, before = type(self._model).__name__, _attributes(self._model)
         output = self._run()
@@ -293,18 +279,16 @@ class TracedStages:
         return map_tensors(torch.Tensor.detach, output)
 
     def require_same_outputs(self, modules: Sequence[nn.Module]) -> None:
-        """Refuse traced stages that compute something else than the model, if neither draws random numbers.
-
-        Raises:
-            SplitError: if the outputs on the example differ.
-        """
+        """Refuse traced stages that compute something else than the model, if that draws no random numbers."""
+        if self._draws:
+            return
         made = map_tensors(torch.clone, self._example)
         with torch.no_grad(), unchanged(modules):
             for module in modules:
                 made = module(made)
         for ours, theirs in zip(tensors_of(made), tensors_of(self._output), strict=True):
             one, other = ours.to(torch.complex128), theirs.to(torch.complex128)
-            if not self._draws and bool((one - other).norm() > 1e-3 * other.norm()):
+            if bool((one - other).norm() > 1e-3 * other.norm()):
                 raise SplitError(
                     f"the traced stages give other outputs than {type(self._model).__name__} on the same example: "
                     "something in it changes from call to call, such as a counter or Python's own random numbers, and "
@@ -328,7 +312,7 @@ class TracedStages:
 
 
 def _attributes(model: nn.Module) -> dict[str, list[tuple[Any, int]]]:
-    """Return what tells whether the modules' own attributes have changed, by name: numbers, words, other objects."""
+    """Return, by name, what shows whether the modules' own attributes have changed."""
     return {
         f"{path}.{name}".lstrip("."): [_fingerprint(leaf) for leaf in take_apart(value)[0]]
         for path, part in model.named_modules()

@@ -1,12 +1,10 @@
 """Random numbers under an activation checkpoint, where several ranks draw from one generator.
 
-A checkpoint runs its part of a stage twice, and for the second time puts the random generator back to where the first
-began. A generator belongs to a device, not to a thread: while other ranks use it, the second run drops otherwise than
-the first, and the gradients are those of no forward. So such a stage is refused, in a step's first micro-batch: if its
-history holds a checkpoint, its backward runs under a mode that refuses what draws. An ordinary backward draws nothing:
-what draws there is a checkpoint's second run.
-
-The walk through the history is slow: it is made in the first step, and again when a layer's training mode has changed.
+A checkpoint runs its part of a stage twice, and resets the random generator for the second run. A generator belongs to
+a device, not to a thread: while other ranks use it, the second run drops other numbers than the first, and the
+gradients are those of no forward. So if the history of a step's first micro-batch holds a checkpoint, its backward runs
+under a mode that refuses what draws: an ordinary backward draws nothing. Looking for a checkpoint is slow. It is done
+in the first step, and again when a layer's training mode has changed.
 """
 
 from __future__ import annotations
@@ -34,18 +32,13 @@ it for ever if two came and went crosswise."""
 def watched(
     runners: Mapping[tuple[int, int], Stage], devices: Sequence[torch.device]
 ) -> dict[tuple[int, int], WatchedStage]:
-    """Return, for stages that share a random generator with other threads, what runs a step's first micro-batch.
-
-    Args:
-        runners: by stage and rank, what runs the stage there.
-        devices: what each rank runs on.
-    """
+    """Return, by stage and rank, what runs a step's first micro-batch where ranks share a random generator."""
     shared = [_shared(devices, rank) for rank in range(len(devices))]
     return {place: WatchedStage(runner, shared[place[1]]) for place, runner in runners.items() if shared[place[1]]}
 
 
 def _shared(devices: Sequence[torch.device], rank: int) -> set[torch.device]:
-    """Return the devices whose generators a rank's thread shares with others: the processor, and perhaps its own."""
+    """Return the devices whose generators a rank shares with others: the processor, and perhaps its own."""
     shared = {torch.device("cpu")} if len(devices) > 1 else set()
     return shared | {devices[rank]} if devices.count(devices[rank]) > 1 else shared
 
@@ -70,12 +63,12 @@ class WatchedStage:
         return self._run(self._stage.backward, microbatch, gradients, kept, loss)
 
     def backward_input(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch backward as far as the gradient of the stage's input (`I`)."""
+        """Run the input gradient (`I`)."""
         self._look(kept[microbatch])
         return self._run(self._stage.backward_input, microbatch, gradients, kept, loss)
 
     def backward_weight(self, microbatch: int, gradients: None, kept: dict[int, Any], loss: Loss) -> None:
-        """Run what `backward_input` left (`W`)."""
+        """Run the weight gradients (`W`)."""
         self._run(self._stage.backward_weight, microbatch, gradients, kept, loss)
 
     def _look(self, forward: tuple[Any, Any]) -> None:
@@ -123,8 +116,8 @@ class _RefusesDraws(TorchDispatchMode):
 def _draws(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Tell whether an operation draws from the generator of its device.
 
-    PyTorch tags what may: also a dropout or an attention that is told to drop nothing, and an attention's backward,
-    which makes its forward's numbers again from their seed.
+    PyTorch tags what may: also a dropout or an attention that drops nothing, and an attention's backward, which makes
+    its forward's numbers again from their seed.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()) or "backward" in str(operation):
         return False

@@ -1,4 +1,4 @@
-"""Tensors, tuples, lists and dicts of them: what a stage may take and give.
+"""Tensors, tuples, lists and dicts of them: what a stage may receive and return.
 
 PyTorch's own tree utilities live under a private name; they are used here and nowhere else.
 """

@@ -80,10 +80,6 @@ class Runners:
     def running(self, modules: Sequence[nn.Module], *, learning: bool) -> Iterator[None]:
         """Run these modules, one for each stage, for a while: on all ranks but a stage's lowest, copies of them.
 
-        Args:
-            modules: what to run.
-            learning: whether gradients are added.
-
         Raises:
             EngineError: if a copy was written into, and that was not asked for, or would lose a hook.
         """
@@ -190,7 +186,7 @@ def _update(replica: nn.Module, own: nn.Module, device: torch.device) -> None:
 
 
 def _layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return what tells whether two modules have the same layers: each one's class and the names of its tensors."""
+    """Return each layer's class and the names of its tensors: equal for modules that have the same layers."""
     return [
         (type(part).__name__, *(name for name, _ in part.named_parameters(recurse=False)), *part._buffers)  # noqa: SLF001
         for part in module.modules()
@@ -198,11 +194,7 @@ def _layers(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
-    """Refuse hooks that wait for a whole gradient, or use the parameter: a rank's copy has a part of the gradient.
-
-    Raises:
-        EngineError: with the name of the parameter.
-    """
+    """Refuse hooks that wait for a whole gradient, or use the parameter: a rank's copy has a part of the gradient."""
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - as in `_update`
             raise EngineError(
@@ -241,11 +233,7 @@ _HOW = (
 
 
 def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buffers: Buffers) -> None:
-    """Refuse a stage that has parameters without a shape, or tracks running statistics.
-
-    Raises:
-        EngineError: with the name of the part.
-    """
+    """Refuse a stage that has parameters without a shape, or tracks running statistics."""
     if any(is_lazy(parameter) for parameter in module.parameters()):
         on = f"stage {stage} is on ranks {', '.join(map(str, ranks))}"
         raise EngineError(f"{on}, and has parameters without a shape: run the model forward once before")

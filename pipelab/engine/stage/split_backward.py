@@ -93,7 +93,7 @@ def input_gradients(
 
 
 def weight_gradients(branches: list[Branch]) -> None:
-    """Run what `input_gradients` left, and let go of it branch by branch."""
+    """Run what `input_gradients` left, and release it branch by branch."""
     while branches:
         branch = branches.pop()
         there = [index for index, gradient in enumerate(branch.gradients) if gradient is not None]
@@ -213,13 +213,11 @@ def _branches(
 
 
 def _tensor_of(leaf: Any) -> torch.Tensor:
-    """Return the tensor whose `.grad` a leaf's node adds to."""
     return leaf.variable  # type: ignore[no-any-return]
 
 
 @cache
 def _names_of_saved(kind: type) -> tuple[str, ...]:
-    """Return the names under which a kind of node shows the tensors that it saved."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
@@ -234,5 +232,4 @@ def _unpack_hooks(node: Any) -> Iterator[Any]:
 
 
 def _runs_once(node: Any) -> bool:
-    """Tell whether a fork's backward is a custom function's, or unpacks by a hook what it saved."""
     return isinstance(node, BackwardCFunction) or any(True for _ in _unpack_hooks(node))

@@ -52,9 +52,10 @@ class Stage:
         self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch forward; return the output. Whoever takes it must detach it; the model's own is detached.
+        """Run one micro-batch forward; return the output, which the next stage must detach.
 
-        What the caller keeps of a step has no history: it would hold the last stage's inputs until the step's end.
+        The model's output is detached here: with its history, it would hold the last stage's inputs until the step's
+        end.
         """
         leaves: list[torch.Tensor | None] = []
         entry = given
@@ -173,7 +174,7 @@ def _require_unwritten(output: Any, handed_on: dict[int, tuple[Callable[[], Any]
 
 
 def _handed_back(gradients: list[torch.Tensor | None]) -> Any:
-    """Return the gradients of a stage's inputs as the stage before takes them: one as it is, several as a list."""
+    """Return the gradients of a stage's inputs as the stage before expects them: one as it is, several as a list."""
     return gradients[0] if len(gradients) == 1 else gradients
 
 

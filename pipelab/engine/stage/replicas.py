@@ -13,6 +13,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,8 @@ __all__ = [
 Buffers = Literal["refuse", "lowest"]
 """What becomes of the buffers that replicated stages write into."""
 
-_PLAIN = (type(None), bool, int, float, complex, str)
+_SHARED = (type(None), bool, int, float, complex, str, type, FunctionType, BuiltinFunctionType, torch.Tensor)
+"""Attributes that a copy shares with the module; of other objects it has copies."""
 
 
 class Runners:
@@ -175,7 +177,7 @@ def _update(replica: nn.Module, own: nn.Module, device: torch.device) -> None:
     """Bring a copy up to date with a module that has the same layers, and clear its gradients."""
     buffers = {id(each): each.detach().to(device, copy=True) for each in own.buffers()}
     for ours, theirs in zip(replica.modules(), own.modules(), strict=True):
-        vars(ours).update((name, value) for name, value in vars(theirs).items() if type(value) in _PLAIN)
+        vars(ours).update((name, value) for name, value in vars(theirs).items() if isinstance(value, _SHARED))
         for one, other in zip(ours.parameters(recurse=False), theirs.parameters(recurse=False), strict=True):
             one.grad = None
             one.data = other.detach().to(device)

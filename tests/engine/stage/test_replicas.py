@@ -284,6 +284,11 @@ def changes():
     def attribute(model):
         model[0].forward = functools.partial(nn.Linear.forward, model[0])
         model[2].scale = 7
+        model[2].register_forward_hook(lambda module, given, made: module.scale * made)
+
+    def function(model):
+        model[1].activation, model[1].shift = torch.sigmoid, torch.ones(6)
+        model[1].register_forward_hook(lambda module, given, made: module.activation(made + module.shift))
 
     def double(model):
         model.double()
@@ -305,6 +310,7 @@ def changes():
         hooked,
         weight_hooked,
         attribute,
+        function,
         double,
         renewed,
         quieter,

@@ -87,8 +87,7 @@ class Runners:
         """
         for stage, ranks in self._replicated.items():
             refuse_lost_hooks(stage, modules[stage], ranks)
-            if self._buffers == "refuse":
-                _refuse_statistics(stage, modules[stage], ranks)  # it may have rested when the pipeline was made
+            require_replicable(stage, modules[stage], ranks, self._buffers)  # it may have been in eval() at first
         for (stage, _), runner in self.of.items():
             runner.module = modules[stage]
         for (stage, rank), replica in self._copies.items():
@@ -236,18 +235,13 @@ _HOW = (
 
 def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buffers: Buffers) -> None:
     """Refuse a stage that has parameters without a shape, or tracks running statistics."""
+    on = f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and"
     if any(is_lazy(parameter) for parameter in module.parameters()):
-        on = f"stage {stage} is on ranks {', '.join(map(str, ranks))}"
-        raise EngineError(f"{on}, and has parameters without a shape: run the model forward once before")
-    if buffers == "refuse":
-        _refuse_statistics(stage, module, ranks)
-
-
-def _refuse_statistics(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
+        raise EngineError(f"{on} has parameters without a shape: run the model forward once before")
     for name, part in module.named_modules():
         tracks = getattr(part, "running_mean", None) is not None and getattr(part, "track_running_stats", True)
-        if tracks and part.training:
+        if tracks and part.training and buffers == "refuse":
             raise EngineError(
-                f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {type(part).__name__} {name!r} "
-                f"tracks running statistics, which each rank would track for itself: {_HOW}"
+                f"{on} its {type(part).__name__} {name!r} tracks running statistics, which each rank would track for "
+                f"itself: {_HOW}"
             )

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.model.split import Stages
-from pipelab.engine.stage.caller import Surroundings
+from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.step import StepState
@@ -63,7 +63,7 @@ class Engine(ABC):
     intra_op_threads: int
 
     @abstractmethod
-    def run(self, inputs: list[Any], loss: Loss | None, caller: Surroundings, *, watch_nan: bool = False) -> StepState:
+    def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
         """Run all micro-batches; without a loss, only the forwards."""
 
     @abstractmethod

@@ -19,7 +19,7 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
-from pipelab.engine.stage.caller import Surroundings
+from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.step import Step, StepState
@@ -272,9 +272,9 @@ class Pipeline:
         """Return the plan, what each stage holds, and the devices."""
         return f"Pipeline({self.plan.name}, {self.stages}, on {', '.join(map(str, self.devices))})"
 
-    def caller(self) -> Surroundings:
-        """Return what surrounds the caller and must surround the workers: autocast, and hooks on saved tensors."""
-        return Surroundings.of_caller(each.device.type for each in self.devices)
+    def caller(self) -> CallerContext:
+        """Return the caller's autocast and hooks on saved tensors, which hold in the workers too."""
+        return CallerContext.capture(each.device.type for each in self.devices)
 
 
 class OptimizerGuard:

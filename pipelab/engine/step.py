@@ -12,7 +12,7 @@ import torch
 from pipelab.engine.device.clocks import StepClock, here
 from pipelab.engine.device.streams import RankStream
 from pipelab.engine.stage.batch import join
-from pipelab.engine.stage.caller import Surroundings
+from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.nan_watch import batch_has_nan, refuse_nan
 from pipelab.engine.stage.stage import Stage
@@ -60,7 +60,7 @@ class StepState:
         inputs: the batch, per micro-batch.
         loss: the loss; `None` for an evaluation.
         watch_nan: whether to look for NaN and infinity after every action.
-        caller: what surrounds the caller's `step`, and so the workers: autocast, and hooks on saved tensors.
+        caller: the caller's autocast and hooks on saved tensors, which hold in the workers too.
         ranks: the ranks that run in this process.
         outputs: per micro-batch, the model's output.
         outputs_on: the ranks whose processes have outputs; `None` if all are here.
@@ -72,7 +72,7 @@ class StepState:
     inputs: list[Any]
     loss: Loss | None
     watch_nan: bool
-    caller: Surroundings
+    caller: CallerContext
     ranks: Sequence[RankState] = ()
     outputs: list[Any] = field(default_factory=list)
     outputs_on: Sequence[int] | None = None

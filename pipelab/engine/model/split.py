@@ -1,4 +1,4 @@
-"""What cannot be cut into stages: what two of them would share, and hooks that nobody would call."""
+"""Cut a model into stages, and refuse what a cut would change: shared parameters, and hooks that nobody would call."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ import torch
 from torch import nn
 
 from pipelab.engine.model.balance import count_parameters, cut, layer_times, short
-from pipelab.engine.model.traced import TracedStages, move
+from pipelab.engine.model.traced import TRACED, TracedStages, move
 from pipelab.errors import SplitError, require_size
 from pipelab.plan.fault import shorten
 
 __all__ = ["BACKWARD_HOOKS", "Stages", "refuse_hooks", "refuse_shared", "split"]
 
 
-def refuse_shared(modules: Sequence[nn.Module], model: nn.Module) -> None:
-    """Refuse a parameter or a buffer that two stages use.
+def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None = None) -> None:
+    """Refuse a parameter or a buffer that two stages use, with its name and both stages.
 
-    Raises:
-        SplitError: with its name and both stages.
+    PyTorch's tracer copies what two stages use, so only the names show it: the model's own, behind `prefix`.
     """
+    own = dict(_state(model))
     names = {id(tensor): name for name, tensor in reversed(_state(model))}
     owner: dict[int, int] = {}
     for stage, module in enumerate(modules):
-        for name, tensor in _state(module):
+        for name, used in _state(module):
+            tensor = used if prefix is None else own.get(name.removeprefix(prefix), used)
             first = owner.setdefault(id(tensor), stage)
             if first != stage:
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise SplitError(
-                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}: a {what} "
-                    "lives on one stage; cut the model elsewhere, or give each stage its own"
+                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}, but a {what} "
+                    "lives on one stage\n"
+                    f"  try: cut the model elsewhere, or give each of the two layers a {what} of its own"
                 )
 
 
@@ -41,13 +43,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", *BACKWARD_HOOKS)
 
 
 def refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str] = _HOOKS) -> None:
-    """Refuse a module that carries hooks of these kinds.
-
-    Raises:
-        SplitError: naming the kind, and why it would be lost.
-    """
+    """Refuse a module that carries hooks of these kinds, other than pipelab's own."""
     for kind in kinds:
-        count = sum(not _is_our_own(hook) for hook in getattr(module, kind).values())
+        hooks = getattr(module, kind).values()
+        count = sum(not str(getattr(hook, "__module__", "")).startswith("pipelab.") for hook in hooks)
         if count:
             words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
             raise SplitError(
@@ -56,17 +55,8 @@ def refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str]
             )
 
 
-def _is_our_own(hook: Callable[..., object]) -> bool:
-    """Tell whether pipelab has put a hook: see `processes.stale`."""
-    return str(getattr(hook, "__module__", "")).startswith("pipelab.")
-
-
 def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the module's parameters and buffers, each under every name that it has."""
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 Balance = Literal["layers", "parameters", "time"]
@@ -89,12 +79,12 @@ class Stages:
         self.model = model
         self.modules = list(modules)
         self.sizes = tuple(sizes)
-        refuse_shared(self.modules, model)
+        refuse_shared(self.modules, model, TRACED if self.is_traced else None)
         self.require_no_lost_hooks()
 
     def place(self, devices: Sequence[torch.device]) -> None:
         """Move every stage to its device; parameters stay the same objects."""
-        for stage, device in zip(range(len(self.modules)), devices, strict=True):
+        for stage, device in enumerate(devices):
             self.place_stage(stage, device)
 
     def place_stage(self, stage: int, device: torch.device) -> None:
@@ -105,11 +95,7 @@ class Stages:
         """Refuse micro-batches that the stages cannot take; these stages take any."""
 
     def require_no_lost_hooks(self) -> None:
-        """Refuse hooks that a pipeline would never call, and so quietly train something else.
-
-        Raises:
-            SplitError: naming the module and the kind of hook.
-        """
+        """Refuse hooks that a pipeline would never call, and so quietly train something else."""
         refuse_hooks("the whole model", self.model, "it is never run as a whole: register the hook on a layer")
 
     def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:  # noqa: ARG002
@@ -139,7 +125,8 @@ class _Traced(Stages):
         """Trace the model as it is now."""
         self._traced = traced
         super().__init__(model, traced.modules(), sizes)
-        self._training = model.training
+        traced.require_same_outputs(self.modules)
+        self._modes = self._present_modes()
         self._again: dict[tuple[int, tuple[bool, ...]], list[nn.Module]] = {}
         self._devices: dict[int, torch.device] = {}
 
@@ -150,50 +137,49 @@ class _Traced(Stages):
         move(self.modules[stage], device, self.model)
 
     def require_no_lost_hooks(self) -> None:
-        """Refuse backward hooks, which the tracer leaves out; forward hooks become part of what it traces.
-
-        Raises:
-            SplitError: naming the module.
-        """
+        """Refuse backward hooks, which the tracer leaves out; forward hooks become part of what it traces."""
         for name, module in self.model.named_modules():
             what = f"layer {name!r}" if name else "the model"
             refuse_hooks(what, module, "PyTorch's tracer leaves it out: give a list of stage modules", BACKWARD_HOOKS)
 
     def require_rows(self, counts: Sequence[int]) -> None:
-        """Refuse other row counts than the example's, and another training mode.
-
-        Raises:
-            SplitError: with both numbers.
-        """
-        rows = self._traced.rows
-        for count in counts:
-            if count != rows:
-                raise SplitError(
-                    f"a micro-batch has {count} rows, but the model was traced with an example of {rows}, which a "
-                    f"traced stage keeps: use batches of {rows * len(counts)} rows ({len(counts)} micro-batches of "
-                    f"{rows}), or split the model again with an example of {count} rows"
-                )
-        if self.model.training != self._training:
-            now, then = ("training", "evaluation") if self.model.training else ("evaluation", "training")
+        """Refuse other row counts than the example's, and other training modes."""
+        rows, many = self._traced.rows, len(counts)
+        if set(counts) != {rows}:
+            total, have = sum(counts), " or ".join(map(str, sorted(set(counts))))
+            less, more = (many * each for each in (total // many, -(-total // many)))
+            others = sorted({less, more} - {many * rows})
             raise SplitError(
-                f"the model is in {now} mode, but it was traced in {then} mode, which a traced stage keeps: call "
-                f"model.{'train' if self._training else 'eval'}() before step, or split the model again"
+                f"{total} rows in {many} micro-batches have {have} rows each, but the model was traced with an example "
+                f"of {rows}, and a traced stage takes that many\n  try: batches of {many * rows} rows ({many} "
+                f"micro-batches of {rows}); or batches of {' or of '.join(map(str, others))} rows, and split the model "
+                f"again with an example of {' or of '.join(str(each // many) for each in others)}"
             )
+        modes = self._present_modes()
+        if modes != self._modes:
+            names = [name for name, _ in self.model.named_modules()]
+            at = next(at for at, (now, then) in enumerate(zip(modes, self._modes, strict=True)) if now != then)
+            now, then = ("training", "evaluation") if modes[at] else ("evaluation", "training")
+            raise SplitError(
+                f"{f'layer {names[at]!r}' if names[at] else 'the model'} is in {now} mode, but it was traced in {then} "
+                f"mode, which a traced stage keeps\n  try: {'train' if then == 'training' else 'eval'}() before step, "
+                "or split the model again"
+            )
+
+    def _present_modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self.model.modules())
 
     def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:
-        """Trace again if mode or rows differ from the example's; what was traced is kept.
-
-        Raises:
-            SplitError: if the micro-batches differ in rows, or the tracer cannot follow the model in this mode.
-        """
+        """Trace again if modes or rows differ from the example's; what was traced is kept."""
         if len(set(counts)) > 1:
+            many, less = len(counts), len(counts) * min(counts)
             raise SplitError(
-                f"the micro-batches have {' and '.join(map(str, sorted(set(counts))))} rows, but a traced stage takes "
-                f"one row count: use a batch whose rows {len(counts)} micro-batches divide"
+                f"{sum(counts)} rows in {many} micro-batches have {min(counts)} or {max(counts)} rows each, but a "
+                f"traced stage takes one number of rows\n  try: batches of {less} or of {less + many} rows"
             )
-        if counts[0] == self._traced.rows and self.model.training == self._training:
+        key = counts[0], self._present_modes()
+        if key == (self._traced.rows, self._modes):
             return self.modules
-        key = (counts[0], tuple(module.training for module in self.model.modules()))
         if key not in self._again:
             modules = self._traced.modules(inputs[0])
             for stage, device in self._devices.items():
@@ -210,9 +196,9 @@ def split(
 ) -> Stages:
     """Cut a model into contiguous stages.
 
-    A pipeline is as slow as its slowest stage, and as many layers are not as much work: an activation function counts
-    as a layer, and so does a head ten times as wide as the rest. What each stage holds is shown by the stages, and by a
-    pipeline that was made of them; where it is uneven, cut by parameters or, best, by measured time.
+    A pipeline is as slow as its slowest stage, and equal numbers of layers are not equal work: an activation function
+    counts as a layer, and so does a head ten times as wide as the rest. Printed stages show what each of them holds. If
+    that is uneven, cut by parameters or, best, by measured time.
 
     Args:
         model: an `nn.Sequential`, whose layers are dealt out; a list of modules, one per stage; or any other model,
@@ -239,8 +225,9 @@ def split(
         Stages(6, 1 layers; 1632, 1700 parameters)
 
     Raises:
-        SplitError: if there are fewer layers than stages, if a parameter is used by two stages (with its name and both
-            stages), or if an example is needed and missing.
+        SplitError: if there are fewer layers than stages, if two stages use one parameter (with its name and both
+            stages), if an example is needed and missing, or if PyTorch's tracer would lose something: an activation
+            checkpoint, or state that changes from call to call.
     """
     into = require_size("into", into)
     if isinstance(model, Stages):

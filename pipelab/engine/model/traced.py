@@ -1,14 +1,17 @@
-"""Which values travel between traced stages: a value that skips stages is carried through them."""
+"""Stages that PyTorch's tracer cuts from a model that is no sequence.
+
+A value that skips stages is carried through them. What the tracer would lose without a word is refused.
+"""
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -19,11 +22,17 @@ from torch.fx.node import map_aggregate
 
 from pipelab.engine.stage.batch import rows_of
 from pipelab.engine.stage.errors import layer_of
-from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart
-from pipelab.engine.stage.snapshot import unchanged
+from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.snapshot import RandomSnapshot, unchanged
+from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.errors import SplitError
 
-__all__ = ["Route", "TracedStages", "fill", "move", "outline", "routes_of"]
+__all__ = ["TRACED", "Route", "TracedStages", "move", "routes_of"]
+
+TRACED = "traced."
+"""What stands before the model's own names in a traced stage."""
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 @dataclass(slots=True)
@@ -31,24 +40,20 @@ class Route:
     """How one traced stage is fed.
 
     Attributes:
-        takes: the values that arrive, in order: the model's arguments, or what the stage before gives.
+        receives: the values that arrive, in order: the model's arguments, or what the stage before sends.
         arguments: those that the traced stage is called with.
         makes: the values it makes, and their places in its result; `None` where the result is the value.
-        gives: the values that later stages need; none on the last stage, which gives its result.
+        sends: the values that later stages need; none on the last stage, which returns its result.
     """
 
-    takes: list[str] = field(default_factory=list)
+    receives: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     makes: dict[str, int | None] = field(default_factory=dict)
-    gives: list[str] = field(default_factory=list)
+    sends: list[str] = field(default_factory=list)
 
 
 def routes_of(graph: fx.Graph) -> list[Route]:
-    """Return the route of every stage, from the graph that calls one stage after the other.
-
-    Raises:
-        SplitError: if the model returns a value of an earlier stage than the last.
-    """
+    """Return the route of every stage, from the graph that calls one stage after the other."""
     arriving = [node.name for node in graph.nodes if node.op == "placeholder"]
     stages: dict[str, Route] = {}
     for node in graph.nodes:
@@ -68,8 +73,8 @@ def routes_of(graph: fx.Graph) -> list[Route]:
     routes = list(stages.values())
     for index, route in enumerate(routes):
         later = {name for each in routes[index + 1 :] for name in each.arguments}
-        route.takes = arriving
-        arriving = route.gives = [name for name in (*arriving, *route.makes) if name in later]
+        route.receives = arriving
+        arriving = route.sends = [name for name in (*arriving, *route.makes) if name in later]
     return routes
 
 
@@ -93,53 +98,8 @@ def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
                 compiled.recompile()
 
 
-def outline(model: nn.Module) -> tuple[nn.Module, dict[int, torch.Tensor]]:
-    """Return a copy of a model on no device, and by the `id` of each of its tensors the model's own.
-
-    Its tensors are parameters, buffers and what modules hold as plain attributes. Numbers take no memory.
-
-    Raises:
-        SplitError: if the model cannot be copied.
-    """
-    copies: dict[int, Any] = {}
-    originals: dict[int, torch.Tensor] = {}
-    loose = [value for part in model.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
-    for tensor in [*(tensor for _, _, tensor in _tensors(model)), *loose]:
-        if id(tensor) not in copies:
-            empty = torch.empty_like(tensor, device="meta")
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            copies[id(tensor)] = empty
-            originals[id(empty)] = tensor
-    try:
-        return copy.deepcopy(model, dict(copies)), originals
-    except Exception as error:
-        raise SplitError(
-            f"the model must be traced again, which takes a copy of it as its stages lie on several devices, but "
-            f"{type(model).__name__} cannot be copied: {error}; evaluate with all ranks on one device, or give a list "
-            "of stage modules"
-        ) from error
-
-
-def fill(stage: nn.Module, originals: dict[int, torch.Tensor]) -> None:
-    """Give a stage that was traced by a model's outline the model's own tensors.
-
-    Raises:
-        SplitError: if the tracer has made a tensor of its own, whose numbers nobody knows.
-    """
-    for part, name, tensor in list(_tensors(stage)):
-        if id(tensor) in originals:
-            setattr(part, name, originals[id(tensor)])
-        elif tensor.is_meta:
-            raise SplitError(
-                f"the model must be traced again, but its stages lie on several devices, and the numbers of {name!r} "
-                "are known only where all of it is on one: evaluate with all ranks on one device, or give a list of "
-                "stage modules"
-            )
-
-
 def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield every parameter and buffer, as often as it stands somewhere, with the module and the name where."""
+    """Yield every parameter and buffer at each of its places: the module, and the name there."""
     for part in model.modules():
         for name, tensor in (
             *part.named_parameters(recurse=False, remove_duplicate=False),
@@ -149,7 +109,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
 
 
 def _on(device: torch.device, graph: torch.fx.Graph) -> None:
-    """Put a device in the place of every one that stands in a graph: all of a stage lives on one."""
+    """Replace every device in a graph: all of a stage lives on one."""
 
     def here(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
@@ -160,11 +120,7 @@ def _on(device: torch.device, graph: torch.fx.Graph) -> None:
 
 
 class _Carrying(nn.Module):
-    """A traced stage: takes the values that it or a later stage needs, and gives those that later stages need.
-
-    Attributes:
-        inplace: whether some operation writes into its input, as `nn.ReLU(inplace=True)` does.
-    """
+    """A traced stage: receives the values that it or a later stage needs, and sends those that later stages need."""
 
     def __init__(self, traced: nn.Module, route: Route, result: Spec) -> None:
         super().__init__()
@@ -172,7 +128,7 @@ class _Carrying(nn.Module):
         self.route = route
         self.result = result
         graphs = [getattr(part, "graph", None) for part in traced.modules()]
-        self.inplace = any(
+        self.inplace = any(  # as `nn.ReLU(inplace=True)` is: it writes into its input
             node.op == "call_function" and node.target.__name__.partition(".")[0].endswith("_")
             for graph in graphs
             if isinstance(graph, torch.fx.Graph)
@@ -181,13 +137,13 @@ class _Carrying(nn.Module):
 
     def forward(self, given: Any) -> Any:
         route = self.route
-        values = dict(zip(route.takes, _arguments(given), strict=True))
+        values = dict(zip(route.receives, _arguments(given), strict=True))
         made = self.traced(*(values[name] for name in route.arguments))
-        if not route.gives:  # the last stage: the tracer has taken the model's result apart
+        if not route.sends:  # the last stage: the tracer has taken the model's result apart
             return rebuild(list(_arguments(made)), self.result)
         for name, index in route.makes.items():
             values[name] = made if index is None else made[index]
-        return values[route.gives[0]] if len(route.gives) == 1 else tuple(values[name] for name in route.gives)
+        return values[route.sends[0]] if len(route.sends) == 1 else tuple(values[name] for name in route.sends)
 
 
 class TracedStages:
@@ -206,43 +162,33 @@ class TracedStages:
         self.rows = rows_of(example, "example")
         self.units = self._layers_in_order()
         self._names: list[str] = []
+        self._output = self._run_again()
 
     def cut_at(self, names: Sequence[str]) -> None:
         """Begin a new stage at each of these layers."""
         self._names = list(names)
 
     def modules(self, example: Any = None) -> list[nn.Module]:
-        """Return one module per stage, in the model's present training mode, for the row count of `example`.
-
-        A model that lies on several devices is traced by its outline.
-
-        Raises:
-            SplitError: if the tracer cannot follow the model.
-        """
-        example = self._example if example is None else example
-        homes = self._homes()
-        if len(homes) < 2:
-            return self._traced(self._model, _moved(example, next(iter(homes), None)))
-        model, originals = outline(self._model)
-        modules = self._traced(model, _moved(example, torch.device("meta")))
-        for module in modules:
-            fill(module, originals)
-        return modules
-
-    def _homes(self) -> set[torch.device]:
-        """Return the devices that the model lies on; none where it has no numbers."""
-        return {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
-
-    def _traced(self, model: nn.Module, example: Any) -> list[nn.Module]:
-        """Trace a model, this one or its outline, and cut it."""
+        """Return one module per stage, in the model's present training mode, for the row count of `example`."""
         from torch.distributed.pipelining import SplitPoint, pipeline
 
+        example = self._example if example is None else example
+        homes = {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
+        if len(homes) > 1:
+            raise SplitError(
+                f"the model must be traced for {rows_of(example, 'example')} rows in "
+                f"{'training' if self._model.training else 'evaluation'} mode, but it lies on several devices "
+                f"({', '.join(sorted(map(str, homes)))}), where PyTorch's tracer cannot follow it\n  try: the rows and "
+                "the mode of the example; all ranks on one device; or a list of stage modules"
+            )
+        for device in homes:
+            example = map_tensors(partial(torch.Tensor.to, device=device), example)
         # The tracer draws random numbers (dropout) and warns about its own internals; neither is the caller's business.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet(), self._unmarked():
             warnings.simplefilter("ignore")
             try:
                 pipe = pipeline(
-                    model,
+                    self._model,
                     mb_args=_arguments(example),
                     split_spec=dict.fromkeys(self._names, SplitPoint.BEGINNING),
                 )
@@ -262,7 +208,7 @@ class TracedStages:
 
     @contextmanager
     def _unmarked(self) -> Iterator[None]:
-        """Take the tracer's marks off the model again: it replaces the `forward` of the layers that begin a stage."""
+        """Restore the layers that begin a stage: the tracer replaces their `forward`."""
         layers = [self._model.get_submodule(name) for name in self._names]
         before = [dict(vars(layer)) for layer in layers]
         try:
@@ -294,12 +240,9 @@ class TracedStages:
         """Return the layers that one forward runs, in order, each once."""
         order: list[tuple[str, nn.Module]] = []
         hooks = []
-        for name, module in _layers(self._model):
-
-            def note(*_: Any, name: str = name, module: nn.Module = module) -> None:
-                order.append((name, module))
-
-            hooks.append(module.register_forward_pre_hook(note))
+        for layer in _layers(self._model):
+            note = partial(lambda layer, *_: order.append(layer), layer)
+            hooks.append(layer[1].register_forward_pre_hook(note))
         try:
             self._run()
         finally:
@@ -314,19 +257,74 @@ class TracedStages:
             )
         return order
 
-    def _run(self) -> None:
-        """Run the model once on the example, leaving random state and buffers as they were; note its result's shape."""
-        with torch.no_grad(), unchanged([self._model]):
+    def _run_again(self) -> Any:
+        """Return the model's output in a second run; refuse checkpoints, and attributes that change from call to call.
+
+        What an attribute is given once, in the first call, is no such state.
+        """
+        name, before = type(self._model).__name__, _attributes(self._model)
+        output = self._run()
+        if holds_checkpoint([tensor for tensor in tensors_of(output) if tensor.requires_grad]):
+            raise SplitError(
+                f"{name} runs a part of itself under an activation checkpoint (torch.utils.checkpoint), which "
+                "PyTorch's tracer drops: the stages would keep all activations\n"
+                "  try: a list of stage modules, which keep their checkpoints; or split the model without checkpoints"
+            )
+        changed = [each for each, value in _attributes(self._model).items() if before.get(each) != value]
+        if changed:
+            raise SplitError(
+                f"{name} changes {', '.join(changed)} from call to call, and a traced stage keeps what it was when it "
+                "was traced\n  try: a list of stage modules, which run your own code; or a buffer (register_buffer)"
+            )
+        return map_tensors(torch.Tensor.detach, output)
+
+    def require_same_outputs(self, modules: Sequence[nn.Module]) -> None:
+        """Refuse traced stages that compute something else than the model, if that draws no random numbers."""
+        if self._draws:
+            return
+        made = map_tensors(torch.clone, self._example)
+        with torch.no_grad(), unchanged(modules):
+            for module in modules:
+                made = module(made)
+        for ours, theirs in zip(tensors_of(made), tensors_of(self._output), strict=True):
+            one, other = ours.to(torch.complex128), theirs.to(torch.complex128)
+            if bool((one - other).norm() > 1e-3 * other.norm()):
+                raise SplitError(
+                    f"the traced stages give other outputs than {type(self._model).__name__} on the same example: "
+                    "something in it changes from call to call, such as a counter or Python's own random numbers, and "
+                    "a traced stage keeps what it was when it was traced\n"
+                    "  try: a list of stage modules, which run your own code"
+                )
+
+    def _run(self) -> Any:
+        """Run the model once on the example and return its output; random state and buffers stay as they were."""
+        with torch.enable_grad(), unchanged([self._model]):
+            before = RandomSnapshot()
             try:
-                _, self._result = take_apart(self._model(*_arguments(self._example)))
+                output = self._model(*_arguments(map_tensors(torch.clone, self._example)))
             except Exception as error:
                 layer = layer_of(error, self._model)
                 error.add_note(f"raised by the model, run on the example{f', in layer {layer}' if layer else ''}")
                 raise
+            self._draws = RandomSnapshot() != before
+            _, self._result = take_apart(output)
+            return output
 
 
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return value if device is None else map_tensors(lambda tensor: tensor.to(device), value)
+def _attributes(model: nn.Module) -> dict[str, list[tuple[Any, int]]]:
+    """Return, by name, what shows whether the modules' own attributes have changed."""
+    return {
+        f"{path}.{name}".lstrip("."): [_fingerprint(leaf) for leaf in take_apart(value)[0]]
+        for path, part in model.named_modules()
+        for name, value in vars(part).items()
+        if name not in _OF_EVERY_MODULE
+    }
+
+
+def _fingerprint(leaf: Any) -> tuple[Any, int]:
+    if isinstance(leaf, (bool, int, float, complex, str, bytes)):
+        return leaf, 0
+    return id(leaf), leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0  # noqa: SLF001
 
 
 def _arguments(example: Any) -> tuple[Any, ...]:

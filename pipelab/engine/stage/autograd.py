@@ -1,10 +1,9 @@
-"""The door to what PyTorch's autograd keeps private: its engine, and the hooks on saved tensors.
+"""Private names of PyTorch's autograd, which stand here alone: its engine, and the hooks on saved tensors.
 
 `torch.autograd.backward` checks and converts in Python before it enters the engine, holding the interpreter lock that
-every rank needs: with it, a GPipe step of 16 small backwards took 4.35 ms instead of 3.70. It ends in the call below;
-that is a private name, so it stands here alone, and a test holds what is expected of it. The hooks of
-`torch.autograd.graph.saved_tensors_hooks` are per thread, and there is no public way to ask which ones hold. Nor can a
-node ask in public which others its backward will come to.
+every rank needs: with it, a GPipe step of 16 small backwards took 4.35 ms instead of 3.70. There is no public way to
+ask for the hooks of `torch.autograd.graph.saved_tensors_hooks` that hold in a thread, or for the nodes that a backward
+will run. A test checks what is expected of each name.
 """
 
 from __future__ import annotations
@@ -29,13 +28,7 @@ _enter_engine = torch.autograd.Variable._execution_engine.run_backward  # noqa: 
 def run_backward(
     outputs: Sequence[End], gradients: Sequence[torch.Tensor], leaves: Sequence[GradientEdge] = ()
 ) -> None:
-    """Add to `.grad` of leaves, as `torch.autograd.backward(outputs, gradients, inputs=leaves)` does.
-
-    Args:
-        outputs: where to start.
-        gradients: one for each, of the same shape.
-        leaves: those whose gradient is wanted; by default, all.
-    """
+    """Add to `.grad` of leaves, by default of all, as `torch.autograd.backward(outputs, gradients, leaves)` does."""
     _enter_engine(
         tuple(outputs),
         tuple(gradients),
@@ -53,14 +46,14 @@ def saving_hooks() -> SavingHooks | None:
 
 
 def will_run(node: Node) -> bool:
-    """Tell, inside a backward, whether it will come to a node: one that is no leaf."""
+    """Tell, inside a backward, whether it will run a node that is no leaf."""
     return torch._C._will_engine_execute_node(node)  # noqa: SLF001 - see above
 
 
 def captured_gradients(
     outputs: Sequence[End], gradients: Sequence[torch.Tensor], wanted: Sequence[GradientEdge], *, keep_graph: bool
 ) -> list[torch.Tensor | None]:
-    """Return the gradients that arrive at places in the graph, as `torch.autograd.grad` does.
+    """Return the gradients that arrive at places in the graph, `None` where none does, as `torch.autograd.grad` does.
 
     Args:
         outputs: where to start.
@@ -68,9 +61,6 @@ def captured_gradients(
         wanted: the places: input `output_nr` of the node `node`. What arrives at a node that must run to reach another
             place is what arrives before the node's hooks see it.
         keep_graph: whether the graph can be run through again.
-
-    Returns:
-        For each place its gradient; `None` where none arrives.
     """
     return list(
         _enter_engine(

@@ -57,8 +57,8 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
 def split_batch(value: Any, counts: list[int]) -> list[Any]:
     """Return the micro-batches of a batch, in the batch's own memory: `counts[m]` rows each.
 
-    Views of one tensor would share the count of writes by which autograd finds that what it saved was overwritten: a
-    stage that writes into its input would seem to overwrite other micro-batches. What asks for a gradient stays a view.
+    Views of one tensor share the count of writes by which autograd notices that what it saved was overwritten: a stage
+    that writes into its input would seem to overwrite other micro-batches. What asks for a gradient stays a view.
     """
     if isinstance(value, torch.Tensor):
         pieces = value.split(counts)
@@ -89,12 +89,12 @@ def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> l
 def join(pieces: list[Any]) -> Any:
     """Return the outputs of all micro-batches as one value, rows in the batch's order.
 
-    A tensor without rows (a scalar beside the predictions, say) becomes one with a row per micro-batch. Where replicas
-    of the last stage are on several devices, all is brought to the first micro-batch's.
+    A tensor without rows (a scalar beside the predictions, say) becomes one with a row per micro-batch. If replicas of
+    the last stage are on several devices, the result is on the first micro-batch's.
     """
     if isinstance(pieces[0], torch.Tensor):
-        home = pieces[0].device
-        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(home) for piece in pieces])
+        device = pieces[0].device
+        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(device) for piece in pieces])
     apart = [take_apart(piece) for piece in pieces]
     leaves = [
         join(list(each)) if isinstance(each[0], torch.Tensor) else each[0]

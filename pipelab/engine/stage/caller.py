@@ -1,8 +1,8 @@
-"""What surrounds the caller's `step` and is per thread in PyTorch: autocast, and hooks on saved tensors.
+"""PyTorch settings of the caller's thread that must hold in the workers too: autocast, and hooks on saved tensors.
 
-The workers enter it. As in plain training, forwards and losses run under autocast and backwards do not: a backward
-computes in the types that its forward chose. Hooks on saved tensors (`torch.autograd.graph.save_on_cpu`, say) pack in
-the forward and unpack in the backward; several workers may call them at once.
+As in plain training, forwards and losses run under autocast and backwards do not: a backward computes in the types that
+its forward chose. Hooks on saved tensors (`torch.autograd.graph.save_on_cpu`, say) pack in the forward and unpack in
+the backward; several workers may call them at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 from pipelab.engine.stage.autograd import SavingHooks, saving_hooks
 
-__all__ = ["PLAIN", "Surroundings"]
+__all__ = ["PLAIN", "CallerContext"]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CallerContext:
     """The caller's autocast, one for each kind of device, and its hooks on saved tensors.
 
     Example:
         >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     Surroundings.of_caller(["cpu"]).types
+        ...     CallerContext.capture(["cpu"]).types
         {torch.bfloat16}
     """
 
@@ -33,19 +33,17 @@ class Surroundings:
     saving: SavingHooks | None = None
 
     @classmethod
-    def of_caller(cls, kinds: Iterable[str]) -> Surroundings:
-        """Return what surrounds this thread, for these kinds of device."""
-        autocast = (
-            partial(
-                torch.autocast,
-                kind,
-                dtype=torch.get_autocast_dtype(kind),
-                cache_enabled=torch.is_autocast_cache_enabled(),
-            )
-            for kind in sorted(set(kinds))
-            if torch.is_autocast_enabled(kind)
+    def capture(cls, kinds: Iterable[str]) -> CallerContext:
+        """Return the settings of this thread, for these kinds of device."""
+        cache = torch.is_autocast_cache_enabled()
+        return cls(
+            tuple(
+                partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=cache)
+                for kind in sorted(set(kinds))
+                if torch.is_autocast_enabled(kind)
+            ),
+            saving_hooks(),
         )
-        return cls(tuple(autocast), saving_hooks())
 
     @property
     def types(self) -> set[torch.dtype]:
@@ -53,7 +51,7 @@ class Surroundings:
         return {each.keywords["dtype"] for each in self.autocast}
 
     def enter(self, stack: ExitStack) -> None:
-        """Surround this thread until the stack closes."""
+        """Let the settings hold in this thread until the stack closes."""
         for context in self.autocast:
             stack.enter_context(context())
         if self.saving is not None:
@@ -68,5 +66,5 @@ class Surroundings:
             yield
 
 
-PLAIN = Surroundings()
-"""Nothing around."""
+PLAIN = CallerContext()
+"""No autocast, no hooks."""

@@ -1,4 +1,4 @@
-"""What helps where a device's memory ran out."""
+"""What an error in a stage says: the action, rank, stage, layer and line, and what to try."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.errors import PipelabError, StageError
 from pipelab.plan.fault import students_line
 
-__all__ = ["PARTIAL", "layer_of", "raised_by_the_call", "relieve", "stage_error"]
+__all__ = ["PARTIAL", "layer_of", "out_of_memory_hint", "stage_error"]
+
+PARTIAL = "gradients are partial now: zero_grad() before the next step"
+
+_TRY = {
+    "leaf Variable that requires grad": "clone the stage's input before writing into it: a stage's input is its own "
+    "leaf",
+    "modified by an inplace operation": "write into a copy: what an earlier micro-batch's backward needs, the forward "
+    "of a later one may have overwritten, in a buffer say",
+}
+"""What helps, by the words of PyTorch's error."""
 
 
-def relieve(error: BaseException) -> str:
-    """Return what to try next, if a device's memory ran out; nothing otherwise.
+def out_of_memory_hint(error: BaseException) -> str:
+    """Return what to try if a device's memory ran out; nothing otherwise.
 
     A traceback holds the local variables of every function in it, and with them activations of the step that failed.
-    They are let go, so that the next step has the memory even while the error is being looked at; the lines stay.
+    They are released, so that the next step has the memory even while the error is being looked at; the lines stay.
     """
     if not isinstance(error, torch.OutOfMemoryError):
         return ""
@@ -28,9 +38,6 @@ def relieve(error: BaseException) -> str:
         "\n  try: more micro-batches of fewer rows each, a schedule that holds fewer of them at once (1F1B holds fewer "
         "than GPipe; pipelab.compare shows the peaks), or more ranks"
     )
-
-
-PARTIAL = "gradients are partial now: zero_grad() before the next step"
 
 
 def stage_error(
@@ -43,7 +50,7 @@ def stage_error(
     *,
     partial: bool,
 ) -> StageError:
-    """Return the error with its place; the original one is its cause.
+    """Return an error with its place; the original one is its cause.
 
     Args:
         error: what was raised.
@@ -54,28 +61,18 @@ def stage_error(
         runs_on: what the rank runs on.
         partial: whether some gradients of this step have been added already.
     """
-    told = str(error)
-    where = ""
+    fact, more = str(error), ""
     if not isinstance(error, PipelabError):
-        told = f"{type(error).__name__}: {error}"
-        where = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        where += f"\n  at {students_line(error)}"
-        if "leaf Variable that requires grad" in told:
-            where += "\n  try: clone the stage's input before writing into it: a stage's input is its own leaf"
-        if "modified by an inplace operation" in told:
-            where += (
-                "\n  try: write into a copy: what an earlier micro-batch's backward needs, the forward of a later one "
-                "may have overwritten, in a buffer say"
-            )
-        where += relieve(error)
-    zero = f"\n  {PARTIAL}" if partial else ""
+        fact = f"{type(error).__name__}: {error}"
+        more = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        more += f"\n  at {students_line(error)}"
+        more += "".join(f"\n  try: {advice}" for words, advice in _TRY.items() if words in fact)
+        more += out_of_memory_hint(error)
+    if partial:
+        more += f"\n  {PARTIAL}"
     of_microbatch = "" if microbatch is None else f", micro-batch {microbatch}"
-    explained = StageError(
-        f"{action} on rank {rank} failed: {told}\n  stage {stage}{of_microbatch}, on {runs_on}{where}{zero}",
-        rank,
-        stage,
-        action,
-    )
+    message = f"{action} on rank {rank} failed: {fact}\n  stage {stage}{of_microbatch}, on {runs_on}{more}"
+    explained = StageError(message, rank, stage, action)
     explained.__cause__ = error
     return explained
 
@@ -99,9 +96,3 @@ def layer_of(error: BaseException, module: nn.Module) -> str:
         with suppress(Exception):  # a student's extra_repr may raise, and must not hide the error
             kind = " ".join(str(layer).split())
     return f"{names}, {kind}"
-
-
-def raised_by_the_call(error: TypeError) -> bool:
-    """Tell whether a module's forward could not even be called, with the arguments that it was given."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_name == "_call_impl"

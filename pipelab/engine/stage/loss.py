@@ -1,4 +1,4 @@
-"""The loss of a step, weighed by micro-batch; and losses that do not average as they are said to."""
+"""The loss of a step, weighed by micro-batch; and losses that do not average as `reduction` says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Loss:
         function: takes the model's output and the target, and returns a scalar.
         targets: per micro-batch.
         weights: per micro-batch, what its loss weighs in the loss of the batch.
-        require: raises if the targets cannot be weighed so; an engine asks, once all processes mean the same step.
+        require: raises `LossError` if row weights would be wrong for this loss. Engines call it after all processes
+            have agreed on the batch.
         values: per micro-batch, the loss, not weighed and without history, once it is known.
     """
 

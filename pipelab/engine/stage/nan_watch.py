@@ -16,7 +16,7 @@ __all__ = ["batch_has_nan", "refuse_nan"]
 
 
 def batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
-    """Tell whether there is NaN in what the first stage is given of the batch; to be asked before it writes into it."""
+    """Tell whether the first stage receives NaN of the batch; to be asked before it writes into it."""
     return action.kind == "F" and stage.is_first and any(bool(tensor.isnan().any()) for tensor in tensors_of(given))
 
 
@@ -55,7 +55,7 @@ def refuse_nan(rank: int, action: Action, stage: Stage, made: Any, loss: Loss | 
 
 
 def _found(value: Any) -> tuple[str, torch.Tensor] | None:
-    """Return what is no number, and the first tensor that has it."""
+    """Return `"NaN"` or `"infinity"`, and the first tensor that has it."""
     for tensor in tensors_of(value):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return ("NaN" if bool(torch.isnan(tensor).any()) else "infinity"), tensor
@@ -63,7 +63,7 @@ def _found(value: Any) -> tuple[str, torch.Tensor] | None:
 
 
 def _source(action: Action, stage: Stage, *, had_nan: bool) -> str:
-    """Say where a forward has it from, if it did not make it itself: NaN in the batch, or in a parameter."""
+    """Return where a forward got NaN from, if it did not make it: the batch, or a parameter."""
     if had_nan:
         return f"\n  there was NaN in what it was given: in the rows of x of micro-batch {action.microbatch}"
     if action.kind == "F":

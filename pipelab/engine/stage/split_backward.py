@@ -14,12 +14,14 @@ from which a branch leaves is a *fork*: a linear layer, say.
          input
 
 Autograd asks a node only for the gradients that lead to what is wanted, so a linear layer makes its input's gradient
-in `I` and its weight's in `W`: nothing is made twice.
+in `I` and its weight's in `W`. An operation that makes all its gradients at once, whichever are asked for (an LSTM,
+some attention kernels), makes them in `I` and again in `W`: the numbers are the same, and each is added once, but it
+takes longer.
 
 Some weights get their gradient in `I` all the same, and `W` only adds it to `.grad`:
 
-- those of a fork that makes all its gradients at once (a custom function, an LSTM), or that unpacks
-  what it saved by a hook (a checkpoint would run its forward again for each fork);
+- those of a fork whose backward is Python code of the user's (a custom function), or that unpacks what it saved by a
+  hook (a checkpoint would run its forward again for each fork);
 - those that forks share: one use may lie behind the other, and running the upper fork for the weight alone would walk
   down the trunk again.
 """
@@ -38,46 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipelab.engine.stage.autograd import End, captured_gradients, run_backward
 
-__all__ = ["MAKE_ALL_AT_ONCE", "Branch", "holds_checkpoint", "input_gradients", "leaves_of", "weight_gradients"]
-
-MAKE_ALL_AT_ONCE = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "ConvTbc",
-        "CudnnAttention",
-        "CudnnBatchNorm",
-        "CudnnGridSampler",
-        "CudnnRnn",
-        "EfficientAttention",
-        "EuclideanDist",
-        "FakeQuantizeLearnablePerChannelAffine",
-        "FakeQuantizeLearnablePerTensorAffine",
-        "FlashAttention",
-        "GridSampler2DCpuFallback",
-        "IndexReduce",
-        "LinalgHouseholderProduct",
-        "LinearBackward",
-        "LstmMps",
-        "MiopenBatchNorm",
-        "MiopenRnn",
-        "MkldnnRnnLayer",
-        "Polar",
-        "PreluKernel",
-        "ScaledDotProductCudnnAttention",
-        "ScaledDotProductEfficientAttention",
-        "ScaledDotProductFlashAttention",
-        "ScaledDotProductFlashAttentionForCpu",
-        "ScatterReduce",
-        "ThnnFusedGruCell",
-        "ThnnFusedLstmCell",
-        "WeightNormInterface",
-    )
-)
-"""Those of PyTorch's own nodes that make all their gradients, or most of them, whichever are asked for.
-
-Most are found in its table derivatives.yaml, by formulas for several gradients that are not told which are wanted; the
-kernels of some others do not care (recurrent and normalizing layers of cuDNN and MIOpen, memory-efficient attention).
-"""
+__all__ = ["Branch", "holds_checkpoint", "input_gradients", "leaves_of", "weight_gradients"]
 
 
 @dataclass(slots=True)
@@ -130,7 +93,7 @@ def input_gradients(
 
 
 def weight_gradients(branches: list[Branch]) -> None:
-    """Run what `input_gradients` left, and let go of it branch by branch."""
+    """Run what `input_gradients` left, and release it branch by branch."""
     while branches:
         branch = branches.pop()
         there = [index for index, gradient in enumerate(branch.gradients) if gradient is not None]
@@ -250,13 +213,11 @@ def _branches(
 
 
 def _tensor_of(leaf: Any) -> torch.Tensor:
-    """Return the tensor whose `.grad` a leaf's node adds to."""
     return leaf.variable  # type: ignore[no-any-return]
 
 
 @cache
 def _names_of_saved(kind: type) -> tuple[str, ...]:
-    """Return the names under which a kind of node shows the tensors that it saved."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
@@ -271,7 +232,4 @@ def _unpack_hooks(node: Any) -> Iterator[Any]:
 
 
 def _runs_once(node: Any) -> bool:
-    """Tell whether a fork makes all its gradients at once, or unpacks by a hook what it saved."""
-    if isinstance(node, BackwardCFunction) or type(node).__name__ in MAKE_ALL_AT_ONCE:
-        return True
-    return any(True for _ in _unpack_hooks(node))
+    return isinstance(node, BackwardCFunction) or any(True for _ in _unpack_hooks(node))

@@ -10,24 +10,28 @@ The autograd graph of a micro-batch lives from its forward to its backward, with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipelab.engine.stage.autograd import run_backward
-from pipelab.engine.stage.errors import layer_of, raised_by_the_call
+from pipelab.engine.stage.errors import layer_of
 from pipelab.engine.stage.loss import Loss
-from pipelab.engine.stage.pytree import hides_learning_tensors, map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.errors import EngineError
 
 __all__ = ["Stage"]
 
-_NOTHING_TO_TAKE = (type(None), bool, int, float, complex, str, bytes)
-"""What no next stage can go on with."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""What may stand beside tensors in an output, but not in their place."""
+
+_HANDED_ON = -1
+"""Where `kept` holds the memory that a stage has handed on, beside what it keeps of each micro-batch."""
+
+_NEVER: tuple[Callable[[], Any], int] = (lambda: None, 0)
 
 
 class Stage:
@@ -48,9 +52,10 @@ class Stage:
         self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch forward; return the output. Whoever takes it must detach it; the model's own is detached.
+        """Run one micro-batch forward; return the output, which the next stage must detach.
 
-        What the caller keeps of a step has no history: it would hold the last stage's inputs until the step's end.
+        The model's output is detached here: with its history, it would hold the last stage's inputs until the step's
+        end.
         """
         leaves: list[torch.Tensor | None] = []
         entry = given
@@ -59,11 +64,10 @@ class Stage:
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
         output = self._call(entry)
+        _require_unwritten(output, kept.setdefault(_HANDED_ON, {}))
         if self.is_last:
             kept[microbatch] = (leaves, loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
-        if not isinstance(output, torch.Tensor):
-            self._require_visible(output)
         kept[microbatch] = (leaves, output)
         return output
 
@@ -99,62 +103,39 @@ class Stage:
         """Run what `backward_input` left of one micro-batch (`W`): the gradients of the stage's weights."""
         weight_gradients(kept.pop(microbatch))
 
-    def evaluate(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
-        """Run one micro-batch forward, without gradients; keep nothing but what an output's memory looked like.
-
-        Raises:
-            EngineError: if the stage writes into an output that it has given for an earlier micro-batch.
-        """
-        earlier = [each for handed in kept.values() for each in handed if each.tensor() is not None]
-        in_use = [each.tensor() for each in earlier]  # it stays so until the stage has run
+    def evaluate(self, _microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
+        """Run one micro-batch forward, without gradients."""
         made = self._call(map_tensors(torch.clone, given) if self.clones_input else given)
-        # Only a strided tensor lies in one place, which can be asked for: a sparse one has no storage of its own.
-        outputs = [each for each in tensors_of(made) if each.layout is torch.strided and not each.is_inference()]
-        places = {tensor.data_ptr() for tensor in outputs}
-        for each, tensor in zip(earlier, in_use, strict=True):
-            if tensor is not None and tensor._version != each.version and tensor.data_ptr() in places:  # noqa: SLF001 - there is no public way
-                raise EngineError(
-                    "the stage wrote into an output that it had given for an earlier micro-batch, which may still be "
-                    "read\n  try: clone what the stage keeps and goes on writing into, before it returns it"
-                )
-        kept[microbatch] = [_Handed(weakref.ref(tensor), tensor._version) for tensor in outputs]  # noqa: SLF001
+        _require_unwritten(made, kept.setdefault(_HANDED_ON, {}))
         return made
 
     def _call(self, entry: Any) -> Any:
-        """Run the module; an error says in which of its layers it was raised.
-
-        Raises:
-            EngineError: if it returns nothing for the next stage.
-        """
+        """Run the module; an error names the layer in which it was raised."""
         try:
             output = self.module(entry)
         except Exception as error:
             if layer := layer_of(error, self.module):
                 error.add_note(f"in layer {layer}")
-            if isinstance(error, TypeError) and isinstance(entry, tuple) and raised_by_the_call(error):
-                error.add_note(f"a stage is called with one argument, which is a tuple of {len(entry)} here")
             raise
-        if not self.is_last and isinstance(output, _NOTHING_TO_TAKE):
+        if not self.is_last and not isinstance(output, torch.Tensor):
+            self._require_tensors(output)
+        return output
+
+    def _require_tensors(self, output: Any) -> None:
+        """Refuse an output that holds other objects than tensors in tuples, lists and dicts, and plain values."""
+        if isinstance(output, _PLAIN):
             raise EngineError(
                 f"stage {self.index} returned {output!r:.40}, not a tensor: does the forward of its last layer end in "
                 "a return?"
             )
-        return output
-
-    def _require_visible(self, output: Any) -> None:
-        """Refuse objects whose tensors are not seen.
-
-        Raises:
-            EngineError: saying what to return instead.
-        """
         parts, _ = take_apart(output)
-        hiding = next((part for part in parts if hides_learning_tensors(part)), None)
-        if hiding is not None:
-            name = type(hiding).__name__
+        strange = next((part for part in parts if not isinstance(part, (torch.Tensor, *_PLAIN))), None)
+        if strange is not None:
+            name = type(strange).__name__
             raise EngineError(
-                f"stage {self.index} returned an object of class {name}, whose tensors are not seen: the stages before "
-                "would not learn from their gradients\n  try: return a tensor, or tensors in tuples, lists and dicts; "
-                f"if {name} is a dataclass, torch.export.register_dataclass({name}) lets them be seen"
+                f"stage {self.index} returned an object of class {name}, and tensors inside it would get no gradients\n"
+                "  try: return a tensor, or tensors in tuples, lists and dicts; if it is a dataclass, call "
+                f"torch.export.register_dataclass({name}) once"
             )
 
     def _starts(
@@ -175,16 +156,25 @@ class Stage:
         return [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
 
 
-@dataclass(frozen=True, slots=True)
-class _Handed:
-    """An output that others may still read, and how often its memory had been written into when it was given."""
+def _require_unwritten(output: Any, handed_on: dict[int, tuple[Callable[[], Any], int]]) -> None:
+    """Refuse memory that the stage handed on for an earlier micro-batch, wrote into, and hands on again.
 
-    tensor: weakref.ref[torch.Tensor]
-    version: int
+    `handed_on` holds, by address, the memory of this step's outputs so far, and how often each had been written into.
+    """
+    for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_inference():
+            place, version = tensor.data_ptr(), tensor._version  # noqa: SLF001 - there is no public way
+            memory, before = handed_on.get(place, _NEVER)
+            if before != version and place and memory() is not None:  # still the same memory: nobody has freed it
+                raise EngineError(
+                    "the stage wrote into an output that it had given for an earlier micro-batch, which may still be "
+                    "read\n  try: return a clone of what the stage keeps and writes into again"
+                )
+            handed_on[place] = (weakref.ref(tensor.untyped_storage()), version)
 
 
 def _handed_back(gradients: list[torch.Tensor | None]) -> Any:
-    """Return the gradients of a stage's inputs as the stage before takes them: one as it is, several as a list."""
+    """Return the gradients of a stage's inputs as the stage before expects them: one as it is, several as a list."""
     return gradients[0] if len(gradients) == 1 else gradients
 
 

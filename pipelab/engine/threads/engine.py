@@ -29,7 +29,7 @@ from pipelab.engine.device.devices import rank_devices
 from pipelab.engine.device.streams import begin, finish, rank_streams
 from pipelab.engine.engine import Engine, Settings
 from pipelab.engine.model.split import Stages
-from pipelab.engine.stage.caller import Surroundings
+from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners
@@ -89,7 +89,7 @@ class ThreadsEngine(Engine):
             self.labels[rank : rank + 1] = [f"{self.devices[rank]}, thread {worker.thread.native_id or 0}"]
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, caller: Surroundings, *, watch_nan: bool = False
+        self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False
     ) -> ThreadsStep:
         """Run all micro-batches; return the step, its values complete.
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipelab.engine.device.streams import RankStream, begin, finish
 from pipelab.engine.engine import Engine
-from pipelab.engine.stage.caller import Surroundings
+from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, refuse_lost_hooks
@@ -108,7 +108,7 @@ class TorchEngine(Engine):
         self._call = "begin"
         self._doing = Doing(self._status, self._progress, self._met_rank, lambda: self._step is not None)
 
-    def run(self, inputs: list[Any], loss: Loss | None, caller: Surroundings, *, watch_nan: bool = False) -> StepState:
+    def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
         """Run this process's part of all micro-batches; return what all processes made of it.
 
         Raises:
@@ -247,7 +247,7 @@ class TorchEngine(Engine):
         if works or flags:
             self._step.wait(works, flags)
 
-    def _shapes(self, inputs: list[Any], caller: Surroundings, *, learning: bool) -> str:
+    def _shapes(self, inputs: list[Any], caller: CallerContext, *, learning: bool) -> str:
         """Return what the metas of the values that travel depend on."""
         modes = " ".join(_mode(runner.module) for runner in self._runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]

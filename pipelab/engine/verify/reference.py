@@ -1,8 +1,7 @@
-"""Run a pipeline's model plainly, without the engine: what its gradients are held against."""
+"""Plain training, without the engine: the gradients that a pipeline's are compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "differences",
-    "gradient",
+    "full_batch",
     "gradients_of",
     "learning",
     "matters",
-    "run_at_once",
-    "run_one_after_another",
+    "sequential",
     "tolerance",
     "whole_batch_tolerance",
 ]
@@ -41,46 +39,49 @@ def learning(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
 
 def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
     """Return copies of the gradients as they are now, zeros where there is none."""
-    return {name: gradient(parameter) for name, parameter in learning(pipe)}
+    return {name: _gradient(parameter) for name, parameter in learning(pipe)}
 
 
-def gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a copy of a parameter's gradient, zeros if it has none."""
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
 
 
-def run_one_after_another(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> None:
-    """Run the stages composed, one micro-batch after another, forward and backward; or one micro-batch alone."""
+def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:
+    """Run one micro-batch after another, forward and backward, or one alone; return copies of the gradients."""
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
     for microbatch, value in enumerate(split_batch(_batch(pipe, x), counts)):
         if only in (None, microbatch):
-            _backward(pipe, _through(pipe, pipe.stages.modules, value), targets[microbatch], weights[microbatch])
+            through = _through_model if pipe.stages.is_traced else _through_stages
+            _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
+    return gradients_of(pipe)
 
 
-def run_at_once(pipe: Pipeline, x: Any, y: Any) -> Any:
-    """Run the whole batch through the model, forward and backward; return the output.
-
-    Where there is no model (stages given as a list), or none that runs on one device, it goes through the stages.
-    """
-    model, x = pipe.stages.model, _batch(pipe, x)
-    devices = set(pipe.engine.stage_devices)
-    if len(devices) > 1 or isinstance(model, nn.ModuleList):
-        output = _through(pipe, pipe.stages.modules, x)
-    elif pipe.stages.is_traced and isinstance(x, (tuple, list)):
-        output = model(*_moved(x, *devices))
-    else:
-        output = model(_moved(x, *devices))
+def full_batch(pipe: Pipeline, x: Any, y: Any) -> Any:
+    """Run the whole batch through the model, forward and backward; return the output."""
+    output = _through_model(pipe, _batch(pipe, x))
     _backward(pipe, output, y, 1.0)
     return output
 
 
-def _through(pipe: Pipeline, modules: Sequence[nn.Module], value: Any) -> Any:
+def _through_model(pipe: Pipeline, value: Any) -> Any:
+    """Return what comes out of the user's own model.
+
+    Where there is none (stages given as a list), or none that runs on one device, it is what comes out of the stages.
+    """
+    model, devices = pipe.stages.model, set(pipe.engine.stage_devices)
+    if len(devices) > 1 or isinstance(model, nn.ModuleList):
+        return _through_stages(pipe, value)
+    value = _moved(value, *devices)
+    return model(*value) if pipe.stages.is_traced and isinstance(value, (tuple, list)) else model(value)
+
+
+def _through_stages(pipe: Pipeline, value: Any) -> Any:
     """Return what comes out of the stages, each on its device."""
-    for module, device in zip(modules, pipe.engine.stage_devices, strict=True):
+    for module, device in zip(pipe.stages.modules, pipe.engine.stage_devices, strict=True):
         value = module(_moved(value, device))
     return value
 

@@ -1,4 +1,4 @@
-"""What `Pipeline.verify` returns: the proof, in numbers and as a sentence."""
+"""Compare a pipeline's gradients with plain training's: the same micro-batches, and the whole batch at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
-from pipelab.engine.stage.snapshot import KeptBatch, KeptBuffers, KeptRandomState
+from pipelab.engine.stage.snapshot import BatchSnapshot, BufferSnapshot, RandomSnapshot
 from pipelab.engine.verify.reference import (
     differences,
+    full_batch,
     gradients_of,
     learning,
     matters,
-    run_at_once,
-    run_one_after_another,
+    sequential,
     tolerance,
     whole_batch_tolerance,
 )
@@ -38,19 +38,21 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The proof that a pipeline's gradients are right.
+    """The result of a verification: how far a pipeline's gradients are from plain training's.
+
+    Plain training runs the model itself. Where stages were given as a list, or a traced model lies on several devices,
+    it runs the stages, one after the other.
 
     Attributes:
         parameters: how many parameters were compared.
-        microbatches: how many micro-batches the reference ran, one after another.
+        microbatches: how many micro-batches plain training ran, one after another.
         exact: whether all gradients are equal bit for bit.
         largest_difference: the largest relative difference of a parameter's gradient, in the 2-norm.
-        whole_batch_difference: likewise, against the whole batch at once through the model, or through its stages
-            where they were given as a list or are on several devices; `None` where something is unproven.
-        unproven: what cannot be proved, such as dropout.
-        idle: the parameters that got no gradient, in the pipeline and in the plain model alike.
-        compared: whether the gradients could be compared with the micro-batches' at all: where they differ, and random
-            numbers drawn in another order may be why, nothing is proved.
+        whole_batch_difference: likewise, against the whole batch at once; `None` where something is unproven.
+        unproven: what cannot be verified, such as dropout.
+        idle: the parameters that got no gradient, in the pipeline and in plain training alike.
+        compared: whether the gradients could be compared with the micro-batches' at all. If they differ, and the model
+            draws random numbers in another order, nothing is verified.
     """
 
     parameters: int
@@ -63,85 +65,73 @@ class Verification:
     compared: bool = True
 
     def __str__(self) -> str:
-        """Return the proof as a sentence."""
-        remarks = [f"not proved: {reason}" for reason in self.unproven]
+        """Return the result as sentences."""
+        if not self.compared:
+            first = (
+                f"{self.parameters} gradients could not be compared: they differ by up to "
+                f"{self.largest_difference:.1e} (2-norm, relative), and random numbers are drawn in another order."
+            )
+        else:
+            how = "bit for bit" if self.exact else f"within {self.largest_difference:.1e} (2-norm, relative)"
+            first = (
+                f"All {self.parameters} gradients match plain training with the same {self.microbatches} "
+                f"micro-batches {how}."
+            )
+        if self.compared and self.whole_batch_difference is not None:
+            first += f" Against the whole batch at once they differ by at most {self.whole_batch_difference:.1e}."
+        remarks = [f"not verified: {reason}" for reason in self.unproven]
         if self.idle:
             named = ", ".join(self.idle[:_MOST_NAMES]) + (", …" if len(self.idle) > _MOST_NAMES else "")
-            remarks.insert(0, f"{len(self.idle)} of them got none, in the plain model either: {named}")
-        if not self.compared:
-            could_not = (
-                f"gradients of {self.parameters} parameters could not be compared: they differ by up to "
-                f"{self.largest_difference:.1e} (2-norm, relative), and random numbers are drawn in another order"
-            )
-            return "\n".join([could_not, *remarks])
-        how = (
-            "bit for bit"
-            if self.exact
-            else f"within {self.largest_difference:.1e} (2-norm, relative), as sums in another order are"
-        )
-        whole = self.whole_batch_difference
-        lines = [
-            f"gradients of {self.parameters} parameters equal to the same {self.microbatches} micro-batches "
-            f"one after another, {how}" + ("" if whole is None else f"; to the whole batch within {whole:.1e}"),
-            *remarks,
-        ]
-        return "\n".join(lines)
+            remarks.insert(0, f"{len(self.idle)} parameters got no gradient, in plain training either: {named}")
+        return "\n".join([first, *remarks])
 
 
 def whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Return how far the micro-batches' gradients are from those of the whole batch at once.
+    """Return how far the micro-batches' gradients are from those of the whole batch at once; if too far, also why.
 
-    Args:
-        pipe: the pipeline, without gradients.
-        x: the batch.
-        y: the targets.
-        reference: the micro-batches' gradients.
-
-    Returns:
-        The difference; and if they are far, for the loss does not average as `reduction` says, or a stage does not
-        treat a micro-batch as the whole batch, what to say of that.
+    The loss does not average as `reduction` says then, or a stage does not treat a micro-batch as the whole batch.
     """
-    output = run_at_once(pipe, x, y)
+    output = full_batch(pipe, x, y)
     off = differences(reference, gradients_of(pipe))
     name = max(off, key=lambda each: off[each])
     allowed = whole_batch_tolerance(pipe)
     if off[name] <= allowed:
         return off[name], ""
-    told = (
+    fact = (
         f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
         f"{name} differs by {off[name]:.1e} (2-norm, relative)\n"
     )
     wrong = [each for each in off if off[each] > allowed]
-    return off[name], told + (_of_a_spread(pipe, output, y) or _of_rows_mixed(pipe, wrong, reference))
+    return off[name], fact + (_of_a_spread(pipe, output, y) or _of_rows_mixed(pipe, wrong, reference))
 
 
 def _of_a_spread(pipe: Pipeline, output: Any, y: Any) -> str:
-    """Say that the loss spreads output and targets over each other; nothing if it does not.
+    """Return the explanation that the loss broadcasts output and targets; nothing if it does not.
 
-    Then it takes every row of one with every row of the other, and it is all the same to it in which order they are.
+    Such a loss takes every row of one with every row of the other, in whatever order they are.
     """
     if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.numel() == y.numel()):
         return ""
     try:
         spread = torch.broadcast_shapes(output.shape, y.shape)
-    except RuntimeError:  # then the loss does something else with them
+    except RuntimeError:  # the loss does something else with them
         return ""
     turned = y.flip(0)
     if spread.numel() == y.numel() or torch.equal(turned, y):
         return ""
     with torch.no_grad():
-        as_it_is, turned_round = (pipe.loss_fn(output, each.to(output.device)) for each in (y, turned))
-    if not torch.allclose(as_it_is, turned_round, rtol=1e-4):
+        before, after = (pipe.loss_fn(output, each.to(output.device)) for each in (y, turned))
+    if not torch.allclose(before, after, rtol=1e-4):
         return ""
     shape = list(output.shape)
     return (
-        f"  the output is {shape} and y is {list(y.shape)}: the loss spreads them over each other, every row of one "
-        f"against every row of the other\n  try: y.view({', '.join(map(str, shape))})"
+        f"  the output is {shape} and y is {list(y.shape)}: the loss broadcasts them, every row of one against every "
+        f"row of the other\n  try: y.view({', '.join(map(str, shape))})"
     )
 
 
 def _of_rows_mixed(pipe: Pipeline, wrong: list[str], reference: dict[str, torch.Tensor]) -> str:
-    """Say that the reduction is wrong; or if a gradient behind those that differ is right, that a stage is."""
+    """Return the explanation that the reduction is wrong; or a stage, if a gradient nearer to the loss is right."""
     names = list(reference)
     behind = names[names.index(wrong[-1]) + 1 :]
     right = next((each for each in behind if matters(each, reference)), None)
@@ -167,7 +157,7 @@ Rewind = Callable[[], None]
 
 
 def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
-    """Compare a pipeline's gradients with those of its stages run plainly, one micro-batch after another.
+    """Compare a pipeline's gradients with those of plain training, one micro-batch after another.
 
     Raises:
         VerificationError: naming the parameter and the micro-batch that differ first.
@@ -177,10 +167,10 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
         rewind()
-        before = KeptRandomState()
-        reference = _alike(pipe, lambda: (_one_after_another(pipe, x, y), ""))
+        before = RandomSnapshot()
+        reference = _alike(pipe, lambda: (sequential(pipe, x, y), ""))
         idle = tuple(name for name, parameter in learning(pipe) if parameter.grad is None and not ours[name].any())
-        draws = KeptRandomState() != before
+        draws = RandomSnapshot() != before
         rewind()
         exact = all(torch.equal(gradient, reference[name]) for name, gradient in ours.items())
         off = differences(ours, reference)
@@ -203,20 +193,20 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
 def _at_once(pipe: Pipeline, x: Any, y: Any, reference: Gradients) -> tuple[tuple[float | None, tuple[str, ...]], str]:
     """Return the difference from the whole batch, or why there is none; and what is wrong with it."""
     try:
-        difference, told = whole_batch_difference(pipe, x, y, reference)
+        difference, fault = whole_batch_difference(pipe, x, y, reference)
     except Exception as error:
         if not isinstance(pipe.stages.model, nn.ModuleList):
             raise
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
         return (None, (f"the stages, given as a list, do not take the whole batch at once ({why})",)), ""
-    return (difference, ()), told
+    return (difference, ()), fault
 
 
 def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
-    """Look at something on all processes; if one of them fails, or has something to say, none of them is left waiting.
+    """Look at something on all processes, so that none of them is left waiting if one of them fails.
 
     Raises:
-        VerificationError: with the words of the lowest rank that has any.
+        VerificationError: with the lowest rank's explanation, if any process has one.
     """
     try:
         found, seen = look()
@@ -224,19 +214,13 @@ def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
         error.add_note("raised where verify ran the plain model, without the pipeline")
         pipe.engine.first_to_say(f"{type(error).__name__} on another process: {error}")
         raise
-    if told := pipe.engine.first_to_say(seen):
-        raise VerificationError(told)
+    if fault := pipe.engine.first_to_say(seen):
+        raise VerificationError(fault)
     return found
 
 
-def _one_after_another(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> Gradients:
-    """Return the plain model's gradients."""
-    run_one_after_another(pipe, x, y, only)
-    return gradients_of(pipe)
-
-
 def _difference(wrong: list[str], difference: float, allowed: float) -> str:
-    """Say which parameters' gradients differ: the first one by how much, and how many."""
+    """Return which parameters' gradients differ: the first one by how much, and how many."""
     return (
         f"the gradient of {wrong[0]} differs from the plain model's by {difference:.1e} (2-norm, relative; "
         f"allowed {allowed:.0e}); {len(wrong)} parameter{'s differ' if len(wrong) > 1 else ' differs'} in all"
@@ -250,7 +234,7 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
         pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
         rewind()
-        off = differences(ours, _one_after_another(pipe, x, y, microbatch))
+        off = differences(ours, sequential(pipe, x, y, microbatch))
         rewind()
         wrong = [name for name, each in off.items() if not each <= tolerance(pipe, ours[name])]
         seen = f"micro-batch {microbatch} is the first that differs, at {wrong[0]}" if wrong else ""
@@ -263,21 +247,21 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
 
 
 def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: Gradients, rewind: Rewind) -> str:
-    """Say that a gradient is NaN or infinite in pipeline and plain model alike; nothing if none is."""
+    """Return the explanation that a gradient is NaN or infinite in the plain model too; nothing if none is."""
     name = next((each for each in ours if not (_finite(ours[each]) or _finite(reference[each]))), None)
     if name is None:
         return ""
     kind = "NaN" if bool(reference[name].isnan().any()) else "infinite"
-    told = f"the gradient of {name} is {kind}, in the plain model too: there is nothing to compare"
+    fact = f"the gradient of {name} is {kind}, in the plain model too: there is nothing to compare"
     batches = split_batch(x, row_counts(rows_of(x, "x"), pipe.plan.microbatches))
     for microbatch, value in enumerate(batches):
-        found = not all(map(_finite, _one_after_another(pipe, x, y, microbatch).values()))
+        found = not all(map(_finite, sequential(pipe, x, y, microbatch).values()))
         rewind()
         if found:
             given = "" if all(map(_finite, tensors_of(value))) else ", and its rows of x hold what is no number already"
-            told += f"\n  micro-batch {microbatch} is the first that makes one{given}"
+            fact += f"\n  micro-batch {microbatch} is the first that makes one{given}"
             break
-    return f"{told}\n  try: Pipeline(..., watch_nan=True), whose step names the action after which there is one"
+    return f"{fact}\n  try: Pipeline(..., watch_nan=True), whose step names the action after which there is one"
 
 
 def _finite(tensor: torch.Tensor) -> bool:
@@ -286,16 +270,17 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _restored(pipe: Pipeline, x: Any, y: Any) -> Iterator[Rewind]:
-    """Keep gradients, buffers, random state and batch; yield what puts back all but the gradients, which it clears."""
+    """Restore gradients, buffers, random state and batch in the end; yield what restores all but gradients before."""
     modules = [*pipe.stages.modules, *([pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else [])]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    kept: list[KeptBuffers | KeptRandomState | KeptBatch] = [KeptBuffers(modules), KeptRandomState(), KeptBatch([x, y])]
+    buffers, random_state, batch = BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot([x, y])
 
     def rewind() -> None:
         for parameter, _ in gradients:
             parameter.grad = None
-        for each in kept:
-            each.put_back()
+        buffers.restore()
+        random_state.restore()
+        batch.restore()
 
     rewind()
     try:
@@ -308,16 +293,16 @@ def _restored(pipe: Pipeline, x: Any, y: Any) -> Iterator[Rewind]:
 
 def _unproven(model: nn.Module, draws: bool) -> tuple[str, ...]:
     """Return what the comparisons do not show, of a model that draws random numbers or does not."""
+    layers = [layer for layer in model.modules() if layer.training]
     reasons: list[str] = []
-    if draws and any(isinstance(layer, _DropoutNd) and layer.training and layer.p for layer in model.modules()):
-        reasons.append("dropout draws from one random stream, in another order than the plain model: set model.eval()")
-    elif draws:
+    if draws:
+        drops = any(isinstance(layer, _DropoutNd) and layer.p for layer in layers)
         reasons.append(
-            "the model draws from one random stream, in another order than the plain model: set model.eval(), or leave "
-            "that out"
+            f"{'dropout' if drops else 'the model'} draws from one random stream, in another order than the plain "
+            "model: set model.eval()"
         )
-    if any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules()):
-        reasons.append("BatchNorm sees each micro-batch by itself: equal to micro-batches, not to the whole batch")
+    if any(isinstance(layer, _BatchNorm) for layer in layers):
+        reasons.append("BatchNorm sees each micro-batch alone: equal to micro-batches, not to the whole batch")
     return tuple(reasons)
 
 

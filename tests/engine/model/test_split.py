@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipelab import GPipe, OneFOneB, Pipeline, split
 from pipelab.engine.model.balance import cut
@@ -281,9 +282,106 @@ def test_other_rows_than_the_examples_are_refused_with_both_numbers():
     model = evaluated(Residual())
     x, y = plain.batch(10)
     with Pipeline(split(model, 2, example=x[:3]), GPipe(2, 2), mse) as pipe:
-        with pytest.raises(SplitError, match=r"a micro-batch has 5 rows, .* an example of 3.*use batches of 6 rows"):
+        with pytest.raises(SplitError, match=r"(?s)have 5 rows each, .* example of 3.* of 6 rows.*example of 5"):
             pipe.step(x, y)
         pipe.step(x[:6], y[:6])
+
+
+def test_rows_that_the_microbatches_do_not_divide_are_refused_with_batches_that_work():
+    x, y = plain.batch(40)
+    for rows in (7, 8):
+        with Pipeline(split(Residual(), 2, example=x[:rows]), GPipe(2, 5), mse) as pipe:
+            with pytest.raises(SplitError, match=r"(?s)37 rows in 5 micro-batches.* of (40|35) rows .*of (40|35) rows"):
+                pipe.step(x[:37], y[:37])
+            pipe.step(x[: 5 * rows], y[: 5 * rows])
+
+
+# --- what the tracer would lose without a word
+
+
+class TiedTokens(nn.Module):
+    """GPT-2's way: the embedding of the tokens is the head's weight, too."""
+
+    def __init__(self, function=False):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+        self.function = function
+        if not function:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = torch.tanh(self.body(self.embedding(tokens)))
+        return x @ self.embedding.weight.T + self.head(x) if self.function else self.head(x)
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_a_parameter_that_two_traced_stages_use_is_refused_with_its_name_and_both_stages(function):
+    tokens = torch.arange(4)
+    with pytest.raises(SplitError, match=r"(?s)parameter 'embedding.weight' is used by stage 0 and stage [12].* try: "):
+        split(TiedTokens(function), 3, example=tokens)
+
+
+def test_a_parameter_that_one_traced_stage_uses_twice_trains():
+    torch.manual_seed(0)
+    model, tokens = TiedTokens(), torch.arange(8)
+    with Pipeline(split(model, 1, example=tokens[:4]), GPipe(1, 2), nn.CrossEntropyLoss()) as pipe:
+        assert pipe.verify(tokens, tokens).largest_difference <= 1e-6
+        pipe.step(tokens, tokens)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_activation_checkpoint_that_the_tracer_would_drop_is_refused(reentrant):
+    class Checkpointed(Residual):
+        def forward(self, x):
+            x = self.entry(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant) if self.training else block(x)
+            return self.head(x)
+
+    x, _ = plain.batch(4)
+    with pytest.raises(SplitError, match=r"(?s)Checkpointed .*checkpoint.* list of stage modules"):
+        split(Checkpointed(), 2, example=x)
+    split(Checkpointed().eval(), 2, example=x)
+
+
+class Stateful(nn.Module):
+    """What it computes depends on how often it was called."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.entry, self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.inner.calls = 0
+        self.scale = scale
+
+    def forward(self, x):
+        return self.head(self.scale(self) * self.inner(self.entry(x)))
+
+
+def counted(model):
+    model.inner.calls += 1
+    return model.inner.calls
+
+
+def test_an_attribute_that_changes_from_call_to_call_is_refused_by_name():
+    with pytest.raises(SplitError, match=r"(?s)inner\.calls.* from call to call.*register_buffer"):
+        split(Stateful(counted), 2, example=plain.batch(4)[0])
+
+
+def test_what_else_changes_from_call_to_call_is_refused():
+    numbers = itertools.count(1)
+    with pytest.raises(SplitError, match=r"(?s)traced stages give other outputs than Stateful.*from call to call"):
+        split(Stateful(lambda _: next(numbers)), 2, example=plain.batch(4)[0])
+
+
+def test_what_is_made_once_in_the_first_call_is_no_state():
+    def once(model):
+        model.scale_made = getattr(model, "scale_made", 2)
+        return model.scale_made
+
+    x, y = plain.batch(4)
+    with Pipeline(split(Stateful(once), 2, example=x[:2]), GPipe(2, 2), mse) as pipe:
+        assert pipe.verify(x, y).largest_difference <= 1e-6
 
 
 def test_the_other_training_mode_is_refused():
@@ -295,6 +393,9 @@ def test_the_other_training_mode_is_refused():
             pipe.step(x, y)
         model.train()
         pipe.step(x, y)
+        model.dropout.eval()
+        with pytest.raises(SplitError, match=r"layer 'dropout' is in evaluation mode, but it was traced in training"):
+            pipe.step(x, y)
 
 
 def test_an_evaluation_traces_again_for_other_rows_and_the_other_mode():
@@ -307,7 +408,7 @@ def test_an_evaluation_traces_again_for_other_rows_and_the_other_mode():
         torch.testing.assert_close(pipe.forward(x), model(x).detach())  # dropout is off
         torch.testing.assert_close(pipe.forward(more), model(more).detach())
         assert not model.training
-        with pytest.raises(SplitError, match="the micro-batches have 1 and 2 rows"):
+        with pytest.raises(SplitError, match="3 rows in 2 micro-batches have 1 or 2 rows each"):
             pipe.forward(x[:3])
         evaluated = pipe.forward(x)
         model.train()

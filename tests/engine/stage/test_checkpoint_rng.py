@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipelab import ZBH1, GPipe, LoopedBFS, OneFOneB, Pipeline, replicate
 from pipelab.engine.stage.checkpoint_rng import _draws, _shared
+from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.errors import EngineError
 
 mse = nn.functional.mse_loss
@@ -157,14 +158,41 @@ def test_dropout_beside_other_hooks_on_saved_tensors_is_no_checkpoint():
         pipe.step(*plain.batch(4))
 
 
-def test_only_a_stage_that_gives_cause_is_looked_at_closely(monkeypatch):
-    looked = Mock(side_effect=AssertionError)
-    monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng._RefusesDraws", looked)
-    drops_nothing = Checkpointed(nn.Identity())
-    for model in (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), nn.Sequential(nn.Linear(6, 6), drops_nothing)):
-        with Pipeline(model, GPipe(2, 2), mse) as pipe:
+def test_a_checkpoint_is_looked_for_in_the_first_step_and_when_the_mode_changes(monkeypatch):
+    looked = Mock(wraps=holds_checkpoint)
+    monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng.holds_checkpoint", looked)
+    monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng._RefusesDraws", Mock(side_effect=AssertionError))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        for _ in range(3):
             pipe.step(*plain.batch(4))
-    assert not looked.called
+        assert looked.call_count == 2
+        model[1].eval()
+        pipe.step(*plain.batch(4))
+        assert looked.call_count == 3
+
+
+def test_a_checkpoint_that_training_alone_uses_is_found_after_an_evaluation():
+    class Trains(Checkpointed):
+        def forward(self, x):
+            return super().forward(x) if self.training else self.inner(x)
+
+    model = nn.Sequential(nn.Linear(6, 6), Trains(dropout)).eval()
+    model[1].then = nn.Dropout(0.5)
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.step(*plain.batch(4))
+        model.train()
+        with pytest.raises(EngineError, match="activation checkpoint"):
+            pipe.step(*plain.batch(4))
+
+
+def test_a_dropout_that_begins_to_drop_later_is_refused_then():
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(nn.Dropout(0.0)))
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        pipe.step(*plain.batch(4))
+        model[1].then.p = 0.5
+        with pytest.raises(EngineError, match="activation checkpoint"):
+            pipe.step(*plain.batch(4))
 
 
 def test_what_draws_is_told_from_what_only_might():

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import signal
 import threading
-import time
-import weakref
 
 import plain
 import pytest
@@ -287,11 +284,37 @@ def changes():
     def attribute(model):
         model[0].forward = functools.partial(nn.Linear.forward, model[0])
         model[2].scale = 7
+        model[2].register_forward_hook(lambda module, given, made: module.scale * made)
+
+    def function(model):
+        model[1].activation, model[1].shift = torch.sigmoid, torch.ones(6)
+        model[1].register_forward_hook(lambda module, given, made: module.activation(made + module.shift))
 
     def double(model):
         model.double()
 
-    for change in (loaded, assigned, data, replaced, frozen, hooked, weight_hooked, attribute, double):
+    def renewed(model):
+        model[1].inner = nn.Linear(6, 6)
+        model[1].register_forward_hook(lambda module, given, made: module.inner(made))
+
+    def quieter(model):
+        model[3].register_parameter("bias", None)
+        model[2].register_parameter("bias", None)
+
+    for change in (
+        loaded,
+        assigned,
+        data,
+        replaced,
+        frozen,
+        hooked,
+        weight_hooked,
+        attribute,
+        function,
+        double,
+        renewed,
+        quieter,
+    ):
         yield pytest.param(change, id=change.__name__)
 
 
@@ -398,27 +421,33 @@ def test_a_copy_shares_the_storage_of_its_parameters_and_nothing_of_their_gradie
     assert [parameter.grad for parameter in module.parameters()] == [None] * 3
 
 
-def test_a_copy_shares_what_holds_nothing_of_the_stage():
-    module = nn.Linear(2, 2)
-    module.notes, module.lock, module.itself = [1, 2], threading.Lock(), []
-    module.itself.append(module.itself)
-    copy = copied(module, CPU)
-    assert copy.notes is module.notes
-    assert copy.lock is module.lock
-    assert copy.itself is module.itself
+def test_a_stage_that_cannot_be_copied_is_refused():
+    model = plain.mlp(4)
+    model[2].lock = threading.Lock()
+    with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:
+        with pytest.raises(EngineError, match="stage 1 cannot be copied for rank 3: TypeError: .*lock"):
+            pipe.step(*plain.batch(8))
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_nothing_of_a_copy_outlives_its_step():
-    model, seen = plain.mlp(2), weakref.WeakSet()
+def test_a_copy_is_made_once():
+    model, seen = plain.mlp(2), set()
     model[0].register_forward_pre_hook(lambda module, given: seen.add(module))
     with Pipeline(model, two_ranks(1, 1, 1), mse) as pipe:
-        pipe.step(*plain.batch(3))
-        gc.collect()
-        for _ in range(1000):  # a worker lets go just after it has reported
-            if set(seen) == {model[0]}:
-                break
-            time.sleep(0.01)
-        assert set(seen) == {model[0]}
+        for _ in range(3):
+            pipe.step(*plain.batch(3))
+    assert len(seen) == 3
+
+
+def test_a_step_that_failed_leaves_no_gradients_in_the_copies():
+    model, x = lit(1, None)
+    with Pipeline(model, Plan([[F(0, 0), B(0, 0)], [F(2, 0), B(2, 0), F(1, 0), B(1, 0)]], 1, 3), mse) as pipe:
+        model[0].does = fails
+        with pytest.raises(StageError):
+            pipe.step(x[:6], x[:6])
+        model[0].does = None
+        model.zero_grad()
+        pipe.verify(x[:6], x[:6])
 
 
 class Captured(nn.Module):

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from pipelab.engine.stage.snapshot import KeptBatch, KeptBuffers, KeptRandomState, unchanged
+from pipelab.engine.stage.snapshot import BatchSnapshot, BufferSnapshot, RandomSnapshot, unchanged
 
 
 def test_buffers_get_their_values_and_their_places_back():
     norm = nn.BatchNorm1d(3)
     mean, variance = norm.running_mean, norm.running_var
-    kept = KeptBuffers([nn.Sequential(norm)])
+    kept = BufferSnapshot([nn.Sequential(norm)])
     norm.running_mean.add_(1)
     norm.running_var = torch.zeros(3)
-    kept.put_back()
+    kept.restore()
     assert norm.running_mean is mean
     assert norm.running_var is variance
     assert mean.tolist() == [0.0] * 3
@@ -26,21 +26,21 @@ def test_buffers_get_their_values_and_their_places_back():
 def test_buffers_of_any_layout_can_be_kept(buffer):
     module = nn.Module()
     module.register_buffer("buffer", buffer)
-    KeptBuffers([module]).put_back()
+    BufferSnapshot([module]).restore()
     assert module.buffer is buffer
 
 
 def test_the_same_random_numbers_come_again():
-    kept = KeptRandomState()
-    assert kept == KeptRandomState()
+    kept = RandomSnapshot()
+    assert kept == RandomSnapshot()
     first = torch.rand(3)
-    assert kept != KeptRandomState()
-    kept.put_back()
+    assert kept != RandomSnapshot()
+    kept.restore()
     assert torch.equal(torch.rand(3), first)
 
 
 def test_an_error_leaves_nothing_changed():
-    norm, kept = nn.BatchNorm1d(3), KeptRandomState()
+    norm, kept = nn.BatchNorm1d(3), RandomSnapshot()
 
     def fail():
         norm(torch.randn(4, 3))
@@ -49,23 +49,23 @@ def test_an_error_leaves_nothing_changed():
     with pytest.raises(ZeroDivisionError), unchanged([norm]):
         fail()
     assert norm.num_batches_tracked == 0
-    assert kept == KeptRandomState()
+    assert kept == RandomSnapshot()
 
 
 def test_a_batch_that_nobody_wrote_into_is_not_written_into_again():
     """A graph of the caller's that has saved it would find it changed."""
     numbers = [torch.tensor([1.0, torch.nan]), torch.tensor([True]), torch.tensor([3]), torch.tensor([1 + 2j])]
-    kept = KeptBatch(numbers)
+    kept = BatchSnapshot(numbers)
     versions = [each._version for each in numbers]
-    kept.put_back()
+    kept.restore()
     assert [each._version for each in numbers] == versions
     numbers[0][0] = 5
     numbers[2][0] = 5
-    kept.put_back()
+    kept.restore()
     assert (float(numbers[0][0]), int(numbers[2][0])) == (1.0, 3)
     with torch.inference_mode():
         unwritable = torch.ones(2)
-        kept = KeptBatch([unwritable])
+        kept = BatchSnapshot([unwritable])
         unwritable += 1
-    kept.put_back()
+    kept.restore()
     assert unwritable.tolist() == [2, 2]  # a batch that cannot be written into is left as the model left it

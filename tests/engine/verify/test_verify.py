@@ -10,7 +10,7 @@ import torch
 from strategies import near
 from torch import nn
 
-from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules
+from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules, split
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.verify.reference import tolerance
 from pipelab.engine.verify.verify import Verification
@@ -29,7 +29,7 @@ def test_a_right_pipeline_is_proved_right(name):
     assert proof.largest_difference <= 1e-6
     assert proof.whole_batch_difference <= 1e-5
     assert proof.unproven == ()
-    assert str(proof).startswith(f"gradients of {2 * plan.stages} parameters equal to the same")
+    assert str(proof).startswith(f"All {2 * plan.stages} gradients match plain training with the same")
 
 
 def test_a_proof_bit_for_bit_says_so():
@@ -37,7 +37,7 @@ def test_a_proof_bit_for_bit_says_so():
         proof = pipe.verify(*plain.batch(7))
     assert proof.exact
     assert proof.largest_difference == 0
-    assert "bit for bit; to the whole batch within" in str(proof)
+    assert "bit for bit. Against the whole batch at once" in str(proof)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_proof_bit_for_bit_says_so():
 )
 def test_how_far_gradients_may_be_apart_depends_on_the_device_and_the_types(on_gpu, kind, cast, allowed):
     devices = [RankDevice(torch.device("cpu")), RankDevice(torch.device("cuda:0" if on_gpu else "cpu"))]
-    pipe = SimpleNamespace(devices=devices, surroundings=lambda: SimpleNamespace(types={cast} - {None}))
+    pipe = SimpleNamespace(devices=devices, caller_context=lambda: SimpleNamespace(types={cast} - {None}))
     assert tolerance(pipe, torch.zeros(1, dtype=kind)) == allowed
 
 
@@ -236,8 +236,8 @@ def test_a_target_that_is_spread_over_the_output_is_told_from_a_stage_that_mixes
     with Pipeline(model, OneFOneB(2, 3), mse) as pipe, pytest.raises(VerificationError) as wrong:
         pipe.verify(x, y[:, 0])
     assert str(wrong.value).splitlines()[1:] == [
-        "  the output is [12, 1] and y is [12]: the loss spreads them over each other, every row of one against every "
-        "row of the other",
+        "  the output is [12, 1] and y is [12]: the loss broadcasts them, every row of one against every row of the "
+        "other",
         "  try: y.view(12, 1)",
     ]
 
@@ -248,7 +248,7 @@ def test_what_dropout_and_batch_norm_do_not_let_it_prove_is_said():
     with Pipeline(model, OneFOneB(2, 4), mse) as pipe:
         proof = pipe.verify(*plain.batch(8))
         assert [reason.split()[0] for reason in proof.unproven] == ["dropout", "BatchNorm"]
-        assert str(proof).count("not proved:") == len(proof.unproven)
+        assert str(proof).count("not verified:") == len(proof.unproven)
         assert proof.whole_batch_difference is None
         model.eval()
         proof = pipe.verify(*plain.batch(8))
@@ -289,15 +289,15 @@ def test_gradients_that_dropout_makes_differ_are_not_called_equal(dropout):
     assert not proof.compared
     assert proof.whole_batch_difference is None
     assert "could not be compared" in str(proof)
-    assert "equal" not in str(proof)
+    assert "match" not in str(proof)
 
 
 def test_a_proof_that_could_not_be_had_says_so():
     told = str(Verification(4, 2, exact=False, largest_difference=0.83, unproven=("dropout",), compared=False))
     assert told.splitlines() == [
-        "gradients of 4 parameters could not be compared: they differ by up to 8.3e-01 (2-norm, relative), and random "
-        "numbers are drawn in another order",
-        "not proved: dropout",
+        "4 gradients could not be compared: they differ by up to 8.3e-01 (2-norm, relative), and random numbers are "
+        "drawn in another order.",
+        "not verified: dropout",
     ]
 
 
@@ -364,7 +364,7 @@ def test_parameters_without_a_gradient_are_named():
     assert proof.idle == ("0.weight (stage 0)", "0.bias (stage 0)")
     assert (
         str(proof).splitlines()[1]
-        == "2 of them got none, in the plain model either: 0.weight (stage 0), 0.bias (stage 0)"
+        == "2 parameters got no gradient, in plain training either: 0.weight (stage 0), 0.bias (stage 0)"
     )
 
 
@@ -517,3 +517,24 @@ def test_a_buffer_that_shows_its_memory_several_times_and_sparse_gradients_are_v
     rows, y = torch.arange(8) % 3, plain.batch(8)[1]
     with Pipeline([Looks(), nn.Linear(6, 6)], OneFOneB(2, 4), mse) as pipe:
         assert pipe.verify(rows, y).exact
+
+
+class Grows(nn.Module):
+    """No sequence, so it is traced; what it computes can be changed after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.factor = nn.Linear(6, 6), nn.Linear(6, 6), 1
+
+    def forward(self, x):
+        return self.second(self.factor * self.first(x))
+
+
+def test_traced_stages_are_compared_with_the_users_own_model():
+    model = Grows()
+    x, y = plain.batch(8)
+    with Pipeline(split(model, 2, example=x[:2]), OneFOneB(2, 4), mse) as pipe:
+        assert pipe.verify(x, y).exact
+        model.factor = 2  # the traced stages keep 1
+        with pytest.raises(VerificationError, match="differs from the plain model's"):
+            pipe.verify(x, y)

@@ -52,7 +52,7 @@ def test_a_proof_bit_for_bit_says_so():
 )
 def test_how_far_gradients_may_be_apart_depends_on_the_device_and_the_types(on_gpu, kind, cast, allowed):
     devices = [RankDevice(torch.device("cpu")), RankDevice(torch.device("cuda:0" if on_gpu else "cpu"))]
-    pipe = SimpleNamespace(devices=devices, caller_context=lambda: SimpleNamespace(types={cast} - {None}))
+    pipe = SimpleNamespace(devices=devices, caller=lambda: SimpleNamespace(types={cast} - {None}))
     assert tolerance(pipe, torch.zeros(1, dtype=kind)) == allowed
 
 

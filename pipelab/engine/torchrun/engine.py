@@ -19,14 +19,14 @@ from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, refuse_lost_hooks
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.torchrun.agreement import agree, describe_batch, sample_of
-from pipelab.engine.torchrun.groups import Connections, Part
+from pipelab.engine.torchrun.groups import Connections, PipelineReplica
 from pipelab.engine.torchrun.messages import Form, learn_forms
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.results import Clock, ProcessRun, set_clocks, share
 from pipelab.engine.torchrun.runtime import lowered
 from pipelab.engine.torchrun.stage import ProcessStage
 from pipelab.engine.torchrun.step_state import Passage
-from pipelab.engine.torchrun.supervisor import Doing, Watch, doing, met_rank
+from pipelab.engine.torchrun.supervisor import Status, Supervisor, describe_step, peer_of
 from pipelab.plan.plan import Plan
 
 __all__ = ["TorchEngine"]
@@ -45,7 +45,7 @@ class TorchEngine:
         runners: all stages, in order.
         lane: what this process runs on.
         connections: to the other processes.
-        watch: looks after this process.
+        supervisor: runs this process's work, and watches the others.
         labels: what each rank runs on and in.
         replicated_buffers: what becomes of the buffers that replicated stages write into.
     """
@@ -53,12 +53,12 @@ class TorchEngine:
     def __init__(
         self,
         plan: Plan,
-        part: Part,
+        part: PipelineReplica,
         rank: int,
         runners: Sequence[Stage],
         lane: Lane,
         connections: Connections,
-        watch: Watch,
+        supervisor: Supervisor,
         labels: list[str],
         replicated_buffers: Buffers,
     ) -> None:
@@ -71,10 +71,10 @@ class TorchEngine:
         self._runners = runners
         self._lane = lane
         self._connections = connections
-        self._watch = watch
+        self._supervisor = supervisor
         held = [stage for stage, (home,) in part.plan.replicas.items() if home == self._place]
         self._reducers = {
-            stage: Reducer(runners[stage].module, connections.replicas, connections.carrier)
+            stage: Reducer(runners[stage].module, connections.replicas, connections.transport_device)
             for stage in held
             if connections.replicas is not None
         }
@@ -84,7 +84,7 @@ class TorchEngine:
                 {stage: runners[stage] for stage in held},
                 plan.replicas,
                 connections.replicas,
-                connections.carrier,
+                connections.transport_device,
                 replicated_buffers,
             )
             if connections.replicas is not None
@@ -101,8 +101,8 @@ class TorchEngine:
         self._clock = Clock()
         self._passage: Passage | None = None
         self._call = "begin"
-        self._doing = Doing(
-            self._told, self._progress, lambda: met_rank(plan, self._passage), lambda: self._passage is not None
+        self._status = Status(
+            self._describe, self._progress, lambda: peer_of(plan, self._passage), lambda: self._computing
         )
 
     def run(
@@ -130,12 +130,12 @@ class TorchEngine:
     def attend(self, work: Callable[[], Any], call: str) -> Any:
         """Do something that communicates, looked after."""
         self._call = call
-        return self._watch.attend(work, self._doing)
+        return self._supervisor.run(work, self._status)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the pipeline; if the caller's own code failed, tell the others of what."""
-        clean = error is None and not self._watch.over
-        self._watch.close(error)
+        clean = error is None and not self._supervisor.over
+        self._supervisor.close(error)
         if clean:  # after a failure something may be under way for ever
             self._connections.close()
             # The threads of a group end with the last reference to it. Left to the end of the process, they might let
@@ -235,9 +235,13 @@ class TorchEngine:
         words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in around.autocast]
         return "; ".join(words)
 
-    def _told(self) -> str:
-        passage = self._passage
-        return doing(self.plan, self._call, passage) + (self._watch.line() if passage and passage.computing else "")
+    @property
+    def _computing(self) -> bool:
+        return self._passage is not None and self._passage.computing
+
+    def _describe(self) -> str:
+        line = self._supervisor.line() if self._computing else ""
+        return describe_step(self.plan, self._call, self._passage) + line
 
     def _progress(self) -> object:
         passage = self._passage

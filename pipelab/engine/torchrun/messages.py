@@ -15,7 +15,7 @@ from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.pytree import Spec, map_leaves, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import unchanged
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.torchrun.groups import Part
+from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.errors import EngineError
 
 __all__ = ["Form", "Marks", "form_of", "learn_forms", "pack", "unpack"]
@@ -279,7 +279,7 @@ class Marks:
 
 
 def learn_forms(
-    part: Part,
+    part: PipelineReplica,
     place: int,
     runners: Sequence[Stage],
     lane: Lane,
@@ -334,7 +334,9 @@ def learn_forms(
     return found
 
 
-def _try(part: Part, place: int, runner: Stage, microbatch: int, value: Any, lane: Lane, *, learning: bool) -> Any:
+def _try(
+    part: PipelineReplica, place: int, runner: Stage, microbatch: int, value: Any, lane: Lane, *, learning: bool
+) -> Any:
     """Run a stage forward, leaving no trace in it."""
     given = value if lane.takes is None else lane.takes(value)
     try:

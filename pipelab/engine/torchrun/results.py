@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipelab.engine.device.clocks import HOST, StepClock
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.torchrun.agreement import gathered
-from pipelab.engine.torchrun.groups import Part
+from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.engine.torchrun.messages import pack, unpack
 from pipelab.engine.torchrun.step_state import Passage
 from pipelab.plan.plan import Plan
@@ -168,7 +168,7 @@ class ProcessRun:
 
 
 def share(
-    group: dist.ProcessGroup, plan: Plan, part: Part, passage: Passage, loss: Loss | None, clock: Clock
+    group: dist.ProcessGroup, plan: Plan, part: PipelineReplica, passage: Passage, loss: Loss | None, clock: Clock
 ) -> ProcessRun:
     """Exchange times and losses; of an evaluation, the outputs. All processes must call it.
 
@@ -223,7 +223,7 @@ def _readings(passage: Passage, marks: list[Any], clock: Clock) -> list[int]:
     return [reading - clock.ahead_ns for reading in passage.clock.nanoseconds(marks)]
 
 
-def _losses(plan: Plan, part: Part, passage: Passage) -> torch.Tensor:
+def _losses(plan: Plan, part: PipelineReplica, passage: Passage) -> torch.Tensor:
     """Return this process's losses as the bits of 64-bit numbers, zeros where it knows none; their type comes first."""
     assert passage.loss is not None
     found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)

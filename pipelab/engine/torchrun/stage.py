@@ -22,7 +22,7 @@ from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.nan_watch import batch_has_nan, refuse_nan
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.threads.instructions import Act
-from pipelab.engine.torchrun.groups import Connections, Part
+from pipelab.engine.torchrun.groups import Connections, PipelineReplica
 from pipelab.engine.torchrun.messages import Form, Marks
 from pipelab.engine.torchrun.replicas import Reducer
 from pipelab.engine.torchrun.step_state import Passage
@@ -43,7 +43,9 @@ class ProcessStage:
         reducer: sums its gradients over its replicas; `None` where it has none.
     """
 
-    def __init__(self, runner: Stage, part: Part, rank: int, connections: Connections, reducer: Reducer | None) -> None:
+    def __init__(
+        self, runner: Stage, part: PipelineReplica, rank: int, connections: Connections, reducer: Reducer | None
+    ) -> None:
         """Take the place of a `PipelineStage`."""
         self.runner = runner
         self.stage_index = runner.index
@@ -54,7 +56,7 @@ class ProcessStage:
         self.is_last = runner.is_last
         self.submod = runner.module
         self.has_backward = True
-        self.device = connections.carrier
+        self.device = connections.transport_device
         self.group = connections.pipeline
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank: dict[int, int] = {}

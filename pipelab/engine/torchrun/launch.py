@@ -21,9 +21,6 @@ from pipelab.plan.fault import line_of
 
 __all__ = ["decisive", "run_script", "torchrun"]
 
-_MOST_LINES = 24
-"""How many lines of a message are repeated; all of it stands above."""
-
 
 def torchrun(arguments: Sequence[str]) -> str | None:
     """Start processes as torchrun does, and wait for them; it is this process that gets and passes on signals.
@@ -52,31 +49,28 @@ def run_script() -> None:
 def decisive(failures: Mapping[int, ProcessFailure]) -> str:
     """Return what failed first, in few words.
 
-    That is an error that ended a process; else what ended a process without an error, a signal or an exit code. A
-    `RankError` says what a process learned of another one; SIGTERM is what torchrun sends to those that are left.
+    That is an error that ended a process, or else a signal or an exit code. A `RankError` only repeats what a process
+    learned of another one, and SIGTERM is what torchrun sends to those that are left.
 
     Args:
         failures: how each process ended that failed, by rank.
     """
-    order = sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))
-    errors = {rank: error for rank in order if (error := _error(failures[rank]))}
-    own = [rank for rank in errors if not errors[rank].startswith("RankError: ")]
-    if own:
-        error = errors[own[0]]
-        if len(own) == len(failures) > 1 and len(set(errors.values())) == 1:
-            return _message("every rank failed alike", error)
-        # who waited in vain is not the one that failed: the error names that one
-        return _message(
-            "a call timed out" if error.startswith("StepTimeoutError: ") else f"rank {own[0]} failed first", error
-        )
-    silent = [rank for rank in order if rank not in errors]
-    struck = [rank for rank in silent if failures[rank].exitcode != -signal.SIGTERM]
-    first = next(iter(struck or ([] if errors else silent)), None)
-    ended = "" if first is None else f"rank {first} ended first, {_how(failures[first].exitcode)}"
-    if not errors:
-        return f"pipelab: {ended}"
-    witness = next(iter(errors))
-    return _message(f"{ended}; rank {witness} says" if ended else f"rank {witness} says", errors[witness])
+    errors = {rank: _error(failure) for rank, failure in failures.items()}
+
+    def order(rank: int) -> tuple[int, int, int]:
+        if errors[rank]:
+            kind = 2 if errors[rank].startswith("RankError: ") else 0
+        else:
+            kind = 3 if failures[rank].exitcode == -signal.SIGTERM else 1
+        return kind, failures[rank].timestamp, rank
+
+    first = min(failures, key=order)
+    error = errors[first]
+    if not error:
+        return f"pipelab: rank {first} ended first, {_how(failures[first].exitcode)}"
+    if error.startswith("StepTimeoutError: "):  # it names the rank that hangs, which is another one than its own
+        return f"pipelab: a call timed out:\n{error}"
+    return f"pipelab: rank {first} {'says' if error.startswith('RankError: ') else 'failed first'}:\n{error}"
 
 
 def _error(failure: ProcessFailure) -> str:
@@ -97,12 +91,6 @@ def _how(code: int) -> str:
         return f"with exit code {code}: what it printed, if anything, stands above"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"killed by {name}{', as the system does where memory runs out' if name == 'SIGKILL' else ''}"
-
-
-def _message(lead: str, words: str) -> str:
-    lines = words.strip().splitlines()
-    more = [f"  … and {len(lines) - _MOST_LINES} lines more, above"] if len(lines) > _MOST_LINES else []
-    return "\n".join([f"pipelab: {lead}:", *lines[:_MOST_LINES], *more])
 
 
 if __name__ == "__main__":

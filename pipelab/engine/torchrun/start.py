@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import json
 import os
 import shlex
@@ -113,7 +112,8 @@ def start(job: Job) -> Started:
                     _copy_first_replica(job.stages.modules[stage], connections)
             return connections
 
-    connections = supervisor.run(meet, Status(lambda: "waits for all processes to connect"))
+    hint = ", perhaps for want of GLOO_SOCKET_IFNAME" if len({each["host"] for each in everyone}) > 1 else ""
+    connections = supervisor.run(meet, Status(lambda: f"waits for all processes to connect{hint}"))
     supervisor.abort = connections.abort
     # [4] the engine
     on = [torch.device(each["runs_on"]) for each in everyone]
@@ -181,10 +181,6 @@ def identify(ranks: int) -> tuple[int, int]:
 
 def process_info() -> dict[str, Any]:
     """Return what the others should know of this process: its versions, and where it runs."""
-    try:
-        address = str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
-    except OSError:
-        address = "127.0.0.1"  # as gloo does
     numbering = ""
     with contextlib.suppress(OSError):  # which numbering its process number belongs to: a machine's, or a container's
         numbering = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -193,7 +189,6 @@ def process_info() -> dict[str, Any]:
         "torch": torch.__version__.partition("+")[0],
         "host": socket.gethostname(),
         "processes": numbering,
-        "address": "" if os.environ.get("GLOO_SOCKET_IFNAME") else address,  # that gloo offers to other hosts
         "pid": os.getpid(),
     }
 
@@ -202,7 +197,7 @@ def describe_plan(plan: Plan) -> list[str]:
     """Return what must be the same about the plan on every process."""
     sizes = f"{plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} micro-batches"
     rows = enumerate(plan.rows)
-    return [sizes, *(f"{each} at position {at} of rank {rank}" for rank, row in rows for at, each in enumerate(row))]
+    return [sizes, *(f"{each} at position {at} of row {rank}" for rank, row in rows for at, each in enumerate(row))]
 
 
 def describe_model(modules: Sequence[nn.Module]) -> list[str]:
@@ -236,8 +231,7 @@ def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any],
         timeout: seconds to wait for the others.
 
     Raises:
-        RankError: if a process does not come or differs from rank 0, or if one cannot be reached from another host;
-            every process raises it.
+        RankError: if a process does not come or differs from rank 0; every process raises it.
     """
     keys = [f"info/{each}" for each in range(size)]
     began = time.monotonic()
@@ -265,7 +259,6 @@ def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any],
                 raise RankError(told, others[0])
     except RuntimeError as error:
         raise RankError(f"rank 0, or torchrun, which holds this job's store, is gone: {error}", 0) from error
-    _require_addresses(everyone)
     return everyone
 
 
@@ -276,24 +269,7 @@ def _difference(store: AnsweringStore, key: str, others: list[int], everyone: li
         return f"{who} {key} {everyone[others[0]][key]}, rank 0 has {key} {everyone[0][key]}"
     ours, theirs = (json.loads(store.get(f"{key}/{each}")) for each in (0, others[0]))
     first, other = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing more") if pair[0] != pair[1])
-    return f"{who} another {key} than rank 0: {other} there, {first} on rank 0"
-
-
-def _require_addresses(everyone: Sequence[dict[str, Any]]) -> None:
-    """Refuse several hosts of which one would offer the others an address that leads back to themselves.
-
-    Raises:
-        RankError: naming the first such rank, and what to set.
-    """
-    several = len({each["host"] for each in everyone}) > 1
-    for rank, each in enumerate(everyone):
-        if several and each["address"] and ipaddress.ip_address(each["address"].partition("%")[0]).is_loopback:
-            raise RankError(
-                f"rank {rank} cannot be reached from other hosts: its host's name, {each['host']}, stands for "
-                f"{each['address']} there\n  try: GLOO_SOCKET_IFNAME=NAME torchrun ..., on each host with the name of "
-                "its network device, as `ip address` shows it",
-                rank,
-            )
+    return f"{who} another {key} than rank 0: {other}, where rank 0 has {first}"
 
 
 def _digest(value: Any) -> str:

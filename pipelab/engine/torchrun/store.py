@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -114,21 +115,9 @@ class AnsweringStore:
         self._thread = CommunicationThread("pipelab-store", threads=1)
         weakref.finalize(self, self._thread.end)
 
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        self._ask(lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        """Return a value, waiting for it."""
-        return bytes(self._ask(lambda: self._store.get(key)))
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have a value."""
-        return bool(self._ask(lambda: self._store.check(keys)))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value if there is none yet; return what is there."""
-        return bytes(self._ask(lambda: self._store.compare_set(key, expected, desired)))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of the store: `set`, `get`, `check` or `compare_set`."""
+        return lambda *given: self._ask(partial(getattr(self._store, name), *given))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Return what the store answers.
@@ -166,8 +155,7 @@ def open_store(rank: int, size: int, timeout: float | None) -> Any:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise EngineError(
-            f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is\n"
-            "  try: torchrun, which sets both, or set them to rank 0's host and a free port, the same in every process"
+            f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is: torchrun sets both"
         )
     make = dist.TCPStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
     holds = rank == 0 and not torchrun_holds_the_store()

@@ -404,7 +404,7 @@ def test_what_travels_is_described_for_people():
 def test_the_plan_and_model_are_described_so_that_they_can_be_compared():
     from pipelab.engine.torchrun.start import describe_model, describe_plan
 
-    assert describe_plan(PLAN)[:2] == ["1 ranks, 2 stages, 2 micro-batches", "0F0 at position 0 of rank 0"]
+    assert describe_plan(PLAN)[:2] == ["1 ranks, 2 stages, 2 micro-batches", "0F0 at position 0 of row 0"]
     assert describe_model([nn.Linear(2, 3), nn.BatchNorm1d(3)])[:3] == [
         "weight of stage 0: [3, 2] float32",
         "bias of stage 0: [3] float32",

@@ -183,9 +183,12 @@ def assert_told(facts, kind, told):
     ("case", "told"),
     [
         ("version", r"^rank 1 has torch 2\.9\.1, rank 0 has torch [\d.]+$"),
-        ("plan", r"^rank 1 has another plan than rank 0: 0F3 at position 3 of rank 0 there, 0B0 at position 3 of "),
-        ("sizes", r"3 ranks, 3 stages, 5 micro-batches there, 3 ranks, 3 stages, 4 micro-batches on rank 0$"),
-        ("model", r"^rank 1 has another model than rank 0: 0\.weight of stage 0: \[8, 8\] float32 there, 0\.weight of"),
+        ("plan", r"^rank 1 has another plan than rank 0: 0F3 at position 3 of row 0, where rank 0 has 0B0 at "),
+        ("sizes", r"3 ranks, 3 stages, 5 micro-batches, where rank 0 has 3 ranks, 3 stages, 4 micro-batches$"),
+        (
+            "model",
+            r"^rank 1 has another model than rank 0: 0\.weight of stage 0: \[8, 8\] float32, where rank 0 has",
+        ),
         ("reduction", r"^rank 1 has reduction sum, rank 0 has reduction mean$"),
         ("buffers", r"^rank 1 has replicated_buffers lowest, rank 0 has replicated_buffers refuse$"),
     ],

@@ -12,7 +12,6 @@ SCRIPT = Path(__file__).with_name("faulty.py")
 RANKS = 4
 FAULTS = {
     "raises": "a stage raises",
-    "killed": "a process is killed (SIGKILL) in mid-step",
     "hangs": "a stage hangs, with `timeout=5`",
     "shape": "a stage's output has another shape than before",
     "plan": "a process has another plan",
@@ -33,7 +32,7 @@ def measure(quick: bool = False) -> dict[str, object]:
 def _run(fault: str) -> tuple[float, float]:
     """Return the two times of one run.
 
-    A survivor has spoken when a line is read in which it says what it was doing: in its error, or its last words.
+    A survivor has spoken when a line is read in which it says what it was doing.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     began, spoken = time.monotonic(), {}

@@ -67,7 +67,6 @@ from pipelab.errors import (
 from pipelab.plan.actions import Action, B, F, I, Pair, R, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
-from pipelab.reporting import report_to_torchrun
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
@@ -137,8 +136,6 @@ __all__ = [
     "simulate",
     "split",
 ]
-
-report_to_torchrun()
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {

@@ -32,7 +32,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.catalogue", "pipelab.draw", "pipelab.engine"],
     ["pipelab.simulation"],
     ["pipelab.schedule"],
-    ["pipelab.checking", "pipelab.trace", "pipelab.reporting"],
+    ["pipelab.checking", "pipelab.trace"],
     ["pipelab.plan"],
     ["pipelab.errors", "pipelab._version"],
 ]

@@ -64,11 +64,14 @@ __all__ = ["app", "launch_script", "main", "torchrun_line"]
 def torchrun_line(script: str, ranks: int, arguments: list[str]) -> list[str]:
     """Return the command that starts a script in so many processes on this machine, word by word.
 
+    The module runs the script, and records the error that ends it for torchrun.
+
     Example:
         >>> " ".join(torchrun_line("train.py", 4, ["--steps", "10"]))
-        'torchrun --standalone --nproc-per-node 4 train.py --steps 10'
+        'torchrun --standalone --nproc-per-node 4 -m pipelab.engine.torchrun.launch train.py --steps 10'
     """
-    return ["torchrun", "--standalone", "--nproc-per-node", str(ranks), script, *arguments]
+    module = "pipelab.engine.torchrun.launch"
+    return ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", module, script, *arguments]
 
 
 def launch_script(script: str, ranks: int, arguments: list[str]) -> bool:

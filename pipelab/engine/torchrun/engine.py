@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipelab.engine.device.streams import RankStream, begin, finish
-from pipelab.engine.engine import Engine
+from pipelab.engine.device.devices import RankDevice
+from pipelab.engine.device.streams import begin, finish, rank_streams
+from pipelab.engine.engine import Settings
+from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
-from pipelab.engine.stage.replicas import Buffers, refuse_lost_hooks
-from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.replicas import Runners, refuse_lost_hooks
 from pipelab.engine.step import RankState, StepState, describe
 from pipelab.engine.torchrun.agreement import agree, describe_batch, sample_of
-from pipelab.engine.torchrun.groups import Connections, Part
+from pipelab.engine.torchrun.groups import Connections, PipelineReplica
 from pipelab.engine.torchrun.messages import ValueMeta, learn_metas
-from pipelab.engine.torchrun.model_state import ManyProcesses
+from pipelab.engine.torchrun.model_state import DistributedModel
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.results import Clock, set_clocks, share
 from pipelab.engine.torchrun.runtime import lowered
 from pipelab.engine.torchrun.stage import ProcessStage
 from pipelab.engine.torchrun.step_state import ProcessStep
-from pipelab.engine.torchrun.supervisor import Doing, Watch
+from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.plan.plan import Plan
 
 __all__ = ["TorchEngine"]
@@ -37,76 +38,65 @@ _CLOCKS_SECONDS = 10.0
 """How long a comparison of clocks holds: those of two machines may drift by microseconds per second."""
 
 
-class TorchEngine(Engine):
+class TorchEngine(DistributedModel):
     """Runs one rank of a plan in this process; the other ranks run in others.
 
     Args:
         plan: the plan.
-        part: the pipeline of the plan that this process belongs to: all of it, or a replica.
+        stages: the model's stages.
+        replica: the pipeline of the plan that this process belongs to: all of it, or a replica.
         rank: this process's rank.
-        runners: all stages, in order.
-        stream: what this process runs on.
+        devices: what each rank runs on.
         connections: to the other processes.
-        watch: looks after this process.
-        labels: what each rank runs on and in.
-        replicated_buffers: what becomes of the buffers that replicated stages write into.
+        supervisor: runs this process's work, and watches the others.
+        settings: how to run.
     """
-
-    model: ManyProcesses
 
     def __init__(
         self,
         plan: Plan,
-        part: Part,
+        stages: Stages,
+        replica: PipelineReplica,
         rank: int,
-        runners: Sequence[Stage],
-        stream: RankStream,
+        devices: Sequence[torch.device],
         connections: Connections,
-        watch: Watch,
-        labels: list[str],
-        replicated_buffers: Buffers,
+        supervisor: Supervisor,
+        settings: Settings,
     ) -> None:
         """Lower the pipeline onto PyTorch's runtime."""
-        self.plan = plan
+        self.plan, self.stages, self.rank = plan, stages, rank
         self.group = connections.everyone
-        self.labels = labels
-        self._part = part
-        self._rank = rank
-        self._place = part.ranks.index(rank)
-        self._runners = runners
-        self._stream = stream
+        self.devices = [RankDevice(each) for each in devices]
+        self.local_stages = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
+        self.stage_devices = [devices[rank]] * plan.stages
+        self.intra_op_threads = settings.intra_op_threads or torch.get_num_threads()
+        firsts = {stage: ranks[:1] for stage, ranks in plan.replicas.items()}  # the other ranks are other processes
+        self.runners = Runners(stages.modules, firsts, devices, settings.replicated_buffers)
+        self._runners = [self.runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
+        self._replica = replica
+        self._place = replica.ranks.index(rank)
+        (self._stream,) = rank_streams([self.devices[rank]])
         self._connections = connections
-        self._watch = watch
-        held = [stage for stage, (home,) in part.plan.replicas.items() if home == self._place]
-        self._reducers = {
-            stage: Reducer(runners[stage].module, connections.replicas, connections.carrier)
-            for stage in held
-            if connections.replicas is not None
-        }
-        self._buffers = (
-            ReplicatedBuffers(
-                rank,
-                {stage: runners[stage] for stage in held},
-                plan.replicas,
-                connections.replicas,
-                connections.carrier,
-                replicated_buffers,
-            )
-            if connections.replicas is not None
-            else None
-        )
+        self._supervisor = supervisor
+        self._reducers: dict[int, Reducer] = {}
+        self._buffers: ReplicatedBuffers | None = None
+        if connections.replicas is not None:
+            others = (connections.replicas, connections.transport_device)
+            self._reducers = {stage: Reducer(self._runners[stage].module, *others) for stage in self.local_stages}
+            own = {stage: self._runners[stage] for stage in self.local_stages}
+            self._buffers = ReplicatedBuffers(rank, own, plan.replicas, *others, settings.replicated_buffers)
         self._stages = [
-            ProcessStage(runners[stage], part, rank, connections, self._reducers.get(stage)) for stage in held
+            ProcessStage(self._runners[stage], replica, rank, connections, self._reducers.get(stage))
+            for stage in self.local_stages
         ]
         self._presence = {stage.stage_index: stage.presence for stage in self._stages}
-        action = plan.bound.codes.action
-        self._row = [action(code) for code in plan.bound.rows[rank]]
-        self._runtime = lowered(part.plan, self._place, self._stages, self._receive)
+        self._row = [plan.bound.codes.action(code) for code in plan.bound.rows[rank]]
+        self._runtime = lowered(replica.plan, self._place, self._stages, self._receive)
         self._metas: dict[str, dict[int, list[ValueMeta]]] = {}
         self._clock = Clock()
         self._step: ProcessStep | None = None
         self._call = "begin"
-        self._doing = Doing(self._status, self._progress, self._met_rank, lambda: self._step is not None)
+        self._status = Status(self._describe, self._progress, self._peer, lambda: self._computing)
 
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
         """Run this process's part of all micro-batches; return what all processes made of it.
@@ -130,14 +120,14 @@ class TorchEngine(Engine):
         return state
 
     def attend(self, work: Callable[[], Any], call: str) -> Any:
-        """Do something that communicates, looked after."""
+        """Do something that communicates, supervised; return what it returns."""
         self._call = call
-        return self._watch.attend(work, self._doing)
+        return self._supervisor.run(work, self._status)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the pipeline; if the caller's own code failed, tell the others of what."""
-        clean = error is None and not self._watch.over
-        self._watch.close(error)
+        clean = error is None and not self._supervisor.over
+        self._supervisor.close(error)
         if clean:  # after a failure something may be under way for ever
             self._connections.close()
             # The threads of a group end with the last reference to it. Left to the end of the process, they might let
@@ -146,26 +136,6 @@ class TorchEngine(Engine):
             self._stages.clear()
             self._presence.clear()
             del self._connections, self._buffers, self._runtime, self.group
-
-    def gather_parameters(self) -> None:
-        """Bring every stage's parameters and buffers here from the process that holds it."""
-        self.model.gather_state()
-
-    def gather_gradients(self) -> None:
-        """Bring every stage's gradients here from the process that holds it."""
-        self.model.gather_gradients()
-
-    def full_model(self) -> AbstractContextManager[None]:
-        """Have all stages here for a while, as they are now, on this process's device."""
-        return self.model.whole()
-
-    def first_to_say(self, words: str) -> str:
-        """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""
-        return self.model.first_to_say(words)
-
-    def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
-        return self.model.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def _run(self, call: str, whole: ProcessStep) -> StepState:
         """Do one step, in the worker thread, on the rank's stream: what is read of a device is there."""
@@ -179,19 +149,19 @@ class TorchEngine(Engine):
                 loss.require()
             whole.caller.enter(stack)
             # [2] what will travel?
-            own = [inputs[microbatch] for microbatch in self._part.microbatches]
+            own = [inputs[microbatch] for microbatch in self._replica.microbatches]
             counts = [len(tensors_of(each)[0]) for each in own]
             if shapes not in self._metas:
-                place = (self._part, self._place, self._runners, self._stream, self._connections.pipeline)
+                place = (self._replica, self._place, self._runners, self._stream, self._connections.pipeline)
                 self._metas[shapes] = learn_metas(*place, own, counts, learning=learning)
             # [3] PyTorch's runtime runs this rank's order
             row = [action for action in self._row if learning or action.kind == "F"]
             step = ProcessStep(
                 own,
-                None if loss is None else loss.some(self._part.microbatches),
+                None if loss is None else loss.some(self._replica.microbatches),
                 whole.watch_nan,
                 whole.caller,
-                [RankState(self._rank, row, self._stream, {})],
+                [RankState(self.rank, row, self._stream, {})],
                 clocks=whole.clocks,
                 counts=counts,
                 metas=self._metas[shapes],
@@ -199,7 +169,7 @@ class TorchEngine(Engine):
             )
             self._go(step)
             # [4] times and losses to everybody
-            state = share(self.group, self.plan, self._part, step, loss, self._clock)
+            state = share(self.group, self.plan, self._replica, step, loss, self._clock)
         self._step = None
         return state
 
@@ -259,21 +229,25 @@ class TorchEngine(Engine):
         words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in caller.autocast]
         return "; ".join(words)
 
-    def _status(self) -> str:
+    @property
+    def _computing(self) -> bool:
+        return self._step is not None and self._step.mine.computing
+
+    def _describe(self) -> str:
         """Return what this process is doing, as in "rank 0 waits …"."""
         step = self._step
         if step is None:
             return f"waits for all processes in {self._call}"
         if step.mine.position >= len(step.mine.actions):
             return f"is done with its part of {self._call}, and waits for all processes"
-        return describe(self.plan, step.mine, self._watch.line())
+        return describe(self.plan, step.mine, self._supervisor.line() if self._computing else "")
 
     def _progress(self) -> object:
         step = self._step
         return None if step is None else (id(step), step.mine.position, step.mine.computing)
 
-    def _met_rank(self) -> int | None:
-        return None if self._step is None else self._step.met_rank(self.plan)
+    def _peer(self) -> int | None:
+        return None if self._step is None else self._step.peer_of(self.plan)
 
 
 def _mode(module: nn.Module) -> str:

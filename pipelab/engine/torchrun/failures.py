@@ -1,10 +1,9 @@
-"""What processes tell each other when something goes wrong, through the store that all of them share.
+"""What processes report to each other when something goes wrong, through the store that all of them share.
 
-failed        which rank failed first, and of what
-heard/<rank>  this process knows
-left/<rank>   how this process left: it closed its pipeline, or ended
-waits/<rank>  the number of the call in which this process has been waiting for long
-done/<rank>   this process needs the store no more: the one that holds it may end
+failure        the first failure: which rank, and what happened
+status/<rank>  what this process is doing, written every few seconds while it is in a call
+exit/<rank>    how this process left: it closed its pipeline, or ended
+done/<rank>    this process knows of the failure, or has left: it does not need the store any more
 """
 
 from __future__ import annotations
@@ -18,136 +17,133 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelab.engine.torchrun.store import SilentStoreError, Store, torchrun_holds_the_store
+from pipelab.engine.torchrun.store import AnsweringStore, SilentStoreError, torchrun_holds_the_store
 
-__all__ = ["Notice", "Notices", "linger"]
+__all__ = ["Failure", "Failures", "PublishedStatus"]
 
 _LINGERING_SECONDS = 3.0
-"""How long a process that fails waits for the others to hear of it, before it raises and perhaps ends."""
+"""How long a process that fails waits for the others to learn of it, before it raises and perhaps ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Failure:
     """That a rank failed.
 
     Attributes:
-        rank: which one; -1 if nobody can tell.
-        told: what it failed of.
-        alive: whether its process is still there.
+        rank: which one; -1 if unknown.
+        message: what happened.
+        alive: whether its process still runs.
     """
 
     rank: int
-    told: str
+    message: str
     alive: bool
 
 
-class Notices:
-    """One process's view of them.
+@dataclass(frozen=True, slots=True)
+class PublishedStatus:
+    """What a process was doing a few seconds ago.
 
-    Args:
-        store: a corner of the store that all processes of a job share.
-        rank: this process.
-        everyone: what every process told of itself.
+    Attributes:
+        call: the number of the call it was in.
+        doing: what it was doing there, in words.
+        computing: whether it was running an action, rather than waiting.
     """
 
-    def __init__(self, store: Store, rank: int, everyone: Sequence[dict[str, Any]]) -> None:
-        """Note who is there."""
+    call: int
+    doing: str
+    computing: bool
+
+
+class Failures:
+    """What one process reports to the others, and learns from them.
+
+    Args:
+        store: a part of the store that all processes of a job share.
+        rank: this process.
+        everyone: every process's info.
+    """
+
+    def __init__(self, store: AnsweringStore, rank: int, everyone: Sequence[dict[str, Any]]) -> None:
+        """Keep who takes part."""
         self._store = store
         self._rank = rank
         self._everyone = everyone
+        self._others = [each for each in range(len(everyone)) if each != rank]
         self._holds_store = rank == 0 and not torchrun_holds_the_store()
 
-    def news(self) -> Notice | None:
+    def first_failure(self) -> Failure | None:
         """Return who failed first; `None` if nobody did, as far as is known."""
         try:
-            return Notice(**json.loads(self._store.get("failed"))) if self._store.check(["failed"]) else None
+            return Failure(**json.loads(self._store.get("failure"))) if self._store.check(["failure"]) else None
         except SilentStoreError as error:
-            return Notice(-1, f"{error}: its host, or the network to it, is gone", alive=False)
+            return Failure(-1, f"{error}: its host, or the network to it, is gone", alive=False)
         except RuntimeError:
-            return Notice(0, "the process that holds this job's store is gone: rank 0, or torchrun itself", alive=False)
+            return Failure(0, "the process that holds this job's store is gone: rank 0, or torchrun", alive=False)
 
-    def note(self, rank: int, told: str, *, alive: bool = False) -> Notice:
-        """Say that a rank failed, unless another was named before. Return who failed first."""
-        notice = Notice(rank, told, alive)
+    def report(self, rank: int, message: str, *, alive: bool = False) -> Failure:
+        """Record that a rank failed, and wait a little until all others know; return who failed first."""
+        failure = Failure(rank, message, alive)
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that held it
-            self._store.compare_set("failed", "", json.dumps(asdict(notice)))
-            return self.news() or notice
-        return notice
+            self._store.compare_set("failure", "", json.dumps(asdict(failure)))  # an earlier failure stays
+            failure = self.first_failure() or failure
+        self._finish(lingers=True, dead=None if failure.alive else failure.rank)
+        return failure
 
-    def tell(self, rank: int, told: str, *, alive: bool = False) -> Notice:
-        """Say that a rank failed, unless another was named before; wait until all others know. Return who failed."""
-        notice = self.note(rank, told, alive=alive)
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"heard/{self._rank}", "")
-            linger(self._store, self._others("heard", notice))
-        self._take_leave(notice)
-        return notice
+    def acknowledge(self, failure: Failure) -> None:
+        """Tell the others that this process knows of a failure, and wait a little until all do.
 
-    def hear(self, notice: Notice) -> None:
-        """Say that this process knows."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"heard/{self._rank}", "")
-        self._take_leave(notice)
+        Under torchrun the first process to end has all others killed, perhaps before they have raised.
+        """
+        self._finish(lingers=True, dead=None if failure.alive else failure.rank)
 
-    def leave(self, how: str) -> None:
-        """Say how this process leaves: `"it closed its pipeline"`. Nothing comes of it in a fork of the process."""
-        if os.getpid() != self._everyone[self._rank]["pid"]:
-            return
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"left/{self._rank}", how)
-        self._take_leave(None)
+    def announce_exit(self, how: str) -> None:
+        """Write down how this process leaves: `"it closed its pipeline"`. A fork of the process writes nothing."""
+        if os.getpid() == self._everyone[self._rank]["pid"]:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"exit/{self._rank}", how)
+            self._finish(lingers=self._holds_store)
 
-    def wait(self, number: int) -> None:
-        """Say that this process waits for others in its so-many-th call."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"waits/{self._rank}", str(number))
-
-    def absent(self, number: int) -> list[int]:
-        """Return the ranks that have not said that they wait in their so-many-th call too."""
-        others = [each for each in range(len(self._everyone)) if each != self._rank]
-        with contextlib.suppress(RuntimeError):
-            return [
-                each
-                for each in others
-                if not self._store.check([f"waits/{each}"]) or int(self._store.get(f"waits/{each}")) < number
-            ]
-        return []
-
-    def gone(self) -> tuple[int, str] | None:
+    def find_dead_rank(self) -> tuple[int, str] | None:
         """Return a rank that left, or whose process ended, and how that is known; `None` if none is known to have."""
         own = self._everyone[self._rank]
-        for each, process in enumerate(self._everyone):
-            if each == self._rank:
-                continue
+        for rank in self._others:
+            process = self._everyone[rank]
             with contextlib.suppress(RuntimeError):
-                if self._store.check([f"left/{each}"]):
-                    return each, f"rank {each} is gone: {self._store.get(f'left/{each}').decode()}"
+                if self._store.check([f"exit/{rank}"]):
+                    return rank, f"rank {rank} is gone: {self._store.get(f'exit/{rank}').decode()}"
             here = all(process[key] == own[key] for key in ("host", "processes"))
-            if here and not _alive(process["pid"]):
-                return each, f"rank {each} is gone: process {process['pid']} on {process['host']} was killed, or ended"
+            if here and not _runs(process["pid"]):
+                return rank, f"rank {rank} is gone: process {process['pid']} on {process['host']} was killed, or ended"
         return None
 
-    def _take_leave(self, notice: Notice | None) -> None:
-        """Use the store no more; if this process holds it, wait until nobody does."""
+    def publish(self, status: PublishedStatus) -> None:
+        """Write down what this process is doing."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"status/{self._rank}", json.dumps(asdict(status)))
+
+    def statuses(self, call: int) -> dict[int, PublishedStatus | None]:
+        """Return what each of the others was doing in its so-many-th call; `None` for those that published nothing."""
+        found: dict[int, PublishedStatus | None] = {}
+        with contextlib.suppress(RuntimeError):
+            for rank in self._others:
+                key = f"status/{rank}"
+                status = PublishedStatus(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+                found[rank] = status if status and status.call >= call else None
+        return found
+
+    def _finish(self, *, lingers: bool, dead: int | None = None) -> None:
+        """Stop using the store; if told to linger, wait a little until the others do not need it either."""
+        keys = [f"done/{rank}" for rank in self._others if rank != dead]
+        deadline = time.monotonic() + _LINGERING_SECONDS
         with contextlib.suppress(RuntimeError):
             self._store.set(f"done/{self._rank}", "")
-            if self._holds_store:
-                linger(self._store, self._others("done", notice))
-
-    def _others(self, word: str, notice: Notice | None) -> list[str]:
-        dead = None if notice is None or notice.alive else notice.rank
-        return [f"{word}/{each}" for each in range(len(self._everyone)) if each not in (self._rank, dead)]
+            while lingers and keys and not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.02)
 
 
-def linger(store: Store, keys: list[str]) -> None:
-    """Wait until all keys are there, but not for long."""
-    deadline = time.monotonic() + _LINGERING_SECONDS
-    while keys and not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _alive(pid: int) -> bool:
-    """Tell whether a process of this machine still runs; one that is dead and not yet buried does not."""
+def _runs(pid: int) -> bool:
+    """Return whether a process of this machine runs: a zombie does not."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

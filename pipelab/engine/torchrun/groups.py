@@ -1,10 +1,11 @@
-"""The pipelines of a plan: one, or several replicas that share the batch."""
+"""Which processes belong together: the replicas of a pipeline, and the process groups that connect them."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,20 +15,32 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipelab.engine.device.devices import RankDevice, rank_devices
-from pipelab.engine.torchrun.store import corner
+from pipelab.engine.torchrun.store import prefix_store
 from pipelab.errors import EngineError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 
-__all__ = ["Connections", "Part", "backend_of", "connect", "device_of", "gpu_of", "parts_of"]
+__all__ = [
+    "Connections",
+    "PipelineReplica",
+    "backend_of",
+    "broadcast",
+    "connect",
+    "device_of",
+    "gpu_of",
+    "pipeline_replicas",
+]
+
+_ABORT_TAG = 1 << 20
+"""A tag under which nothing is ever sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One pipeline of a plan.
+class PipelineReplica:
+    """One pipeline of a plan: the only one, or one of several that share the batch.
 
     Attributes:
-        plan: the pipeline by itself, its ranks and micro-batches numbered from 0.
+        plan: the pipeline alone, its ranks and micro-batches numbered from 0.
         ranks: which ranks of the whole plan they are.
         microbatches: which micro-batches of the whole plan they are.
     """
@@ -37,17 +50,18 @@ class Part:
     microbatches: tuple[int, ...]
 
 
-def parts_of(plan: Plan) -> list[Part]:
+def pipeline_replicas(plan: Plan) -> list[PipelineReplica]:
     """Return the pipelines of a legal plan: each has ranks and micro-batches of its own.
 
-        replicate(OneFOneB(2, 4), 2)          rank 0 | F0 F2    B0    B2 R  ┐ part 0: ranks 0, 1; micro-batches 0, 2
+        replicate(OneFOneB(2, 4), 2)          rank 0 | F0 F2    B0    B2 R  ┐ replica 0: ranks 0, 1; micro-batches 0, 2
                                               rank 1 |    F0 B0 F2 B2 R     ┘
-                                              rank 2 | F1 F3    B1    B3 R  ┐ part 1: ranks 2, 3; micro-batches 1, 3
+                                              rank 2 | F1 F3    B1    B3 R  ┐ replica 1: ranks 2, 3; micro-batches 1, 3
                                               rank 3 |    F1 B1 F3 B3 R     ┘
 
     Example:
         >>> import pipelab
-        >>> [(part.ranks, part.microbatches) for part in parts_of(pipelab.replicate(pipelab.GPipe(2, 2), 2).plan())]
+        >>> replicas = pipeline_replicas(pipelab.replicate(pipelab.GPipe(2, 2), 2).plan())
+        >>> [(replica.ranks, replica.microbatches) for replica in replicas]
         [((0, 1), (0, 2)), ((2, 3), (1, 3))]
 
     Raises:
@@ -66,7 +80,7 @@ def parts_of(plan: Plan) -> list[Part]:
         route = tuple(bound.route(microbatch))
         routes.setdefault(route, []).append(microbatch)
     if len(routes) == 1:
-        return [Part(plan, tuple(range(plan.ranks)), tuple(range(plan.microbatches)))]
+        return [PipelineReplica(plan, tuple(range(plan.ranks)), tuple(range(plan.microbatches)))]
     _require_apart(routes)
     groups = [tuple(sorted(set(route))) for route in routes]
     columns = {tuple(group.index(rank) for rank in route) for group, route in zip(groups, routes, strict=True)}
@@ -76,7 +90,7 @@ def parts_of(plan: Plan) -> list[Part]:
             "replicas: use pipelab.replicate, or engine='threads'"
         )
     return [
-        Part(_alone(plan, group, turns), group, tuple(turns))
+        PipelineReplica(_alone(plan, group, turns), group, tuple(turns))
         for group, turns in zip(groups, routes.values(), strict=True)
     ]
 
@@ -102,7 +116,7 @@ def _require_apart(routes: dict[tuple[int, ...], list[int]]) -> None:
 
 
 def _alone(plan: Plan, ranks: tuple[int, ...], microbatches: list[int]) -> Plan:
-    """Return one pipeline of a plan, numbered by itself."""
+    """Return one pipeline of a plan, with ranks and micro-batches numbered from 0."""
     action = plan.bound.codes.action
     number = {microbatch: index for index, microbatch in enumerate(microbatches)}
     rows = [
@@ -124,13 +138,24 @@ class Connections:
         everyone: all processes, by gloo: for what is small and on the processor.
         pipeline: those of the same pipeline, for what travels between stages.
         replicas: those that hold the same stages in the other pipelines; `None` where there is one pipeline.
-        carrier: the device on which values travel.
+        transport_device: the device on which values travel.
     """
 
     everyone: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
-    carrier: torch.device
+    transport_device: torch.device
+
+    def abort(self) -> None:
+        """Close gloo's connections at once: a thread of this process that waits in one of its groups gets an error.
+
+        Gloo has no call for that. But a receive that times out closes all connections of its group on this process.
+        """
+        others = (self.pipeline, self.replicas) if self.transport_device.type == "cpu" else ()
+        for group in filter(None, dict.fromkeys((self.everyone, *others))):
+            for peer in set(range(group.size())) - {group.rank()}:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Let go of the groups, their threads and their connections; nothing may be under way on this process."""
@@ -161,7 +186,7 @@ def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
     """Return what connects processes: `"nccl"` if each has a GPU of its own, else `"gloo"`, with a warning for GPUs.
 
     Args:
-        everyone: what every process told of itself.
+        everyone: every process's info.
 
     Example:
         >>> backend_of([{"gpu": "GPU-1"}, {"gpu": "GPU-2"}]), backend_of([{"gpu": ""}, {"gpu": ""}])
@@ -186,28 +211,34 @@ def connect(
     size: int,
     device: torch.device,
     backend: str,
-    parts: Sequence[Part],
+    replicas: Sequence[PipelineReplica],
     timeout: timedelta,
 ) -> Connections:
     """Connect this process to the others; all of them must call it.
 
     Args:
-        store: what all processes share: this pipeline's corner of it, as an earlier one's tells where nobody is now.
+        store: this pipeline's part of the store that all processes share.
         rank: this process.
         size: how many there are.
         device: what this process runs on.
         backend: what connects the pipeline, as `backend_of` says.
-        parts: the pipelines of the plan. Several make a mesh of replicas x pipeline.
-        timeout: after which PyTorch gives up by itself.
+        replicas: the pipelines of the plan. Several make a mesh of replicas x pipeline.
+        timeout: how long PyTorch itself waits for any operation.
     """
     if not dist.is_initialized():
         both = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(both, store=corner(store, "world"), rank=rank, world_size=size)
+        dist.init_process_group(both, store=prefix_store(store, "world"), rank=rank, world_size=size)
     everyone = dist.new_group(backend="gloo", timeout=timeout)
-    carrier = device if backend == "nccl" else torch.device("cpu")
-    if len(parts) > 1:
-        ranks = [list(part.ranks) for part in parts]
-        mesh = DeviceMesh(carrier.type, ranks, mesh_dim_names=("replica", "pipeline"))
-        return Connections(everyone, mesh.get_group("pipeline"), mesh.get_group("replica"), carrier)
+    transport_device = device if backend == "nccl" else torch.device("cpu")
+    if len(replicas) > 1:
+        ranks = [list(replica.ranks) for replica in replicas]
+        mesh = DeviceMesh(transport_device.type, ranks, mesh_dim_names=("replica", "pipeline"))
+        return Connections(everyone, mesh.get_group("pipeline"), mesh.get_group("replica"), transport_device)
     pipeline = everyone if backend == "gloo" else dist.new_group(backend=backend, timeout=timeout)
-    return Connections(everyone, pipeline, None, carrier)
+    return Connections(everyone, pipeline, None, transport_device)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> None:
+    """Broadcast a contiguous tensor of any type, whatever types the backend knows."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # of a single number, the stride may be any
+    dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)

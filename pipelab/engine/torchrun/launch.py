@@ -1,24 +1,32 @@
-"""Run torchrun in this process, and say at the end in few words what failed."""
+"""Start a script under torchrun, and repeat at the end in few words what failed.
+
+`python -m pipelab.engine.torchrun.launch script.py …` is what torchrun starts in each process: the script, inside
+PyTorch's `record`, which leaves the error that ends it in a file for torchrun.
+"""
 
 from __future__ import annotations
 
+import re
+import runpy
 import signal
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from traceback import FrameSummary
 
 from torch.distributed import run as torch_run
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
-__all__ = ["decisive", "torchrun"]
+from pipelab.plan.fault import line_of
 
-_MOST_LINES = 24
-"""How many lines of a message are repeated; all of it stands above."""
+__all__ = ["decisive", "run_script", "torchrun"]
 
 
 def torchrun(arguments: Sequence[str]) -> str | None:
     """Start processes as torchrun does, and wait for them; it is this process that gets and passes on signals.
 
     Args:
-        arguments: what the word torchrun would be followed by.
+        arguments: torchrun's own, and then the script with its arguments.
 
     Returns:
         If a process failed, torchrun's report and then the decisive words; else `None`.
@@ -30,56 +38,60 @@ def torchrun(arguments: Sequence[str]) -> str | None:
     return None
 
 
+@record
+def run_script() -> None:
+    """Run the script that the first argument names, as if Python had been started with it."""
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def decisive(failures: Mapping[int, ProcessFailure]) -> str:
     """Return what failed first, in few words.
 
-    That is an error that a process was ended by; else what ended a process without a word, a signal or an exit code. A
-    `RankError` says what a process heard of another one; SIGTERM is what torchrun sends to those that are left.
+    That is an error that ended a process, or else a signal or an exit code. A `RankError` only repeats what a process
+    learned of another one, and SIGTERM is what torchrun sends to those that are left.
 
     Args:
         failures: how each process ended that failed, by rank.
     """
-    order = sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))
-    told = {rank: words for rank in order if (words := _told(failures[rank]))}
-    own = [rank for rank in told if not told[rank].startswith("RankError: ")]
-    if own:
-        alike = len(own) == len(failures) > 1 and len(set(told.values())) == 1
-        return _message(
-            "every rank failed alike" if alike else f"rank {own[0]} {_did(told[own[0]])} first", told[own[0]]
-        )
-    silent = [rank for rank in order if rank not in told]
-    struck = [rank for rank in silent if failures[rank].exitcode != -signal.SIGTERM]
-    first = next(iter(struck or ([] if told else silent)), None)
-    ended = "" if first is None else f"rank {first} ended first, {_how(failures[first].exitcode)}"
-    if not told:
-        return f"pipelab: {ended}"
-    witness = next(iter(told))
-    return _message(f"{ended}; rank {witness} says" if ended else f"rank {witness} says", told[witness])
+    errors = {rank: _error(failure) for rank, failure in failures.items()}
+
+    def order(rank: int) -> tuple[int, int, int]:
+        if errors[rank]:
+            kind = 2 if errors[rank].startswith("RankError: ") else 0
+        else:
+            kind = 3 if failures[rank].exitcode == -signal.SIGTERM else 1
+        return kind, failures[rank].timestamp, rank
+
+    first = min(failures, key=order)
+    error = errors[first]
+    if not error:
+        return f"pipelab: rank {first} ended first, {_how(failures[first].exitcode)}"
+    if error.startswith("StepTimeoutError: "):  # it names the rank that hangs, which is another one than its own
+        return f"pipelab: a call timed out:\n{error}"
+    return f"pipelab: rank {first} {'says' if error.startswith('RankError: ') else 'failed first'}:\n{error}"
 
 
-def _did(words: str) -> str:
-    """Return what a process did that ended with these words: who waits in vain is not the one that failed."""
-    return "gave up waiting" if words.startswith("StepTimeoutError: ") else "failed"
-
-
-def _told(failure: ProcessFailure) -> str:
-    """Return the error that a process left in its file, if it left one."""
-    message = failure.error_file_data.get("message")
-    return str(message.get("message", "")) if isinstance(message, dict) else ""
+def _error(failure: ProcessFailure) -> str:
+    """Return the error that `record` left of a process, with the line that raised it; "" if there is none."""
+    found = failure.error_file_data.get("message")
+    if not isinstance(found, dict):
+        return ""
+    words = str(found["message"])
+    frames = re.findall(r'^  File "(.+)", line (\d+), in (.+)$', str(found["extraInfo"]["py_callstack"]), re.MULTILINE)
+    if not frames or "\n  at " in words:
+        return words
+    return f"{words}\n  at {line_of([FrameSummary(file, int(line), name) for file, line, name in frames])}"
 
 
 def _how(code: int) -> str:
     """Return how a process ended, by its exit code: negative for a signal."""
     if code >= 0:
-        return f"with exit code {code}: what it said itself, if anything, stands above"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+        return f"with exit code {code}: what it printed, if anything, stands above"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"killed by {name}{', as the system does where memory runs out' if name == 'SIGKILL' else ''}"
 
 
-def _message(lead: str, words: str) -> str:
-    lines = words.strip().splitlines()
-    more = [f"  … and {len(lines) - _MOST_LINES} lines more, above"] if len(lines) > _MOST_LINES else []
-    return "\n".join([f"pipelab: {lead}:", *lines[:_MOST_LINES], *more])
+if __name__ == "__main__":
+    run_script()

@@ -26,7 +26,7 @@ from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import unchanged
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.torchrun.groups import Part
+from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.errors import EngineError
 
 __all__ = ["GradientPresence", "ValueMeta", "from_bytes", "learn_metas", "meta_of", "to_bytes"]
@@ -271,7 +271,7 @@ class GradientPresence:
 
 
 def learn_metas(
-    part: Part,
+    part: PipelineReplica,
     place: int,
     runners: Sequence[Stage],
     stream: RankStream,
@@ -327,7 +327,7 @@ def learn_metas(
 
 
 def _try(
-    part: Part, place: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool
+    part: PipelineReplica, place: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool
 ) -> Any:
     """Run a stage forward, leaving no trace in it."""
     given = value if stream.receive is None else stream.receive(value)

@@ -11,7 +11,7 @@ from torch import nn
 from pipelab.engine.stage.replicas import Buffers, versions, written, written_error
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.torchrun.model_state import spread
+from pipelab.engine.torchrun.groups import broadcast
 
 __all__ = ["Reducer", "ReplicatedBuffers"]
 
@@ -24,15 +24,15 @@ class Reducer:
     Args:
         module: the stage's. Its parameters may be others from step to step.
         group: the processes that hold the stage.
-        carrier: the device on which gradients travel.
+        transport_device: the device on which gradients travel.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, carrier: torch.device) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, transport_device: torch.device) -> None:
         """Note the stage."""
         self._module = module
         self._parameters: list[nn.Parameter] = []
         self._group = group
-        self._carrier = carrier
+        self._transport_device = transport_device
         self._aside: list[torch.Tensor | None] = []
         self._known = torch.zeros(0)
 
@@ -46,7 +46,7 @@ class Reducer:
     def meet(self) -> None:
         """Wait for the other replicas, and learn which parameters have a gradient on any of them."""
         here = [float(parameter.grad is not None) for parameter in self._parameters]
-        self._known = torch.tensor(here, device=self._carrier)
+        self._known = torch.tensor(here, device=self._transport_device)
         dist.all_reduce(self._known, group=self._group)
 
     def reduce(self) -> None:
@@ -63,7 +63,7 @@ class Reducer:
                 elif parameter.grad.is_sparse:  # another replica's may have other rows
                     parameter.grad = parameter.grad.to_dense()
             gradients = [parameter.grad for parameter in some if parameter.grad is not None]
-            parcel = torch.cat([gradient.flatten() for gradient in gradients]).to(self._carrier)
+            parcel = torch.cat([gradient.flatten() for gradient in gradients]).to(self._transport_device)
             dist.all_reduce(parcel, group=self._group)
             pieces = parcel.split([gradient.numel() for gradient in gradients])
             for gradient, piece in zip(gradients, pieces, strict=True):
@@ -89,7 +89,7 @@ class ReplicatedBuffers:
         runners: the stages on this process, by number.
         replicas: by stage, its ranks, the lowest first.
         group: the processes that hold the same stages.
-        carrier: the device on which buffers travel.
+        transport_device: the device on which buffers travel.
         policy: whether writing is refused, or the lowest rank's buffers become everybody's.
     """
 
@@ -99,7 +99,7 @@ class ReplicatedBuffers:
         runners: Mapping[int, Stage],
         replicas: Mapping[int, Sequence[int]],
         group: dist.ProcessGroup,
-        carrier: torch.device,
+        transport_device: torch.device,
         policy: Buffers,
     ) -> None:
         """Note the stages."""
@@ -107,7 +107,7 @@ class ReplicatedBuffers:
         self._runners = runners
         self._lowest = {stage: replicas[stage][0] for stage in runners}
         self._group = group
-        self._carrier = carrier
+        self._transport_device = transport_device
         self._policy = policy
         self._before: dict[int, dict[str, tuple[torch.Tensor, int]]] = {}
 
@@ -131,8 +131,8 @@ class ReplicatedBuffers:
                     raise written_error(stage, self._rank, name)
 
     def _take(self, buffer: torch.Tensor, lowest: int) -> None:
-        parcel = buffer.detach().to(self._carrier).contiguous()
-        spread(parcel, self._group, dist.get_group_rank(self._group, lowest))
+        parcel = buffer.detach().to(self._transport_device).contiguous()
+        broadcast(parcel, self._group, dist.get_group_rank(self._group, lowest))
         if self._rank != lowest:
             with torch.no_grad():
                 overwrite(buffer, parcel)

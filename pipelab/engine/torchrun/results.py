@@ -14,7 +14,7 @@ from pipelab.engine.device.clocks import HOST
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.step import RankState, StepState
 from pipelab.engine.torchrun.agreement import gathered
-from pipelab.engine.torchrun.groups import Part
+from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.engine.torchrun.messages import from_bytes, to_bytes
 from pipelab.engine.torchrun.step_state import ProcessStep
 from pipelab.plan.plan import Plan
@@ -137,7 +137,7 @@ def _travel(plan: Plan, ranks: Sequence[RankState], waited: Sequence[Sequence[in
 
 
 def share(
-    group: dist.ProcessGroup, plan: Plan, part: Part, step: ProcessStep, loss: Loss | None, clock: Clock
+    group: dist.ProcessGroup, plan: Plan, part: PipelineReplica, step: ProcessStep, loss: Loss | None, clock: Clock
 ) -> StepState:
     """Exchange times and losses; of an evaluation, the outputs. All processes must call it.
 
@@ -197,7 +197,7 @@ def _readings(step: ProcessStep, marks: list[Any], clock: Clock) -> list[int]:
     return [reading - clock.ahead_ns for reading in step.clocks[0].nanoseconds(marks)]
 
 
-def _losses(plan: Plan, part: Part, step: ProcessStep) -> torch.Tensor:
+def _losses(plan: Plan, part: PipelineReplica, step: ProcessStep) -> torch.Tensor:
     """Return this process's losses as the bits of 64-bit numbers, zeros where it knows none; their type comes first."""
     assert step.loss is not None
     found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Act, run_action
-from pipelab.engine.torchrun.groups import Connections, Part
+from pipelab.engine.torchrun.groups import Connections, PipelineReplica
 from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta
 from pipelab.engine.torchrun.replicas import Reducer
 from pipelab.engine.torchrun.step_state import ProcessStep
@@ -42,7 +42,9 @@ class ProcessStage:
         reducer: sums its gradients over its replicas; `None` where it has none.
     """
 
-    def __init__(self, runner: Stage, part: Part, rank: int, connections: Connections, reducer: Reducer | None) -> None:
+    def __init__(
+        self, runner: Stage, part: PipelineReplica, rank: int, connections: Connections, reducer: Reducer | None
+    ) -> None:
         """Take the place of a `PipelineStage`."""
         self.runner = runner
         self.stage_index = runner.index
@@ -53,7 +55,7 @@ class ProcessStage:
         self.is_last = runner.is_last
         self.submod = runner.module
         self.has_backward = True
-        self.device = connections.carrier
+        self.device = connections.transport_device
         self.group = connections.pipeline
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank: dict[int, int] = {}

@@ -1,101 +1,60 @@
-"""Whether all processes begin with the same weights.
-
-Each process makes the whole model and trains its own stages of it. Where one was made from another seed, or a saved
-state was loaded in one process only, everything would run, and train a model that nobody has made.
-"""
+"""Start this process's part of a pipeline: compare with the other processes, and connect to them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
+import shlex
+import socket
+import sys
+import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from pipelab.engine.device.devices import RankDevice, rank_devices
-from pipelab.engine.device.streams import rank_streams
+from pipelab._version import __version__
+from pipelab.engine.device.devices import rank_devices
 from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
-from pipelab.engine.stage.replicas import Runners, require_replicable
+from pipelab.engine.stage.replicas import require_replicable
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.torchrun.engine import TorchEngine
-from pipelab.engine.torchrun.failures import Notices
-from pipelab.engine.torchrun.groups import Connections, backend_of, connect, device_of, gpu_of, parts_of
-from pipelab.engine.torchrun.joining import (
-    decline,
-    describe_model,
-    describe_plan,
-    facts_of_this_process,
-    identify,
-    introduce,
-    started_as,
+from pipelab.engine.torchrun.failures import Failures
+from pipelab.engine.torchrun.groups import (
+    Connections,
+    backend_of,
+    broadcast,
+    connect,
+    device_of,
+    gpu_of,
+    pipeline_replicas,
 )
-from pipelab.engine.torchrun.model_state import ManyProcesses, is_stale, spread, warn_of_stale
-from pipelab.engine.torchrun.store import AnsweringStore, corner, duration, open_store, store_is_at_hand
-from pipelab.engine.torchrun.supervisor import Doing, Watch
-from pipelab.errors import EngineError, PipelabError
+from pipelab.engine.torchrun.store import AnsweringStore, duration, open_store, prefix_store
+from pipelab.engine.torchrun.supervisor import Status, Supervisor
+from pipelab.errors import EngineError, RankError
 from pipelab.plan.plan import Plan
 
-__all__ = ["digests_of_weights", "start", "warn_of_other_weights"]
-
-_SAMPLE = 16
-"""How many numbers of each parameter are looked at: another seed changes them all."""
-
-
-def digests_of_weights(stages: Stages) -> list[str | None]:
-    """Return, for each stage, what stands for its weights; `None` where this process cannot know them."""
-    return [None if is_stale(stages, stage) else _digest(module) for stage, module in enumerate(stages.modules)]
-
-
-def warn_of_other_weights(holders: Mapping[int, Sequence[int]], digests: Sequence[Sequence[str | None]]) -> None:
-    """Warn if a process has other weights for a stage than the process that will train it.
-
-    Args:
-        holders: by stage, the ranks that train it; the first one's weights are those that count.
-        digests: by rank, what stands for the weights of each stage.
-    """
-    for stage, (first, *_) in sorted(holders.items()):
-        counts = digests[first][stage]
-        others = [
-            rank for rank, each in enumerate(digests) if None not in (counts, each[stage]) and each[stage] != counts
-        ]
-        if others:
-            who = f"rank {', '.join(map(str, others))} {'has' if len(others) == 1 else 'have'}"
-            warnings.warn(
-                f"{who} other weights for stage {stage} than rank {first}, which trains it: a stage begins with the "
-                "weights that its own rank's process has\n"
-                "  try: the same torch.manual_seed in every process before the model is made; a saved state is loaded "
-                "in every process",
-                stacklevel=5,
-            )
-            return
-
-
-def _digest(module: nn.Module) -> str | None:
-    found = hashlib.sha256()
-    for parameter in module.parameters():
-        plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
-        if parameter.is_meta or not plain:  # of another class, it may lie in several processes
-            return None
-        flat: Any = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous()
-        found.update(bytes(sample.view(torch.uint8).tolist()))
-    return found.hexdigest()[:16]
-
+__all__ = ["describe_model", "describe_plan", "introduce", "process_info", "start", "warn_of_other_weights"]
 
 _MARGIN_SECONDS = 30.0
 """How much longer PyTorch's own timeouts are: pipelab's come first, and say more."""
-
-_DECLINING_SECONDS = 2.0
-"""How long each attempt to reach the store may take for a process that makes no pipeline; PyTorch makes several."""
+_SAMPLE = 16
+"""How many numbers of each parameter the digest of the weights covers: another seed changes them all."""
+_SAME = ("pipelab", "torch", "plan", "model", "reduction", "replicated_buffers")
+_LONG = ("plan", "model")
+"""What is compared by a digest; where that differs, by its text."""
 
 _made = 0
-"""How many pipelines this process has made: each has its own corner of the store."""
+"""How many pipelines this process has made: each has a part of the store for itself."""
 
 
 def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
@@ -103,139 +62,249 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
 
     Raises:
         EngineError: if the plan cannot be lowered, or there is not one process per rank; before anything communicates.
-        RankError: if a process does not come, or has something else than rank 0.
+        RankError: if a process does not come, or differs from rank 0.
     """
     global _made  # noqa: PLW0603 - it counts for the process
     _made += 1
-    job = _Job(plan, stages, settings)
-    try:
-        parts = parts_of(plan)
-        _require_replicable(job)
-        rank, size = identify(plan.ranks)
-        if isinstance(job.settings.devices, str) or (
-            job.settings.devices is not None and len(job.settings.devices) != size
-        ):
-            rank_devices(job.settings.devices, size)  # says so
-        device = device_of(job.settings.devices, rank)
-        facts = _facts(job, device)
-    except PipelabError as error:
-        _decline(job, error)
-        raise
-    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
-    base = open_store(rank, size, job.settings.timeout)
-    store = corner(base, str(_made))
-    everyone = introduce(AnsweringStore(store, job.settings.timeout), rank, size, facts, job.settings.timeout)
-    warn_of_stale(job.stages, held)
-    if rank == 0:
-        warn_of_other_weights(plan.replicas, [each["weights"] for each in everyone])
-    backend = backend_of(everyone)
-    threads = job.settings.intra_op_threads or torch.get_num_threads()
-    # A process that waits for one thing of a store waits with it for all others. So the watch has a connection of its
-    # own, and so has the worker, who may be stuck with it.
-    watched, meeting = (corner(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
-    watch = Watch(
-        rank, Notices(AnsweringStore(watched, job.settings.timeout), rank, everyone), job.settings.timeout, threads
-    )
-    limit = duration(None if job.settings.timeout is None else job.settings.timeout + _MARGIN_SECONDS)
-    _place(job, held, device)
-
-    def meet() -> Connections:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            connections = connect(meeting, rank, size, device, backend, parts, limit)
-            if connections.replicas is not None:
-                for stage in held:
-                    _begin_alike(job.stages.modules[stage], connections.replicas, connections.carrier)
-            return connections
-
-    connections = watch.attend(meet, Doing(lambda: "waits for all processes to connect"))
-    on = [torch.device(each["runs_on"]) for each in everyone]
-    firsts = {stage: ranks[:1] for stage, ranks in plan.replicas.items()}  # others are other processes'
-    runners = Runners(job.stages.modules, firsts, on, job.settings.replicated_buffers)
-    own = [runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
-    labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
-    part = next(part for part in parts if rank in part.ranks)
-    (stream,) = rank_streams([RankDevice(device)])
-    engine = TorchEngine(plan, part, rank, own, stream, connections, watch, labels, job.settings.replicated_buffers)
-    engine.devices = [RankDevice(each) for each in on]
-    engine.runners, engine.intra_op_threads = runners, threads
-    engine.local_stages, engine.stage_devices = held, [device] * plan.stages
-    engine.model = ManyProcesses(plan, job.stages, engine, rank, device)
-    return engine
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    plan: Plan
-    stages: Stages
-    settings: Settings
-
-
-def _decline(job: _Job, error: PipelabError) -> None:
-    """Tell processes that were given something else, and wait for this one, if there is a store to tell it in."""
-    found = started_as()
-    if found is not None and store_is_at_hand():
-        with suppress(RuntimeError, EngineError):  # this process has an error of its own
-            limit = min(job.settings.timeout or _DECLINING_SECONDS, _DECLINING_SECONDS)
-            decline(corner(open_store(*found, limit), str(_made)), found[0], error)
-
-
-def _require_replicable(job: _Job) -> None:
-    """Refuse what cannot be on several ranks.
-
-    Raises:
-        EngineError: naming the stage, or the loss.
-    """
-    for stage, ranks in job.plan.replicas.items():
-        if len(ranks) > 1:
-            require_replicable(stage, job.stages.modules[stage], ranks, job.settings.replicated_buffers)
-    last = job.plan.replicas[job.plan.stages - 1]
-    if len(last) > 1:
-        _require_plain_loss(job.settings.loss_fn, last)
-
-
-def _facts(job: _Job, device: torch.device) -> dict[str, Any]:
-    """Return what the others should know: where this process runs, and what it was given."""
-    return facts_of_this_process() | {
+    # [1] what can be refused without the others
+    replicas = pipeline_replicas(plan)
+    _require_replicable(plan, stages, settings)
+    rank, size = identify(plan.ranks)
+    if isinstance(settings.devices, str) or (settings.devices is not None and len(settings.devices) != size):
+        rank_devices(settings.devices, size)  # raises
+    device = device_of(settings.devices, rank)
+    info = process_info() | {
         "runs_on": str(device),
         "gpu": gpu_of(device),
-        "plan": describe_plan(job.plan),
-        "model": describe_model(job.stages.modules),
-        "weights": digests_of_weights(job.stages),
-        "reduction": job.settings.reduction,
-        "replicated_buffers": job.settings.replicated_buffers,
+        "plan": describe_plan(plan),
+        "model": describe_model(stages.modules),
+        "weights": _digest_of_weights(stages.modules),
+        "reduction": settings.reduction,
+        "replicated_buffers": settings.replicated_buffers,
     }
-
-
-def _place(job: _Job, held: Sequence[int], device: torch.device) -> None:
-    """Bring this process's stages to its device, their parameters the same objects as before."""
+    # [2] compare with the others
+    base = open_store(rank, size, settings.timeout)
+    store = prefix_store(base, str(_made))
+    everyone = introduce(AnsweringStore(store, settings.timeout), rank, size, info, settings.timeout)
+    if rank == 0:
+        warn_of_other_weights([each["weights"] for each in everyone])
+    # [3] connect, looked after. Whoever waits for one key of a store blocks all that share its connection: so the
+    # supervisor has one of its own, and so has the communication thread.
+    watched, meeting = (prefix_store(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
+    threads = settings.intra_op_threads or torch.get_num_threads()
+    failures = Failures(AnsweringStore(watched, settings.timeout), rank, everyone)
+    supervisor = Supervisor(rank, failures, settings.timeout, threads)
+    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
     for stage in held:
-        job.stages.place_stage(stage, device)
+        stages.place_stage(stage, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one
         torch.cuda.current_stream(device).synchronize()
+    backend = backend_of(everyone)
+    limit = duration(None if settings.timeout is None else settings.timeout + _MARGIN_SECONDS)
+
+    def meet() -> Connections:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            connections = connect(meeting, rank, size, device, backend, replicas, limit)
+            if connections.replicas is not None:
+                for stage in held:
+                    _copy_first_replica(stages.modules[stage], connections)
+            return connections
+
+    hint = ", perhaps for want of GLOO_SOCKET_IFNAME" if len({each["host"] for each in everyone}) > 1 else ""
+    connections = supervisor.run(meet, Status(lambda: f"waits for all processes to connect{hint}"))
+    supervisor.abort = connections.abort
+    # [4] the engine
+    replica = next(replica for replica in replicas if rank in replica.ranks)
+    devices = [torch.device(each["runs_on"]) for each in everyone]
+    engine = TorchEngine(plan, stages, replica, rank, devices, connections, supervisor, settings)
+    engine.labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
+    return engine
 
 
-def _require_plain_loss(loss_fn: object, ranks: Sequence[int]) -> None:
-    """Refuse a loss that learns where several ranks compute it: only stages' gradients are summed over replicas.
+def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
+    """Refuse what cannot be on several ranks: of a loss that learns, nobody would sum the gradients.
 
     Raises:
-        EngineError: naming its parameter.
+        EngineError: naming the stage, or the loss's parameter.
     """
-    if not isinstance(loss_fn, nn.Module):
-        return
-    for name, parameter in loss_fn.named_parameters():
+    for stage, ranks in plan.replicas.items():
+        if len(ranks) > 1:
+            require_replicable(stage, stages.modules[stage], ranks, settings.replicated_buffers)
+    last = plan.replicas[plan.stages - 1]
+    parameters = (
+        settings.loss_fn.named_parameters() if isinstance(settings.loss_fn, nn.Module) and len(last) > 1 else ()
+    )
+    for name, parameter in parameters:
         if parameter.requires_grad:
             raise EngineError(
-                f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, ranks))}: each "
+                f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}: each "
                 "would train one for itself, as only stages' gradients are summed over replicas\n"
                 "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
             )
 
 
-def _begin_alike(module: nn.Module, replicas: dist.ProcessGroup, carrier: torch.device) -> None:
+def identify(ranks: int) -> tuple[int, int]:
+    """Return this process's rank and the number of processes, if there is one for each of the plan's ranks.
+
+    Raises:
+        EngineError: if there is not, with the line that starts as many.
+    """
+    script = Path(sys.argv[0]).name
+    script = shlex.join([script, *sys.argv[1:]]) if script.endswith(".py") else "train.py"
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        raise EngineError(
+            "engine='torch' runs one process per rank, and this process was started alone\n"
+            f"  try: pipelab launch {script} --ranks {ranks}\n"
+            f"  or: torchrun --standalone --nproc-per-node {ranks} {script}"
+        )
+    if size != ranks:
+        raise EngineError(
+            f"the plan has {ranks} rank{'s' if ranks != 1 else ''} and torchrun started {size} "
+            f"process{'es' if size != 1 else ''}: there must be one process per rank\n"
+            f"  try: torchrun --standalone --nproc-per-node {ranks} {script}\n"
+            f"  or on several machines: --nnodes times --nproc-per-node must be {ranks}"
+        )
+    return rank, size
+
+
+# --- what processes learn of each other
+
+
+def process_info() -> dict[str, Any]:
+    """Return what the others should know of this process: its versions, and where it runs."""
+    numbering = ""
+    with contextlib.suppress(OSError):  # which numbering its process number belongs to: a machine's, or a container's
+        numbering = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return {
+        "pipelab": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "host": socket.gethostname(),
+        "processes": numbering,
+        "pid": os.getpid(),
+    }
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """Return what must be the same about the plan on every process."""
+    sizes = f"{plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} micro-batches"
+    rows = enumerate(plan.rows)
+    return [sizes, *(f"{each} at position {at} of row {rank}" for rank, row in rows for at, each in enumerate(row))]
+
+
+def describe_model(modules: Sequence[nn.Module]) -> list[str]:
+    """Return what must be the same about the model on every process: its parameters and buffers, stage by stage.
+
+    Raises:
+        EngineError: if a parameter has no shape yet.
+    """
+    for stage, module in enumerate(modules):
+        name = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
+        if name is not None:
+            raise EngineError(
+                f"{name} of stage {stage} has no shape yet: each process would find its own stages' only\n"
+                "  try: run the model forward once before, as every process builds all of it"
+            )
+    return [
+        f"{name} of stage {stage}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for stage, module in enumerate(modules)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    ]
+
+
+def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any], timeout: float | None) -> list[Any]:
+    """Exchange every process's info; return all of them, by rank.
+
+    Args:
+        store: where to.
+        rank: this process.
+        size: how many there are.
+        info: this process's.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        RankError: if a process does not come or differs from rank 0; every process raises it.
+    """
+    keys = [f"info/{each}" for each in range(size)]
+    began = time.monotonic()
+    try:
+        for key in _LONG:
+            store.set(f"{key}/{rank}", json.dumps(info[key]))
+        store.set(keys[rank], json.dumps(info | {key: _digest(info[key]) for key in _LONG}))
+        while not store.check(keys):
+            waited = time.monotonic() - began
+            if timeout is not None and waited > timeout:
+                missing = [each for each, key in enumerate(keys) if not store.check([key])]
+                if missing:
+                    raise RankError(
+                        f"rank {', '.join(map(str, missing))} made no Pipeline within {waited:.3g} s, for which the "
+                        "others wait\n  it failed before, or it makes none: look at its own output",
+                        missing[0],
+                    )
+            time.sleep(min(0.1, 0.005 + waited / 10))
+        everyone: list[dict[str, Any]] = [json.loads(store.get(key)) for key in keys]
+        for key in _SAME:
+            others = [each for each in range(size) if everyone[each][key] != everyone[0][key]]
+            if others:
+                told = _difference(store, key, others, everyone)
+                Failures(store, rank, everyone).report(others[0], told, alive=True)
+                raise RankError(told, others[0])
+    except RuntimeError as error:
+        raise RankError(f"rank 0, or torchrun, which holds this job's store, is gone: {error}", 0) from error
+    return everyone
+
+
+def _difference(store: AnsweringStore, key: str, others: list[int], everyone: list[dict[str, Any]]) -> str:
+    """Return what the processes do not agree on."""
+    who = f"rank {', '.join(map(str, others))} {'has' if len(others) == 1 else 'have'}"
+    if key not in _LONG:
+        return f"{who} {key} {everyone[others[0]][key]}, rank 0 has {key} {everyone[0][key]}"
+    ours, theirs = (json.loads(store.get(f"{key}/{each}")) for each in (0, others[0]))
+    first, other = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing more") if pair[0] != pair[1])
+    return f"{who} another {key} than rank 0: {other}, where rank 0 has {first}"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+# --- weights
+
+
+def _digest_of_weights(modules: Sequence[nn.Module]) -> str | None:
+    """Return a digest of some numbers of every parameter; `None` if they are not all here, and plain tensors."""
+    taken: list[list[int]] = []
+    for parameter in (parameter for module in modules for parameter in module.parameters()):
+        plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
+        if parameter.is_meta or not plain:  # of another class, it may lie in several processes
+            return None
+        flat: Any = parameter.detach().reshape(-1)
+        taken.append(flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous().view(torch.uint8).tolist())
+    return _digest(taken)
+
+
+def warn_of_other_weights(digests: Sequence[str | None]) -> None:
+    """Warn if processes begin with other weights than rank 0: they would train a model that nobody has made."""
+    others = [rank for rank, digest in enumerate(digests) if None not in (digests[0], digest) and digest != digests[0]]
+    if others:
+        warnings.warn(
+            f"rank {', '.join(map(str, others))} {'has' if len(others) == 1 else 'have'} other weights than rank 0: "
+            "each stage begins with those of its own rank's process\n"
+            "  try: the same torch.manual_seed in every process before the model is made; a saved state is loaded in "
+            "every process; after an earlier pipeline of this model, its pipe.state_dict()",
+            stacklevel=5,
+        )
+
+
+def _copy_first_replica(module: nn.Module, connections: Connections) -> None:
     """Give a stage the parameters and buffers that it has in the first replica."""
+    assert connections.replicas is not None
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            parcel = tensor.detach().to(carrier).contiguous()
-            spread(parcel, replicas, 0)
-            overwrite(tensor, parcel)
+            sent = tensor.detach().to(connections.transport_device).contiguous()
+            broadcast(sent, connections.replicas, 0)
+            overwrite(tensor, sent)

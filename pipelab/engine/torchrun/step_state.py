@@ -60,7 +60,7 @@ class ProcessStep(StepState):
             work.wait()
         self.waiting = False
 
-    def met_rank(self, plan: Plan) -> int | None:
+    def peer_of(self, plan: Plan) -> int | None:
         """Return the rank with which this process exchanges a value now: one it waits for, or else sends to.
 
         At the end of the row it waits for all that it has sent, to whichever rank: then it is nobody in particular.

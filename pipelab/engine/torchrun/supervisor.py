@@ -1,25 +1,20 @@
-"""Say what this process is doing, or waiting for, in words."""
+"""Run this process's work in a thread, and end it in bounded time if this process or another one fails."""
 
 from __future__ import annotations
 
-import math
 import queue
-import signal
-import sys
-import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from pipelab.engine.torchrun.failures import Notice, Notices
-from pipelab.engine.torchrun.store import Outcome, Worker
+from pipelab.engine.torchrun.failures import Failure, Failures, PublishedStatus
+from pipelab.engine.torchrun.store import communication_thread
+from pipelab.engine.worker import Outcome, Outcomes, outcomes
 from pipelab.errors import (
     BatchError,
     EngineError,
@@ -30,96 +25,66 @@ from pipelab.errors import (
     StepTimeoutError,
     UsageError,
 )
-from pipelab.plan.fault import line_of
 
-__all__ = ["Doing", "Watch", "told_before_the_end"]
-
-
-@contextmanager
-def told_before_the_end(what: Callable[[], str], for_good: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Have a SIGTERM tell something before it does what it would have done.
-
-    Args:
-        what: what to tell; asked for when the signal comes.
-        for_good: whether to go on telling afterwards, as the process is about to end; asked for at the end.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is None:
-        yield
-        return
-
-    def tell(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python calls it so
-        try:
-            words = f"pipelab: told to stop (SIGTERM): {what()}\n"
-            with suppress(OSError, RuntimeError, ValueError):  # gone, in the middle of a write, or closed
-                errors.write(words)
-                errors.flush()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            signal.raise_signal(signal.SIGTERM)
-
-    errors = sys.stderr  # as it is now: while PyTorch has a traceback written, it collects the text, and that is lost
-    before = signal.signal(signal.SIGTERM, tell)
-    try:
-        yield
-    finally:
-        if not for_good():
-            signal.signal(signal.SIGTERM, before)
-
+__all__ = ["Status", "Supervisor"]
 
 Result = TypeVar("Result")
 
-_PAUSE_SECONDS = 0.2
-"""How often a process that waits looks whether another one has failed."""
-
+_POLL_SECONDS = 0.2
+"""How often a process that lost a connection looks whether another one has failed."""
 _PATIENCE_SECONDS = 5.0
-"""How long a process waits before it looks whether another one has left, or ended without closing its connections."""
-
-_RUMOUR_SECONDS = 1.0
-"""How long a process that lost a connection looks for who has gone; and one that misses another, for what it sent."""
+"""How long a process waits before it looks for dead ranks, and how often it publishes its status."""
+_GRACE_SECONDS = 1.0
+"""How long a process that lost a connection looks for the dead rank; how long a dead rank's last values may take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
-    """What a piece of work is, for those who look after it.
+class Status:
+    """How far a piece of work is: functions that its supervisor calls while it runs.
 
     Attributes:
-        told: says what this process is doing, as in "rank 0 waits …".
-        progress: gives something that changes when the work gets on.
-        meets: gives the rank with which the work exchanges a value, if it does.
-        together: tells whether all processes are known to have come to the call that the work belongs to.
+        describe: says what this process is doing, as in "rank 0 waits …".
+        progress: returns something that changes when the work gets on.
+        peer: returns the rank that the work receives from or sends to now, if it does.
+        computing: returns whether an action runs, rather than waits.
     """
 
-    told: Callable[[], str]
+    describe: Callable[[], str]
     progress: Callable[[], object] = lambda: None
-    meets: Callable[[], int | None] = lambda: None
-    together: Callable[[], bool] = lambda: False
+    peer: Callable[[], int | None] = lambda: None
+    computing: Callable[[], bool] = lambda: False
 
 
-class Watch:
-    """Runs this process's work in a thread of its own, and looks after it.
+class Supervisor:
+    """Runs this process's work in a communication thread, and watches the other processes meanwhile.
 
     Args:
         rank: this process.
-        notices: what the processes tell each other.
+        failures: what the processes report to each other.
         timeout: seconds without any progress on this process after which it gives up; `None` waits for ever.
         threads: how many processor threads each operation may use.
+
+    Attributes:
+        over: why nothing runs any more; "" while it does.
+        abort: makes work return that waits for other processes; called once this pipeline has failed.
     """
 
-    def __init__(self, rank: int, notices: Notices, timeout: float | None, threads: int) -> None:
-        """Start the worker thread."""
+    def __init__(self, rank: int, failures: Failures, timeout: float | None, threads: int) -> None:
+        """Start the communication thread."""
         self.rank = rank
         self.timeout = timeout
         self.over = ""
-        self._failed = False
-        self._notices = notices
-        self._worker = Worker(f"pipelab-rank-{rank}", threads)
+        self.abort: Callable[[], None] = lambda: None
+        self._failures = failures
+        self._thread = communication_thread(f"pipelab-rank-{rank}", threads)
         self._calls = 0
-        self._closer = weakref.finalize(self, self._worker.end)
-        # At the process's end before its connections are gone: others should hear it before they lose one.
-        self._leaver = weakref.finalize(self, _leave, notices)
+        self._end_thread = weakref.finalize(self, self._thread.end)
+        # Also runs when the process ends, before it loses its connections: the others should know before they do.
+        how = "its script ended, or dropped its pipeline, without closing it"
+        self._announce_exit = weakref.finalize(self, failures.announce_exit, how)
 
-    def attend(self, work: Callable[[], Result], doing: Doing) -> Result:
-        """Run some work in the worker thread and wait for it; return what it returns.
+    def run(self, work: Callable[[], Result], status: Status) -> Result:
+        """Run some work in the communication thread and wait for it; return what it returns.
 
         The work may raise a `BatchError` or a `LossError` if all processes do. Any other error ends the pipeline, on
         every process.
@@ -132,81 +97,90 @@ class Watch:
         if self.over:
             raise UsageError(self.over)
         self._calls += 1
-        done = self._worker.do(work)
+        done: Outcomes = queue.SimpleQueue()
+        self._thread.do(work, done)
         try:
-            with told_before_the_end(lambda: self._last_words(doing), for_good=lambda: self._failed):
-                outcome: tuple[Result, BaseException | None] = self._await(done, doing)
-                result, error = outcome
-                if error is not None and not isinstance(error, BatchError | LossError):
-                    self._fail(error, doing)
+            _, found, error = self._wait(done, status)
+            if error is not None and not isinstance(error, BatchError | LossError):
+                self._explain(error, status)
         except EngineError:
             raise
-        except BaseException as interrupt:  # the worker's own error, Ctrl-C, or what a signal handler raises
-            if not self._failed:
-                interrupt.add_note(f"interrupted while rank {self.rank} {doing.told()}")
-                self._end(f"rank {self.rank} was interrupted ({type(interrupt).__name__})")
+        except BaseException as interrupt:  # the work's own error, Ctrl-C, or what a signal handler raises
+            if not self.over:
+                interrupt.add_note(f"interrupted while rank {self.rank} {status.describe()}")
+                self._fail(f"rank {self.rank} was interrupted ({type(interrupt).__name__})")
             raise
         if error is not None:
             raise error
+        result: Result = found
         return result
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the worker, and tell the others, who may still want something of this process."""
-        if not self._closer.alive:
+        """End the thread, and tell the others, who may still need this process."""
+        if not self._end_thread.alive:
             return
-        self._closer()
+        self._end_thread()
         if self.over:
             return
         if error is None:
             self.over = "this pipeline is closed: make a new one, or use it inside its with block"
-            self._leaver.detach()
-            self._notices.leave("it closed its pipeline without this call, which every process must make")
+            self._announce_exit.detach()
+            self.abort = lambda: None  # which keeps no connection alive
+            self._failures.announce_exit("it closed its pipeline without this call, which every process must make")
         else:
-            self._end(f"rank {self.rank} is gone: its script raised {error!r}")
+            self._fail(f"rank {self.rank} is gone: its script raised {error!r}")
 
     def line(self) -> str:
-        """Return where the worker is, in the student's own code if it is there."""
-        frames = sys._current_frames()  # noqa: SLF001 - the one way to see where a thread is
-        frame = frames.get(self._worker.thread.ident or 0)
-        return f", at {line_of(traceback.extract_stack(frame))}" if frame else ""
+        """Return the line that the work is at, in the student's own code if it is there."""
+        return self._thread.line()
 
-    def _await(self, done: queue.SimpleQueue[Outcome], doing: Doing) -> Outcome:
-        """Wait for the worker, looking at the notices and at the clock now and then.
+    def _wait(self, done: Outcomes, status: Status) -> Outcome:
+        """Wait for the work; look at the other processes and at the clock now and then.
 
         Raises:
             RankError: if another process has failed.
             StepTimeoutError: if nothing moved for too long.
         """
-        pause = _PAUSE_SECONDS if self.timeout is None else min(_PAUSE_SECONDS, self.timeout / 8)
-        seen, quiet_since = doing.progress(), time.monotonic()
-        told_at = quiet_since + (
-            _PATIENCE_SECONDS if self.timeout is None else min(_PATIENCE_SECONDS, self.timeout / 2)
-        )
-        while True:
-            try:
-                return done.get(timeout=pause)
-            except queue.Empty:
-                pass
-            if notice := self._notices.news():
-                self._hear(notice, doing)
-            if time.monotonic() > told_at:
-                self._notices.wait(self._calls)
-                told_at = math.inf
-            quiet = time.monotonic() - quiet_since
-            if seen != doing.progress():
-                seen, quiet_since = doing.progress(), time.monotonic()
-            elif quiet >= _PATIENCE_SECONDS and (gone := self._notices.gone()):
-                try:  # what it gave before it left may still be on its way
-                    return done.get(timeout=_RUMOUR_SECONDS)
-                except queue.Empty:
-                    self._hear(self._notices.tell(*gone), doing)
+        patience = _PATIENCE_SECONDS if self.timeout is None else min(_PATIENCE_SECONDS, self.timeout / 2)
+        publish_at = time.monotonic() + patience
+        for outcome, quiet in outcomes(done, status.progress, self.timeout):
+            if outcome is not None:
+                return outcome
+            if failure := self._failures.first_failure():
+                self._stop(failure, status)
+            if time.monotonic() >= publish_at:
+                self._failures.publish(PublishedStatus(self._calls, status.describe(), status.computing()))
+                publish_at = time.monotonic() + patience
+            if quiet >= _PATIENCE_SECONDS and (dead := self._failures.find_dead_rank()):
+                with suppress(queue.Empty):  # what it sent before it left may still be on its way
+                    return done.get(timeout=_GRACE_SECONDS)
+                self._stop(self._failures.report(*dead), status)
             elif self.timeout is not None and quiet >= self.timeout:
-                told = f"nothing moved on rank {self.rank} for {quiet:.3g} s: it {doing.told()}{self._absent(doing)}"
-                self._end(told)
-                raise StepTimeoutError(told)
+                self._time_out(quiet, status)
+        raise AssertionError  # outcomes never end
 
-    def _fail(self, error: BaseException, doing: Doing) -> NoReturn:
-        """Tell everybody of an error in the worker, and raise it; or who is gone, if it is a lost connection.
+    def _time_out(self, seconds: float, status: Status) -> NoReturn:
+        """Raise that nothing moved, after finding out who holds up all others: a rank that computes, or is silent.
+
+        Raises:
+            StepTimeoutError: always.
+        """
+        told = f"nothing moved on rank {self.rank} for {seconds:.3g} s: it {status.describe()}"
+        statuses = {} if status.computing() else self._failures.statuses(self._calls)
+        silent = [rank for rank, other in statuses.items() if other is None]
+        busy = [(rank, other) for rank, other in statuses.items() if other and other.computing]
+        culprit = self.rank
+        if silent:
+            culprit, names = silent[0], ", ".join(map(str, silent))
+            told = f"no sign of rank {names} in this call: not made there, stopped, or cut off\n  {told}"
+        elif busy:
+            culprit, other = busy[0]
+            told = f"rank {culprit} holds up the others: it {other.doing}\n  {told}"
+        self._fail(told, culprit)
+        raise StepTimeoutError(told)
+
+    def _explain(self, error: BaseException, status: Status) -> NoReturn:
+        """Report an error of the work and raise it; or raise which rank is dead, if a connection was lost.
 
         Raises:
             RankError: if another process is the cause.
@@ -214,80 +188,46 @@ class Watch:
         """
         if not _is_lost_connection(error):
             told = str(error) if isinstance(error, PipelabError) else f"{type(error).__name__}: {error}"
-            self._end(told if isinstance(error, StageError) else f"rank {self.rank} failed: {told}")
+            self._fail(told if isinstance(error, StageError) else f"rank {self.rank} failed: {told}")
             raise error
-        deadline = time.monotonic() + _RUMOUR_SECONDS
-        notice = self._notices.news()
-        while notice is None and time.monotonic() < deadline:
-            if gone := self._notices.gone():
-                notice = self._notices.tell(*gone)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while (failure := self._failures.first_failure()) is None:
+            if dead := self._failures.find_dead_rank():
+                failure = self._failures.report(*dead)
+            elif time.monotonic() > deadline:
+                rank = status.peer()
+                name = "another process" if rank is None else f"rank {rank}"
+                lost = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
+                failure = self._failures.report(-1 if rank is None else rank, lost)
             else:
-                time.sleep(_PAUSE_SECONDS / 8)
-                notice = self._notices.news()
-        if notice is None:
-            suspect = doing.meets()
-            name = "another process" if suspect is None else f"rank {suspect}"
-            lost = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
-            notice = self._notices.tell(-1 if suspect is None else suspect, lost)
-        self._hear(notice, doing, error)
+                time.sleep(_POLL_SECONDS / 8)
+        self._stop(failure, status, error)
 
-    def _hear(self, notice: Notice, doing: Doing, cause: BaseException | None = None) -> NoReturn:
-        """Raise what another process failed of.
+    def _stop(self, failure: Failure, status: Status, cause: BaseException | None = None) -> NoReturn:
+        """End this pipeline for good, because of another process.
 
         Raises:
             RankError: always.
         """
-        told = f"{notice.told}\n  rank {self.rank} {doing.told()}"
-        self._leaver.detach()
-        self._failed, self.over = True, f"this pipeline has failed: start all processes anew\n  {told}"
-        self._notices.hear(notice)
-        raise RankError(told, notice.rank) from cause
+        told = f"{failure.message}\n  rank {self.rank} {status.describe()}"
+        self._end(told)
+        self._failures.acknowledge(failure)
+        self.abort()
+        raise RankError(told, failure.rank) from cause
+
+    def _fail(self, told: str, rank: int | None = None) -> None:
+        """End this pipeline for good, because of this process, or of one that it waited for in vain."""
+        self._end(told)
+        self._failures.report(self.rank if rank is None else rank, told, alive=True)
+        self.abort()
 
     def _end(self, told: str) -> None:
-        """End this pipeline for good: because of this process."""
-        self._leaver.detach()
-        self._failed, self.over = True, f"this pipeline has failed: start all processes anew\n  {told}"
-        self._notices.tell(self.rank, told, alive=True)
-
-    def _absent(self, doing: Doing) -> str:
-        """Say which processes have not told that they wait in this one's call, if any has not.
-
-        A process says so after a while, whatever its worker does: unless the whole process stands still.
-        """
-        absent = self._notices.absent(self._calls)
-        if not absent:
-            return ""
-        ranks = f"rank {', '.join(map(str, absent))}"
-        if doing.together():
-            verb, it = ("has", "it is") if len(absent) == 1 else ("have", "they are")
-            return (
-                f"; {ranks} came to this call and {verb} said nothing since: {it} stopped, cut off, or in C code that "
-                "lets no other thread run"
-            )
-        return f"; {ranks} {'has' if len(absent) == 1 else 'have'} not come to this call"
-
-    def _last_words(self, doing: Doing) -> str:
-        """Return what this process knows when it is told to stop.
-
-        Who is gone is noted for those who are told to stop as well: some of them may be gone before the next one looks.
-        """
-        if self.over:
-            return self.over
-        notice, gone = self._notices.news(), self._notices.gone()
-        if notice is None and gone:
-            notice = self._notices.note(*gone)
-        known = notice.told if notice else "no other process has said why"
-        return f"{known}\n  rank {self.rank} {doing.told()}"
-
-
-def _leave(notices: Notices) -> None:
-    """Tell the others that a pipeline is gone which was not closed: its process ends, or nobody holds it any more."""
-    ends = not threading.main_thread().is_alive()
-    notices.leave("its script ended" if ends else "it let go of its pipeline, which it did not close")
+        self._announce_exit.detach()
+        self.over = f"this pipeline has failed: start all processes anew\n  {told}"
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Tell whether an error says that the other end of a connection is gone, in the words of gloo or NCCL."""
+    """Return whether an error says that the other end of a connection is gone, in the words of gloo or NCCL."""
     if isinstance(error, PipelabError):
         return False
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/transport", "NCCL error"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pipelab
-from pipelab.engine.torchrun.groups import parts_of
+from pipelab.engine.torchrun.groups import pipeline_replicas
 from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta, meta_of
 from pipelab.engine.torchrun.stage import ProcessStage
 
@@ -59,9 +59,9 @@ def test_marks_arrive_as_they_were_sent(there):
 @pytest.mark.parametrize("ask", ["get_bwd_send_ops", "get_bwd_recv_ops"])
 def test_where_marks_cannot_go_it_is_known_to_whom(monkeypatch, ask):
     monkeypatch.setattr("torch.distributed.P2POp", lambda *_, **__: None)
-    (part,) = parts_of(pipelab.GPipe(3, 2).plan())
+    (part,) = pipeline_replicas(pipelab.GPipe(3, 2).plan())
     runner = SimpleNamespace(index=1, is_first=False, is_last=False, module=torch.nn.Identity())
-    connections = SimpleNamespace(carrier=torch.device("cpu"), pipeline=None, everyone=Cut())
+    connections = SimpleNamespace(transport_device=torch.device("cpu"), pipeline=None, everyone=Cut())
     stage = ProcessStage(runner, part, 1, connections, None)
     stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 2}
     made = torch.ones(2, requires_grad=True)

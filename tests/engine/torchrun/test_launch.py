@@ -10,7 +10,7 @@ import processes
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from pipelab.engine.torchrun.launch import decisive
+from pipelab.engine.torchrun.launch import decisive, run_script
 
 STAGE = "StageError: 2F1 on rank 2 failed: ValueError: odd\n  stage 2, micro-batch 1, on cpu"
 HEARD = "RankError: rank 2 is gone: process 7 on here was killed, or ended\n  rank 1 waits"
@@ -20,10 +20,10 @@ HEARD = "RankError: rank 2 is gone: process 7 on here was killed, or ended\n  ra
 def failure(tmp_path):
     """Make how a process ended: its exit code, and the error that it left, if it left one."""
 
-    def made(rank, code, words=None, second=100):
+    def made(rank, code, words=None, second=100, stack=""):
         path = tmp_path / f"{rank}.json"
         if words is not None:
-            extra = {"py_callstack": words, "timestamp": str(second)}
+            extra = {"py_callstack": stack, "timestamp": str(second)}
             path.write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
         found = ProcessFailure(rank, 1000 + rank, code, str(path))
         found.timestamp = second
@@ -38,20 +38,13 @@ def test_the_first_error_of_a_process_itself_is_repeated(failure):
     assert decisive(failures) == f"pipelab: rank 2 failed first:\n{STAGE}"
 
 
-def test_an_error_that_all_processes_have_is_told_once(failure):
-    assert decisive({rank: failure(rank, 1, "EngineError: no") for rank in range(3)}) == (
-        "pipelab: every rank failed alike:\nEngineError: no"
-    )
-    assert decisive({0: failure(0, 1, "EngineError: no")}) == "pipelab: rank 0 failed first:\nEngineError: no"
-
-
 @pytest.mark.parametrize(
     ("code", "how"),
     [
         (-9, "killed by SIGKILL, as the system does where memory runs out"),
         (-11, "killed by SIGSEGV"),
         (-99, "killed by signal 99"),
-        (7, "with exit code 7: what it said itself, if anything, stands above"),
+        (7, "with exit code 7: what it printed, if anything, stands above"),
     ],
 )
 def test_where_nobody_said_anything_the_one_that_ended_first_is_named(failure, code, how):
@@ -59,81 +52,50 @@ def test_where_nobody_said_anything_the_one_that_ended_first_is_named(failure, c
     assert decisive(failures) == f"pipelab: rank 2 ended first, {how}"
 
 
-def test_what_another_process_heard_of_a_dead_one_is_told_with_how_it_ended(failure):
+def test_what_another_process_learned_of_a_dead_one_counts_less_than_how_that_one_ended(failure):
     failures = {1: failure(1, 1, HEARD), 2: failure(2, -11), 0: failure(0, -15)}
-    assert decisive(failures) == f"pipelab: rank 2 ended first, killed by SIGSEGV; rank 1 says:\n{HEARD}"
+    assert decisive(failures) == "pipelab: rank 2 ended first, killed by SIGSEGV"
     ended = {0: failure(0, -15), 1: failure(1, 1, HEARD)}  # torchrun's own SIGTERM is no beginning
     assert decisive(ended) == f"pipelab: rank 1 says:\n{HEARD}"
-    assert decisive({1: failure(1, 1, HEARD)}) == f"pipelab: rank 1 says:\n{HEARD}"
 
 
 def test_a_process_that_waited_in_vain_is_not_called_the_one_that_failed(failure):
-    words = "StepTimeoutError: nothing moved on rank 1 for 6 s: it waits; rank 0 has not come to this call"
-    assert decisive({1: failure(1, 1, words)}) == f"pipelab: rank 1 gave up waiting first:\n{words}"
+    words = "StepTimeoutError: rank 0 holds up the others: it was running 0F0\n  nothing moved on rank 1: it waits"
+    assert decisive({1: failure(1, 1, words)}) == f"pipelab: a call timed out:\n{words}"
 
 
 def test_sigterm_counts_where_there_is_nothing_else(failure):
     assert decisive({1: failure(1, -15)}) == "pipelab: rank 1 ended first, killed by SIGTERM"
 
 
-def test_a_long_message_is_cut(failure):
-    words = "\n".join(["RuntimeError: much", *map(str, range(1, 40))])
-    lines = decisive({1: failure(1, 1, words)}).splitlines()
-    assert lines[:2] == ["pipelab: rank 1 failed first:", "RuntimeError: much"]
-    assert lines[-2:] == ["23", "  … and 16 lines more, above"]
-
-
-# --- what a process leaves
-
-
-def left_by(tmp_path, script, **more):
-    """Run a script as torchrun would; return what it left, or `None`, and its standard error."""
-    file = tmp_path / "error.json"
-    (tmp_path / "train.py").write_text(script)
-    env = processes.environment(TORCHELASTIC_ERROR_FILE=str(file), **more)
-    found = subprocess.run(
-        [sys.executable, str(tmp_path / "train.py")], env=env, capture_output=True, text=True, check=False
-    )
-    return (json.loads(file.read_text()) if file.exists() else None), found.stderr
-
-
-def test_a_process_leaves_the_error_that_ends_it_and_shows_it_as_ever(tmp_path):
-    left, told = left_by(tmp_path, "import pipelab\npipelab.Plan.parse(['0F0']).check\n")
-    assert left["message"]["message"] == (
-        "AttributeError: 'Plan' object has no attribute 'check'\n"
-        f"  at {tmp_path / 'train.py'}, line 2, in <module>: pipelab.Plan.parse(['0F0']).check"
-    )
-    assert left["message"]["extraInfo"]["py_callstack"] == left["message"]["message"]
-    assert int(left["message"]["extraInfo"]["timestamp"]) > 0
-    assert told.startswith("Traceback")
-
-
-def test_pipelabs_own_errors_are_left_with_the_scripts_line_unless_they_name_one(tmp_path):
-    left, _ = left_by(tmp_path, "import pipelab\npipelab.simulate(pipelab.Plan.parse(['0F0']))\n")
-    assert left["message"]["message"].startswith("ScheduleError: 1 fault in Plan(ranks=1, ")
-    assert left["message"]["message"].endswith(
-        "train.py, line 2, in <module>: pipelab.simulate(pipelab.Plan.parse(['0F0']))"
-    )
-    own = "import pipelab\nraise pipelab.StageError('1F0 failed\\n  at mine.py, line 7', 1, 1, '1F0')\n"
-    (tmp_path / "own").mkdir()
-    assert left_by(tmp_path / "own", own)[0]["message"]["message"] == "StageError: 1F0 failed\n  at mine.py, line 7"
-
-
-@pytest.mark.parametrize(
-    "end", ["raise SystemExit(3)", "raise KeyboardInterrupt", "pass", "import os; del os.environ[NAME]; 1 / 0"]
-)
-def test_nothing_is_left_where_no_error_ends_a_process_or_nobody_asks(tmp_path, end):
-    left, told = left_by(tmp_path, f"import pipelab\nNAME = 'TORCHELASTIC_ERROR_FILE'\n{end}\n")
-    assert left is None
-    assert "reporting" not in told
-
-
-def test_what_the_script_itself_recorded_stays(tmp_path):
-    (tmp_path / "error.json").write_text('{"message": "mine"}')
-    assert left_by(tmp_path, "import pipelab\n1 / 0\n")[0] == {"message": "mine"}
+def test_the_line_of_the_script_that_raised_is_added_to_an_error_that_names_none(failure):
+    stack = 'Traceback (most recent call last):\n  File "mine.py", line 7, in train\n    1 / 0\n'
+    stack += f'  File "{json.__file__}", line 9, in loads\nZeroDivisionError: by zero\n'
+    told = decisive({1: failure(1, 1, "ZeroDivisionError: by zero", stack=stack)})
+    assert told == "pipelab: rank 1 failed first:\nZeroDivisionError: by zero\n  at mine.py, line 7, in train"
+    assert decisive({2: failure(2, 1, STAGE + "\n  at x.py, line 3", stack=stack)}).endswith("\n  at x.py, line 3")
 
 
 # --- the whole
+
+
+def test_a_script_is_run_as_python_would_run_it_and_the_error_that_ends_it_is_recorded(tmp_path, monkeypatch):
+    (tmp_path / "beside.py").write_text("told = 'beside'")
+    script = tmp_path / "train.py"
+    script.write_text("import sys, beside\nraise ValueError(__name__, beside.told, sys.argv[1:])")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "argv", ["launch.py", str(script), "--steps", "3"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    with pytest.raises(ValueError, match="__main__"):
+        run_script()
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ValueError: ('__main__', 'beside', ['--steps', '3'])"
+
+
+def test_importing_pipelab_sets_no_hook_of_the_interpreter():
+    code = "import sys; hook = sys.excepthook; import pipelab; assert sys.excepthook is hook is sys.__excepthook__"
+    env = processes.environment(TORCHELASTIC_ERROR_FILE="error.json")
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 @pytest.mark.dist
@@ -143,7 +105,7 @@ def test_what_the_script_itself_recorded_stays(tmp_path):
         ("raise ValueError('odd')", "ValueError: odd\n  at SCRIPT, line 5, in <module>: raise ValueError('odd')"),
         (
             "os._exit(7)",
-            "pipelab: rank 1 ended first, with exit code 7: what it said itself, if anything, stands above",
+            "pipelab: rank 1 ended first, with exit code 7: what it printed, if anything, stands above",
         ),
         (
             "pipelab.OneFOneB(0, 1)",

@@ -12,7 +12,7 @@ from strategies import legal_cases
 
 import pipelab
 from pipelab import Action, B, EngineError, F, I, OneFOneB, Plan, R, W, replicate, schedules
-from pipelab.engine.torchrun.groups import parts_of
+from pipelab.engine.torchrun.groups import pipeline_replicas
 from pipelab.engine.torchrun.runtime import lowered
 
 
@@ -117,7 +117,7 @@ def test_the_catalogue_runs_in_its_own_order_pairs_one_after_the_other(name):
     plan = schedules[name](4, 8).plan()
     if any(len(ranks) > 1 for ranks in plan.replicas.values()):
         with pytest.raises(EngineError, match="PyTorch's runtime has every stage of a pipeline on one rank"):
-            parts_of(plan)
+            pipeline_replicas(plan)
         return
     action = plan.bound.codes.action
     for rank, row in enumerate(plan.bound.rows):
@@ -133,7 +133,7 @@ def test_an_all_reduce_runs_where_the_plan_lists_it():
 
 def test_replicas_are_pipelines_of_their_own():
     plan = replicate(OneFOneB(2, 4), 2).plan()
-    first, second = parts_of(plan)
+    first, second = pipeline_replicas(plan)
     assert (first.ranks, first.microbatches) == ((0, 1), (0, 2, 4, 6))
     assert (second.ranks, second.microbatches) == ((2, 3), (1, 3, 5, 7))
     alone = OneFOneB(2, 4).plan()
@@ -146,14 +146,14 @@ def test_replicas_are_pipelines_of_their_own():
 
 def test_a_pipeline_that_is_no_replica_is_all_of_the_plan():
     plan = OneFOneB(3, 4).plan()
-    (part,) = parts_of(plan)
+    (part,) = pipeline_replicas(plan)
     assert part.plan is plan
     assert (part.ranks, part.microbatches) == ((0, 1, 2), (0, 1, 2, 3))
 
 
 def test_a_rank_with_nothing_to_do_is_refused():
     with pytest.raises(EngineError, match="rank 1 of 2 has nothing to do"):
-        parts_of(Plan([[F(0, 0), B(0, 0)], []], 1, 1))
+        pipeline_replicas(Plan([[F(0, 0), B(0, 0)], []], 1, 1))
 
 
 def test_a_stage_on_several_ranks_of_one_pipeline_is_refused_with_the_micro_batches_that_part():
@@ -163,7 +163,7 @@ def test_a_stage_on_several_ranks_of_one_pipeline_is_refused_with_the_micro_batc
     with pytest.raises(
         EngineError, match="stage 0 is on ranks 0, 1 of one pipeline.*micro-batch 0 and of micro-batch 1"
     ):
-        parts_of(plan)
+        pipeline_replicas(plan)
 
 
 def test_replicas_that_place_their_stages_differently_make_no_mesh():
@@ -171,4 +171,4 @@ def test_replicas_that_place_their_stages_differently_make_no_mesh():
     plan = Plan(rows, 2, 2, lambda microbatch, stage: stage if microbatch == 0 else 3 - stage)
     assert pipelab.check(plan) == []
     with pytest.raises(EngineError, match="2 pipelines .* place their stages differently"):
-        parts_of(plan)
+        pipeline_replicas(plan)

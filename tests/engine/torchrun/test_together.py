@@ -342,7 +342,7 @@ try:
 except pipelab.EngineError as error:
     refused = str(error)
 model = plain.mlp(4, seed=10 + rank)  # replicas begin alike all the same
-warnings.filterwarnings("ignore", ".* other weights for stage 0 than rank 0")
+warnings.filterwarnings("ignore", ".* other weights than rank 0")
 with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     began = pipe.state_dict()
     twin = plain.mlp(4)
@@ -542,7 +542,9 @@ def test_the_script_of_the_documentation_runs_as_it_says(tmp_path):
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=120, check=False)
     assert (found.returncode, found.stderr) == (0, "")
     line, result = processes.without_gloo(found.stdout).splitlines()
-    assert line.startswith("OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 /")
+    assert line.startswith(
+        "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 -m pipelab.engine.torchrun.launch /"
+    )
     assert re.match(
         r"loss 1\.\d+; All 16 gradients match plain training with the same 8 micro-batches bit for bit", result
     )

@@ -645,7 +645,7 @@ def test_ctrl_c_ends_a_script_with_a_note_and_the_step_after_works():
         ),
         pytest.param(
             """
-            from pipelab.engine import threads
+            from pipelab.engine.threads import engine
             engine._GRACE_SECONDS = 0.1
             sleeper.seconds = 1000
             try:

@@ -40,7 +40,7 @@ ENGINE: list[list[str]] = [
     ["pipelab.engine.pipeline"],
     ["pipelab.engine.verify"],
     ["pipelab.engine.threads", "pipelab.engine.torchrun"],
-    ["pipelab.engine.emulation", "pipelab.engine.engine"],
+    ["pipelab.engine.emulation", "pipelab.engine.engine", "pipelab.engine.worker"],
     ["pipelab.engine.step"],
     ["pipelab.engine.model"],
     ["pipelab.engine.stage"],
@@ -62,15 +62,6 @@ DISPLAYS = {
     "pipelab.simulation.comparison:Comparison._repr_svg_",
     "pipelab.plan.plan:Plan.save_graph",
 }
-
-# Under rewrite: exceptions that go with the engine's new rooms.
-UP_UNDER_REWRITE = {
-    "pipelab.engine.engine:",
-    "pipelab.engine.engine:_torch",
-    "pipelab.engine.torchrun.stage:",
-}
-HIDDEN_UNDER_REWRITE = {"pipelab.engine.engine:_torch", "pipelab.engine.pipeline:Pipeline.verify"}
-SPLINTERS_UNDER_REWRITE = {"pipelab.reporting"}
 
 # What could hide an import, and the modules that use it for something else.
 HIDING_PLACES = {
@@ -181,12 +172,12 @@ def place(each: Import) -> str:
 
 
 def test_imports_point_down_only():
-    up = [each for each in IMPORTS if points_up(each) and place(each) not in DISPLAYS | UP_UNDER_REWRITE]
+    up = [each for each in IMPORTS if points_up(each) and place(each) not in DISPLAYS]
     assert up == []
 
 
 def test_exactly_the_display_methods_import_what_is_above_them():
-    up = [each for each in IMPORTS if points_up(each) and place(each) not in UP_UNDER_REWRITE]
+    up = [each for each in IMPORTS if points_up(each)]
     assert {place(each) for each in up} == DISPLAYS
     assert {each.name for each in up} <= {name for name in MODULES if "pipelab.draw" in name}
 
@@ -232,7 +223,7 @@ def test_a_function_imports_only_what_is_heavy():
         if each.function
         and each.name.split(".")[0] not in HEAVY
         and not (needs_torch(each.name) and not needs_torch(each.module))
-        and place(each) not in DISPLAYS | HIDDEN_UNDER_REWRITE
+        and place(each) not in DISPLAYS
     ]
     assert hidden == []
 
@@ -258,9 +249,12 @@ atexit.register = lambda function, *given: registered.append(function.__module__
 import pipelab
 print(json.dumps([hooks() == before, [name for name in registered if name.startswith("pipelab")]]))
 """
-    under_torchrun = {} if "pipelab.reporting" in MODULES else {"TORCHELASTIC_ERROR_FILE": "error.json"}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | under_torchrun
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"TORCHELASTIC_ERROR_FILE": "error.json"},
     )
     assert json.loads(result.stdout) == [True, []]
 
@@ -296,7 +290,7 @@ def test_a_small_module_has_two_importers_or_is_a_schedule():
         and len(path.read_text().splitlines()) < 80
         and len(importers[module]) < 2
     }
-    assert splinters - schedules - SPLINTERS_UNDER_REWRITE == set()
+    assert splinters - schedules == set()
 
 
 FOLDERS = [path.parent for path in sorted(ROOT.rglob("__init__.py"))]
@@ -306,7 +300,7 @@ FOLDERS = [path.parent for path in sorted(ROOT.rglob("__init__.py"))]
 def test_a_folder_lists_its_modules_in_its_docstring(folder):
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     listed = re.findall(r"^- `(\w+)`: \S.*$", text, re.MULTILINE)
-    modules = [path.stem for path in folder.glob("[a-z]*.py") if path.stem != "reporting"]  # which goes
+    modules = [path.stem for path in folder.glob("[a-z]*.py")]
     folders = [path.parent.name for path in folder.glob("*/__init__.py")]
     assert sorted(listed) == sorted(modules + folders)
 

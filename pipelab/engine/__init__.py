@@ -1,8 +1,9 @@
 """EXECUTED: a plan on real tensors.
 
 - `pipeline`: `Pipeline`, the face
-- `step`: what one step returns
 - `engine`: what a pipeline asks of an engine
+- `step`: one step of the ranks in this process, how an action runs, and what the step gives
+- `worker`: the threads in which both engines compute, and the loop in which a caller waits
 - `stage`: one stage, forward and backward: shared by both engines
 - `threads`: one worker thread per rank, in one process
 - `torchrun`: one process per rank, on PyTorch's pipelining runtime

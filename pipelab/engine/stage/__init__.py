@@ -10,6 +10,5 @@
 - `caller`: autocast and hooks of the calling thread
 - `snapshot`: buffers and random state, saved and restored
 - `checkpoint_rng`: random draws under an activation checkpoint
-- `nan_watch`: NaN and infinity in what an action made
 - `errors`: a stage's error, with rank, stage, action and the model's layer
 """

@@ -3,10 +3,9 @@
 - `engine`: this process's part of a plan
 - `runtime`: the one door to PyTorch's private names
 - `stage`: a stage as PyTorch's runtime asks for it
-- `step_state`: what the actions of one step need, and when each of them ran
-- `messages`: the shapes of values, learnt once, and values sent as messages
-- `start`: the processes meet, agree and connect
-- `joining`: what a process says of itself, and what must be the same in all
+- `step_state`: one step on this process
+- `messages`: the shapes of values, learned once, and values sent as messages
+- `start`: the processes compare what they have, and connect
 - `groups`: process groups for the pipelines of a plan
 - `agreement`: whether all processes mean the same call and batch
 - `replicas`: the sum of a stage's gradients over its replicas

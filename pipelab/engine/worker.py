@@ -71,6 +71,11 @@ class Worker:
         """End the thread after its present job."""
         self._jobs.put(None)
 
+    def join(self) -> None:
+        """Wait until a thread that has nothing to do has ended: in the middle of Python's own end it could abort that."""
+        if self.idle.is_set() and threading.current_thread() is not self.thread:
+            self.thread.join(_PAUSE_SECONDS)
+
     def give_up(self) -> None:
         """Make a thread that hangs end at its next line of Python, should it come back: it must add to no gradient."""
         self.end()

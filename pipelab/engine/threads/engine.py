@@ -203,3 +203,5 @@ class ThreadsEngine(Engine):
 def _end(workers: list[Worker]) -> None:
     for worker in workers:
         worker.end()
+    for worker in workers:
+        worker.join()

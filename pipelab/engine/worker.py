@@ -72,7 +72,7 @@ class Worker:
         self._jobs.put(None)
 
     def join(self) -> None:
-        """Wait until a thread that has nothing to do has ended: in the middle of Python's own end it could abort that."""
+        """Wait until an idle thread has ended: one that ends while Python does could abort the process."""
         if self.idle.is_set() and threading.current_thread() is not self.thread:
             self.thread.join(_PAUSE_SECONDS)
 

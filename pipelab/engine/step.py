@@ -81,7 +81,6 @@ class StepState:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Make room for the outputs."""
         self.outputs = [None] * len(self.inputs)
 
     @property
@@ -163,7 +162,6 @@ class Step:
     """
 
     def __init__(self, loss: torch.Tensor, state: StepState, plan: Plan, labels: Sequence[str]) -> None:
-        """Keep what was measured; the trace and the outputs are put together when they are asked for."""
         self.loss = loss
         self._outputs, self._outputs_on = state.outputs, state.outputs_on
         self._times = [(each.begun, each.ended) for each in state.ranks]
@@ -219,7 +217,6 @@ class Step:
         return sum(errors[-2:]) / 1e6
 
     def __repr__(self) -> str:
-        """Return the loss."""
         return f"Step(loss={float(self.loss):g})"
 
 

@@ -52,7 +52,6 @@ class Worker:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        """Start the thread."""
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Outcomes] | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self.idle = threading.Event()

@@ -25,6 +25,7 @@ from pipelab.errors import (
     BatchError,
     EngineError,
     LossError,
+    PipelabError,
     StageError,
     StepTimeoutError,
     UsageError,
@@ -758,7 +759,7 @@ def test_two_threads_may_step_one_pipeline_one_after_the_other():
     [
         (torch.tensor(1.0), torch.zeros(4), "x holds a tensor without dimensions"),
         (torch.zeros(4, 6), torch.tensor(1.0), "y holds a tensor without dimensions"),
-        (torch.zeros(4, 6), torch.zeros(5, 6), "x has 4 rows and y has 5: every row needs its target"),
+        (torch.zeros(4, 6), torch.zeros(5, 6), "x has 4 rows and y has 5"),
         ((torch.zeros(4, 6), torch.zeros(5)), torch.zeros(4), "the tensors in x have 4 and 5 rows"),
         (torch.zeros(3, 6), torch.zeros(3, 6), "a batch of 3 rows cannot fill 4 micro-batches"),
         (torch.zeros(0, 6), torch.zeros(0, 6), "a batch of 0 rows cannot fill 4 micro-batches"),
@@ -784,14 +785,14 @@ def test_an_evaluation_of_too_few_rows_is_refused():
 
 def test_a_schedule_that_stands_where_the_model_should_is_told_to_change_places():
     schedule = GPipe(2, 2)
-    told = r"^Pipeline\(model, schedule, loss_fn\): the model comes first, and (GPipe|Plan)\(.*\) stands first$"
+    told = r"^Pipeline\(model, schedule, loss_fn\): expected a model first, got (GPipe|Plan)\("
     for first in (schedule, schedule.plan()):
         with pytest.raises(TypeError, match=told):
             Pipeline(first, plain.mlp(2), mse)
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(EngineError, match="engine='mpi': expected 'threads'"):
+    with pytest.raises(UsageError, match="engine='mpi': expected 'threads'"):
         Pipeline(plain.mlp(4), GPipe(2, 2), mse, engine="mpi")
 
 
@@ -807,7 +808,7 @@ def test_an_illegal_plan_is_refused_with_its_faults():
 def test_what_is_refused_starts_no_thread():
     before = ranks_threads()
     for arguments in ({"devices": ["cpu"]}, {"engine": "mpi"}, {"reduction": "max"}):
-        with pytest.raises(EngineError):
+        with pytest.raises(PipelabError):
             Pipeline(plain.mlp(4), GPipe(2, 2), mse, **arguments)
     with pytest.raises(EngineError):
         Pipeline(plain.mlp(1), GPipe(2, 2), mse)

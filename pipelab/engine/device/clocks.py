@@ -99,7 +99,6 @@ class GpuClock:
     """The clock of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Set the device's clock against the host's."""
         self.device = device
         self._stream = torch.cuda.Stream(device)  # of its own, so that no work stands before an anchor
         self.anchor = self.measure()

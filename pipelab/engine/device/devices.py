@@ -31,7 +31,6 @@ class RankDevice:
     stream: torch.cuda.Stream | None = None
 
     def __str__(self) -> str:
-        """Return the device, and the share in brackets."""
         return f"{self.device} ({self.share})" if self.share else str(self.device)
 
 

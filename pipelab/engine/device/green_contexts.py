@@ -40,7 +40,6 @@ class Part:
     of: int
 
     def __str__(self) -> str:
-        """Return its share of the SMs."""
         return f"{self.multiprocessors} of {self.of} SMs"
 
 

@@ -75,7 +75,6 @@ class Stages:
     is_traced = False
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], sizes: Sequence[int]) -> None:
-        """Keep the stages, if no parameter is in two of them."""
         self.model = model
         self.modules = list(modules)
         self.sizes = tuple(sizes)
@@ -107,11 +106,9 @@ class Stages:
         return self.model.state_dict()
 
     def __len__(self) -> int:
-        """Return the number of stages."""
         return len(self.modules)
 
     def __repr__(self) -> str:
-        """Return the numbers of layers and of parameters in each stage."""
         numbers = map(short, map(count_parameters, self.modules))
         return f"Stages({', '.join(map(str, self.sizes))} layers; {', '.join(numbers)} parameters)"
 
@@ -122,7 +119,6 @@ class _Traced(Stages):
     is_traced = True
 
     def __init__(self, model: nn.Module, traced: TracedStages, sizes: Sequence[int]) -> None:
-        """Trace the model as it is now."""
         self._traced = traced
         super().__init__(model, traced.modules(), sizes)
         traced.require_same_outputs(self.modules)

@@ -156,7 +156,6 @@ class TracedStages:
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
-        """Find the model's layers by running it once on the example."""
         self._model = model
         self._example = example
         self.rows = rows_of(example, "example")

@@ -36,7 +36,6 @@ class Loss:
     values: list[torch.Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Make room for the values."""
         self.values = [None] * len(self.targets)
 
     def of(self, microbatch: int, output: Any) -> torch.Tensor:

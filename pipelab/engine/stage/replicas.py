@@ -63,7 +63,6 @@ class Runners:
         devices: Sequence[torch.device],
         buffers: Buffers,
     ) -> None:
-        """Make a runner for every stage and rank."""
         self._own = modules
         self._devices = list(devices)
         self._buffers = buffers
@@ -127,7 +126,7 @@ class _Replica(Stage):
         self._is_apart = False
 
     def follow(self, own: nn.Module, device: torch.device) -> None:
-        """Run a copy of a module as it is now; a new copy only if it is another module, or has other layers."""
+        """Run a copy of a module; make a new copy only if it is another module, or has other layers."""
         if self._original is not own or _layers(own) != _layers(self._copy):
             try:
                 self._copy = copied(own, device)

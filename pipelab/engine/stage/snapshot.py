@@ -26,7 +26,6 @@ class BufferSnapshot:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Copy the buffers."""
         self._kept = [
             (part, name, buffer, None if buffer is None else buffer.clone())
             for module in modules
@@ -63,7 +62,6 @@ class RandomSnapshot:
     """The state of PyTorch's default random generators, of the processor and all GPUs."""
 
     def __init__(self) -> None:
-        """Copy the states."""
         self._processor = torch.get_rng_state()
         self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
@@ -74,7 +72,6 @@ class RandomSnapshot:
             torch.cuda.set_rng_state_all(self._gpus)
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether the same numbers come next."""
         if not isinstance(other, RandomSnapshot):
             return NotImplemented
         ours, theirs = [self._processor, *self._gpus], [other._processor, *other._gpus]

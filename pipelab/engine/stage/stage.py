@@ -43,7 +43,6 @@ class Stage:
     __slots__ = ("clones_input", "index", "is_first", "is_last", "module")
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
-        """Wrap a module as stage `index` of `stages`."""
         self.index = index
         self.module = module
         self.is_first = index == 0

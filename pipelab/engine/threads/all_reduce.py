@@ -27,7 +27,6 @@ class Barrier:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """Expect these ranks."""
         self.absent = set(ranks)
         self._barrier = threading.Barrier(len(ranks))
         self._launched: list[Any] = []  # what a stream waits for, so that it comes after what the others have launched

@@ -56,7 +56,6 @@ class ThreadsEngine(Engine):
     """
 
     def __init__(self, plan: Plan, stages: Stages, settings: Settings) -> None:
-        """Place the stages on their ranks' devices and start a worker thread for each rank."""
         if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             warnings.warn(
                 f"torchrun started {os.environ['WORLD_SIZE']} processes, and each of them runs all ranks of this "

@@ -62,7 +62,6 @@ class Row:
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        """Look at every instruction once."""
         self.instructions = instructions
         self.actions = [each.action for each in instructions]
         self.stages = {each.stage.index for each in instructions}

@@ -63,7 +63,6 @@ class TorchEngine(DistributedModel):
         supervisor: Supervisor,
         settings: Settings,
     ) -> None:
-        """Lower the pipeline onto PyTorch's runtime."""
         self.plan, self.stages, self.rank = plan, stages, rank
         self.group = connections.everyone
         self.devices = [RankDevice(each) for each in devices]

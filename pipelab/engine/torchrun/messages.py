@@ -234,7 +234,6 @@ class GradientPresence:
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        """Begin with nothing under way."""
         self._group = group
         self._ranks = ranks
         self._sent: list[dist.Work] = []

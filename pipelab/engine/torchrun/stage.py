@@ -45,7 +45,6 @@ class ProcessStage:
     def __init__(
         self, runner: Stage, part: PipelineReplica, rank: int, connections: Connections, reducer: Reducer | None
     ) -> None:
-        """Take the place of a `PipelineStage`."""
         self.runner = runner
         self.stage_index = runner.index
         self.num_stages = part.plan.stages

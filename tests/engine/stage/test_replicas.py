@@ -20,7 +20,7 @@ from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Sched
 from pipelab.engine.stage.replicas import copied
 from pipelab.engine.threads import engine
 from pipelab.engine.threads.all_reduce import AllReduce
-from pipelab.errors import EngineError, StageError, StepTimeoutError
+from pipelab.errors import EngineError, StageError, StepTimeoutError, UsageError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -528,7 +528,7 @@ def test_the_lowest_ranks_statistics_are_kept_if_asked_for():
 
 
 def test_another_word_for_buffers_is_refused():
-    with pytest.raises(EngineError, match="replicated_buffers='mean': expected 'refuse' or 'lowest'"):
+    with pytest.raises(UsageError, match="replicated_buffers='mean': expected 'refuse' or 'lowest'"):
         Pipeline(plain.mlp(2), two_ranks(1, 1), mse, replicated_buffers="mean")
 
 

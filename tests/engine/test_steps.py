@@ -392,7 +392,7 @@ def test_a_pipeline_tells_its_plan_its_stages_and_devices():
         (None, "loss_fn=None: expected a function"),
         (nn.MSELoss, r"loss_fn is the class MSELoss: make one, MSELoss\(\)"),
         (nn.MSELoss(reduction="sum"), r"has reduction='sum' .* pass Pipeline\(..., reduction='sum'\)"),
-        (nn.MSELoss(reduction="none"), "gives no single number"),
+        (nn.MSELoss(reduction="none"), "reduction='none'"),
     ],
 )
 def test_a_loss_function_that_cannot_be_right_is_refused_at_once(loss_fn, told):

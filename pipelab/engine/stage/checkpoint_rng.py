@@ -2,9 +2,9 @@
 
 A checkpoint runs its part of a stage twice, and resets the random generator for the second run. A generator belongs to
 a device, not to a thread: while other ranks use it, the second run drops other numbers than the first, and the
-gradients are those of no forward. So if the history of a step's first micro-batch holds a checkpoint, its backward runs
-under a mode that refuses what draws: an ordinary backward draws nothing. Looking for a checkpoint is slow. It is done
-in the first step, and again when a layer's training mode has changed.
+gradients belong to no forward. So if the history of a step's first micro-batch has a checkpoint, its backward runs
+under a mode that refuses random draws: an ordinary backward draws nothing. The search for a checkpoint is slow, so it
+runs in the first step, and again when a layer's training mode has changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pipelab.errors import EngineError
 __all__ = ["WatchedStage", "watched"]
 
 _one_at_a_time = threading.Lock()
-"""Held by the stage that runs under the mode: PyTorch notes for the whole process whether a thread does, and would note
-it for ever if two came and went crosswise."""
+"""Held by the stage that runs under the mode: PyTorch stores for the whole process whether any thread does, and two
+threads that enter and leave in turn would leave it set for ever."""
 
 
 def watched(
@@ -49,7 +49,7 @@ class WatchedStage:
     __slots__ = ("_holds_checkpoint", "_layers", "_modes", "_module", "_shared", "_stage", "forward")
 
     def __init__(self, stage: Stage, shared: set[torch.device]) -> None:
-        """Watch a stage; `shared` are the devices whose generators it shares with other threads."""
+        """Watch a stage; `shared` are the devices whose random generators other ranks use too."""
         self.forward = stage.forward
         self._stage = stage
         self._shared = shared
@@ -105,19 +105,19 @@ class _RefusesDraws(TorchDispatchMode):
         if _draws(operation, args, named or {}) and any(each.device in self._devices for each in tensors_of(made)):
             raise EngineError(
                 f"stage {self._stage} draws random numbers under an activation checkpoint ({operation}), from a "
-                "generator that it shares with the other ranks: the checkpoint's second forward would draw others "
-                "than the first, and the gradients would be those of no forward\n"
-                "  try: model.eval() or p=0 for the dropout; no checkpoint around what draws; a GPU for each rank; or "
-                "engine='torch', where each rank has a process with a generator of its own"
+                "generator that it shares with the other ranks: the checkpoint's second forward would draw other "
+                "numbers than the first, and the gradients would be wrong\n"
+                "  try: model.eval() or p=0 for the dropout; no checkpoint around it; a GPU for each rank; or "
+                "engine='torch', where each rank is a process with its own generator"
             )
         return made
 
 
 def _draws(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Tell whether an operation draws from the generator of its device.
+    """Return whether an operation draws from the generator of its device.
 
-    PyTorch tags what may: also a dropout or an attention that drops nothing, and an attention's backward, which makes
-    its forward's numbers again from their seed.
+    PyTorch tags all operations that may: also a dropout or an attention that drops nothing, and an attention's
+    backward, which repeats its forward's numbers from their seed.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()) or "backward" in str(operation):
         return False

@@ -885,7 +885,7 @@ class WritesIntoItsInput(nn.Module):
         return nn.functional.relu(x, inplace=True)
 
 
-def test_a_stage_that_writes_into_its_leaf_is_told_to_clone_it():
+def test_a_stage_that_writes_into_its_leaf_is_named():
     model = nn.Sequential(nn.Linear(6, 6), WritesIntoItsInput())
     with (
         Pipeline(model, Naive(2, 2), mse) as pipe,

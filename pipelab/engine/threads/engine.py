@@ -5,9 +5,9 @@
     worker 0     └─ F0 F1 ·· B0 ·· B1 ─────────────────┤
     worker 1     └─ ·· F0 B0 F1 B1 ────────────────────┘
 
-A worker takes its row's instructions one by one: it waits until the value that it needs is ready, computes, reads the
-clock before and after, and says that what it gives is ready. Whatever goes wrong in one worker stops the step: nobody
-waits any longer, and everybody reports back.
+A worker runs its row's instructions one by one: it waits until the value that it needs is ready, computes, reads the
+clock before and after, and marks its own value as ready. An error in one worker stops the step: all workers stop
+waiting, and report to the caller.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pipelab.plan.plan import Plan
 __all__ = ["ThreadsEngine"]
 
 _GRACE_SECONDS = 5.0
-"""How long workers may take to come back once a step has been stopped, before they are given up."""
+"""How long workers may run on once a step has been stopped, before the engine replaces them."""
 
 
 class ThreadsEngine(Engine):
@@ -159,7 +159,7 @@ class ThreadsEngine(Engine):
         return None
 
     def _halt(self, step: ThreadsStep, running: dict[Worker, int], grace: float) -> None:
-        """Stop a step, wait a while for its workers, and replace those that do not come back."""
+        """Stop a step, wait a while for its workers, and replace those that hang."""
         step.stop()
         deadline = time.monotonic() + grace
         for worker in list(running):
@@ -172,13 +172,13 @@ class ThreadsEngine(Engine):
         for each in step.ranks:
             each.kept.clear()
         if self._on_gpus:
-            with suppress(RuntimeError):  # a GPU that failed may say so here once more
-                finish(self.streams)  # what the ranks have launched goes on: the caller's zero_grad() must come after
+            with suppress(RuntimeError):  # a GPU that failed may raise its error again
+                finish(self.streams)  # the ranks' kernels go on: the caller's zero_grad() must wait for them
 
     def _explained(self, step: ThreadsStep, rank: int, error: BaseException | None) -> BaseException:
         """Return a worker's error with its place: rank, stage, action."""
         assert error is not None
-        if isinstance(error, StageError):  # it names its place itself
+        if isinstance(error, StageError):  # it has its place
             if step.has_added:
                 error.add_note(PARTIAL)
             return error

@@ -27,8 +27,7 @@ from pipelab.engine.torchrun.model_state import DistributedModel
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.results import Clock, set_clocks, share
 from pipelab.engine.torchrun.runtime import lowered
-from pipelab.engine.torchrun.stage import ProcessStage
-from pipelab.engine.torchrun.step_state import ProcessStep
+from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.plan.plan import Plan
 

@@ -16,7 +16,7 @@ from pipelab.engine.step import RankState, StepState
 from pipelab.engine.torchrun.agreement import gathered
 from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.engine.torchrun.messages import from_bytes, to_bytes
-from pipelab.engine.torchrun.step_state import ProcessStep
+from pipelab.engine.torchrun.stage import ProcessStep
 from pipelab.plan.plan import Plan
 
 __all__ = ["Clock", "set_clocks", "share"]

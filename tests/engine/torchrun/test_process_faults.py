@@ -295,7 +295,7 @@ def test_shapes_that_do_not_fit_are_found_before_they_are_sent(ends):
 
 def test_what_is_overwritten_after_it_was_given_is_refused_as_it_may_leave_before_or_after(ends):
     first, failed, last = ends("overwrites")
-    told = r"^1F\d on rank 1 (gave a tensor that stage 1 wrote into|failed: the stage wrote into an output)"
+    told = r"^1F\d on rank 1 (returned a tensor that stage 1 wrote into|failed: the stage wrote into its output)"
     assert_told([failed], "StageError", told)
     assert_told([first, last], "RankError", told)
 

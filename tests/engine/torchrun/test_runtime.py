@@ -114,7 +114,7 @@ def test_a_runtime_that_asks_a_stage_for_more_is_told_with_what(monkeypatch: pyt
         _ = stages[0].mesh
 
     monkeypatch.setattr("torch.distributed.pipelining.schedules._PipelineScheduleRuntime.__init__", as_in_another_torch)
-    with pytest.raises(EngineError, match=r"does not take an order as pipelab gives it \(AttributeError: .*'mesh'"):
+    with pytest.raises(EngineError, match=r"does not accept pipelab's orders \(AttributeError: .*'mesh'"):
         runtime.load()
 
 

@@ -139,8 +139,8 @@ def _of_rows_mixed(pipe: Pipeline, wrong: list[str], reference: dict[str, torch.
         return (
             f"  {right} is right, so reduction={named} is right: but {wrong[-1]} and the layers before it have other "
             "gradients than with the whole batch\n"
-            "  try: look, from there to the loss, for a branch on values, or for a mean or another statistic of several "
-            "rows"
+            "  try: look, from there to the loss, for a branch on values, or for a mean or another statistic of "
+            "several rows"
         )
     return (
         f"  reduction is {named}; it must say how loss_fn averages over rows\n"

@@ -48,7 +48,7 @@ def stage_error(
     microbatch: int | None,
     runs_on: RankDevice,
     *,
-    partial: bool,
+    remark: str = "",
 ) -> StageError:
     """Return an error with its place; the original one is its cause.
 
@@ -59,7 +59,7 @@ def stage_error(
         stage: in which stage.
         microbatch: for which micro-batch; `None` for an all-reduce.
         runs_on: what the rank runs on.
-        partial: whether some gradients of this step have been added already.
+        remark: what the caller should know besides, such as that gradients are partial.
     """
     fact, more = str(error), ""
     if not isinstance(error, PipelabError):
@@ -68,8 +68,8 @@ def stage_error(
         more += f"\n  at {students_line(error)}"
         more += "".join(f"\n  try: {advice}" for words, advice in _TRY.items() if words in fact)
         more += out_of_memory_hint(error)
-    if partial:
-        more += f"\n  {PARTIAL}"
+    if remark:
+        more += f"\n  {remark}"
     of_microbatch = "" if microbatch is None else f", micro-batch {microbatch}"
     message = f"{action} on rank {rank} failed: {fact}\n  stage {stage}{of_microbatch}, on {runs_on}{more}"
     explained = StageError(message, rank, stage, action)

@@ -161,6 +161,7 @@ def _require_unwritten(output: Any, handed_on: dict[int, tuple[Callable[[], Any]
 
     `handed_on` holds, by address, the memory of this step's outputs so far, and how often each had been written into.
     """
+    now: dict[int, tuple[Callable[[], Any], int]] = {}
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_inference():
             place, version = tensor.data_ptr(), tensor._version  # noqa: SLF001 - there is no public way
@@ -170,7 +171,8 @@ def _require_unwritten(output: Any, handed_on: dict[int, tuple[Callable[[], Any]
                     "the stage wrote into an output that it had given for an earlier micro-batch, which may still be "
                     "read\n  try: return a clone of what the stage keeps and writes into again"
                 )
-            handed_on[place] = (weakref.ref(tensor.untyped_storage()), version)
+            now[place] = (weakref.ref(tensor.untyped_storage()), version)
+    handed_on.update(now)
 
 
 def _handed_back(gradients: list[torch.Tensor | None]) -> Any:

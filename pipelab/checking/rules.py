@@ -157,11 +157,7 @@ def _twice_backward(bound: BoundPlan, half: int) -> Fault:
 
 
 def _missing_fault(
-    bound: BoundPlan,
-    stage: int,
-    what: str,
-    microbatches: list[int],
-    name: Callable[[int | None], Callable[[int], str]],
+    bound: BoundPlan, stage: int, what: str, microbatches: list[int], name: Callable[[int | None], Callable[[int], str]]
 ) -> Fault:
     ranks = sorted({bound.route(microbatch)[stage] for microbatch in microbatches})
     known = [rank for rank in ranks if rank != NO_RANK]

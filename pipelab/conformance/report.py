@@ -227,11 +227,7 @@ def _numbers(plan: Plan, theirs: Outcome, processes: int) -> Numbers:
         step = pipe.step(task.x, task.y)
     ours = Outcome([parameter.grad for parameter in model.parameters() if parameter.grad is not None], step.loss)
     return Numbers(
-        plan.name,
-        processes,
-        ours.same_gradients(theirs),
-        ours.difference(theirs),
-        torch.equal(ours.loss, theirs.loss),
+        plan.name, processes, ours.same_gradients(theirs), ours.difference(theirs), torch.equal(ours.loss, theirs.loss)
     )
 
 

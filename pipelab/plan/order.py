@@ -36,10 +36,7 @@ class Traversal:
 
 
 def traverse(
-    bound: BoundPlan,
-    given: Collection[int] = (),
-    excused: Collection[int] = (),
-    atomic_pairs: bool = False,
+    bound: BoundPlan, given: Collection[int] = (), excused: Collection[int] = (), atomic_pairs: bool = False
 ) -> Traversal:
     """Walk through a plan.
 

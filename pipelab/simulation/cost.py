@@ -20,15 +20,7 @@ __all__ = ["Cost"]
 Number = float | Sequence[float]
 """One number for all stages, or one per stage."""
 
-_PER_ROW = (
-    "forward",
-    "backward",
-    "input_grad",
-    "weight_grad",
-    "pair",
-    "activation_bytes",
-    "boundary_gradient_bytes",
-)
+_PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activation_bytes", "boundary_gradient_bytes")
 """What grows with the rows of a micro-batch."""
 
 

@@ -199,7 +199,7 @@ class _Run:
 
 
 def _holds_nan(answer: Any) -> bool:
-    """Tell whether an answer is NaN, or a tuple or list that holds it."""
+    """Return whether an answer is NaN, or a tuple or list that holds it."""
     if isinstance(answer, (tuple, list)):
         return any(map(_holds_nan, answer))
     return bool(answer != answer)  # noqa: PLR0124 - true of NaN alone, of whatever type

@@ -107,7 +107,7 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
 
 
 def _is_unread(fault: Fault) -> bool:
-    """Tell whether an item cannot be read: it may be any action."""
+    """Return whether an item cannot be read: it may be any action."""
     if fault.code == "out-of-range" and isinstance(fault.action, Action):
         return not {type(fault.action.microbatch), type(fault.action.stage)} <= {int, type(None)}
     return fault.code in ("not-an-action", "ambiguous-stage")

@@ -86,7 +86,7 @@ def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
 
 
 def _names_both(action: object) -> TypeGuard[Action]:
-    """Tell whether something is an action of one micro-batch on one stage."""
+    """Return whether something is an action of one micro-batch on one stage."""
     return isinstance(action, Action) and action.kind in KINDS[:4] and None not in (action.microbatch, action.stage)
 
 
@@ -95,7 +95,7 @@ def _swapped(action: Action) -> Action:
 
 
 def _right_if_swapped(plan: Plan, rank: int | None, action: object) -> bool:
-    """Tell whether an action with its numbers swapped would be right on its rank, and is not there yet."""
+    """Return whether an action with its numbers swapped would be right on its rank, and is not there yet."""
     if not (_names_both(action) and within(action.stage, plan.microbatches) and within(action.microbatch, plan.stages)):
         return False
     meant, bound = _swapped(action), plan.bound

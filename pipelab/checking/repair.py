@@ -160,7 +160,7 @@ class _Trials:
         return len(traverse(trial, given=self.given, excused=self.excused).stuck)
 
     def spent(self, budget: int) -> bool:
-        """Tell whether another walk would be too much."""
+        """Return whether another walk would be too much."""
         return self.walked + self.size > budget
 
 
@@ -224,7 +224,7 @@ def _one_move(trials: _Trials, knots: Sequence[Knot]) -> tuple[int, str]:
 
 
 def _waits_for_itself(bound: BoundPlan, row: Sequence[int], excused: Collection[int]) -> bool:
-    """Tell whether something stands before what it needs of the same row, beside what is known to."""
+    """Return whether something stands before what it needs of the same row, beside what is known to."""
     codes = bound.codes
     later = set(row)
     for code in row:

@@ -26,7 +26,7 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
 
 
 def complete(bound: BoundPlan) -> bool:
-    """Tell whether there are as many forwards and backwards as there must be, which is quick to see."""
+    """Return whether there are as many forwards and backwards as there must be, which is quick to see."""
     every = len(bound.rank_of_slot)
     absent = [bound.ranks_of(kind).count(NO_RANK) for kind in PER_MICROBATCH]
     if absent == [0, 0, every, every] and not bound.written_reduces:
@@ -179,7 +179,7 @@ def _missing_fault(
 
 
 def _is_split(bound: BoundPlan, stage: int) -> bool:
-    """Tell whether a stage's backwards are all in halves; where it has none, whether the plan's are."""
+    """Return whether a stage's backwards are all in halves; where it has none, whether the plan's are."""
     for first, step in ((stage, bound.codes.stages), (0, 1)):
         whole, *halves = (bound.ranks_of(kind)[first::step] for kind in PER_MICROBATCH[1:])
         if any(len(listed) > listed.count(NO_RANK) for listed in (whole, *halves)):

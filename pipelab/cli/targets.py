@@ -111,7 +111,7 @@ def _guess(target: str) -> str:
 
 
 def has_sizes(target: str) -> bool:
-    """Tell whether a target is a file that has its own numbers of ranks and micro-batches."""
+    """Return whether a target is a file that has its own numbers of ranks and micro-batches."""
     return target.endswith((".csv", ".json"))
 
 

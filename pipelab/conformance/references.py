@@ -62,7 +62,7 @@ class Reference:
     one_at_a_time: bool = False
 
     def has(self, schedule: Schedule) -> bool:
-        """Tell whether PyTorch has an order of its own at a schedule's size."""
+        """Return whether PyTorch has an order of its own at a schedule's size."""
         if self.kind == _RUNTIME:
             return False
         try:
@@ -90,7 +90,7 @@ class Reference:
         )
 
     def runs(self, plan: Plan) -> bool:
-        """Tell whether PyTorch runs a plan's size, or the plan."""
+        """Return whether PyTorch runs a plan's size, or the plan."""
         try:
             self.executed(plan)
         except NativeRefusalError:

@@ -32,7 +32,7 @@ class Outcome:
     loss: torch.Tensor
 
     def same_gradients(self, other: Outcome) -> bool:
-        """Tell whether all gradients are equal bit for bit."""
+        """Return whether all gradients are equal bit for bit."""
         return len(self.gradients) == len(other.gradients) and all(map(torch.equal, self.gradients, other.gradients))
 
     def difference(self, other: Outcome) -> float:

@@ -153,7 +153,7 @@ class _Cell:
     time: float
 
     def is_legible(self, scale: float, forward: float) -> bool:
-        """Tell whether the label fits; a forward, whose order is obvious, needs only so many columns."""
+        """Return whether the label fits; a forward, whose order is obvious, needs only so many columns."""
         return scale * self.time >= (forward if self.kind == "F" else self.label)
 
 

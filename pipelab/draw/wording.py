@@ -171,7 +171,7 @@ def figures(trace: Trace) -> str:
 
 
 def _slanted(trace: Trace) -> bool:
-    """Tell whether every rank's own span is shorter than the makespan: ZB-H2's lanes are a parallelogram."""
+    """Return whether every rank's own span is shorter than the makespan: ZB-H2's lanes are a parallelogram."""
     return max(trace.spans, default=0.0) < 0.99 * trace.makespan
 
 

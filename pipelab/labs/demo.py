@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipelab.catalogue import schedules
-from pipelab.conformance.same_work import one_thread
+from pipelab.conformance.workload import one_thread
 from pipelab.engine.emulation import emulated
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch

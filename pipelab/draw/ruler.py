@@ -59,9 +59,8 @@ class Ruler:
         cells = _usual_cells(lanes, list(ranks))
         cap = _LONGEST_CELL / max((cell.time for cell in cells), default=_LONGEST_CELL)
         # The shortest of the usual actions has room for its label and a blank, or just for its label.
-        roomy, tight = (
-            min(cap, max(((cell.label + blank) / cell.time for cell in cells), default=1.0)) for blank in (1, 0)
-        )
+        needed = (max(((cell.label + blank) / cell.time for cell in cells), default=1.0) for blank in (1, 0))
+        roomy, tight = (min(cap, each) for each in needed)
         # Side by side, labels with stages run into each other: 0F00F1.
         names_stages = any(each.names_stages for each in lanes)
         scales = [roomy] if names_stages else [roomy, tight]

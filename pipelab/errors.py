@@ -91,7 +91,7 @@ class ScheduleError(PipelabError):
 
 
 class EngineError(PipelabError):
-    """The base of what can go wrong while a plan is executed on tensors."""
+    """The base of the errors that can occur while a plan is executed on tensors."""
 
 
 class SplitError(EngineError):

@@ -64,7 +64,7 @@ def list_schedule(
         split: whether backwards are split into `I` and `W`.
 
     Raises:
-        ScheduleError: if the caps end in a deadlock, with what the ranks without room wait for.
+        ScheduleError: if the caps end in a deadlock; the message says what the ranks without room wait for.
     """
     all_held = [len(bound.rank_of_slot)] * len(bound.rows)
     return _Simulation(bound, lasts, delays, priority, caps or all_held, split).rows()

@@ -235,8 +235,8 @@ def _new_order(trials: _Trials, cycle: Sequence[int]) -> str:
     orders = [moves]
     for rank in dict.fromkeys([*ranks, *cycle]) if len(ranks) > 1 else ():
         if not trials.spent(_TRIAL_ACTIONS):
-            alone, runs = _reordered(trials, [rank])
-            orders += [alone] if runs else []
+            of_one_rank, runs = _reordered(trials, [rank])
+            orders += [of_one_rank] if runs else []
     orders.sort(key=lambda order: (len({move.rank for move in order}), len(parts_of(bound, order))))
     return next(filter(None, (words for order in orders for words in _descriptions(trials, order))), "")
 

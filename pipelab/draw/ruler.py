@@ -128,7 +128,7 @@ class Ruler:
 
 
 def gap_mark(count: int) -> str:
-    """Return the mark for so many left-out actions."""
+    """Return the mark for a number of left-out actions."""
     return f"┄ {count:,} more ┄"
 
 
@@ -152,7 +152,7 @@ class _Cell:
     time: float
 
     def is_legible(self, scale: float, forward: float) -> bool:
-        """Return whether the label fits; a forward, whose order is obvious, needs only so many columns."""
+        """Return whether the label fits; a forward, whose order is obvious, needs only `forward` columns."""
         return scale * self.time >= (forward if self.kind == "F" else self.label)
 
 

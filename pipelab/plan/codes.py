@@ -43,7 +43,7 @@ class Codes:
         stage: by code, its stage.
         microbatch: by code, its micro-batch; -1 for `R`.
         slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R`.
-        releases: by code, whether the action releases its stage's activation: `B`, or `W` where the backward is split.
+        releases: by code, whether the action releases its stage's activation: `B`, or `W` if the backward is split.
         first_need: by code, a value that the action needs, or `always`. For all but `R`, as the two that follow.
         second_need: by code, another one, or `always`.
         gives: by code, the value that waiting ranks get from the action. `B` gives a second one, `gw`, which only the

@@ -139,7 +139,7 @@ class Cost:
         )
 
     def shared(self, microbatches: int) -> Cost:
-        """Return the costs of one micro-batch if these are the costs of a whole batch, cut into so many micro-batches.
+        """Return the costs of one micro-batch, if these are the costs of a whole batch.
 
         Times of work and sizes of activations are divided. Latency, bandwidth, parameters and their all-reduce do not
         depend on the number of rows and stay the same.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, get_args, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.mistakes import diagnose
@@ -25,20 +25,7 @@ from pipelab.plan.plan import Plan
 
 __all__ = ["ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
 
-_ORDER: tuple[Code, ...] = (
-    "refused",
-    "exception",
-    "endless",
-    "not-an-action",
-    "out-of-range",
-    "ambiguous-stage",
-    "wrong-rank",
-    "duplicate",
-    "missing",
-    "unordered",
-    "deadlock",
-    "memory-cap",
-)
+_WORST_FIRST: tuple[Code, ...] = get_args(Code)
 _OF_ONE_ITEM: tuple[Code, ...] = ("not-an-action", "endless")
 """Faults that do not depend on the placement."""
 
@@ -114,7 +101,7 @@ def _is_unread(fault: Fault) -> bool:
 
 
 def _severity(fault: Fault) -> int:
-    return _ORDER.index(fault.code)
+    return _WORST_FIRST.index(fault.code)
 
 
 def require_legal(plan: Plan) -> Traversal:
@@ -191,15 +178,13 @@ def _unordered_fault(
     codes = bound.codes
     needer, needed = codes.action(bound.rows[rank][index]), codes.action(giver)
     own = "its own " if needer.microbatch == needed.microbatch and needer.stage == needed.stage else ""
-    return Fault(
-        "unordered",
-        rank,
-        bound.position(rank, index),
-        needer,
-        f"{needer} on rank {rank}, position {bound.position(rank, index)} comes before {own}{needed.word} {needed} "
-        f"at position {bound.position(rank, later)}, which gives it {codes.value_name(value)}",
-        f"yield {write(giver)} before {write(bound.rows[rank][index])} on rank {rank}",
+    position = bound.position(rank, index)
+    message = (
+        f"{needer} on rank {rank}, position {position} comes before {own}{needed.word} {needed} "
+        f"at position {bound.position(rank, later)}, which gives it {codes.value_name(value)}"
     )
+    hint = f"yield {write(giver)} before {write(bound.rows[rank][index])} on rank {rank}"
+    return Fault("unordered", rank, position, needer, message, hint)
 
 
 def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
@@ -211,16 +196,9 @@ def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
         if index is None:
             continue
         action = bound.codes.action(row[index])
-        faults.append(
-            Fault(
-                "memory-cap",
-                rank,
-                bound.position(rank, index),
-                action,
-                f"{action} would be activation {in_flight[index]} in flight on rank {rank} (cap {cap})",
-                _how_to_hold_less(bound.codes, row[:index], action, rank),
-            )
-        )
+        message = f"{action} would be activation {in_flight[index]} in flight on rank {rank} (cap {cap})"
+        hint = _how_to_hold_less(bound.codes, row[:index], action, rank)
+        faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
     return faults
 
 

@@ -272,12 +272,6 @@ class BoundPlan:
 
 def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -> Fault:
     limit = endless_limit(stages, microbatches)
-    needed = 2 * microbatches
-    return Fault(
-        "endless",
-        rank,
-        limit,
-        row[limit],
-        f"rank {rank} lists more than {limit} actions, where {needed} per stage are enough; pipelab cut the row off",
-        "end the loop after the last backward, so that the generator stops",
-    )
+    many = f"rank {rank} lists more than {limit} actions, where {2 * microbatches} per stage are enough"
+    hint = "end the loop after the last backward, so that the generator stops"
+    return Fault("endless", rank, limit, row[limit], f"{many}; pipelab cut the row off", hint)

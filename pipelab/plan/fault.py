@@ -15,19 +15,20 @@ from typing import Literal
 __all__ = ["Code", "Fault", "excerpt", "line_of", "line_of_function", "ranges", "shorten", "students_line"]
 
 Code = Literal[
-    "missing",
-    "duplicate",
-    "out-of-range",
-    "wrong-rank",
-    "ambiguous-stage",
-    "not-an-action",
-    "unordered",
-    "deadlock",
-    "endless",
-    "memory-cap",
     "refused",
     "exception",
+    "endless",
+    "not-an-action",
+    "out-of-range",
+    "ambiguous-stage",
+    "wrong-rank",
+    "duplicate",
+    "missing",
+    "unordered",
+    "deadlock",
+    "memory-cap",
 ]
+"""The kinds of mistakes, worst first: the order in which `check` reports them."""
 
 _LIBRARIES = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
 

@@ -139,19 +139,19 @@ class _RefusesDraws(TorchDispatchMode):
         if _draws(operation, args, named or {}) and any(each.device in self._devices for each in tensors_of(made)):
             raise EngineError(
                 f"stage {self._stage} draws random numbers under an activation checkpoint ({operation}), from a "
-                "generator that it shares with the other ranks: the checkpoint's second forward would draw others "
-                "than the first, and the gradients would be those of no forward\n"
-                "  try: model.eval() or p=0 for the dropout; no checkpoint around what draws; a GPU for each rank; or "
-                "engine='torch', where each rank has a process with a generator of its own"
+                "generator that it shares with the other ranks: the checkpoint's second forward would draw other "
+                "numbers than the first, and the gradients would be wrong\n"
+                "  try: model.eval() or p=0 for the dropout; no checkpoint around it; a GPU for each rank; or "
+                "engine='torch', where each rank is a process with its own generator"
             )
         return made
 
 
 def _draws(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Tell whether an operation draws from the generator of its device.
+    """Return whether an operation draws from the generator of its device.
 
-    PyTorch tags what may: also a dropout or an attention that drops nothing, and an attention's backward, which makes
-    its forward's numbers again from their seed.
+    PyTorch tags all operations that may: also a dropout or an attention that drops nothing, and an attention's
+    backward, which repeats its forward's numbers from their seed.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()) or "backward" in str(operation):
         return False

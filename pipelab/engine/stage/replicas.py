@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pipelab.engine.stage.errors import PARTIAL
 from pipelab.engine.stage.loss import Loss
@@ -39,16 +38,16 @@ __all__ = [
 ]
 
 Buffers = Literal["refuse", "lowest"]
-"""What becomes of the buffers that replicated stages write into."""
+"""The policy for buffers that replicated stages write into."""
 
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
 class Runners:
-    """What runs each stage on each of its ranks.
+    """The runners of all stages on all their ranks.
 
     Attributes:
-        of: by stage and rank.
+        of: by stage and rank, the runner.
 
     Raises:
         EngineError: if a stage cannot be replicated.
@@ -61,7 +60,6 @@ class Runners:
         devices: Sequence[torch.device],
         buffers: Buffers,
     ) -> None:
-        """Make a runner for every stage and rank."""
         self._own = modules
         self._devices = list(devices)
         self._buffers = buffers
@@ -77,10 +75,10 @@ class Runners:
         self.of.update(self._copies)
 
     def running(self, modules: Sequence[nn.Module], *, learning: bool) -> AbstractContextManager[None]:
-        """Run these modules, one for each stage, for a while: on all ranks but a stage's lowest, copies of them.
+        """Return a context that runs these modules, one per stage; all ranks but a stage's lowest run copies of them.
 
         Raises:
-            EngineError: if a copy was written into, and that was not asked for, or would lose a hook.
+            EngineError: if a copy would lose a hook, or wrote into a buffer although the policy refuses it.
         """
         if not self._copies and modules is self._own:
             return nullcontext()
@@ -105,7 +103,7 @@ class Runners:
                 if name is not None and self._buffers == "refuse":
                     kept.restore()
                     zero = f"\n  {PARTIAL}" if learning else ""
-                    rest = f"\n  the model's buffers are as they were before{zero}"
+                    rest = f"\n  the model's buffers are restored{zero}"
                     raise written_error(stage, rank, name, rest)
         finally:
             for (stage, _), runner in self.of.items():
@@ -124,7 +122,7 @@ class _Replica(Stage):
         self._is_apart = False
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch forward; after the first one, see whether the copy really is one."""
+        """Run one micro-batch forward; after the first one, check that it used the copy's own parameters."""
         made = super().forward(microbatch, given, kept, loss)
         if not self._is_apart:
             _, output = kept[microbatch]
@@ -133,9 +131,9 @@ class _Replica(Stage):
                 if id(parameter) in used:
                     raise EngineError(
                         f"the copy of stage {self.index} on rank {self._rank} uses the model's own {name}, and two "
-                        "ranks must not add to one .grad: something in the stage holds on to the module where a copy "
-                        "of it does not reach, such as a lambda or a compiled function\n"
-                        "  try: reach everything through self, or run the stage on one rank"
+                        "ranks must not add to one .grad: an object that is not copied refers to the module, such as a "
+                        "lambda or a compiled function\n"
+                        "  try: refer to all modules through self, or run the stage on one rank"
                     )
             self._is_apart = True
         return made
@@ -199,7 +197,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
-    """Refuse hooks that wait for a whole gradient, or use the parameter: a rank's copy has a part of the gradient."""
+    """Refuse hooks that need the whole gradient of a parameter: a rank's copy has a part of it."""
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - as in `_update`
             raise EngineError(
@@ -224,28 +222,25 @@ def written(before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[
 
 
 def written_error(stage: int, rank: int, name: str, rest: str = "") -> EngineError:
-    """Return why a stage on several ranks must not write into a buffer."""
+    """Return the error of a stage on several ranks that wrote into a buffer."""
     return EngineError(
         f"stage {stage} writes into its buffer {name!r}, and rank {rank} runs a copy of the stage, "
-        f"which then differs from the model: {_HOW}{rest}"
+        f"which then differs from the model\n{_HOW}{rest}"
     )
 
 
 _HOW = (
-    "pass replicated_buffers='lowest' if the buffers of the lowest rank, which sees a part of the micro-batches, are "
+    "  try: replicated_buffers='lowest' if the buffers of the lowest rank, which sees a part of the micro-batches, are "
     "good enough; or run the stage on one rank"
 )
 
 
 def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buffers: Buffers) -> None:
-    """Refuse a stage that has parameters without a shape, or tracks running statistics."""
-    on = f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and"
-    if any(is_lazy(parameter) for parameter in module.parameters()):
-        raise EngineError(f"{on} has parameters without a shape: run the model forward once before")
+    """Refuse a stage that tracks running statistics, unless the policy for buffers allows it."""
     for name, part in module.named_modules():
         tracks = getattr(part, "running_mean", None) is not None and getattr(part, "track_running_stats", True)
         if tracks and part.training and buffers == "refuse":
             raise EngineError(
-                f"{on} its {type(part).__name__} {name!r} tracks running statistics, which each rank would track for "
-                f"itself: {_HOW}"
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {type(part).__name__} {name!r} "
+                f"tracks running statistics, which would differ between the ranks\n{_HOW}"
             )

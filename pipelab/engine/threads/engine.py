@@ -5,9 +5,9 @@
     worker 0     └─ F0 F1 ·· B0 ·· B1 ─────────────────┤
     worker 1     └─ ·· F0 B0 F1 B1 ────────────────────┘
 
-A worker takes its row's instructions one by one: it waits until the value that it needs is ready, computes, reads the
-clock before and after, and says that what it gives is ready. Whatever goes wrong in one worker stops the step: nobody
-waits any longer, and everybody reports back.
+A worker runs its row's instructions one by one: it waits until the value that it needs is ready, computes, reads the
+clock before and after, and marks its own value as ready. An error in one worker stops the step: all workers stop
+waiting, and report to the caller.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pipelab.plan.plan import Plan
 __all__ = ["ThreadsEngine"]
 
 _GRACE_SECONDS = 5.0
-"""How long workers may take to come back once a step has been stopped, before they are given up."""
+"""How long workers may run on once a step has been stopped, before the engine replaces them."""
 
 
 class ThreadsEngine(Engine):
@@ -57,7 +57,6 @@ class ThreadsEngine(Engine):
     """
 
     def __init__(self, plan: Plan, stages: Stages, settings: Settings) -> None:
-        """Place the stages on their ranks' devices and start a worker thread for each rank."""
         if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             warnings.warn(
                 f"torchrun started {os.environ['WORLD_SIZE']} processes, and each of them runs all ranks of this "

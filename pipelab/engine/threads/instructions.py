@@ -32,7 +32,7 @@ class Instruction:
         act: what is done.
         needs: the value it starts from, by number; `None` for the batch's rows, the loss, or what the stage kept.
         receives: whether another rank gives that value.
-        gives: the value it makes, by number; `None` where nobody needs it.
+        gives: the value it computes, by number; `None` where nobody needs it.
         sends: whether another rank needs it.
         all_reduce: the all-reduce in which it takes part.
     """
@@ -61,7 +61,6 @@ class Row:
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        """Look at every instruction once."""
         self.instructions = instructions
         self.actions = [each.action for each in instructions]
         self.stages = {each.stage.index for each in instructions}
@@ -71,7 +70,7 @@ class Row:
 
 @dataclass(slots=True)
 class ThreadsStep(StepState):
-    """One step of all ranks, and what they hand to each other.
+    """One step of all ranks, and the values between them.
 
     Attributes:
         rows: every rank's instructions.
@@ -103,7 +102,7 @@ class ThreadsStep(StepState):
         ]
 
     def stop(self) -> None:
-        """Make every worker stop at its next action, and let go those that wait."""
+        """Make every worker stop at its next action, and release those that wait."""
         self.stopped = True
         for barrier in self.barriers.values():
             barrier.abort()

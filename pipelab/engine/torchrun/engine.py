@@ -27,8 +27,7 @@ from pipelab.engine.torchrun.model_state import DistributedModel
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.results import Clock, set_clocks, share
 from pipelab.engine.torchrun.runtime import lowered
-from pipelab.engine.torchrun.stage import ProcessStage
-from pipelab.engine.torchrun.step_state import ProcessStep
+from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.plan.plan import Plan
 
@@ -63,7 +62,6 @@ class TorchEngine(DistributedModel):
         supervisor: Supervisor,
         settings: Settings,
     ) -> None:
-        """Lower the pipeline onto PyTorch's runtime."""
         self.plan, self.stages, self.rank = plan, stages, rank
         self.group = connections.everyone
         self.devices = [RankDevice(each) for each in devices]

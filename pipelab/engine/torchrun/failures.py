@@ -65,7 +65,6 @@ class Failures:
     """
 
     def __init__(self, store: AnsweringStore, rank: int, everyone: Sequence[dict[str, Any]]) -> None:
-        """Keep who takes part."""
         self._store = store
         self._rank = rank
         self._everyone = everyone

@@ -70,7 +70,7 @@ class DistributedModel(Engine):
         """Gather every stage's gradients from the process that holds it."""
         self._gather(_gather_gradients, "verify(x, y)")
 
-    def first_to_say(self, words: str) -> str:
+    def first_message(self, words: str) -> str:
         """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""
 
         def ask() -> str:

@@ -28,7 +28,6 @@ class Reducer:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, transport_device: torch.device) -> None:
-        """Note the stage."""
         self._module = module
         self._parameters: list[nn.Parameter] = []
         self._group = group
@@ -102,7 +101,6 @@ class ReplicatedBuffers:
         transport_device: torch.device,
         policy: Buffers,
     ) -> None:
-        """Note the stages."""
         self._rank = rank
         self._runners = runners
         self._lowest = {stage: replicas[stage][0] for stage in runners}

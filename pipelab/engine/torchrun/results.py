@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.device.clocks import HOST
+from pipelab.engine.device.clocks import HOST, HostClock
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.step import RankState, StepState
 from pipelab.engine.torchrun.agreement import gathered
 from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.engine.torchrun.messages import from_bytes, to_bytes
-from pipelab.engine.torchrun.step_state import ProcessStep
+from pipelab.engine.torchrun.stage import ProcessStep
 from pipelab.plan.plan import Plan
 
 __all__ = ["Clock", "set_clocks", "share"]
@@ -95,20 +95,6 @@ _ARRIVED_NS = 20_000
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Aligned:
-    """Another process's clock, whose readings have been set to rank 0's.
-
-    Attributes:
-        error_ns: how far they may be from it.
-    """
-
-    error_ns: int
-
-    def nanoseconds(self, marks: list[Any]) -> list[int]:
-        return marks
-
-
 def _travel(plan: Plan, ranks: Sequence[RankState], waited: Sequence[Sequence[int]]) -> dict[int, float]:
     """Return, by number of the value, how many milliseconds each value travelled between ranks.
 
@@ -175,7 +161,7 @@ def share(
     ranks = [RankState(rank, (), stream, {}, *times) for rank, times in enumerate(zip(begun_by, ended_by, strict=True))]
     state.ranks = ranks
     state.travel = lambda: _travel(plan, ranks, waited_by)
-    state.clocks = [HOST, *(_Aligned(clock.error_ns) for _ in range(1, plan.ranks))]
+    state.clocks = [HOST, *(HostClock(clock.error_ns) for _ in range(1, plan.ranks))]
     many = "es" if plan.ranks > 1 else ""
     state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"
     return state

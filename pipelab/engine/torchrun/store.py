@@ -67,7 +67,6 @@ class AnsweringStore:
     """
 
     def __init__(self, store: Any, timeout: float | None) -> None:
-        """Start the thread that asks."""
         self._store = store
         self.seconds = min(max(timeout or _LONGEST_SECONDS, _SHORTEST_SECONDS), _LONGEST_SECONDS)
         self._silent = False

@@ -70,7 +70,6 @@ class Supervisor:
     """
 
     def __init__(self, rank: int, failures: Failures, timeout: float | None, threads: int) -> None:
-        """Start the communication thread."""
         self.rank = rank
         self.timeout = timeout
         self.over = ""

@@ -65,7 +65,6 @@ class Verification:
     compared: bool = True
 
     def __str__(self) -> str:
-        """Return the result as sentences."""
         if not self.compared:
             first = (
                 f"{self.parameters} gradients could not be compared: they differ by up to "
@@ -181,7 +180,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         if wrong and not draws:
             seen = _difference(wrong, off[wrong[0]], tolerance(pipe, ours[wrong[0]]))
         # Each process has a reference of its own: where a stage's state is in one process only, that one sees it.
-        if seen := pipe.engine.first_to_say(seen):
+        if seen := pipe.engine.first_message(seen):
             raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
         unproven = _unproven(pipe.stages.model, draws)
         whole = None
@@ -212,9 +211,9 @@ def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
         found, seen = look()
     except Exception as error:  # the model's own, or memory that runs out
         error.add_note("raised where verify ran the plain model, without the pipeline")
-        pipe.engine.first_to_say(f"{type(error).__name__} on another process: {error}")
+        pipe.engine.first_message(f"{type(error).__name__} on another process: {error}")
         raise
-    if fault := pipe.engine.first_to_say(seen):
+    if fault := pipe.engine.first_message(seen):
         raise VerificationError(fault)
     return found
 
@@ -238,7 +237,7 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
         rewind()
         wrong = [name for name, each in off.items() if not each <= tolerance(pipe, ours[name])]
         seen = f"micro-batch {microbatch} is the first that differs, at {wrong[0]}" if wrong else ""
-        if seen := pipe.engine.first_to_say(seen):
+        if seen := pipe.engine.first_message(seen):
             return f"{seen}\ntry: look for state that the stage keeps from one micro-batch to the next"
     return (
         "every micro-batch alone is right: they differ only together\n"

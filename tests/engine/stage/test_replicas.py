@@ -24,7 +24,7 @@ from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Sched
 from pipelab.engine.stage.replicas import copied
 from pipelab.engine.threads import engine
 from pipelab.engine.threads.all_reduce import AllReduce
-from pipelab.errors import EngineError, StageError, StepTimeoutError
+from pipelab.errors import EngineError, StageError, StepTimeoutError, UsageError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -519,7 +519,7 @@ def normed():
 
 def test_running_statistics_on_several_ranks_are_refused():
     before = set(threading.enumerate())
-    with pytest.raises(EngineError, match=r"stage 0 is on ranks 0, 1, and its BatchNorm1d '1' tracks .*='lowest'"):
+    with pytest.raises(EngineError, match=r"stage 0 is on ranks 0, 1, and its BatchNorm1d '1' tracks "):
         Pipeline(normed(), two_ranks(1, 1), mse)
     assert set(threading.enumerate()) <= before  # no worker was started
 
@@ -565,7 +565,7 @@ def test_the_lowest_ranks_statistics_are_kept_if_asked_for():
 
 
 def test_another_word_for_buffers_is_refused():
-    with pytest.raises(EngineError, match="replicated_buffers='mean': expected 'refuse' or 'lowest'"):
+    with pytest.raises(UsageError, match="replicated_buffers='mean': expected 'refuse' or 'lowest'"):
         Pipeline(plain.mlp(2), two_ranks(1, 1), mse, replicated_buffers="mean")
 
 
@@ -605,8 +605,8 @@ def test_a_buffer_that_a_copy_writes_into_is_refused_unless_asked_for(in_place):
 
 def test_a_stage_without_shapes_is_refused():
     model = nn.Sequential(nn.LazyLinear(6))
-    with pytest.raises(EngineError, match="stage 0 is on ranks 0, 1, and has parameters without a shape"):
-        Pipeline(model, two_ranks(1, 1), mse)
+    with Pipeline(model, two_ranks(1, 1), mse) as pipe, pytest.raises(EngineError, match="uninitialized parameter"):
+        pipe.step(*plain.batch(2))
 
 
 # --- what goes wrong

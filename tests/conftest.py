@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from pipelab.cli import app
 
+collect_ignore = ["scripts"]  # other processes run them
 os.environ.pop("COLUMNS", None)  # whoever runs the tests may have it: text drawings would be as wide
 
 settings.register_profile(

@@ -52,8 +52,10 @@ def difference(ours, plain):
 
 
 def equal(ours, plain):
-    """Tell whether all gradients are equal bit for bit."""
-    return ours.keys() == plain.keys() and all(torch.equal(ours[name], plain[name]) for name in plain)
+    """Tell whether all gradients are equal bit for bit, and `None` where the others are."""
+    return ours.keys() == plain.keys() and all(
+        ours[name] is plain[name] or torch.equal(ours[name], plain[name]) for name in plain
+    )
 
 
 class Counts(nn.Module):

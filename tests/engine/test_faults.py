@@ -450,6 +450,23 @@ def test_a_stage_that_never_returns_is_told_with_who_waits_for_whom(short_grace)
     assert ranks[2] == "  rank 2 waits, before 2F0 (stage 2, position 0), for out(0, 1), given by 1F0 on rank 1"
 
 
+def test_a_stage_that_hangs_is_given_up_soon_after_the_timeout(monkeypatch):
+    waited = []
+    halt = engine.ThreadsEngine._halt
+    monkeypatch.setattr(
+        engine.ThreadsEngine,
+        "_halt",
+        lambda self, step, running, grace: waited.append(grace) or halt(self, step, running, grace),
+    )
+    fuse, hang = Fuse(), Hang()
+    with Pipeline(model_with(fuse), Naive(3, 2), mse, timeout=2) as pipe:
+        fuse.backward_does = hang
+        with pytest.raises(StepTimeoutError, match="gradients are partial"):
+            pipe.step(*plain.batch(8))
+        hang.over.set()
+    assert waited == [0.2]  # a tenth of the timeout, however long a stage may take to come back after an error
+
+
 def test_only_the_worker_that_hangs_is_replaced_and_coming_back_late_it_does_no_harm(short_grace):
     fuse, hang = Fuse(), Hang()
     model = model_with(fuse)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from strategies import legal_cases
-from test_split_backward import Attention
-from test_traces import assert_obeys
 from torch import nn
+from traces import assert_obeys
 
 import pipelab
 from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
@@ -389,7 +388,7 @@ class Tied(nn.Module):
     [
         Tied,
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
-        Attention,
+        plain.Attention,
         lambda: nn.Sequential(nn.Unflatten(1, (3, 2)), nn.LSTM(2, 2, batch_first=True), First(), nn.Flatten()),
         lambda: nn.ModuleDict({"only": nn.Linear(6, 6)})["only"],
     ],

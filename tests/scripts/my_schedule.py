@@ -1,5 +1,4 @@
-"""A student's file, as the command line is given it."""
-
+# A student's file, as the command line is given it.
 import pipelab
 from pipelab import B, F
 

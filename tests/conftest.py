@@ -24,6 +24,11 @@ settings.register_profile("thorough", max_examples=3000, deadline=None, suppress
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a parameter that is a long text by its beginning."""
+    return f"{' '.join(val.split())[:30]}..." if isinstance(val, str) and len(val) > 40 else None
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

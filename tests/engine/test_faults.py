@@ -182,7 +182,7 @@ def test_an_error_in_a_layer_of_pytorchs_names_the_layer():
             pipe.forward(plain.batch(4)[0])
 
 
-def test_a_layer_that_stands_twice_has_both_names_and_one_that_cannot_be_shown_hides_no_error():
+def test_an_error_names_its_layer_even_if_it_stands_twice_or_cannot_be_shown():
     class Shy(nn.Module):
         def forward(self, x):
             return fails_forward(x)
@@ -358,7 +358,7 @@ def test_a_nan_that_was_there_before_is_not_said_to_be_made():
             pipe.step(x, y)
 
 
-def test_infinities_that_are_meant_and_what_a_forward_writes_are_not_blamed_for_its_nan():
+def test_infinities_that_are_meant_are_not_blamed_for_a_nan():
     class Masks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -865,7 +865,7 @@ def test_the_default_number_of_processor_threads_stays_as_it_was_too():
     assert (found.stdout.strip(), found.stderr) == ("True", "")
 
 
-def test_where_memory_ran_out_it_is_let_go_while_the_error_is_looked_at_and_the_next_step_works():
+def test_where_memory_ran_out_it_is_freed_and_the_next_step_works():
     held = []
 
     def out_of_memory(x):

@@ -206,7 +206,7 @@ class Given(nn.Module):
         return self.linear(x).tanh()
 
 
-def test_what_a_backward_is_done_with_is_let_go_even_where_outputs_and_losses_are_kept():
+def test_a_backward_frees_what_it_used_although_outputs_and_losses_are_kept():
     plan = schedules["1f1b"](4, 6).plan()
     model = nn.Sequential(*(Given() for _ in range(4)))
     with Pipeline(model, plan, mse) as pipe:

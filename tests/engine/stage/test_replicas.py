@@ -337,7 +337,7 @@ def test_replicas_follow_whatever_becomes_of_the_model_between_steps(change):
         )
 
 
-def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_before_anything_runs():
+def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_at_once():
     model = plain.mlp(4)
     x, y = plain.batch(8)
     with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:

@@ -514,7 +514,7 @@ def test_a_full_backward_of_an_emulated_stage_sleeps_once(stages, monkeypatch):
         assert len(slept) == stages
 
 
-def test_an_emulated_stage_whose_weight_is_frozen_sleeps_for_its_inputs_gradient_alone(monkeypatch):
+def test_an_emulated_stage_with_a_frozen_weight_sleeps_for_its_input_alone(monkeypatch):
     from pipelab.engine import emulation
 
     model, slept = emulated(2, forward_ms=0, backward_ms=12, input_grad_ms=9), []

@@ -115,7 +115,7 @@ def test_shapes_that_do_not_fit_are_found_before_they_are_sent(ends):
     assert_told([first, third], "RankError", told)
 
 
-def test_what_is_overwritten_after_it_was_given_is_refused_as_it_may_leave_before_or_after(ends):
+def test_an_output_that_is_overwritten_later_is_refused(ends):
     first, failed, last = ends("overwrites")
     told = r"^1F\d on rank 1 (gave a tensor that stage 1 wrote into|failed: the stage wrote into an output)"
     assert_told([failed], "StageError", told)
@@ -205,7 +205,7 @@ def test_a_process_that_is_stopped_is_named_and_the_others_end():
         assert re.search(told, without_prefix(ended[rank].err)), processes.shown(ended)
 
 
-def test_a_rank_that_cannot_be_sent_to_is_named_and_not_the_one_that_is_waited_for_next():
+def test_a_rank_that_cannot_be_sent_to_is_named_not_the_next_to_be_waited_for():
     ended = processes.run_in(3, "faults/killed_elsewhere.py")
     for rank in (0, 1):
         told = without_prefix(ended[rank].err)

@@ -35,7 +35,7 @@ def test_replicas_are_clipped_alike_to_the_last_bit(said):
     assert first == second
 
 
-def test_a_pipeline_can_be_made_after_the_process_group_was_destroyed_and_parameters_replaced(said):
+def test_a_pipeline_works_after_the_process_group_was_destroyed(said):
     assert [fact["again"] for fact in said] == [True, True]
 
 

@@ -33,7 +33,7 @@ def said():
     return lambda case: [[fact for fact in each.facts if fact["case"] == case] for each in ended]
 
 
-def test_five_steps_of_adam_saved_and_reloaded_on_the_way_are_those_of_the_threads_engine(said):
+def test_five_steps_of_adam_with_a_reload_equal_the_threads_engines(said):
     for facts in said("adam"):
         assert [fact["schedule"] for fact in facts] == ["OneFOneB", "ZBV"]
         for fact in facts:
@@ -50,7 +50,7 @@ def test_loss_and_gradients_are_the_threads_engines_bit_for_bit(said):
         assert fact["gradients"]
 
 
-def test_outputs_of_a_step_stay_on_the_last_stages_process_and_those_of_a_forward_go_to_all(said):
+def test_a_steps_outputs_stay_on_the_last_stages_rank_a_forwards_go_to_all(said):
     for rank, (fact,) in enumerate(said("bits")):
         refusal = "the outputs of a step stay on rank 3, where the last stage is\n  try: pipe.forward(x)"
         assert fact["outputs"].startswith("same" if rank == 3 else refusal)
@@ -62,14 +62,14 @@ def test_every_process_verifies_all_parameters(said):
         assert (fact["exact"], fact["compared"], fact["whole"]) == (True, 16, True)
 
 
-def test_a_difference_that_one_process_sees_is_told_alike_on_all_and_the_pipeline_goes_on(said):
+def test_a_difference_that_one_process_sees_is_raised_alike_on_all(said):
     facts = [fact for each in said("stateful") for fact in each]
     assert len({fact["told"] for fact in facts}) == 1
     assert re.match(r"the gradient of 0\.weight \(stage 0\) differs .*\nmicro-batch 0 is the first", facts[0]["told"])
     assert all(fact["goes_on"] for fact in facts)
 
 
-def test_a_difference_from_the_whole_batch_that_one_process_sees_is_told_alike_on_all(said):
+def test_a_difference_from_the_whole_batch_is_raised_alike_on_all(said):
     different, failed = zip(*said("whole"), strict=True)
     assert len({fact["told"] for fact in different}) == 1
     assert "their sum is not the whole batch's" in different[0]["told"]
@@ -127,17 +127,17 @@ def test_a_micro_batch_that_is_cut_off_gives_no_gradient_and_wakes_no_hook(said)
     assert facts[0]["steps"] == [3, 3]
 
 
-def test_values_lie_in_memory_as_in_the_threads_engine_so_that_sums_are_the_same_bit_for_bit(said):
+def test_values_lie_in_memory_as_in_the_threads_engine(said):
     assert [fact["same"] for (fact,) in said("layout")] == [True] * 4
 
 
-def test_the_backwards_of_a_frozen_stage_wait_for_their_turn_as_in_the_threads_engine(said):
+def test_the_backwards_of_a_frozen_stage_wait_for_their_turn(said):
     for (fact,) in said("layout"):
         assert fact["frozen"]
         assert fact["early"] == []
 
 
-def test_buffers_of_any_type_that_come_late_or_share_memory_and_extra_state_are_gathered(said):
+def test_extra_state_and_buffers_of_any_type_are_gathered(said):
     for (fact,) in said("state"):
         assert fact["small"] == [[4, 4]] * 4  # learning the shapes left no trace
         assert fact["phases"] == [4] * 4

@@ -46,7 +46,7 @@ def test_every_order_is_pytorchs_and_every_gradient_has_the_same_bits(name: str)
     assert report.same
 
 
-def test_every_schedule_that_pytorch_has_is_compared_with_its_class_and_the_others_with_its_runtime() -> None:
+def test_schedules_are_compared_with_pytorchs_classes_or_else_its_runtime() -> None:
     for name in schedules:
         kinds = [reference.kind for reference in references(name)]
         if name in NATIVE:
@@ -178,7 +178,7 @@ def test_one_class_alone_adds_to_the_gradients_that_are_there() -> None:
 
 
 @pytest.mark.parametrize("microbatches", range(1, 17))
-def test_with_pytorchs_defaults_the_bits_are_the_same_where_dividing_by_the_microbatches_does_not_round(
+def test_with_pytorchs_defaults_bits_are_equal_where_dividing_does_not_round(
     microbatches: int,
 ) -> None:
     task = fixed_task(microbatches)
@@ -204,7 +204,7 @@ def test_what_the_documentation_prints_is_what_its_code_prints(capsys) -> None:
     assert capsys.readouterr().out == printed
 
 
-def test_the_documentation_names_every_size_of_the_grid_and_every_schedule_without_a_class() -> None:
+def test_the_documentation_names_the_grids_sizes_and_what_has_no_class() -> None:
     page, grid = " ".join(PAGE.split()), Grid()
     for sizes, what in ((grid.ranks, "ranks"), (grid.microbatches, "micro-batches")):
         *most, last = map(str, sizes)

@@ -144,7 +144,7 @@ def test_a_checkpoint_is_welcome_beside_what_draws(way, schedule, monkeypatch):
     assert looked.called
 
 
-def test_ranks_share_the_processors_generator_and_that_of_a_device_which_several_run_on():
+def test_ranks_share_the_generators_of_the_cpu_and_of_a_shared_device():
     cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
     assert _shared([cpu], 0) == _shared([first], 0) == set()
     assert _shared([cpu, cpu], 0) == {cpu}

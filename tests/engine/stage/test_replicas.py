@@ -15,9 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from strategies import legal_cases
-from test_split_backward import Attention
-from test_traces import assert_obeys
 from torch import nn
+from traces import assert_obeys
 
 import pipelab
 from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
@@ -342,7 +341,7 @@ def test_replicas_follow_whatever_becomes_of_the_model_between_steps(change):
         )
 
 
-def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_before_anything_runs():
+def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_at_once():
     model = plain.mlp(4)
     x, y = plain.batch(8)
     with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:
@@ -393,7 +392,7 @@ class Tied(nn.Module):
     [
         Tied,
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
-        Attention,
+        plain.Attention,
         lambda: nn.Sequential(nn.Unflatten(1, (3, 2)), nn.LSTM(2, 2, batch_first=True), First(), nn.Flatten()),
         lambda: nn.ModuleDict({"only": nn.Linear(6, 6)})["only"],
     ],

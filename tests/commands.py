@@ -2,24 +2,6 @@
 
 from __future__ import annotations
 
-RIGHT = """
-import pipelab
-from pipelab import B, F
+from pathlib import Path
 
-
-class MySchedule(pipelab.Schedule):
-    def actions(self, rank):
-        for m in range(self.microbatches):
-            yield F(m)
-        for m in range(self.microbatches):
-            yield B(m)
-
-
-class Chatty(MySchedule):
-    def __init__(self, ranks, microbatches, words="none"):
-        super().__init__(ranks, microbatches)
-        self.words = words
-
-    def __repr__(self):
-        return f"Chatty({self.words})"
-"""
+RIGHT = (Path(__file__).parent / "scripts" / "my_schedule.py").read_text()

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from pipelab.cli import app
 
+collect_ignore = ["scripts"]  # other processes run them
 os.environ.pop("COLUMNS", None)  # whoever runs the tests may have it: text drawings would be as wide
 
 settings.register_profile(
@@ -21,6 +22,11 @@ settings.register_profile(
 )
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a parameter that is a long text by its beginning."""
+    return f"{' '.join(val.split())[:30]}..." if isinstance(val, str) and len(val) > 40 else None
 
 
 @pytest.fixture

@@ -45,11 +45,12 @@ class Host:
                 stderr=subprocess.STDOUT,
             )
 
-    def torchrun(self, script: Path, *, ranks: int, said: Path) -> subprocess.Popen[bytes]:
+    def torchrun(self, script: Path, *arguments: str, ranks: int, said: Path) -> subprocess.Popen[bytes]:
         """Start torchrun's agent on it, with so many processes, to meet the other's at the first host."""
         meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES['first']}:{PORT}", "--rdzv-id", "pipelab")
         size = ("--nnodes", "2", "--nproc-per-node", str(ranks))
-        return self.start(sys.executable, "-m", "torch.distributed.run", *size, *meeting, str(script), said=said)
+        command = (sys.executable, "-m", "torch.distributed.run", *size, *meeting, str(script), *arguments)
+        return self.start(*command, said=said)
 
     def unplug(self) -> None:
         """Pull out its cable: nothing says goodbye, nothing arrives any more."""

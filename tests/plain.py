@@ -5,6 +5,10 @@ Importing it gives every operation one processor thread: the tests share few cor
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -52,8 +56,23 @@ def difference(ours, plain):
 
 
 def equal(ours, plain):
-    """Tell whether all gradients are equal bit for bit."""
-    return ours.keys() == plain.keys() and all(torch.equal(ours[name], plain[name]) for name in plain)
+    """Tell whether all gradients are equal bit for bit, and `None` where the others are."""
+    return ours.keys() == plain.keys() and all(
+        ours[name] is plain[name] or torch.equal(ours[name], plain[name]) for name in plain
+    )
+
+
+@contextmanager
+def no_waiting_for_the_gpu():
+    """Make whatever waits for the device an error."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Counts(nn.Module):
@@ -66,6 +85,32 @@ class Counts(nn.Module):
     def forward(self, x):
         self.calls += 1
         return self.calls * self.linear(x)
+
+
+class Held(nn.Module):
+    """Counts how many of its outputs are alive at each of its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.outputs, self.given, self.peak = weakref.WeakSet(), weakref.WeakSet(), 0
+
+    def forward(self, x):
+        output = self.linear(x)
+        product = output * output  # keeps `output` for its backward
+        self.outputs.add(output)
+        self.given.add(product)
+        self.peak = max(self.peak, len(self.outputs))
+        return product
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x):
+        return self.layer(x.reshape(len(x), 1, 6).expand(-1, 3, -1)).mean(dim=1)
 
 
 def mlp(layers, width=6, seed=0):

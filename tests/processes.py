@@ -1,14 +1,14 @@
-"""Start a script in several processes, as torchrun does, and bring home what each of them said; nothing may hang."""
+"""Start one of the scripts in several processes, as torchrun does; return what each of them said. Nothing may hang."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +19,7 @@ from typing import Any
 from forking import CAN_FORK, fork
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "tests" / "scripts"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Ended:
     code: int
     out: str
     err: str
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """What it said, where each line is a fact in JSON."""
+        return [json.loads(line) for line in self.out.splitlines()]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -51,21 +57,20 @@ def run_in(
     env: dict[str, str] | None = None,
     fresh: bool = not CAN_FORK,
 ) -> list[Ended]:
-    """Run a script in as many processes; return how each ended. Whatever is left after `seconds` is killed and fails.
+    """Run a script of `SCRIPTS` in as many processes; return how each ended. After `seconds`, all are killed.
 
     The processes find each other by torchrun's environment variables; rank 0 holds the store. They are forked where
     they can be, unless fresh ones are asked for, in which sets of texts have other orders: see `forking`.
     """
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "script.py")
-        path.write_text(textwrap.dedent(script))
         start = Started if fresh else fork
         started: list[Any] = []
         try:
             for rank in range(ranks):
                 own = (env or environment()) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                started.append(start(path, arguments, own, Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")))
+                said = [Path(folder, f"{rank}.{kind}") for kind in ("out", "err")]
+                started.append(start(SCRIPTS / script, arguments, own, *said))
             deadline = time.monotonic() + seconds
             for process in started:
                 process.join(max(0.1, deadline - time.monotonic()))

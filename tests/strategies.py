@@ -5,13 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import networkx
 import oracle
+import pytest
 from hypothesis import strategies as st
 
 from pipelab import Action, B, F, I, Pair, Plan, R, W, schedules
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in range(1, 13)]
 """Every size up to 6 ranks and 12 micro-batches."""
+
+EVERY_SCHEDULE = [
+    pytest.param(kind, ranks, microbatches, id=f"{name}-{ranks}x{microbatches}")
+    for name, kind in schedules.items()
+    for ranks, microbatches in (
+        *((1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4)),
+        *((4, 3), (4, 7), (4, 8), (5, 6), (6, 12), (8, 9)),
+    )
+    if kind.refusal(ranks, microbatches) is None
+]
+"""(schedule, ranks, micro-batches): one of each, fewer micro-batches than ranks, odd ones, more ranks than cores."""
 
 
 def sizes() -> st.SearchStrategy[tuple[int, int]]:
@@ -36,6 +49,12 @@ def with_stages(name: str, stages: int, microbatches: int) -> Plan:
     """Return a schedule's plan for a model that is cut into so many stages: on fewer ranks, where each has several."""
     kind = schedules[name]
     return near(name, stages // kind(1, 1).stages_per_rank, microbatches)
+
+
+def split_plan(stages: int, microbatches: int) -> Plan:
+    """Return a plan that runs all forwards, then every `I`, then every `W`, in the order of the micro-batches."""
+    rows = [[make(m, stage) for make in (F, I, W) for m in range(microbatches)] for stage in range(stages)]
+    return Plan(rows, stages, microbatches)
 
 
 def in_order(plan: Plan) -> bool:
@@ -85,6 +104,15 @@ class Case:
     def plan(self) -> Plan:
         """The plan, unchecked."""
         return Plan(self.rows, self.stages, self.microbatches, self.place)
+
+    @property
+    def runnable(self) -> Plan:
+        """A plan without all-reduces, of a legal case: each stage on one rank, in an order that the case allows."""
+        rows: list[list[Action]] = [[] for _ in self.rows]
+        for action in networkx.topological_sort(self.plan.graph()):
+            if action.kind != "R":
+                rows[self.table[action.stage]].append(action)
+        return Plan(rows, self.stages, self.microbatches)
 
     @property
     def legal(self) -> bool:

@@ -147,7 +147,7 @@ class Pipeline:
                 "  try: loss_fn(pipe.forward(x), y) for the loss alone"
             )
         state, loss = self.run(x, y)
-        return Step(loss.total(), state, self.plan, self.engine.labels)
+        return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
 
     def run(self, x: Any, y: Any, only: int | None = None) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other micro-batch's loss counts."""

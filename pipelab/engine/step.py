@@ -112,9 +112,11 @@ def run_action(
     else:
         made = act(microbatch, given, kept, step.loss)
     rank.ended.append(mark())
-    rank.computing = False
     if step.watch_nan:
-        _refuse_nan(rank.rank, action, stage, made, step.loss, had_nan=had_nan)
+        named = rank.actions[rank.position]  # as the whole plan numbers it
+        value = None if step.loss is None or action.kind == "R" else step.loss.values[microbatch]
+        _refuse_nan(rank.rank, named, stage, made, value, had_nan=had_nan)
+    rank.computing = False
     rank.position += 1
     return made
 
@@ -229,12 +231,11 @@ def _batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
 
 
 def _refuse_nan(
-    rank: int, action: Action, stage: Stage, made: Any, loss: Loss | None, *, had_nan: bool = False
+    rank: int, action: Action, stage: Stage, made: Any, loss: torch.Tensor | None, *, had_nan: bool
 ) -> None:
     """Refuse NaN or infinity in the output, the loss or the gradients of an action; name the first."""
     if action.kind == "F":
-        value = None if loss is None or action.microbatch is None else loss.values[action.microbatch]
-        looked_at = [("output", made), ("loss", value if stage.is_last else None)]
+        looked_at = [("output", made), ("loss", loss if stage.is_last else None)]
     else:
         parameters = stage.module.named_parameters()
         looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in parameters)]

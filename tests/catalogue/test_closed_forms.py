@@ -117,7 +117,9 @@ def test_every_schedule_but_greedy_has_closed_forms_of_its_makespan_and_peak():
     assert expected - quantities == {("greedy", "makespan"), ("greedy", "peak")}
 
 
-@pytest.mark.parametrize(("name", "quantity", "condition", "formula"), FORMS)
+@pytest.mark.parametrize(
+    ("name", "quantity", "condition", "formula"), FORMS, ids=[f"{name}-{quantity}" for name, quantity, *_ in FORMS]
+)
 def test_a_closed_form_is_what_simulate_gives_and_needs_all_of_its_conditions(name, quantity, condition, formula):
     conditions = condition.split(" and ") if condition else []
     assert mistake(name, quantity, conditions, formula) is None

@@ -105,9 +105,7 @@ def test_half_of_the_microbatches_go_each_way_and_every_stage_is_on_two_ranks(sc
 
 
 @given(dualpipes(), costs(), costs(), st.sampled_from([0, 0.25, 0.5, 1]))
-def test_no_rank_waits_longer_than_those_in_the_middle_if_input_gradients_take_as_long_as_forwards(
-    schedule, one, other, overlap
-):
+def test_the_ranks_in_the_middle_wait_longest_if_i_takes_as_long_as_f(schedule, one, other, overlap):
     forward, weights = max(one, other), min(one, other)
     backward = forward + weights
     pair = forward + backward - overlap * forward

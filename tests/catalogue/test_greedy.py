@@ -155,7 +155,7 @@ def test_forward_first_without_a_cap_is_gpipe(size, forward, backward, latency):
 
 
 @given(sizes())
-def test_a_cap_of_one_with_one_stage_per_rank_sends_one_microbatch_after_the_other_through_every_rank(size):
+def test_a_cap_of_one_sends_one_microbatch_after_the_other_through_all_ranks(size):
     assert all([item.kind for item in row] == ["F", "B"] * size[1] for row in Greedy(*size, memory_cap=1).plan().rows)
 
 

@@ -66,7 +66,7 @@ def test_only_dualpipev_has_pairs_for_the_record_to_flatten():
     assert paired == {"dualpipev"}
 
 
-def test_zb_h1_which_pytorch_has_no_class_for_is_its_interleaved_zero_bubble_with_one_stage_per_rank():
+def test_zb_h1_is_pytorchs_interleaved_zero_bubble_with_one_stage_per_rank():
     for size in SIZES:
         if not uneven_rounds(*size):
             assert pipelab.ZBH1(*size).plan().rows == executed("ScheduleInterleavedZeroBubble", *size).rows

@@ -20,8 +20,8 @@ from pipelab.conformance.processes import Job, run_in_processes
 from pipelab.conformance.recording import NATIVE
 from pipelab.conformance.references import Grid, references
 from pipelab.conformance.report import conformance, count, first_difference
-from pipelab.conformance.same_work import one_thread, same_model, same_task
-from pipelab.conformance.steps import Outcome, Task, alone, step_of_class
+from pipelab.conformance.steps import Outcome, Task, group_of_one, step_of_class
+from pipelab.conformance.workload import fixed_model, fixed_task, one_thread
 from pipelab.engine.torchrun import runtime
 from pipelab.errors import EngineError
 
@@ -46,7 +46,7 @@ def test_every_order_is_pytorchs_and_every_gradient_has_the_same_bits(name: str)
     assert report.same
 
 
-def test_every_schedule_that_pytorch_has_is_compared_with_its_class_and_the_others_with_its_runtime() -> None:
+def test_schedules_are_compared_with_pytorchs_classes_or_else_its_runtime() -> None:
     for name in schedules:
         kinds = [reference.kind for reference in references(name)]
         if name in NATIVE:
@@ -71,7 +71,7 @@ def test_a_size_that_only_pipelab_accepts_is_counted_with_pytorchs_words() -> No
 def test_a_size_that_pipelab_refuses_is_counted_and_told_with_its_reason() -> None:
     text, same = shown(["dualpipe"], Grid(ranks=(3,), microbatches=(3, 4)))
     assert same
-    words = "dualpipe: pipelab refuses 2 sizes: ranks=3, microbatches=3: DualPipe"
+    words = "dualpipe: pipelab refuses 2 sizes: ranks=3, microbatches=3: DualPipe needs"
     assert words in " ".join(text.split())
     (line,) = conformance(["dualpipe"], Grid(ranks=(2,), microbatches=(2, 3, 4))).lines
     assert (line.sizes, line.refused, line.refused_here, line.not_ours) == (0, 1, 2, 0)
@@ -164,26 +164,26 @@ def test_a_pair_counts_as_its_forward_then_its_backward() -> None:
 
 
 def test_a_process_that_is_in_a_group_already_is_told_so() -> None:
-    with alone(), pytest.raises(EngineError, match="in a process group already"), alone():
+    with group_of_one(), pytest.raises(EngineError, match="in a process group already"), group_of_one():
         pass
     assert not distributed.is_initialized()
 
 
 def test_one_class_alone_adds_to_the_gradients_that_are_there() -> None:
-    model, task = same_model(1), same_task(4)
-    with alone():
+    model, task = fixed_model(1), fixed_task(4)
+    with group_of_one():
         once = [each.clone() for each in step_of_class("ScheduleGPipe", [model], task).gradients]
         twice = step_of_class("ScheduleGPipe", [model], task).gradients
     torch.testing.assert_close(twice, [2 * each for each in once])
 
 
 @pytest.mark.parametrize("microbatches", range(1, 17))
-def test_with_pytorchs_defaults_the_bits_are_the_same_where_dividing_by_the_microbatches_does_not_round(
+def test_with_pytorchs_defaults_bits_are_equal_where_dividing_does_not_round(
     microbatches: int,
 ) -> None:
-    task = same_task(microbatches)
-    theirs, ours = same_model(1), same_model(1)
-    with one_thread(), alone():
+    task = fixed_task(microbatches)
+    theirs, ours = fixed_model(1), fixed_model(1)
+    with one_thread(), group_of_one():
         stage = native.local_stage(theirs, 0, 1)
         native.schedule_class("ScheduleGPipe")(stage, microbatches, loss_fn=task.loss_fn).step(task.x, target=task.y)
         with Pipeline([ours], GPipe(1, microbatches), task.loss_fn) as pipe:
@@ -204,7 +204,7 @@ def test_what_the_documentation_prints_is_what_its_code_prints(capsys) -> None:
     assert capsys.readouterr().out == printed
 
 
-def test_the_documentation_names_every_size_of_the_grid_and_every_schedule_without_a_class() -> None:
+def test_the_documentation_names_the_grids_sizes_and_what_has_no_class() -> None:
     page, grid = " ".join(PAGE.split()), Grid()
     for sizes, what in ((grid.ranks, "ranks"), (grid.microbatches, "micro-batches")):
         *most, last = map(str, sizes)
@@ -286,5 +286,5 @@ def test_a_process_that_fails_is_told_with_its_rank_and_traceback() -> None:
 
 @pytest.mark.dist
 def test_processes_that_do_not_answer_are_ended() -> None:
-    with pytest.raises(EngineError, match=r"rank 0 did not answer within 0\.01 s"):
+    with pytest.raises(EngineError, match=r"rank 0 of 1 processes of PyTorch did not answer within 0\.01 s"):
         run_in_processes([Job("ScheduleGPipe", 2)], 1, timeout=0.01)

@@ -90,7 +90,7 @@ def test_dot_text_needs_no_program(plan, tmp_path, monkeypatch):
     assert plan.save_graph(tmp_path / "graph.gv").read_text(encoding="utf-8") == graph.dot(plan)
 
 
-def test_without_the_program_the_text_is_written_beside_and_the_error_says_how_to_go_on(plan, tmp_path, monkeypatch):
+def test_without_the_program_dot_the_text_is_written_and_the_error_says_so(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(FormatError) as caught:
         plan.save_graph(tmp_path / "graph.svg")

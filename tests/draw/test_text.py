@@ -63,7 +63,7 @@ def test_a_comparison_is_the_golden_one(tmp_path):
     assert drawn.read_text(encoding="utf-8") == (GOLDEN / "comparison-4x8.txt").read_text(encoding="utf-8")
 
 
-def test_a_comparison_shows_each_ranks_own_span_where_no_rank_takes_the_whole_makespan(tmp_path):
+def test_a_comparison_shows_own_spans_if_all_are_shorter_than_the_makespan(tmp_path):
     traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.OneFOneB, pipelab.ZBH1, pipelab.ZBH2, pipelab.ZBV)]
     drawn = pipelab.compare(*traces, names=["1F1B", "ZB-H1", "ZB-H2", "ZB-V"]).save(tmp_path / "drawn.txt")
     assert drawn.read_text(encoding="utf-8") == (GOLDEN / "comparison-zero-bubble-4x8.txt").read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def test_a_timeline_that_is_too_wide_keeps_its_begin_and_its_end_and_counts_the_
     ("schedule", "width"),
     [(pipelab.OneFOneB(4, 8), 48), (pipelab.Naive(4, 8), 110), (pipelab.OneFOneB(4, 16), 120)],
 )
-def test_before_anything_is_left_out_forwards_are_cut_and_backwards_keep_their_numbers(schedule, width):
+def test_in_a_narrow_drawing_forwards_are_cut_and_backwards_keep_numbers(schedule, width):
     trace = pipelab.simulate(schedule)
     drawn = text.timeline(trace, width, colour=False)
     assert "┄" not in drawn
@@ -236,7 +236,7 @@ def test_the_table_of_a_comparison_fits_eighty_columns():
     ]
 
 
-def test_in_a_comparison_that_is_too_long_whatever_is_short_is_whole_on_the_same_scale():
+def test_a_short_trace_beside_one_that_is_too_long_is_whole_on_the_same_scale():
     kinds = (pipelab.Naive, pipelab.GPipe)
     drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
     naive, gpipe = lanes(drawn)[:4], lanes(drawn)[4:]
@@ -269,7 +269,7 @@ def test_importing_the_package_loads_no_drawing_library():
 def test_an_unknown_suffix_lists_the_known_ones(one_f_one_b, tmp_path):
     with pytest.raises(pipelab.PipelabError, match=r"\.gif; use one of \.html \.svg \.png \.pdf \.txt \.json"):
         one_f_one_b.save(tmp_path / "timeline.gif")
-    with pytest.raises(pipelab.PipelabError, match=r"no suffix; use one of \.html"):
+    with pytest.raises(pipelab.PipelabError, match=r"without a suffix; use one of \.html"):
         pipelab.compare(one_f_one_b).save(tmp_path / "timeline")
 
 

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
-from contextlib import contextmanager
 
 import plain
 import pytest
 import torch
-from strategies import near
-from test_split_backward import split_plan
-from test_traces import Held
+from strategies import near, split_plan
 from torch import nn
+from traces import assert_obeys
 
 import pipelab
 from pipelab import GPipe, OneFOneB, Pipeline, replicate, schedules
@@ -33,19 +30,6 @@ WIDTH = 64
 
 def on_gpu(rows):
     return tuple(tensor.cuda() for tensor in plain.batch(rows, WIDTH))
-
-
-@contextmanager
-def no_waiting_for_the_gpu():
-    """Make whatever waits for the device an error."""
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "delayed"])
@@ -78,7 +62,7 @@ def test_the_callers_autocast_holds_on_the_gpu(dtype):
         model.zero_grad()
         seen.clear()
         for _ in range(3):
-            with torch.autocast("cuda", dtype=dtype), no_waiting_for_the_gpu():
+            with torch.autocast("cuda", dtype=dtype), plain.no_waiting_for_the_gpu():
                 pipe.step(x, y)
             assert plain.equal(plain.taken(model), expected)
         assert set(seen) == {dtype}
@@ -194,7 +178,7 @@ def test_a_step_never_waits_for_the_gpu(where):
     with Pipeline(model, OneFOneB(4, 8), mse, devices=["cuda:0"] * 4) as pipe:
         pipe.step(x, y)  # the first use of a kernel may wait
         pipe.forward(x)
-        with no_waiting_for_the_gpu():
+        with plain.no_waiting_for_the_gpu():
             step = pipe.step(x, y)
             outputs = pipe.forward(x)
         assert step.outputs.is_cuda
@@ -217,15 +201,6 @@ def test_the_host_runs_ahead_of_the_gpu():
                 torch.cuda.synchronize()
 
 
-def assert_order(trace, plan, slack=0.0):
-    graph = plan.graph()
-    at = {event.action: event for event in trace.events}
-    assert set(at) == set(graph.nodes)
-    for before, after in graph.edges:
-        apart = slack if at[before].rank != at[after].rank else 0.0
-        assert at[before].end <= at[after].start + apart, f"{after} started before {before} ended"
-
-
 @pytest.mark.parametrize("schedule", [GPipe(4, 8), OneFOneB(4, 8)], ids=repr)
 def test_a_gpus_trace_obeys_the_plan_exactly(schedule):
     plan = schedule.plan()
@@ -240,7 +215,7 @@ def test_a_gpus_trace_obeys_the_plan_exactly(schedule):
         assert step.clock_error_ms == 0  # one GPU, one clock
         assert all(event.end > event.start for event in trace.events)
         assert all("cuda:0" in lane for lane in trace.lanes)
-        assert_order(trace, plan)
+        assert_obeys(trace, plan)
 
 
 def test_the_clocks_of_a_processor_and_a_gpu_agree_within_their_error():
@@ -248,7 +223,7 @@ def test_the_clocks_of_a_processor_and_a_gpu_agree_within_their_error():
     with Pipeline(model, OneFOneB(3, 4), mse, devices=["cpu", "cuda", "cpu"]) as pipe:
         for _ in range(3):
             step = pipe.step(*plain.batch(8, WIDTH))
-            assert_order(step.trace, pipe.plan, slack=step.clock_error_ms)
+            assert_obeys(step.trace, pipe.plan, slack=step.clock_error_ms)
             assert step.clock_error_ms > 0
 
 
@@ -273,7 +248,7 @@ def test_the_callers_work_comes_before_and_after_in_order(devices, stream):
 
 
 def test_memory_goes_back_to_where_it_was():
-    model = nn.Sequential(*(Held() for _ in range(4)))
+    model = nn.Sequential(*(plain.Held() for _ in range(4)))
     x, y = (tensor.cuda() for tensor in plain.batch(64))
     with Pipeline(model, OneFOneB(4, 8), mse, devices=["cuda:0"] * 4) as pipe:
         for _ in range(2):

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import networkx
 import plain
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import in_order, legal_cases
+from strategies import EVERY_SCHEDULE, in_order, legal_cases
 from torch import nn
 
 from pipelab import B, F, Pipeline, Plan, schedules
 
 mse = nn.functional.mse_loss
 
-SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4), (4, 3), (4, 7), (4, 8), (5, 6), (6, 12), (8, 9)]
-"""(ranks, micro-batches): one of each, fewer micro-batches than ranks, odd ones, more ranks than cores."""
 
-CASES = [
-    pytest.param(kind, ranks, microbatches, id=f"{name}-{ranks}x{microbatches}")
-    for name, kind in schedules.items()
-    for ranks, microbatches in SIZES
-    if kind.refusal(ranks, microbatches) is None
-]
-
-
-@pytest.mark.parametrize(("kind", "ranks", "microbatches"), CASES)
+@pytest.mark.parametrize(("kind", "ranks", "microbatches"), EVERY_SCHEDULE)
 def test_gradients_are_those_of_the_plain_loop(kind, ranks, microbatches):
     plan = kind(ranks, microbatches).plan()
     model = plain.mlp(2 * plan.stages)
@@ -61,20 +50,10 @@ def test_gradients_are_those_of_the_whole_batch_however_the_rows_divide(name, ro
     torch.testing.assert_close(step.loss, loss)
 
 
-def runnable(case):
-    """Return a legal plan without R, a rank per stage, in an order that the case allows."""
-    graph = case.plan.graph()
-    rows = [[] for _ in case.rows]
-    for action in networkx.topological_sort(graph):
-        if action.kind != "R":
-            rows[case.table[action.stage]].append(action)
-    return Plan(rows, case.stages, case.microbatches)
-
-
 @settings(max_examples=80)
 @given(case=legal_cases(), more=st.integers(0, 3))
 def test_gradients_of_any_legal_order_add_up_in_that_order(case, more):
-    plan = runnable(case)
+    plan = case.runnable
     model = plain.mlp(2 * plan.stages)
     x, y = plain.batch(plan.microbatches + more)
     alone = plain.each_alone(model, mse, x, y, plan.microbatches)

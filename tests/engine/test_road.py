@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import processes
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "road.py"
-
 
 def test_the_road_in_threads_is_short():
     said = subprocess.run(
-        [sys.executable, SCRIPT, "threads", "2"],
+        [sys.executable, processes.SCRIPTS / "road.py", "threads", "2"],
         capture_output=True,
         text=True,
         check=True,
@@ -28,8 +25,8 @@ def test_the_road_in_threads_is_short():
 
 @pytest.mark.dist
 def test_the_road_between_processes_is_short():
-    ended = processes.run_in(2, SCRIPT.read_text(), "torch", "2", fresh=True)
+    ended = processes.run_in(2, "road.py", "torch", "2", fresh=True)
     assert [each.code for each in ended] == [0, 0], processes.shown(ended)
-    road = json.loads(ended[0].out)
+    (road,) = ended[0].facts
     assert len(road["files"]) <= 24, road["files"]
     assert road["depth"] <= 15

@@ -405,7 +405,7 @@ def test_a_loss_that_sums_is_taken_when_the_pipeline_knows():
         assert pipe.verify(*plain.batch(4)).whole_batch_difference < 1e-5
 
 
-def test_emulated_layers_of_one_stage_add_up_and_real_work_between_them_is_not_swallowed():
+def test_emulated_layers_of_one_stage_add_up_beside_real_work():
     from pipelab.engine.emulation import EmulatedStage
 
     class Work(nn.Module):

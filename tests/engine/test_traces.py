@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from itertools import product
 
 import plain
 import pytest
 import torch
 from hypothesis import given, settings
-from strategies import legal_cases, near
-from test_gradients import CASES, runnable
+from strategies import EVERY_SCHEDULE, legal_cases, near
 from torch import nn
+from traces import assert_obeys
 
 import pipelab
 from pipelab import Cost, GPipe, OneFOneB, Pipeline, Plan, compare, emulated, schedules, simulate
@@ -21,30 +20,12 @@ from pipelab import Cost, GPipe, OneFOneB, Pipeline, Plan, compare, emulated, sc
 mse = nn.functional.mse_loss
 
 
-def assert_obeys(trace, plan):
-    """Every action once, an all-reduce once on each of its ranks; nothing before what it needs or what precedes it."""
-    graph = plan.graph()
-    at = {(event.action, event.rank): event for event in trace.events}
-    ranks = {action: each["ranks"] if action.kind == "R" else (each["rank"],) for action, each in graph.nodes.items()}
-    assert len(at) == len(trace.events)
-    assert set(at) == {(action, rank) for action in ranks for rank in ranks[action]}
-    assert all(event.start <= event.end for event in trace.events)
-    for before, after, edge in graph.edges(data=True):
-        for one, other in product(ranks[before], ranks[after]):
-            # An all-reduce starts when all its ranks have come; it may end on one of them sooner than on another.
-            if one == other or edge["kind"] == "data" or (after.kind == "R" and one in ranks[after]):
-                assert at[before, one].end <= at[after, other].start, f"{after} started before {before} ended"
-    assert trace.start == 0
-    assert trace.unit == "ms"
-    assert trace.source == "measured"
-
-
 def threads_of(trace):
     """Return the thread that each lane names."""
     return [re.fullmatch(r"cpu, thread (\d+)", lane).group(1) for lane in trace.lanes]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "microbatches"), CASES)
+@pytest.mark.parametrize(("kind", "ranks", "microbatches"), EVERY_SCHEDULE)
 def test_a_measured_trace_obeys_the_plans_graph(kind, ranks, microbatches):
     plan = kind(ranks, microbatches).plan()
     with Pipeline(plain.mlp(2 * plan.stages), plan, mse) as pipe:
@@ -58,7 +39,7 @@ def test_a_measured_trace_obeys_the_plans_graph(kind, ranks, microbatches):
 @settings(max_examples=60)
 @given(case=legal_cases())
 def test_a_measured_trace_of_any_legal_order_obeys_it(case):
-    plan = runnable(case)
+    plan = case.runnable
     with Pipeline(plain.mlp(2 * plan.stages), plan, mse, devices=["cpu"] * plan.ranks) as pipe:
         assert_obeys(pipe.step(*plain.batch(plan.microbatches)).trace, plan)
 
@@ -109,27 +90,10 @@ def test_a_trace_may_be_read_after_the_pipeline_was_closed_and_other_steps_were_
     assert_obeys(first.trace, plan)
 
 
-class Held(nn.Module):
-    """Counts how many of its outputs are alive at each of its forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.outputs, self.given, self.peak = weakref.WeakSet(), weakref.WeakSet(), 0
-
-    def forward(self, x):
-        output = self.linear(x)
-        product = output * output  # keeps `output` for its backward
-        self.outputs.add(output)
-        self.given.add(product)
-        self.peak = max(self.peak, len(self.outputs))
-        return product
-
-
 @pytest.mark.parametrize("name", schedules)
 def test_a_rank_holds_as_many_activations_as_the_plan_says(name):
     plan = near(name, 4, 6)
-    model = nn.Sequential(*(Held() for _ in range(plan.stages)))
+    model = nn.Sequential(*(plain.Held() for _ in range(plan.stages)))
     with Pipeline(model, plan, mse) as pipe:
         step = pipe.step(*plain.batch(12))
         alone = [stage for stage, ranks in plan.replicas.items() if len(plan.rows[ranks[0]]) == 2 * plan.microbatches]
@@ -242,7 +206,7 @@ class Given(nn.Module):
         return self.linear(x).tanh()
 
 
-def test_what_a_backward_is_done_with_is_let_go_even_where_outputs_and_losses_are_kept():
+def test_a_backward_frees_what_it_used_although_outputs_and_losses_are_kept():
     plan = schedules["1f1b"](4, 6).plan()
     model = nn.Sequential(*(Given() for _ in range(4)))
     with Pipeline(model, plan, mse) as pipe:

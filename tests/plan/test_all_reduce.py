@@ -33,7 +33,7 @@ def unlisted(case):
 # Where they go
 
 
-def test_an_all_reduce_goes_right_after_its_stages_last_gradient_on_every_rank_that_holds_the_stage():
+def test_an_all_reduce_goes_right_after_its_stages_last_gradient():
     plan = Plan.parse(["0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1"])
     assert rows(plan) == ["0F0 1F0 1B0 1R 0B0 0R", "0F1 1F1 1B1 1R 0B1 0R"]
 
@@ -43,7 +43,7 @@ def test_the_last_gradient_of_a_split_backward_is_its_weight_gradient():
     assert rows(plan) == ["0F0 1F0 1I0 1W0 1R 0I0 0W0 0R", "0F1 1F1 1I1 0I1 1W1 1R 0W1 0R"]
 
 
-def test_where_ranks_would_wait_for_each_other_all_go_to_the_rows_ends_the_last_stage_first():
+def test_where_ranks_would_deadlock_all_reduces_go_to_the_rows_ends():
     plan = Plan.parse(["0F0 0B0 1F1 1B1", "1F0 1B0 0F1 0B1"])
     assert rows(plan) == ["0F0 0B0 1F1 1B1 1R 0R", "1F0 1B0 0F1 0B1 1R 0R"]
     assert check(plan) == []
@@ -82,7 +82,7 @@ def test_a_pair_stays_together_before_its_all_reduce():
 
 
 @given(legal_cases())
-def test_every_replicated_stage_has_one_on_each_of_its_ranks_and_no_other_stage_gets_one(case):
+def test_exactly_the_replicated_stages_get_one_on_each_of_their_ranks(case):
     added = [(stage, rank) for stage, ranks in unlisted(case).items() for rank in ranks]
     listed = [(item.stage, rank) for rank, row in enumerate(case.rows) for item in row if is_reduce(item)]
     there = [(item.stage, rank) for rank, row in enumerate(case.plan.rows) for item in row if is_reduce(item)]

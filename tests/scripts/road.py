@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from facts import say
 from torch import nn
 
 import pipelab
@@ -36,8 +36,8 @@ def depth(frame: FrameType | None) -> int:
 def note(frame: FrameType, event: str, arg: object) -> None:
     if event == "call" and place(frame).is_relative_to(PACKAGE):
         files.add(str(place(frame).relative_to(PACKAGE)))
-        if frame.f_code.co_qualname == "Worker.do":  # from here on the worker thread goes on
-            deepest["caller"] = max(deepest["caller"], depth(frame) - 1)
+        if frame.f_code.co_qualname == "Worker.do" and not deepest["caller"]:  # from here on the worker thread goes on
+            deepest["caller"] = depth(frame) - 1
 
 
 class Probe(nn.Linear):
@@ -59,4 +59,4 @@ with pipelab.Pipeline(
     pipe.step(x, y)
     sys.setprofile(None)
 if os.environ.get("RANK", "0") == "0":
-    print(json.dumps({"files": sorted(files), "depth": deepest["caller"] + deepest["worker"]}))
+    say(files=sorted(files), depth=deepest["caller"] + deepest["worker"])

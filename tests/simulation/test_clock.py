@@ -76,7 +76,7 @@ def test_everything_starts_as_soon_as_it_can(case, data):
 
 
 @given(legal_cases(), costs(), st.sampled_from([0, 0.5]))
-def test_a_pair_as_one_slot_starts_with_its_last_input_and_gives_both_values_at_its_end(case, length, latency):
+def test_a_pair_as_one_slot_starts_with_its_last_input_and_ends_as_one(case, length, latency):
     plan = case.plan
     cost = Cost(forward=1, backward=2, pair=[length] * case.stages, latency=latency, per="stage")
     expected = oracle.clock(
@@ -179,7 +179,7 @@ def test_stages_on_one_rank_exchange_nothing():
 # Split backwards
 
 
-def test_on_the_first_stage_as_run_the_input_gradient_takes_nothing_and_the_weight_gradient_is_everything():
+def test_as_run_the_first_stages_backward_is_its_weight_gradient_alone():
     plan = Plan([[F(0), I(0), W(0)], [F(0), I(0), W(0)]], 2, 1, by_stage)
     uniform = simulate(plan, Cost(forward=1, backward=4, input_grad=1, weight_grad=2))
     as_run = simulate(plan, Cost(forward=1, backward=4, input_grad=1, weight_grad=2, first_stage="as-run"))

@@ -29,7 +29,7 @@ def stage_error(
     microbatch: int | None,
     runs_on: RankDevice,
     *,
-    partial: bool,
+    remark: str = "",
 ) -> StageError:
     """Return an error with its place; the original one is its cause.
 
@@ -40,7 +40,7 @@ def stage_error(
         stage: in which stage.
         microbatch: for which micro-batch; `None` for an all-reduce.
         runs_on: the rank's device.
-        partial: whether some gradients of this step have been added already.
+        remark: what the caller should know besides, such as that gradients are partial.
     """
     fact, more = str(error), ""
     if not isinstance(error, PipelabError):
@@ -51,8 +51,8 @@ def stage_error(
         # A traceback holds the local variables of every function in it, and with them activations of this step.
         traceback.clear_frames(error.__traceback__)
         more += _OUT_OF_MEMORY
-    if partial:
-        more += f"\n  {PARTIAL}"
+    if remark:
+        more += f"\n  {remark}"
     of_microbatch = "" if microbatch is None else f", micro-batch {microbatch}"
     message = f"{action} on rank {rank} failed: {fact}\n  stage {stage}{of_microbatch}, on {runs_on}{more}"
     explained = StageError(message, rank, stage, action)

@@ -3,17 +3,16 @@
     rank 0 │ the model's own stage ── weight ─┐ one storage, where the device is one,
     rank 2 │ a copy of it ─────────── weight ─┘ and a .grad for each: two ranks never add to one
 
-The first run makes a copy. Every run begins with an update of it: its parameters, buffers, hooks and plain attributes,
-such as the training mode, become the model's.
+A copy lives for one run. So it begins with what the model is by then: its parameters, buffers, hooks, attributes and
+training mode. What it writes into its buffers ends with it.
 """
 
 from __future__ import annotations
 
-import copy
-import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import BuiltinFunctionType, FunctionType
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -41,8 +40,7 @@ __all__ = [
 Buffers = Literal["refuse", "lowest"]
 """The policy for buffers that replicated stages write into."""
 
-_SHARED = (type(None), bool, int, float, complex, str, type, FunctionType, BuiltinFunctionType, torch.Tensor)
-"""Attributes that a copy shares with the module; it has copies of other objects."""
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
 class Runners:
@@ -91,10 +89,10 @@ class Runners:
         for stage, ranks in self._replicated.items():
             refuse_lost_hooks(stage, modules[stage], ranks)
             require_replicable(stage, modules[stage], ranks, self._buffers)  # it may have been in eval() at first
-        for (stage, _), runner in self.of.items():
+        for (stage, rank), runner in self.of.items():
             runner.module = modules[stage]
-        for (stage, rank), replica in self._copies.items():
-            replica.follow(modules[stage], self._devices[rank])
+            if (stage, rank) in self._copies:
+                runner.module = copied(modules[stage], self._devices[rank])
         before = {key: versions(replica.module) for key, replica in self._copies.items()}
         guarded = self._replicated if self._buffers == "refuse" else ()
         kept = BufferSnapshot(modules[stage] for stage in guarded)
@@ -115,36 +113,21 @@ class Runners:
 class _Replica(Stage):
     """Runs a copy of a stage."""
 
-    __slots__ = ("_copy", "_is_apart", "_original", "_rank")
+    __slots__ = ("_is_apart", "_own", "_rank")
 
     def __init__(self, index: int, module: nn.Module, stages: int, rank: int) -> None:
         super().__init__(index, module, stages)
+        self._own = module
         self._rank = rank
-        self._original: nn.Module | None = None
-        self._copy = module
         self._is_apart = False
-
-    def follow(self, own: nn.Module, device: torch.device) -> None:
-        """Run a copy of a module; make a new copy only if it is another module, or has other layers."""
-        if self._original is not own or _layers(own) != _layers(self._copy):
-            try:
-                self._copy = copied(own, device)
-            except Exception as error:
-                raise EngineError(
-                    f"stage {self.index} cannot be copied for rank {self._rank}: {type(error).__name__}: {error}\n"
-                    "  try: create the object that cannot be copied in forward, or run the stage on one rank"
-                ) from error
-            self._original, self._is_apart = own, False
-        _update(self._copy, own, device)
-        self.module = self._copy
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch forward; after the first one, check that it used the copy's own parameters."""
         made = super().forward(microbatch, given, kept, loss)
-        if not self._is_apart and self._original is not None:
+        if not self._is_apart:
             _, output = kept[microbatch]
             used = leaves_of([tensor for tensor in tensors_of(output) if tensor.requires_grad])
-            for name, parameter in self._original.named_parameters():
+            for name, parameter in self._own.named_parameters():
                 if id(parameter) in used:
                     raise EngineError(
                         f"the copy of stage {self.index} on rank {self._rank} uses the model's own {name}, and two "
@@ -157,44 +140,60 @@ class _Replica(Stage):
 
 
 def copied(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module, to be updated before it runs.
+    """Return a module that computes what this one does now, for another thread.
 
-    Its parameters are new objects with separate gradients; on the same device they share storage. Hooks and tensors
-    that are plain attributes are shared, everything else is copied.
+    Its parameters are new ones that share storage with the module's where the device is the same; their gradients are
+    their own. Its buffers are copies. Whatever else belongs to the module's attributes is shared, but for what refers
+    to one of its parts.
     """
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            memo[id(parameter)] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-        for buffer in part.buffers(recurse=False):
-            memo[id(buffer)] = buffer.detach().to(device, copy=True)
-        shared = (each for name, each in vars(part).items() if "_hooks" in name or isinstance(each, torch.Tensor))
-        memo.update((id(each), each) for each in shared)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own, about traced modules
-        return copy.deepcopy(module, memo)
+    copies: dict[int, Any] = {}
+    parts = list(module.modules())
+    for part in parts:
+        copies[id(part)] = object.__new__(type(part))
+        for parameter in part._parameters.values():  # noqa: SLF001 - every step waits for this: parameters() is slow
+            if parameter is not None and id(parameter) not in copies:
+                copies[id(parameter)] = _parameter(parameter, device)
+        for buffer in part._buffers.values():  # noqa: SLF001
+            if buffer is not None and id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().to(device, copy=True)
+    for part in parts:
+        attributes = vars(copies[id(part)])
+        attributes.update(vars(part))
+        for name, value in vars(part).items():
+            if type(value) in _CONTAINERS or type(value) is MethodType or id(value) in copies:
+                attributes[name] = _copied(value, copies)
+        for name in ("_parameters", "_buffers", "_modules"):  # a part may put others there, for itself
+            attributes[name] = dict(attributes[name])
+    copy: nn.Module = copies[id(module)]
+    return copy
 
 
-def _update(replica: nn.Module, own: nn.Module, device: torch.device) -> None:
-    """Update a copy from a module that has the same layers, and clear its gradients."""
-    buffers = {id(each): each.detach().to(device, copy=True) for each in own.buffers()}
-    for ours, theirs in zip(replica.modules(), own.modules(), strict=True):
-        vars(ours).update((name, value) for name, value in vars(theirs).items() if isinstance(value, _SHARED))
-        for one, other in zip(ours.parameters(recurse=False), theirs.parameters(recurse=False), strict=True):
-            one.grad = None
-            one.data = other.detach().to(device)
-            one.requires_grad = other.requires_grad
-            one._backward_hooks = other._backward_hooks  # noqa: SLF001 - there is no public way to ask for hooks
-            vars(one).update(vars(other))
-        ours._buffers = {name: buffers.get(id(each)) for name, each in theirs._buffers.items()}  # noqa: SLF001
+def _parameter(own: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter with the same values, attributes and hooks, and no gradient."""
+    parameter = nn.Parameter(own.detach().to(device), own.requires_grad)
+    vars(parameter).update(vars(own))
+    for hook in (own._backward_hooks or {}).values():  # noqa: SLF001 - there is no public way to ask for hooks
+        parameter.register_hook(hook)
+    return parameter
 
 
-def _layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return each layer's class and the names of its tensors: equal for modules that have the same layers."""
-    return [
-        (type(part).__name__, *(name for name, _ in part.named_parameters(recurse=False)), *part._buffers)  # noqa: SLF001
-        for part in module.modules()
-    ]
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a value with copies in place of what was copied; the value itself, if it holds nothing such."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in copies:
+        return MethodType(value.__func__, copies[id(value.__self__)])
+    if type(value) not in _CONTAINERS or not value:
+        return value
+    copies[id(value)] = value  # should it hold itself
+    if isinstance(value, dict):
+        filled = type(value)((key, _copied(each, copies)) for key, each in value.items())
+        same = all(one is other for one, other in zip(value.values(), filled.values(), strict=True))
+    else:
+        filled = type(value)(_copied(each, copies) for each in value)
+        same = all(one is other for one, other in zip(value, filled, strict=True))
+    copies[id(value)] = value if same else filled
+    return copies[id(value)]
 
 
 def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:

@@ -160,6 +160,7 @@ def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any],
 
     `returned` has, by address, the memory of this step's outputs so far, and how often each had been written into.
     """
+    now: dict[int, tuple[Callable[[], Any], int]] = {}
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_inference():
             place, version = tensor.data_ptr(), tensor._version  # noqa: SLF001 - there is no public way
@@ -169,7 +170,8 @@ def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any],
                     "the stage wrote into its output for an earlier micro-batch, which another stage may not have read "
                     "yet\n  try: return a clone of any tensor that the stage writes into again"
                 )
-            returned[place] = (weakref.ref(tensor.untyped_storage()), version)
+            now[place] = (weakref.ref(tensor.untyped_storage()), version)
+    returned.update(now)
 
 
 def _as_sent(gradients: list[torch.Tensor | None]) -> Any:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipelab.engine.device.streams import RankStream
-from pipelab.engine.stage.checkpoint_rng import watched
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Act, RankState, StepState
 from pipelab.engine.threads.all_reduce import AllReduce, Barrier
@@ -116,18 +115,23 @@ class ThreadsStep(StepState):
 
 
 def instructions(
-    bound: BoundPlan, runners: Mapping[tuple[int, int], Stage], streams: Sequence[RankStream], *, backward: bool
+    bound: BoundPlan,
+    runners: Mapping[tuple[int, int], Stage],
+    first: Mapping[tuple[int, int], object],
+    streams: Sequence[RankStream],
+    *,
+    backward: bool,
 ) -> list[Row]:
     """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`.
 
     Args:
         bound: the plan, bound.
         runners: by stage and rank, what runs the stage there.
+        first: likewise, what runs its first micro-batch, where that is something else.
         streams: what each rank computes on.
         backward: whether there is more than forwards.
     """
     codes = bound.codes
-    first = watched(runners, [stream.runs_on.device for stream in streams])
     rows: list[Row] = []
     for rank, row in enumerate(bound.rows):
         listed: list[Instruction] = []

@@ -316,4 +316,4 @@ def _try(
     except Exception as error:
         number = part.microbatches[microbatch]
         where = (part.ranks[place], runner.index, number, stream.runs_on)
-        raise stage_error(error, f"{runner.index}F{number}", *where, partial=False) from error
+        raise stage_error(error, f"{runner.index}F{number}", *where) from error

@@ -286,7 +286,7 @@ class ProcessStage:
         except Exception as error:
             named = self._named(action)
             place = (self._rank, self.stage_index, named.microbatch or 0, step.mine.stream.runs_on)
-            raise stage_error(error, str(named), *place, partial=False) from error
+            raise stage_error(error, str(named), *place) from error
 
     def _named(self, action: Action) -> Action:
         """Return an action with its number in the whole plan."""

@@ -97,8 +97,8 @@ class Supervisor:
             raise UsageError(self.over)
         self._calls += 1
         done: Outcomes = queue.SimpleQueue()
-        self._thread.do(work, done)
         try:
+            self._thread.do(work, done)
             _, found, error = self._wait(done, status)
             if error is not None and not isinstance(error, BatchError | LossError):
                 self._explain(error, status)

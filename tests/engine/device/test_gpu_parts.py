@@ -8,8 +8,8 @@ from itertools import combinations
 import plain
 import pytest
 import torch
-from test_gpu import assert_order, no_waiting_for_the_gpu
 from torch import nn
+from traces import assert_obeys
 
 import pipelab
 from pipelab import OneFOneB, Pipeline
@@ -121,13 +121,13 @@ def test_a_pipeline_on_parts_gives_the_plain_gradients_without_waiting(parts):
     with Pipeline(model, OneFOneB(4, 6), mse, devices=devices_on(parts)) as pipe:
         pipe.step(x, y)
         model.zero_grad()
-        with no_waiting_for_the_gpu():
+        with plain.no_waiting_for_the_gpu():
             step = pipe.step(x, y)
         found = plain.taken(model)
         plain.one_after_another(model, mse, x, y, 6)
         assert plain.difference(found, plain.taken(model)) <= 1e-5  # other kernels may be chosen for other parts
         assert all("SMs" in lane for lane in step.trace.lanes)
-        assert_order(step.trace, pipe.plan)
+        assert_obeys(step.trace, pipe.plan)
         pipe.verify(x, y)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             pipe.verify(x, y)

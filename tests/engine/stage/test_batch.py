@@ -130,7 +130,7 @@ def test_trees_are_taken_apart_rebuilt_and_mapped():
     assert map_tensors(lambda tensor: tensor + 1, single).item() == 2
 
 
-def test_outputs_and_losses_of_replicas_on_several_devices_come_to_the_first_microbatchs():
+def test_replicas_outputs_and_losses_come_to_the_first_microbatchs_device():
     here, there = torch.ones(2, 3, device="meta"), torch.ones(1, 3)
     assert join([here, there]).device.type == "meta"
     assert join([{"a": here}, {"a": there}])["a"].shape == (3, 3)

@@ -7,6 +7,7 @@ import weakref
 import plain
 import pytest
 import torch
+from strategies import split_plan
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -20,13 +21,6 @@ mse = nn.functional.mse_loss
 WIDTH = 6
 
 
-def split_plan(stages, microbatches):
-    """Return a plan that runs all forwards, then every `I`, then every `W`, in the order of the micro-batches."""
-    batches = range(microbatches)
-    rows = [[make(m, stage) for make in (F, I, W) for m in batches] for stage in range(stages)]
-    return Plan(rows, stages, microbatches)
-
-
 def one_by_one(stages, microbatches):
     """Return a plan in which one micro-batch after the other goes forward and back: one order of random draws."""
     rows = [[make(m, stage) for m in range(microbatches) for make in (F, I, W)] for stage in range(stages)]
@@ -34,15 +28,6 @@ def one_by_one(stages, microbatches):
 
 
 # --- models, each a stage of its own between two linear ones
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True, norm_first=True)
-
-    def forward(self, x):
-        return self.layer(x.reshape(len(x), 1, WIDTH).expand(-1, 3, -1)).mean(dim=1)
 
 
 class CrossAttention(nn.Module):
@@ -215,7 +200,7 @@ def layers(*middle):
 MODELS = {
     "linear layers": lambda: layers(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())),
     "in place": lambda: layers(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True))),
-    "attention": lambda: layers(Attention()),
+    "attention": lambda: layers(plain.Attention()),
     "cross attention": lambda: layers(CrossAttention()),
     "convolution and batch norm": lambda: layers(Convolution()),
     "LSTM": lambda: layers(Recurrent()),
@@ -412,7 +397,7 @@ def test_no_matrix_product_is_made_twice():
     x = plain.batch(4)[0]
     assert halves(plain.mlp(15), x) == (8, 8)
     torch.manual_seed(0)
-    attention = Attention()  # four linear layers, and two products with two gradients each that lead to the input
+    attention = plain.Attention()  # four linear layers, and two products with two gradients each that lead to the input
     made = attention(leaf := x.clone().requires_grad_())
     full, _ = products_of(lambda: made.backward(torch.ones_like(made)))
     first, second = halves(attention, x)
@@ -529,7 +514,7 @@ def test_a_full_backward_of_an_emulated_stage_sleeps_once(stages, monkeypatch):
         assert len(slept) == stages
 
 
-def test_an_emulated_stage_whose_weight_is_frozen_sleeps_for_its_inputs_gradient_alone(monkeypatch):
+def test_an_emulated_stage_with_a_frozen_weight_sleeps_for_its_input_alone(monkeypatch):
     from pipelab.engine import emulation
 
     model, slept = emulated(2, forward_ms=0, backward_ms=12, input_grad_ms=9), []

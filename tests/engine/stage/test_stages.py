@@ -212,7 +212,7 @@ def test_a_first_stage_may_write_into_the_batch_as_in_plain_training(name):
         assert plain.difference(plain.taken(model), reference) < 1e-6
 
 
-def test_a_stage_that_writes_into_what_an_earlier_backward_needs_is_named():
+def test_a_stage_that_writes_into_what_a_backward_needs_is_refused():
     class Grows(nn.Module):
         def __init__(self):
             super().__init__()

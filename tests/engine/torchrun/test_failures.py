@@ -138,22 +138,14 @@ def test_where_the_store_is_gone_its_holder_is():
 
 
 DROPPED = "its script ended, or dropped its pipeline, without closing it"
-ENDS = """
-import os, sys
-import torch.distributed as dist
-from pipelab.engine.torchrun.failures import Failures
-from pipelab.engine.torchrun.supervisor import Supervisor
-
-facts = {"pid": os.getpid(), "host": "node-a", "processes": "pid:[1]"}
-failures = Failures(dist.FileStore(sys.argv[1], 2), 1, [facts, facts])
-supervisor = Supervisor(1, failures, timeout=1, threads=1)
-"""
 
 
 def test_a_process_says_that_it_ends_before_others_lose_their_connection_to_it(tmp_path):
     file = str(tmp_path / "store")
     store = dist.FileStore(file, 2)
-    subprocess.run([sys.executable, "-c", ENDS, file], check=True, env=processes.environment(), timeout=60)
+    subprocess.run(
+        [sys.executable, processes.SCRIPTS / "ends.py", file], check=True, env=processes.environment(), timeout=60
+    )
     assert Failures(store, 0, everyone(os.getpid(), os.getpid())).find_dead_rank() == (1, f"rank 1 is gone: {DROPPED}")
 
 

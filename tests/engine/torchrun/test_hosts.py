@@ -8,64 +8,11 @@ import time
 
 import hosts
 import plain
+import processes
 import pytest
 import torch
 
 pytestmark = pytest.mark.dist
-
-SCRIPT = """
-import json, os, signal, socket, time
-import plain
-from torch import nn
-import pipelab
-
-what = WHAT
-rank = int(os.environ["RANK"])
-x, y = plain.batch(16)
-
-
-class Odd(nn.Module):
-    '''Does something odd on one rank of the second host, at the fourth micro-batch once it is time.'''
-
-    seen, time_to = 0, False
-
-    def forward(self, value):
-        self.seen += self.time_to
-        if rank == 2 and self.seen == 4:
-            print("now", flush=True)
-            if what == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-        return value
-
-
-def say(**facts):
-    print(json.dumps({"rank": rank, "host": socket.gethostname(), **facts}), flush=True)
-
-
-layers = list(plain.mlp(8))
-stages = [nn.Sequential(*layers[2 * at : 2 * at + 2], Odd()) for at in range(4)]
-with pipelab.Pipeline(stages, pipelab.OneFOneB(4, 8), nn.functional.mse_loss, engine="torch", timeout=6) as pipe:
-    step = pipe.step(x, y)
-    trace = step.trace
-    start = {event.action: event.start for event in trace.events}
-    end = {event.action: event.end for event in trace.events}
-    say(
-        clock=time.perf_counter(),
-        loss=float(step.loss),
-        exact=pipe.verify(x, y).exact,
-        makespan=trace.makespan,
-        error=step.clock_error_ms,
-        note=trace.note,
-        earliest=min(start[b] - end[a] for a, b in trace.plan.graph().edges),
-    )
-    Odd.time_to, began = True, time.monotonic()
-    try:
-        pipe.step(x, y)
-    except pipelab.PipelabError as error:
-        say(kind=type(error).__name__, told=str(error), seconds=time.monotonic() - began)
-        raise SystemExit(1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +34,9 @@ def run(two_hosts, folder, what, then, ended):
 
     As soon as one says "now", `then` happens. `ended(agents, facts)` tells whether all has been said.
     """
-    script = folder / "train.py"
-    script.write_text(SCRIPT.replace("WHAT", repr(what)))
+    script = processes.SCRIPTS / "two_hosts.py"
     said = [folder / f"{host.name}.txt" for host in two_hosts]
-    agents = [host.torchrun(script, ranks=2, said=file) for host, file in zip(two_hosts, said, strict=True)]
+    agents = [host.torchrun(script, what, ranks=2, said=file) for host, file in zip(two_hosts, said, strict=True)]
     deadline = time.monotonic() + 100
 
     def lines():

@@ -52,7 +52,7 @@ def test_where_nobody_said_anything_the_one_that_ended_first_is_named(failure, c
     assert decisive(failures) == f"pipelab: rank 2 ended first, {how}"
 
 
-def test_what_another_process_learned_of_a_dead_one_counts_less_than_how_that_one_ended(failure):
+def test_how_a_process_ended_counts_more_than_what_others_report_of_it(failure):
     failures = {1: failure(1, 1, HEARD), 2: failure(2, -11), 0: failure(0, -15)}
     assert decisive(failures) == "pipelab: rank 2 ended first, killed by SIGSEGV"
     ended = {0: failure(0, -15), 1: failure(1, 1, HEARD)}  # torchrun's own SIGTERM is no beginning
@@ -79,7 +79,7 @@ def test_the_line_of_the_script_that_raised_is_added_to_an_error_that_names_none
 # --- the whole
 
 
-def test_a_script_is_run_as_python_would_run_it_and_the_error_that_ends_it_is_recorded(tmp_path, monkeypatch):
+def test_a_script_is_run_as_python_runs_it_and_its_error_is_recorded(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("told = 'beside'")
     script = tmp_path / "train.py"
     script.write_text("import sys, beside\nraise ValueError(__name__, beside.told, sys.argv[1:])")

@@ -101,7 +101,7 @@ def with_all_ranks_busy(case) -> Plan:
 
 @settings(max_examples=80)
 @given(case=legal_cases())
-def test_any_legal_order_runs_as_it_is_and_every_pair_of_ranks_sends_in_the_order_in_which_it_receives(case):
+def test_any_legal_order_runs_unchanged_and_ranks_receive_in_the_order_sent(case):
     plan = with_all_ranks_busy(case)
     both = [ran(plan, rank) for rank in range(plan.ranks)]
     for rank, (computed, _) in enumerate(both):
@@ -156,7 +156,7 @@ def test_a_rank_with_nothing_to_do_is_refused():
         pipeline_replicas(Plan([[F(0, 0), B(0, 0)], []], 1, 1))
 
 
-def test_a_stage_on_several_ranks_of_one_pipeline_is_refused_with_the_micro_batches_that_part():
+def test_a_stage_on_several_ranks_of_one_pipeline_is_refused():
     rows = [[F(0, 0), F(1, 1), B(0, 0), B(1, 1)], [F(1, 0), F(0, 1), B(0, 1), B(1, 0)]]
     plan = Plan(rows, 2, 2, lambda microbatch, stage: stage if microbatch == 0 else 1 - stage)
     assert pipelab.check(plan) == []

@@ -379,7 +379,7 @@ except pipelab.EngineError as error:
     ], found.stderr
 
 
-def test_a_pipeline_in_threads_under_torchrun_warns_that_every_process_runs_all_of_it(monkeypatch):
+def test_a_pipeline_in_threads_under_torchrun_warns(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import processes
 import pytest
 import torch
@@ -14,51 +12,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
 ]
 
-ON_GPUS = """
-import copy, json, os, warnings
-import plain, torch
-from torch import nn
-import pipelab
-from pipelab import Pipeline
-
-mse = nn.functional.mse_loss
-ranks = int(os.environ["WORLD_SIZE"])
-plan = (pipelab.ZBV(ranks, 2 * ranks) if ranks > 1 else pipelab.GPipe(1, 2)).plan()
-model = plain.mlp(2 * plan.stages, 64)
-twin = copy.deepcopy(model).cuda()
-x, y = (tensor.cuda() for tensor in plain.batch(24, 64))
-plain.one_after_another(twin, mse, x, y, plan.microbatches)
-with warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter("always")
-    pipe = Pipeline(model, plan, mse, engine="torch", timeout=60)
-with pipe:
-    optimizer = torch.optim.Adam(pipe.parameters())
-    step = pipe.step(x, y)
-    here = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    trace = step.trace
-    facts = {
-        "devices": sorted({str(gradient.device) for gradient in here.values()}),
-        "difference": max(
-            float((here[name] - twin.get_parameter(name).grad.to(here[name].device)).norm() / here[name].norm())
-            for name in here
-        ),
-        "forward": torch.allclose(pipe.forward(x).cpu(), twin(x).cpu(), atol=1e-5),
-        "proof": pipe.verify(x, y).largest_difference,
-        "after": all(event.start < event.end for event in trace.events),
-        "transfers": all(each.start <= each.end for each in trace.transfers),
-        "backend": torch.distributed.get_backend(pipe.engine._connections.pipeline),
-        "warned": [str(each.message) for each in warned if "NCCL" in str(each.message)],
-    }
-    optimizer.step()
-    facts["state"] = sorted(pipe.state_dict()) == sorted(twin.state_dict())
-print(json.dumps(facts))
-"""
-
 
 def said(ranks):
-    ended = processes.run_in(ranks, ON_GPUS, env=processes.environment(LOCAL_WORLD_SIZE=str(ranks)))
+    ended = processes.run_in(ranks, "on_gpus.py", env=processes.environment(LOCAL_WORLD_SIZE=str(ranks)))
     assert [each.code for each in ended] == [0] * ranks, processes.shown(ended)
-    facts = [json.loads(each.out.splitlines()[-1]) for each in ended]
+    facts = [each.facts[-1] for each in ended]
     for fact in facts:
         assert fact["difference"] < 1e-5
         assert fact["proof"] < 1e-5

@@ -31,7 +31,7 @@ def summed(reduces: Reducer, make) -> None:
 
 
 @pytest.mark.parametrize("turn", [1, -1])
-def test_gradients_of_several_types_are_summed_in_the_parameters_order_as_on_every_process(turn, monkeypatch):
+def test_gradients_of_several_types_are_summed_in_the_parameters_order(turn, monkeypatch):
     types = [torch.float64, torch.bfloat16, torch.float32, torch.float16, torch.complex64][::turn]
     parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in types]
     seen = []

@@ -104,7 +104,7 @@ def test_the_first_difference_between_two_plans_is_named_on_both_processes(plan,
         assert error.rank == 1
 
 
-def test_processes_that_begin_with_other_weights_are_named_unless_they_cannot_know_them():
+def test_processes_that_begin_with_other_weights_are_named():
     with pytest.warns(UserWarning, match=r"^rank 1, 3 have other weights than rank 0: .*\n  try: the same"):
         warn_of_other_weights(["a", "b", None, "c", "a"])
     warn_of_other_weights(["a", "a", None])

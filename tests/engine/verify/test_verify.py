@@ -162,7 +162,7 @@ class Remembers(nn.Module):
         return self.product(x, self.weight)
 
 
-def test_a_stage_that_keeps_state_is_found_with_its_parameter_and_the_first_micro_batch():
+def test_a_stage_that_keeps_state_is_found_with_parameter_and_micro_batch():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), Remembers(), nn.Linear(6, 6))
     x, y = plain.batch(8)
@@ -218,7 +218,7 @@ def test_a_wrong_reduction_is_told(loss, reduction, told):
     assert "(stage " in str(wrong.value)
 
 
-def test_a_stage_that_treats_a_microbatch_otherwise_than_the_whole_batch_is_told_from_a_wrong_reduction():
+def test_a_stage_that_depends_on_the_batch_is_told_from_a_wrong_reduction():
     class Cuts(nn.Module):
         def forward(self, x):
             return x if len(x) == 12 or x.sum() > 0 else x + 0.5 * (x.detach() - x)
@@ -230,7 +230,7 @@ def test_a_stage_that_treats_a_microbatch_otherwise_than_the_whole_batch_is_told
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")  # PyTorch warns: one more reason to say it again
-def test_a_target_that_is_spread_over_the_output_is_told_from_a_stage_that_mixes_rows():
+def test_a_target_that_is_broadcast_is_told_from_a_stage_that_mixes_rows():
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
     x, y = plain.batch(12)
     with Pipeline(model, OneFOneB(2, 3), mse) as pipe, pytest.raises(VerificationError) as wrong:
@@ -256,7 +256,7 @@ def test_what_dropout_and_batch_norm_do_not_let_it_prove_is_said():
         assert proof.exact
 
 
-@pytest.mark.parametrize("other", [nn.Identity(), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Dropout(0.5).eval()], ids=str)
+@pytest.mark.parametrize("other", [nn.Identity(), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Dropout(0.5).eval()], ids=type)
 def test_a_wrong_gradient_is_not_excused_by_layers_that_do_not_explain_it(other):
     model = nn.Sequential(nn.Linear(6, 6), other, nn.Linear(6, 6), plain.Counts())
     with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(VerificationError, match="differs from the plain"):
@@ -316,7 +316,7 @@ def test_stages_given_as_a_list_are_held_against_the_whole_batch_too():
         pipe.verify(*plain.batch(4))
 
 
-def test_stages_that_take_a_micro_batchs_rows_alone_are_proved_without_the_whole_batch():
+def test_stages_for_a_micro_batchs_rows_are_verified_without_the_whole_batch():
     class Views(nn.Module):
         def forward(self, x):
             return x.view(4, 2, 3).view(4, 6)
@@ -342,7 +342,7 @@ def test_a_loss_that_puts_the_shapes_right_itself_is_not_said_to_spread():
         assert pipe.verify(x, y[:, 0]).exact
 
 
-def test_a_batch_that_shows_its_memory_several_times_or_is_its_own_target_is_verified():
+def test_an_expanded_batch_and_one_that_is_its_own_target_are_verified():
     model = nn.Sequential(nn.ReLU(inplace=True), *plain.mlp(2))
     x, y = plain.batch(8)
     with torch.inference_mode():
@@ -504,7 +504,7 @@ def test_a_slightly_wrong_reduction_is_told_too():
         assert pipe.verify(x, target).whole_batch_difference < 1e-5
 
 
-def test_a_buffer_that_shows_its_memory_several_times_and_sparse_gradients_are_verified():
+def test_expanded_buffers_and_sparse_gradients_are_verified():
     class Looks(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,0 +1,74 @@
+"""A stage goes wrong in the middle of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import plain
+import torch
+from facts import attempt
+from odd_rank import odd, pipeline, x, y
+from torch import nn
+
+
+class Odd(nn.Module):
+    """Does something odd on rank 1, at the so-many-th micro-batch, of which the first is to learn shapes; or at all."""
+
+    def __init__(self, what, at):
+        super().__init__()
+        self.what, self.at, self.seen = what, at, 0
+
+    def forward(self, value):
+        self.seen += 1
+        if odd and self.at in (self.seen, None):
+            value = self.what(value)
+        return value
+
+
+def run(what, at=6, **settings):
+    layers = list(plain.mlp(6))
+    stages = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:4], Odd(what, at)), nn.Sequential(*layers[4:])]
+    with pipeline(stages, **settings) as pipe:
+        for _ in range(4):
+            pipe.step(x, y)
+
+
+def raises(value):
+    raise ValueError("a bug of mine")
+
+
+attempt("raises", lambda: run(raises))
+attempt("narrow", lambda: run(lambda value: value[:, :4], at=None))
+attempt("narrow later", lambda: run(lambda value: value[:, :4]))
+
+
+class Reuses(nn.Module):
+    """Gives every micro-batch in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("room", torch.zeros(3, 6))
+
+    def forward(self, value):
+        return self.room.copy_(value.detach())
+
+
+def overwrites():
+    with pipeline([nn.Linear(6, 6), Reuses(), nn.Linear(6, 6)]) as pipe:
+        pipe.step(x, y)
+
+
+attempt("overwrites", overwrites)
+attempt("hangs", lambda: run(lambda value: time.sleep(2) or value, timeout=0.8))
+
+
+def interrupted(value):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    return value
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
+attempt("interrupted", lambda: run(interrupted))

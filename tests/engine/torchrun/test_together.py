@@ -52,8 +52,11 @@ def test_loss_and_gradients_are_the_threads_engines_bit_for_bit(said):
 
 def test_a_steps_outputs_stay_on_the_last_stages_rank_a_forwards_go_to_all(said):
     for rank, (fact,) in enumerate(said("bits")):
-        refusal = "the outputs of a step stay on rank 3, where the last stage is\n  try: pipe.forward(x)"
-        assert fact["outputs"].startswith("same" if rank == 3 else refusal)
+        if rank == 3:
+            assert fact["outputs"].startswith("same")
+        else:
+            assert "on rank 3" in fact["outputs"]
+            assert "try: pipe.forward(x)" in fact["outputs"]
         assert fact["forward"]
 
 

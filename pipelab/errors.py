@@ -35,9 +35,8 @@ __all__ = [
     "require_suffix",
 ]
 
-
 _MOST_ALIKE = 4
-"""How many faults of one kind a message tells in full."""
+"""How many faults with the same code a message shows in full."""
 
 
 class PipelabError(Exception):
@@ -45,7 +44,7 @@ class PipelabError(Exception):
 
 
 class UsageError(PipelabError):
-    """Something that cannot be was asked for: a size, a name, a file, an option, or a closed pipeline."""
+    """A size, a name, a file or an option is not possible, or the pipeline is closed."""
 
 
 class FormatError(PipelabError):
@@ -69,31 +68,30 @@ class ScheduleError(PipelabError):
     """
 
     def __init__(self, faults: Sequence[Fault], subject: str = "the plan") -> None:
-        """Keep the faults, and the name of what has them for the first line of the message."""
+        """Keep the faults, and the name of the schedule or plan for the first line of the message."""
         self.faults = list(faults)
         self.subject = subject
         super().__init__(faults, subject)
 
     def __str__(self) -> str:
-        """Return the faults, numbered, under a line that counts them; of many alike, the first few."""
+        """Return the number of faults, then the faults, numbered; of many with the same code, the first few."""
         count = len(self.faults)
         lines = [f"{count} fault{'s' if count != 1 else ''} in {self.subject}"]
-        kinds = Counter(fault.code for fault in self.faults)
-        told: Counter[str] = Counter()
+        all_of = Counter(fault.code for fault in self.faults)
+        shown: Counter[str] = Counter()
         for number, fault in enumerate(self.faults, 1):
-            told[fault.code] += 1
-            if told[fault.code] > _MOST_ALIKE:
+            shown[fault.code] += 1
+            if shown[fault.code] > _MOST_ALIKE:
                 continue
             first, *rest = str(fault).splitlines()
-            lines.append(f"{number:2d}. {first}")
-            lines.extend(f"    {line}" for line in rest)
-            if told[fault.code] == _MOST_ALIKE < kinds[fault.code]:
-                lines.append(f"    … and {kinds[fault.code] - _MOST_ALIKE} more {fault.code}: error.faults holds all")
+            lines += [f"{number:2d}. {first}", *(f"    {line}" for line in rest)]
+            if shown[fault.code] == _MOST_ALIKE < all_of[fault.code]:
+                lines.append(f"    … and {all_of[fault.code] - _MOST_ALIKE} more {fault.code}: error.faults holds all")
         return "\n".join(lines)
 
 
 class EngineError(PipelabError):
-    """The base of what can go wrong while a plan is executed on tensors."""
+    """The base of the errors that can occur while a plan is executed on tensors."""
 
 
 class SplitError(EngineError):
@@ -101,7 +99,7 @@ class SplitError(EngineError):
 
 
 class DeviceError(EngineError):
-    """A list of devices does not fit the plan, or a device is not there."""
+    """A list of devices does not fit the plan, or a device does not exist."""
 
 
 class BatchError(EngineError):
@@ -131,11 +129,11 @@ class StageError(EngineError):
 
 
 class StepTimeoutError(EngineError):
-    """Nothing moved for the time allowed; the message says what every rank was doing or waiting for."""
+    """No action began or ended for `timeout` seconds; the message says what every rank was doing or waiting for."""
 
 
 class RankError(EngineError):
-    """Another process of the pipeline failed or is gone; `rank` says which one (-1 where nobody can tell)."""
+    """Another process of the pipeline failed or is gone; `rank` says which one (-1 if that is not known)."""
 
     def __init__(self, message: str, rank: int) -> None:
         """Keep the rank beside the message."""
@@ -148,14 +146,14 @@ class RankError(EngineError):
 
 
 class VerificationError(EngineError):
-    """The pipeline's gradients are not those of the plain model."""
+    """The pipeline's gradients differ from the plain model's."""
 
 
 def require_size(name: str, value: Any) -> int:
-    """Return a positive whole number, NumPy's as Python's own; refuse anything else.
+    """Return a positive whole number as Python's `int`.
 
     Raises:
-        UsageError: naming the argument and what it was.
+        UsageError: if it is anything else; the message names the argument and its value.
     """
     try:
         size = 0 if isinstance(value, bool) else operator.index(value)
@@ -181,14 +179,13 @@ def require_caps(memory_cap: Any, ranks: int) -> list[int]:
 
 
 def require_suffix(path: Path, what: str, known: Sequence[str]) -> str:
-    """Return a file name's suffix in small letters, if it is one that can be written.
+    """Return a file name's suffix in small letters.
 
     Raises:
-        FormatError: naming those that can.
+        FormatError: if pipelab cannot write that format; the message names those that it can.
     """
     suffix = path.suffix.lower()
     if suffix not in known:
-        raise FormatError(
-            f"{path.name}: {what} is not written as {suffix or 'no suffix'}; use one of {' '.join(known)}"
-        )
+        wanted = suffix or "a file without a suffix"
+        raise FormatError(f"{path.name}: {what} cannot be written as {wanted}; use one of {' '.join(known)}")
     return suffix

@@ -105,7 +105,7 @@ class Greedy(Schedule):
         cost: Cost | None = None,
         split: bool = False,
     ) -> None:
-        """Keep the sizes and the policy."""
+        """Check and keep the sizes and the policy."""
         super().__init__(ranks, microbatches, stages_per_rank)
         if not callable(priority) and priority not in list(policies):
             known = ", ".join(map(repr, policies))
@@ -133,7 +133,7 @@ class Greedy(Schedule):
         if callable(self.priority) and (fault := misfit("priority", self.priority, "action", "rank", "moment")):
             raise ScheduleError([fault], self._name())
         try:
-            self._rows  # noqa: B018 - worked out here, where its errors are not taken for those of `actions`
+            self._rows  # noqa: B018 - computed here, so that its errors are not reported as errors of `actions`
         except ScheduleError as error:
             raise ScheduleError(error.faults, self._name()) from None
         except PipelabError:
@@ -147,7 +147,7 @@ class Greedy(Schedule):
 
     @cached_property
     def _rows(self) -> list[list[Action]]:
-        """For each rank, its actions."""
+        """Each rank's actions."""
         blank = Plan([[]] * self.ranks, self.stages, self.microbatches, self.place)
         bound = blank.bound
         if bound.faults:  # of `place`
@@ -159,7 +159,7 @@ class Greedy(Schedule):
         return list_schedule(bound, lasts, delays, priority, caps, self.split)
 
     def __repr__(self) -> str:
-        """Return the schedule's name, its sizes, and what is not as by default."""
+        """Return the schedule's name, its sizes, and the arguments that differ from the defaults."""
         shown = super().__repr__().removesuffix(")")
         if self.priority != "backward-first":
             shown += f", priority={getattr(self.priority, '__name__', repr(self.priority))}"

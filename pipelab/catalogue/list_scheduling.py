@@ -4,7 +4,7 @@ Whenever a rank is free, it starts the action with the highest priority among th
 
 A forward holds an activation until its backward releases it, so a memory cap can end in a deadlock, which is reported:
 
-    cap 2    rank 0   holds stage 0 of micro-batches 0 and 1      both must come back for stage 2: no room left
+    cap 2    rank 0   holds stage 0 of micro-batches 0 and 1      both need rank 0 again for stage 2: no room left
              rank 1   holds stage 1 of micro-batches 0 and 1
 """
 
@@ -23,15 +23,15 @@ from pipelab.plan.fault import Fault, shorten
 __all__ = ["Moment", "Priority", "list_schedule"]
 
 _AT_ONCE = 1 + 1e-9
-"""Times that differ by less than this factor are one: sums of the same floats differ by the order of adding."""
+"""Times that differ by less than this factor are equal: the sum of floats depends on their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a priority may look at besides the action: the state of the rank that chooses.
+    """The state of the rank that chooses, for a priority.
 
     Attributes:
-        time: when it is, in the cost's unit.
+        time: the simulated time, in the cost's unit.
         held: how many stage activations the rank holds.
         last: what the rank ran last; `None` before its first action.
     """
@@ -42,7 +42,7 @@ class Moment:
 
 
 Priority = Callable[[Action, int, Moment], Any]
-"""How much a rank likes to run an action now: `(action, rank, moment)` to a number, or a tuple; the largest wins."""
+"""How urgent an action is for a rank: `(action, rank, moment)` to a number, or a tuple; the largest runs first."""
 
 
 def list_schedule(
@@ -64,40 +64,38 @@ def list_schedule(
         split: whether backwards are split into `I` and `W`.
 
     Raises:
-        ScheduleError: if the caps end in a deadlock, with what the ranks without room wait for.
+        ScheduleError: if the caps end in a deadlock; the message says what the ranks without room wait for.
     """
-    return _Run(bound, lasts, delays, priority, caps, split).rows()
+    all_held = [len(bound.rank_of_slot)] * len(bound.rows)
+    return _Simulation(bound, lasts, delays, priority, caps or all_held, split).rows()
 
 
-class _Run:
-    """A simulation that decides as it goes."""
+@dataclass
+class _Simulation:
+    """A simulation in which every free rank chooses its next action."""
 
-    def __init__(
-        self,
-        bound: BoundPlan,
-        lasts: Sequence[float],
-        delays: Sequence[float],
-        priority: Priority,
-        caps: Sequence[int] | None,
-        split: bool,
-    ) -> None:
-        codes = self.codes = bound.codes
-        self.rank_of_slot, self.lasts, self.delays = bound.rank_of_slot, lasts, delays
-        self.priority, self.split = priority, split
-        ranks = range(len(bound.rows))
+    bound: BoundPlan
+    lasts: Sequence[float]
+    delays: Sequence[float]
+    priority: Priority
+    caps: Sequence[int]
+    split: bool
+
+    def __post_init__(self) -> None:
+        codes, ranks = self.bound.codes, range(len(self.bound.rows))
+        self.codes, self.rank_of_slot = codes, self.bound.rank_of_slot
         self.started: list[list[Action]] = [[] for _ in ranks]
         self.busy = [False for _ in ranks]
-        self.caps = list(caps or [len(bound.rank_of_slot) for _ in ranks])
         self.held = [0 for _ in ranks]
-        self.forwards: list[dict[int, Action]] = [{} for _ in ranks]  # by code, what has all its inputs
+        self.forwards: list[dict[int, Action]] = [{} for _ in ranks]  # by code, those with all their inputs
         self.others: list[dict[int, Action]] = [{} for _ in ranks]
-        kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
+        kinds: tuple[Kind, ...] = ("F", "I", "W") if self.split else ("F", "B")
         # By code, how many inputs are not there yet.
         self.lacks = {code: len(codes.needs(code)) for kind in kinds for code in codes.of_kind[kind]}
         self.events: list[tuple[float, bool, int]] = []  # (time, whether the action has ended or gets an input, code)
 
     def rows(self) -> list[list[Action]]:
-        """Let every rank that is free choose, then let time pass until something happens; again and again."""
+        """Let every free rank choose, go to the time of the next event, and repeat."""
         for code, inputs in self.lacks.items():
             if not inputs:
                 self._offer(code)
@@ -128,12 +126,12 @@ class _Run:
         return self.rank_of_slot[self.codes.slot[code]]
 
     def _offer(self, code: int) -> None:
-        """Let a rank choose an action from now on."""
+        """Add an action to those that its rank may choose."""
         offers = self.forwards if self.codes.kind[code] == "F" else self.others
         offers[self._rank(code)][code] = self.codes.action(code)
 
     def _choose(self, rank: int, now: float) -> None:
-        """Start what the rank likes best, if there is anything that it may start."""
+        """Start the most urgent action of a rank, if it may start any."""
         forwards, others, row = self.forwards[rank], self.others[rank], self.started[rank]
         offers = list(others.items())
         if self.held[rank] < self.caps[rank]:
@@ -142,8 +140,10 @@ class _Run:
             return
         moment = Moment(now, self.held[rank], row[-1] if row else None)
         microbatch, stage = self.codes.microbatch, self.codes.stage
-        liked = [(self._likes(action, rank, moment), -microbatch[code], stage[code], code) for code, action in offers]
-        code = _best(liked)
+        ranked = [
+            (self._urgency(action, rank, moment), -microbatch[code], stage[code], code) for code, action in offers
+        ]
+        code = _most_urgent(ranked)
         if code in others:
             row.append(others.pop(code))
         else:
@@ -152,18 +152,12 @@ class _Run:
         self.busy[rank] = True
         heappush(self.events, (now + self.lasts[code], True, code))
 
-    def _likes(self, action: Action, rank: int, moment: Moment) -> Any:
-        """Return how much a rank likes an action.
-
-        Raises:
-            ValueError: if that is NaN, or holds it: the order would be arbitrary.
-        """
+    def _urgency(self, action: Action, rank: int, moment: Moment) -> Any:
+        """Return how urgent an action is; refuse NaN, with which the order would be arbitrary."""
         answer = self.priority(action, rank, moment)
         if _holds_nan(answer):
-            when = f"{action} on rank {rank} at time {moment.time:g}"
-            raise ValueError(
-                f"it returned {shorten(answer)} for {when}, and NaN is neither more nor less than a number"
-            )
+            what = f"{shorten(answer)} for {action} on rank {rank} at time {moment.time:g}"
+            raise ValueError(f"it returned {what}, and NaN is neither more nor less than a number")
         return answer
 
     def _deadlock(self) -> list[Fault]:
@@ -177,16 +171,14 @@ class _Run:
             releases = [replace(done, kind=last) for done in self.started[rank] if done.kind == "F"]
             release = next(each for each in releases if each not in self.started[rank])
             count = f"{self.held[rank]} activation{'s' * (self.held[rank] > 1)}"
-            message = (
-                f"rank {rank} holds {count} (memory_cap {self.caps[rank]}): {waiting} cannot start before {release} "
-                f"releases one, and {release} waits too"
-            )
+            limited = f"rank {rank} holds {count} (memory_cap {self.caps[rank]})"
+            message = f"{limited}: {waiting} cannot start before {release} releases one, and {release} waits too"
             hint = f"give rank {rank} a memory_cap of more than {self.caps[rank]}, or none"
             faults.append(Fault("deadlock", rank, None, waiting, message, hint))
         return faults
 
     def _end(self, code: int, now: float) -> None:
-        """Free the rank, release the activation if that was its backward, and send on what was made."""
+        """Free the rank, release the activation if its backward has ended, and send the value on."""
         codes, rank = self.codes, self._rank(code)
         self.busy[rank] = False
         if codes.releases[code]:
@@ -199,22 +191,18 @@ class _Run:
 
 
 def _holds_nan(answer: Any) -> bool:
-    """Tell whether an answer is NaN, or a tuple or list that holds it."""
+    """Return whether an answer is NaN, or a tuple or list that holds it."""
     if isinstance(answer, (tuple, list)):
         return any(map(_holds_nan, answer))
     return bool(answer != answer)  # noqa: PLR0124 - true of NaN alone, of whatever type
 
 
-def _best(liked: list[tuple[Any, int, int, int]]) -> int:
-    """Return the code that is liked best.
-
-    Raises:
-        TypeError: if a priority returned things that cannot be compared.
-    """
+def _most_urgent(ranked: list[tuple[Any, int, int, int]]) -> int:
+    """Return the code of the most urgent action; refuse answers of a priority that cannot be compared."""
     try:
-        _ = liked[0][0] < liked[0][0]  # `max` passes over what is equal, such as None twice
-        return max(liked)[-1]
+        _ = ranked[0][0] < ranked[0][0]  # `max` does not compare equal answers, such as None twice
+        return max(ranked)[-1]
     except TypeError:
-        kinds = ", ".join(sorted({type(each[0]).__name__ for each in liked}))
-        message = f"it returned {shorten(liked[0][0])}, and such answers ({kinds}) cannot be compared"
+        kinds = ", ".join(sorted({type(each[0]).__name__ for each in ranked}))
+        message = f"it returned {shorten(ranked[0][0])}, and such answers ({kinds}) cannot be compared"
         raise TypeError(message) from None

@@ -1,15 +1,15 @@
 """Check a plan: find every fault at once and explain it.
 
-A plan is right when every micro-batch passes every stage exactly once forward and exactly once backward (`B`, or `I`
-and `W`), on the rank that the placement names, and when the graph of "needs" and "comes after" has no cycle. A cycle is
-a deadlock: it is named here, before anything runs.
+A plan is right if every micro-batch passes every stage exactly once forward and exactly once backward (`B`, or `I` and
+`W`), on the rank that the placement names, and if the graph of "needs" and "comes after" has no cycle. A cycle is a
+deadlock: `check` names it before anything runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, get_args, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.mistakes import diagnose
@@ -25,27 +25,14 @@ from pipelab.plan.plan import Plan
 
 __all__ = ["ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
 
-_ORDER: tuple[Code, ...] = (
-    "refused",
-    "exception",
-    "endless",
-    "not-an-action",
-    "out-of-range",
-    "ambiguous-stage",
-    "wrong-rank",
-    "duplicate",
-    "missing",
-    "unordered",
-    "deadlock",
-    "memory-cap",
-)
+_WORST_FIRST: tuple[Code, ...] = get_args(Code)
 _OF_ONE_ITEM: tuple[Code, ...] = ("not-an-action", "endless")
-"""What is wrong wherever a stage may be."""
+"""Faults that do not depend on the placement."""
 
 
 @runtime_checkable
 class ScheduleLike(Protocol):
-    """What can write a plan before it is checked: a `Schedule`."""
+    """An object that writes a plan before it is checked: a `Schedule`."""
 
     def draft(self) -> Plan:
         """Return the plan, unchecked."""
@@ -55,7 +42,7 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
 
     Args:
-        plan_or_schedule: what to check.
+        plan_or_schedule: the plan or schedule.
         memory_cap: how many stage activations a rank may hold at once: one number, or one per rank.
 
     Example:
@@ -78,15 +65,15 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
     except ScheduleError as error:
         return error.faults
     mistake, meant, found = diagnose(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
-    told = [with_excerpt(meant, fault) for fault in found]
-    return told if mistake is None else [with_excerpt(plan, mistake), *told]
+    faults = [with_excerpt(meant, fault) for fault in found]
+    return faults if mistake is None else [with_excerpt(plan, mistake), *faults]
 
 
 def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
-    """Return what is wrong with a plan, each fault by itself, worst kind first, without excerpts.
+    """Return the faults of a plan, worst kind first, without excerpts.
 
-    What may only look wrong is left out: without a placement nothing is known about stages, and what is missing on a
-    rank may be what stands there and cannot be read.
+    Uncertain faults are left out: if the placement is faulty, all faults that depend on it; if a rank has an item that
+    cannot be read, that rank's missing actions, because the item may be one of them.
     """
     bound = plan.bound
     if any(fault.rank is None for fault in bound.faults):  # of the placement
@@ -107,18 +94,18 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
 
 
 def _is_unread(fault: Fault) -> bool:
-    """Tell whether an item cannot be read: it may be any action."""
+    """Return whether an item cannot be read, so that it may be any action."""
     if fault.code == "out-of-range" and isinstance(fault.action, Action):
         return not {type(fault.action.microbatch), type(fault.action.stage)} <= {int, type(None)}
     return fault.code in ("not-an-action", "ambiguous-stage")
 
 
 def _severity(fault: Fault) -> int:
-    return _ORDER.index(fault.code)
+    return _WORST_FIRST.index(fault.code)
 
 
 def require_legal(plan: Plan) -> Traversal:
-    """Return a walk through a plan, all of it; the one thing that whoever runs or simulates a plan calls first.
+    """Return a walk through the whole plan; call this before you run or simulate a plan.
 
     Raises:
         ScheduleError: if the plan has any fault, with all of them.
@@ -135,7 +122,7 @@ def require_legal(plan: Plan) -> Traversal:
 
 
 def as_plan(plan_or_schedule: Plan | ScheduleLike) -> Plan:
-    """Return a plan as it is, and a schedule's draft.
+    """Return a plan unchanged, and a schedule's draft.
 
     Raises:
         TypeError: if it is neither.
@@ -146,26 +133,26 @@ def as_plan(plan_or_schedule: Plan | ScheduleLike) -> Plan:
     if isinstance(plan_or_schedule, type):
         name = plan_or_schedule.__name__
         example = f"{name}(ranks=4, microbatches=8)"
-        raise TypeError(f"expected a plan or a schedule, got the class {name}: make one, {example}")
+        raise TypeError(f"expected a plan or a schedule, got the class {name}: make a schedule with {example}")
     if isinstance(plan_or_schedule, ScheduleLike):
         return plan_or_schedule.draft()
     raise TypeError(f"expected a plan or a schedule, got {_how_to_make(plan_or_schedule)}")
 
 
 def _how_to_make(other: object) -> str:
-    """Return what stands where a schedule should, and how to make one of it, if it is a name, rows, or half of one."""
+    """Return an object that is not a schedule in words, and how to make one from it: a name, rows or another class."""
     if isinstance(other, str):
-        return f"{shorten(other)}: make one, pipelab.schedules[{other!r}](ranks=4, microbatches=8)"
+        return f"{shorten(other)}: make a schedule with pipelab.schedules[{other!r}](ranks=4, microbatches=8)"
     if isinstance(other, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in other):
-        return f"{shorten(other)}: make a plan of it, Plan(rows)"
+        return f"{shorten(other)}: make a plan with Plan(rows)"
     if callable(getattr(other, "actions", None)):
         name = type(other).__name__
-        return f"{shorten(other)}, whose class is no schedule: write class {name}(pipelab.Schedule)"
+        return f"{shorten(other)}, whose class does not derive from Schedule: write class {name}(pipelab.Schedule)"
     return shorten(other)
 
 
 def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
-    """Find actions that come before something of the same rank that they need; return also their codes."""
+    """Find actions that come before an action of the same rank that they need; return also their codes."""
     codes = bound.codes
     faults: list[Fault] = []
     excused: set[int] = set()
@@ -191,19 +178,17 @@ def _unordered_fault(
     codes = bound.codes
     needer, needed = codes.action(bound.rows[rank][index]), codes.action(giver)
     own = "its own " if needer.microbatch == needed.microbatch and needer.stage == needed.stage else ""
-    return Fault(
-        "unordered",
-        rank,
-        bound.position(rank, index),
-        needer,
-        f"{needer} on rank {rank}, position {bound.position(rank, index)} comes before {own}{needed.word} {needed} "
-        f"at position {bound.position(rank, later)}, which gives it {codes.value_name(value)}",
-        f"yield {write(giver)} before {write(bound.rows[rank][index])} on rank {rank}",
+    position = bound.position(rank, index)
+    message = (
+        f"{needer} on rank {rank}, position {position} comes before {own}{needed.word} {needed} "
+        f"at position {bound.position(rank, later)}, which gives it {codes.value_name(value)}"
     )
+    hint = f"yield {write(giver)} before {write(bound.rows[rank][index])} on rank {rank}"
+    return Fault("unordered", rank, position, needer, message, hint)
 
 
 def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
-    """Find, for each rank, the first forward that makes it hold more activations than allowed."""
+    """Find, for each rank, the first forward with which it holds more activations than allowed."""
     faults: list[Fault] = []
     for rank, cap in enumerate(require_caps(memory_cap, len(bound.rows))):
         row, in_flight = bound.rows[rank], bound.in_flight(rank)
@@ -211,21 +196,14 @@ def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
         if index is None:
             continue
         action = bound.codes.action(row[index])
-        faults.append(
-            Fault(
-                "memory-cap",
-                rank,
-                bound.position(rank, index),
-                action,
-                f"{action} would be activation {in_flight[index]} in flight on rank {rank} (cap {cap})",
-                _how_to_hold_less(bound.codes, row[:index], action, rank),
-            )
-        )
+        message = f"{action} would be activation {in_flight[index]} in flight on rank {rank} (cap {cap})"
+        hint = _how_to_hold_less(bound.codes, row[:index], action, rank)
+        faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
     return faults
 
 
 def _how_to_hold_less(codes: Codes, before: Sequence[int], action: Action, rank: int) -> str:
-    """Return what lets go of an activation before a forward: a weight gradient that could have run, or a backward."""
+    """Return how to release an activation before a forward: with a delayed weight gradient, or with a backward."""
     done = set(before)
     for code in before:
         if codes.kind[code] == "I" and (weights := codes.sibling(code, "W")) not in done:
@@ -235,7 +213,7 @@ def _how_to_hold_less(codes: Codes, before: Sequence[int], action: Action, rank:
 
 
 def with_excerpt(plan: Plan, fault: Fault) -> Fault:
-    """Return the fault with the columns around it, where it stands in a row."""
+    """Return the fault with the columns around it, if it has a place in a row."""
     if fault.rank is None or fault.position is None:
         return fault
     return replace(fault, excerpt=excerpt(fault.rank, plan.written[fault.rank], fault.position))

@@ -1,4 +1,4 @@
-"""Name a deadlock: the cycle of ranks that wait for each other, and the move that would undo it."""
+"""Explain a deadlock: the cycle of ranks that wait for each other, and the move that breaks it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipelab.checking.repair import Knot, repair
+from pipelab.checking.repair import BlockedRank, repair
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault
@@ -17,7 +17,7 @@ __all__ = ["deadlocks"]
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """A stuck rank: at `index` stands `code`, which needs `value`, given by `giver` on rank `on`."""
+    """A stuck rank: its action at `index`, `code`, needs `value`, which `giver` on rank `on` gives."""
 
     rank: int
     index: int
@@ -28,7 +28,7 @@ class _Wait:
 
 
 class _Names:
-    """What actions are called in a message: both halves of a pair that is one slot have the pair's name."""
+    """The names of actions in a message: if pairs are one slot, both halves have the pair's name."""
 
     def __init__(self, bound: BoundPlan, atomic_pairs: bool) -> None:
         self.bound = bound
@@ -55,7 +55,7 @@ def deadlocks(
     excused: Collection[int] = (),
     atomic_pairs: bool = False,
 ) -> list[Fault]:
-    """Return one fault for each cycle among the ranks that a walk left stuck; it was walked with these options."""
+    """Return one fault for each cycle of ranks that a walk left stuck; the options are those of the walk."""
     waits = {rank: _wait(bound, walk, rank) for rank in walk.stuck}
     names = _Names(bound, atomic_pairs)
     faults: list[Fault] = []
@@ -76,20 +76,20 @@ def deadlocks(
             elif any(wait.value is None for wait in cycle):
                 hint = (
                     "list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
-                    "or list none of them, and each is put in its place"
+                    "or list none, and pipelab inserts them"
                 )
             else:
-                hint = repair(bound, _knots(cycle), given, excused)
+                hint = repair(bound, _blocked_ranks(cycle), given, excused)
             faults.append(_fault(bound, cycle, hint, names))
     return faults
 
 
 def _wait(bound: BoundPlan, walk: Traversal, rank: int) -> _Wait:
-    """Tell what a stuck rank waits for."""
+    """Return what a stuck rank waits for."""
     index = walk.stuck[rank]
     code = bound.rows[rank][index]
     value = walk.waits_for[rank]
-    if value is None:  # an R waits for a rank that has not come to it
+    if value is None:  # an R waits for a rank that has not reached it
         absent = next(
             other
             for other, row in enumerate(bound.rows)
@@ -100,10 +100,10 @@ def _wait(bound: BoundPlan, walk: Traversal, rank: int) -> _Wait:
     return _Wait(rank, index, code, value, giver, bound.rank_of[giver])
 
 
-def _knots(cycle: list[_Wait]) -> list[Knot]:
-    """Return where a rank is stuck at one action and the rank before it in the cycle waits for a later one."""
+def _blocked_ranks(cycle: list[_Wait]) -> list[BlockedRank]:
+    """Return the ranks that are stuck at one action while the rank before them in the cycle waits for a later one."""
     return [
-        Knot(wait.rank, wait.index, wait.code, before.giver)
+        BlockedRank(wait.rank, wait.index, wait.code, before.giver)
         for before, wait in zip([cycle[-1], *cycle[:-1]], cycle, strict=True)
         if before.giver != wait.code
     ]
@@ -127,7 +127,7 @@ def _fault(bound: BoundPlan, cycle: list[_Wait], hint: str, names: _Names) -> Fa
 
 
 def _summary(ranks: list[int]) -> str:
-    """Return who waits for whom, in one line."""
+    """Return which rank waits for which, in one line."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} waits for itself"
     others = _shortened([*ranks[2:], ranks[0]], "…")
@@ -136,13 +136,13 @@ def _summary(ranks: list[int]) -> str:
 
 def _needs(names: _Names, wait: _Wait) -> str:
     if wait.value is None:
-        return f"needs rank {wait.on} to come to it too"
+        return f"needs rank {wait.on} to reach it too"
     value, giver = names.bound.codes.value_name(wait.value), names.of(wait.giver)
     return f"needs {value}, {'which it gives itself' if giver == names.of(wait.code) else f'given by {giver}'}"
 
 
 def _shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]:
-    """Return the lines, the middle left out where there are many."""
+    """Return the lines, with the middle left out if there are many."""
     if len(lines) <= most:
         return list(lines)
     return [*lines[: most - 3], gap, *lines[-2:]]

@@ -1,4 +1,4 @@
-"""The four commonest mistakes: where one of them explains many faults, it is reported in their place."""
+"""The four commonest mistakes: if one of them explains many faults, pipelab reports it instead of them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pipelab.plan.plan import Plan
 __all__ = ["diagnose"]
 
 _OF_PLACE: tuple[Code, ...] = ("out-of-range", "wrong-rank", "ambiguous-stage")
-"""What a wrong stage, micro-batch or placement looks like."""
+"""The faults that a wrong stage, micro-batch or placement causes."""
 _OF_STAGES: tuple[Code, ...] = (*_OF_PLACE, "missing", "duplicate", "exception")
-"""What it looks like where several stages have become one."""
+"""The faults that a missing `stages_per_rank` causes."""
 _ALL_BUT_THE_CAP = tuple(code for code in get_args(Code) if code != "memory-cap")
 _TRIED_PER_RANK = (2, 3, 4)
 _MOST_SLOTS = 1 << 12
-"""The ranks times micro-batches of a plan for which a schedule is asked for other stages."""
+"""The largest plan, in ranks times micro-batches, for which pipelab tries other numbers of stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A mistake that may have been made.
+    """A mistake that the author may have made.
 
     Attributes:
-        fault: how it is reported.
+        fault: the fault that reports it.
         meant: the plan without it.
-        clears: the kinds of faults that it explains: with one of them left in `meant`, this was not the mistake.
+        clears: the kinds of faults that it explains: if `meant` has one of them, this was not the mistake.
     """
 
     fault: Fault
@@ -42,7 +42,7 @@ class Mistake:
 def diagnose(
     plan: Plan, faults: Sequence[Fault], judge: Callable[[Plan], list[Fault]]
 ) -> tuple[Fault | None, Plan, list[Fault]]:
-    """Return the mistake that explains the most faults, if one does, the plan that was meant, and its faults.
+    """Return the mistake that explains most faults, if there is one; the plan that was meant; and its faults.
 
     Args:
         plan: the plan with faults.
@@ -75,18 +75,18 @@ def _mistakes(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
 
 
 def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
-    """Swap micro-batch and stage of every action, then of those alone that are right on their rank if swapped."""
+    """Swap micro-batch and stage of every action, then only of the actions that are then right on their rank."""
     shown = [fault for fault in faults if fault.code in ("out-of-range", "wrong-rank")]
     shown = [fault for fault in shown if _right_if_swapped(plan, fault.rank, fault.action)]
     if shown:
         places = {(fault.rank, fault.position) for fault in shown}
-        told = _swap_fault(shown)
-        yield Mistake(told, _rewritten(plan, lambda _, action: _swapped(action)), _OF_PLACE)
-        yield Mistake(told, _rewritten(plan, lambda at, each: _swapped(each) if at in places else each), _OF_PLACE)
+        fault = _swap_fault(shown)
+        yield Mistake(fault, _rewritten(plan, lambda _, action: _swapped(action)), _OF_PLACE)
+        yield Mistake(fault, _rewritten(plan, lambda at, each: _swapped(each) if at in places else each), _OF_PLACE)
 
 
 def _names_both(action: object) -> TypeGuard[Action]:
-    """Tell whether something is an action of one micro-batch on one stage."""
+    """Return whether something is an action of one micro-batch on one stage."""
     return isinstance(action, Action) and action.kind in KINDS[:4] and None not in (action.microbatch, action.stage)
 
 
@@ -95,7 +95,7 @@ def _swapped(action: Action) -> Action:
 
 
 def _right_if_swapped(plan: Plan, rank: int | None, action: object) -> bool:
-    """Tell whether an action with its numbers swapped would be right on its rank, and is not there yet."""
+    """Return whether an action with its numbers swapped would be right on its rank, and is not there yet."""
     if not (_names_both(action) and within(action.stage, plan.microbatches) and within(action.microbatch, plan.stages)):
         return False
     meant, bound = _swapped(action), plan.bound
@@ -107,7 +107,7 @@ def _right_if_swapped(plan: Plan, rank: int | None, action: object) -> bool:
 
 
 def _swap_fault(shown: Sequence[Fault]) -> Fault:
-    """Return the first of the faults that a swap explains; its message says how far the others go."""
+    """Return the first of the faults that a swap explains; its message says where the others are."""
     first = shown[0]
     assert isinstance(first.action, Action)
     message = first.message
@@ -116,7 +116,7 @@ def _swap_fault(shown: Sequence[Fault]) -> Fault:
         ranks = sorted({fault.rank for fault in shown if fault.rank is not None})
         message = (
             f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, micro-batch and stage of "
-            f"{' and '.join(sorted(kinds, key='FBIW'.index))} are the wrong way round; the first: {message}"
+            f"{' and '.join(sorted(kinds, key='FBIW'.index))} are swapped; the first: {message}"
         )
     meant = _swapped(first.action)
     hint = (
@@ -133,32 +133,30 @@ def _place_swapped(plan: Plan) -> Iterator[Mistake]:
     """Call `place` with its two arguments swapped."""
     place = plan.place
     where = None if place is None else line_of_function(place)
-    if place is None or where is None:  # nobody's, or our own
+    if place is None or where is None:  # there is none, or it is pipelab's
         return
 
     def meant(microbatch: int, stage: int) -> int:
         return place(stage, microbatch)
 
     if ask(meant, plan.stages, plan.microbatches, plan.ranks)[1] is None:
-        message = (
-            f"place has its two parameters the wrong way round: pipelab calls place(microbatch, stage)\n  at {where}"
-        )
+        message = f"the two parameters of place are swapped: pipelab calls place(microbatch, stage)\n  at {where}"
         hint = f"write def place({'self, ' * hasattr(place, '__self__')}microbatch, stage)"
-        told = Fault("wrong-rank", None, None, None, message, hint)
-        yield Mistake(told, Plan(plan.written, plan.stages, plan.microbatches, meant, plan.name), _OF_PLACE)
+        fault = Fault("wrong-rank", None, None, None, message, hint)
+        yield Mistake(fault, Plan(plan.written, plan.stages, plan.microbatches, meant, plan.name), _OF_PLACE)
 
 
 # No stages_per_rank in the class
 
 
 def _stages_forgotten(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
-    """Ask the schedule for its plan with several stages per rank, where its class does not set their number."""
+    """Ask the schedule for its plan with several stages per rank, if its class does not set their number."""
     schedule: Any = getattr(plan.place, "__self__", None)
     if getattr(type(schedule), "stages_per_rank", None) != 1 or schedule.stages_per_rank != 1:
         return
     if plan.ranks * plan.microbatches > _MOST_SLOTS:
         return
-    many = f"{len(faults)} faults come of it; the first:" if len(faults) > 1 else "so"
+    many = f"that causes {len(faults)} faults; the first:" if len(faults) > 1 else "so"
     message = f"{type(schedule).__name__} has one stage on each of {plan.ranks} ranks, and {many} {faults[0].message}"
     for per_rank in _TRIED_PER_RANK:
         meant = _drafted(schedule, per_rank)
@@ -168,7 +166,7 @@ def _stages_forgotten(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
 
 
 def _drafted(schedule: Any, stages_per_rank: int) -> Plan | None:
-    """Return a schedule's plan with other stages per rank, if it can write one."""
+    """Return a schedule's plan with another number of stages per rank, if it can write one."""
     try:
         other = copy.copy(schedule)
         other.stages_per_rank = stages_per_rank
@@ -188,7 +186,7 @@ def _counted_from_one(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
         late = (fault for fault in faults if fault.code == "out-of-range" and isinstance(fault.action, Action))
         first = next((fault for fault in late if getattr(fault.action, field) == limit), None)
         if first is not None:
-            message = f"{what} are counted from 1 here, and from 0 everywhere: {first.message}"
+            message = f"{what} are counted from 1 here, but pipelab counts from 0: {first.message}"
             hint = f"count from 0: range({limit}), not range(1, {limit + 1})"
             meant = _rewritten(plan, lambda _, action, field=field: _lowered(action, field))  # type: ignore[misc]
             yield Mistake(replace(first, message=message, hint=hint), meant, (*_OF_PLACE, "missing"))

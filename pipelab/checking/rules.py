@@ -1,4 +1,4 @@
-"""Whether a plan holds everything exactly once, each on its rank: what `check` asks before it asks about order."""
+"""Check that a plan holds every action exactly once and on its rank; `check` does this before it looks at the order."""
 
 from __future__ import annotations
 
@@ -22,69 +22,54 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
     "input gradient (I)": ("I",),
     "weight gradient (W)": ("W",),
 }
-"""What a stage may lack, and the kinds of action that make it."""
+"""What a stage may lack, and the kinds of action that provide it."""
 
 
 def complete(bound: BoundPlan) -> bool:
-    """Tell whether there are as many forwards and backwards as there must be, which is quick to see."""
+    """Return whether every stage has its forwards and backwards; for a plan with `F` and `B` only, that is quick."""
     every = len(bound.rank_of_slot)
     absent = [bound.ranks_of(kind).count(NO_RANK) for kind in PER_MICROBATCH]
-    if absent == [0, 0, every, every] and not bound.written_reduces:
-        return True
-    return not missing(bound)[0]
+    return (absent == [0, 0, every, every] and not bound.written_reduces) or not missing(bound)[0]
 
 
 def misplaced(bound: BoundPlan) -> list[Fault]:
-    """Find what runs on another rank than the placement says."""
-    faults = _strangers(bound) if bound.reduces else []
+    """Find actions that are on another rank than the placement says."""
+    faults = _misplaced_reduces(bound) if bound.reduces else []
     if not bound.misplaced:
         return faults
     codes = bound.codes
+    verb = "is placed on" if bound.names_ranks else "went forward on"
     for rank, row in enumerate(bound.rows):
         for index, code in enumerate(row):
             right = rank if codes.kind[code] == "R" else bound.rank_of_slot[codes.slot[code]]
             if right not in (rank, NO_RANK):
                 action = codes.action(code)
-                faults.append(
-                    Fault(
-                        "wrong-rank",
-                        rank,
-                        bound.position(rank, index),
-                        action,
-                        f"{action} is on rank {rank}, but micro-batch {action.microbatch} of stage {action.stage} "
-                        f"{'is placed on' if bound.names_ranks else 'went forward on'} rank {right}",
-                        f"move {action} to rank {right}, or override place(microbatch, stage)",
-                    )
-                )
+                what = f"micro-batch {action.microbatch} of stage {action.stage}"
+                message = f"{action} is on rank {rank}, but {what} {verb} rank {right}"
+                hint = f"move {action} to rank {right}, or override place(microbatch, stage)"
+                faults.append(Fault("wrong-rank", rank, bound.position(rank, index), action, message, hint))
     return faults
 
 
-def _strangers(bound: BoundPlan) -> list[Fault]:
+def _misplaced_reduces(bound: BoundPlan) -> list[Fault]:
     """Find all-reduces on ranks that do not hold the stage."""
     faults: list[Fault] = []
     replicas = bound.replicas
     for code, listers in bound.reduces.items():
         action = bound.codes.action(code)
-        assert action.stage is not None
-        group = replicas[action.stage]
-        faults.extend(
-            Fault(
-                "wrong-rank",
-                rank,
-                bound.position(rank, bound.rows[rank].index(code)),
-                action,
-                f"{action} is on rank {rank}, which does not hold stage {action.stage}: "
-                f"rank{'s' if len(group) > 1 else ''} {ranges(group)} {'do' if len(group) > 1 else 'does'}",
-                f"remove {action} from rank {rank}",
-            )
-            for rank in listers
-            if group and rank not in group
-        )
+        group = replicas[bound.codes.stage[code]]
+        holders = f"ranks {ranges(group)} do" if len(group) > 1 else f"rank {ranges(group)} does"
+        for rank in listers:
+            if group and rank not in group:
+                position = bound.position(rank, bound.rows[rank].index(code))
+                message = f"{action} is on rank {rank}, which does not hold stage {action.stage}: {holders}"
+                hint = f"remove {action} from rank {rank}"
+                faults.append(Fault("wrong-rank", rank, position, action, message, hint))
     return faults
 
 
 def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
-    """Find what no rank lists; return the faults, and the values that nobody gives."""
+    """Find actions that no rank lists; return the faults, and the values that no action gives."""
     codes = bound.codes
     lacking: dict[tuple[int, str], list[int]] = defaultdict(list)
     values: set[int] = set()
@@ -101,7 +86,7 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
             lacking[stage, "forward"].append(microbatch)
             values.add(codes.gives[code])
         if backward and (inputs or weights):
-            both.append(_twice_backward(bound, codes.sibling(code, "I" if inputs else "W")))
+            both.append(_repeated_backward(bound, codes.sibling(code, "I" if inputs else "W")))
         elif not backward and inputs != weights:
             lacking[stage, "weight gradient (W)" if inputs else "input gradient (I)"].append(microbatch)
         elif not backward and not inputs:
@@ -113,55 +98,40 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
         _missing_fault(bound, stage, what, microbatches, name)
         for (stage, what), microbatches in sorted(lacking.items())
     ]
-    return both + faults + _left_out(bound), values
+    return both + faults + _missing_reduces(bound), values
 
 
-def _left_out(bound: BoundPlan) -> list[Fault]:
+def _missing_reduces(bound: BoundPlan) -> list[Fault]:
     """Find all-reduces that some ranks of the group list and others do not."""
     faults: list[Fault] = []
     replicas = bound.replicas if bound.reduces else {}
     for code, listers in bound.reduces.items():
-        action = bound.codes.action(code)
-        assert action.stage is not None
-        group = replicas[action.stage]
+        stage = bound.codes.stage[code]
+        group = replicas[stage]
         inside = [rank for rank in listers if rank in group]
-        faults.extend(
-            Fault(
-                "missing",
-                rank,
-                None,
-                None,
-                f"{action} is on rank {inside[0]} but not on rank {rank}, which holds stage {action.stage} too",
-                f"on rank {rank}, yield R(stage={action.stage}) after the stage's last gradient; or on no rank",
-            )
-            for rank in group
-            if inside and rank not in inside
-        )
+        for rank in group:
+            if inside and rank not in inside:
+                message = f"{stage}R is on rank {inside[0]} but not on rank {rank}, which holds stage {stage} too"
+                hint = f"on rank {rank}, yield R(stage={stage}) after the stage's last gradient; or on no rank"
+                faults.append(Fault("missing", rank, None, None, message, hint))
     return faults
 
 
-def _twice_backward(bound: BoundPlan, half: int) -> Fault:
+def _repeated_backward(bound: BoundPlan, half: int) -> Fault:
     codes = bound.codes
     action, rank = codes.action(half), bound.rank_of[half]
     whole = codes.sibling(half, "B")
     full = codes.action(whole)
-    return Fault(
-        "duplicate",
-        rank,
-        bound.position(rank, bound.rows[rank].index(half)),
-        action,
+    message = (
         f"{action} on rank {rank} repeats a part of {full} on rank {bound.rank_of[whole]}: "
-        "B is the input gradient and the weight gradient at once",
-        f"keep either {full}, or an I and a W",
+        "B is the input gradient and the weight gradient at once"
     )
+    position = bound.position(rank, bound.rows[rank].index(half))
+    return Fault("duplicate", rank, position, action, message, f"keep either {full}, or an I and a W")
 
 
 def _missing_fault(
-    bound: BoundPlan,
-    stage: int,
-    what: str,
-    microbatches: list[int],
-    name: Callable[[int | None], Callable[[int], str]],
+    bound: BoundPlan, stage: int, what: str, microbatches: list[int], name: Callable[[int | None], Callable[[int], str]]
 ) -> Fault:
     ranks = sorted({bound.route(microbatch)[stage] for microbatch in microbatches})
     known = [rank for rank in ranks if rank != NO_RANK]
@@ -171,19 +141,14 @@ def _missing_fault(
     write = name(known[0] if known else None)
     actions = " and ".join(write(bound.codes.table[kind][microbatches[0]][stage]) for kind in kinds)
     more = f"{',' * (len(kinds) - 1)} and so on" if many else ""
-    return Fault(
-        "missing",
-        known[0] if known else None,
-        None,
-        None,
-        f"micro-batch{'es' if many else ''} {ranges(microbatches)} {'have' if many else 'has'} no {what} "
-        f"on stage {stage}{where}",
-        f"{f'on rank {known[0]}, ' if known else ''}yield {actions}{more}",
-    )
+    lacking = f"micro-batches {ranges(microbatches)} have" if many else f"micro-batch {microbatches[0]} has"
+    message = f"{lacking} no {what} on stage {stage}{where}"
+    hint = f"{f'on rank {known[0]}, ' if known else ''}yield {actions}{more}"
+    return Fault("missing", known[0] if known else None, None, None, message, hint)
 
 
 def _is_split(bound: BoundPlan, stage: int) -> bool:
-    """Tell whether a stage's backwards are all in halves; where it has none, whether the plan's are."""
+    """Return whether a stage's backwards are all in halves; if it has none, whether the plan's are."""
     for first, step in ((stage, bound.codes.stages), (0, 1)):
         whole, *halves = (bound.ranks_of(kind)[first::step] for kind in PER_MICROBATCH[1:])
         if any(len(listed) > listed.count(NO_RANK) for listed in (whole, *halves)):

@@ -101,17 +101,12 @@ def launch_script(script: str, ranks: int, arguments: list[str]) -> bool:
     return not failed
 
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
 @app.callback(invoke_without_command=True)
 def options(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
 ) -> None:
     """Pipeline-parallel schedules, written once, then checked, simulated, drawn and executed."""
     if version:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from pipelab.cli.printing import titled
 from pipelab.conformance.references import Grid
 from pipelab.conformance.report import Line, Report, conformance, count
 
@@ -23,7 +22,7 @@ _LEGEND = (
     "(scale_grads=False); PyTorch's default divides the summed gradients instead, which rounds otherwise unless M is a "
     "power of two."
 )
-_MOST_TOLD = 3
+_MOST_SHOWN = 3
 
 
 def show_conformance(
@@ -34,14 +33,7 @@ def show_conformance(
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("comparing with PyTorch", total=count(names, grid))
         report = conformance(names, grid, processes, lambda: progress.advance(task))
-    table = Table(
-        title=_title(report),
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = titled(_title(report))
     for heading in _HEADINGS:
         table.add_column(heading, justify="right" if heading in ("sizes", "runs") else "left")
     for line in report.lines:
@@ -50,9 +42,9 @@ def show_conformance(
     for note in [_LEGEND, *_notes(report)]:
         console.print(note, style="dim", highlight=False, markup=False)
     for line in report.lines:
-        for difference in line.differences[:_MOST_TOLD]:
+        for difference in line.differences[:_MOST_SHOWN]:
             console.print(f"\n{difference}", soft_wrap=True, highlight=False, markup=False)
-        more = len(line.differences) - _MOST_TOLD
+        more = len(line.differences) - _MOST_SHOWN
         if more > 0:
             console.print(f"… and {more} more sizes of {line.schedule}")
     if save is not None:

@@ -109,8 +109,7 @@ class SweepSizes:
 
     ranks: _Ranks = None
     microbatches: Annotated[
-        str | None,
-        typer.Option("--microbatches", "-m", help="slices of the batch; by default 8; 2,4,8 makes a table"),
+        str | None, typer.Option("--microbatches", "-m", help="slices of the batch; by default 8; 2,4,8 makes a table")
     ] = None
     replicas: _Replicas = 1
     sets: _Sets = None
@@ -166,8 +165,7 @@ class RunSizes(SweepSizes):
     """The sizes of schedules that run on this machine; the default is 2 ranks."""
 
     ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 2, with --emulate 4"),
+        int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 2, with --emulate 4")
     ] = None
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as Columns
 
 from pipelab import draw
 from pipelab.cli.sweeping import SUFFIXES as TABLE_SUFFIXES
@@ -32,6 +34,7 @@ __all__ = [
     "save_timeline",
     "say",
     "show",
+    "titled",
     "wrote",
 ]
 
@@ -109,6 +112,13 @@ def folded(message: str) -> str:
         rows = " | " in line or not line.strip(" ^")
         lines.append(line if rows else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
     return "\n".join(lines)
+
+
+def titled(title: str) -> Columns:
+    """Return a table without columns under a title, narrow enough for lines of 80 characters."""
+    return Columns(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
 
 
 def wrote(path: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import why_slow
+from pipelab.cli.printing import titled
 from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import compare
@@ -35,15 +35,11 @@ def show_demo(folder: Path, steps: int) -> None:
     )
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("plain training", total=steps * (1 + len(_TRAINED)) + 4 * len(_EMULATED))
-
-        def advance() -> None:
-            progress.advance(task)
-
-        plain = train_plainly(setting, advance)
+        plain = train_plainly(setting, lambda: progress.advance(task))
         trained: list[Trained] = []
         for name in _TRAINED:
             progress.update(task, description=f"training with {name}")
-            trained.append(train_with(name, setting, plain, advance))
+            trained.append(train_with(name, setting, plain, lambda: progress.advance(task)))
         emulations: list[Emulation] = []
         for name in _EMULATED:
             progress.update(task, description=f"four emulated devices, {name}")
@@ -83,24 +79,10 @@ def show_demo(folder: Path, steps: int) -> None:
     )
 
 
-def _table(title: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),  # so that the training table fits a line of 80 characters
-        pad_edge=False,
-    )
-    table.add_column("schedule")
-    return table
-
-
 def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> Table:
-    table = _table("Real training on this machine")
-    for heading in ("step ms", "speed-up", "bubble", "predicted", "peak", "loss"):
-        table.add_column(heading, justify="right")
-    table.add_column("as plain?")
+    table = titled("Real training on this machine")
+    for heading in ("schedule", "step ms", "speed-up", "bubble", "predicted", "peak", "loss", "as plain?"):
+        table.add_column(heading, justify="left" if heading in ("schedule", "as plain?") else "right")
     table.add_row("plain", f"{plain.step_ms:.0f}", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")
     cost = Cost.fit(trained[0].trace)  # naive's: no other rank was computing at the same time
     for each in trained:
@@ -119,9 +101,9 @@ def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> T
 
 
 def _emulation_table(emulations: list[Emulation]) -> Table:
-    table = _table("Four emulated devices, 8 micro-batches")
-    for heading in ("step ms", "predicted", "bubble", "predicted", "peak"):
-        table.add_column(heading, justify="right")
+    table = titled("Four emulated devices, 8 micro-batches")
+    for heading in ("schedule", "step ms", "predicted", "bubble", "predicted", "peak"):
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
     for each in emulations:
         table.add_row(
             each.schedule,

@@ -68,11 +68,7 @@ def find(
 
 
 def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
-    """Return the plan or the trace of a file, which has its own sizes.
-
-    Raises:
-        UsageError: if other sizes were given.
-    """
+    """Return the plan or the trace of a file, which has its own sizes; refuse others."""
     file = _existing(path)
     found = Plan.from_csv(file) if path.endswith(".csv") else Trace.load(file)
     superfluous = [option for option, value in given.items() if value]
@@ -111,7 +107,7 @@ def _guess(target: str) -> str:
 
 
 def has_sizes(target: str) -> bool:
-    """Tell whether a target is a file that has its own numbers of ranks and micro-batches."""
+    """Return whether a target is a file that has its own numbers of ranks and micro-batches."""
     return target.endswith((".csv", ".json"))
 
 
@@ -142,21 +138,15 @@ def _existing(path: str) -> Path:
     if not file.is_file():
         here = {found.name.lower(): found.name for found in sorted(file.parent.glob(f"*{file.suffix}"))}
         close = [here[name] for name in get_close_matches(file.name.lower(), here, n=1)]
-        beside = (
-            f"; did you mean {file.with_name(close[0])}?"
-            if close
-            else f"; beside it: {', '.join([*here.values()][:8])}"
+        beside = f"; beside it: {', '.join([*here.values()][:8])}" if here else ""
+        raise UsageError(
+            f"there is no file {path}" + (f"; did you mean {file.with_name(close[0])}?" if close else beside)
         )
-        raise UsageError(f"there is no file {path}{beside if here else ''}")
     return file
 
 
 def _load(path: Path) -> ModuleType:
-    """Import a student's file.
-
-    Raises:
-        UsageError: with the file's line, if it cannot be imported.
-    """
+    """Import a student's file; report its line if it cannot be imported."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} cannot be imported as Python")
@@ -170,9 +160,8 @@ def _load(path: Path) -> ModuleType:
         caret = f"\n    {' ' * ((error.offset or 1) - 1)}^" if line else ""
         raise UsageError(f"{error.filename}, line {error.lineno}: {error.msg}\n    {line}{caret}") from error
     except (Exception, SystemExit) as error:
-        raise UsageError(
-            f"importing {path} raised {type(error).__name__}: {error}\n  at {students_line(error)}"
-        ) from error
+        where = f"\n  at {students_line(error)}"
+        raise UsageError(f"importing {path} raised {type(error).__name__}: {error}{where}") from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
     return module
@@ -193,9 +182,8 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
         raise UsageError(f"{name} in {path} is not a schedule: write class {name}(pipelab.Schedule)")
     there = f"it holds {', '.join(own)}" if own else "it holds no class that derives from pipelab.Schedule"
     close = get_close_matches(name, own, n=1) if name else []
-    move = (
-        f"; did you mean {path}:{close[0]}?" if close else ("; name one: " + f"{path}:{next(iter(own))}" if own else "")
-    )
+    name_one = f"; name one: {path}:{next(iter(own))}" if own else ""
+    move = f"; did you mean {path}:{close[0]}?" if close else name_one
     raise UsageError(f"{path} has no schedule {name!r}: {there}{move}" if name else f"{path}: {there}{move}")
 
 
@@ -210,22 +198,16 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
         raise
     except Exception as error:
         unmade = isinstance(error, AttributeError) and isinstance(error.obj, kind)
+        hint = "\n  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
         raise UsageError(
             f"making {kind.__name__}(ranks={ranks}, microbatches={microbatches}) raised {type(error).__name__}: "
-            f"{error}\n"
-            f"  at {students_line(error, kind.__init__)}"
-            + "\n  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
-            * unmade
+            f"{error}\n  at {students_line(error, kind.__init__)}{hint * unmade}"
         ) from error
     return schedule
 
 
 def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> inspect.BoundArguments:
-    """Return the arguments for a schedule's class: the sizes by name if it names them, otherwise in order.
-
-    Raises:
-        UsageError: if it has other parameters, or needs more values.
-    """
+    """Return the arguments for a schedule's class: the sizes by name if it names them, otherwise in order."""
     signature = inspect.signature(kind)
     parameters = signature.parameters.values()
     sizes = {"ranks": ranks, "microbatches": microbatches}

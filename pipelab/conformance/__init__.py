@@ -1,10 +1,10 @@
-"""Everything that compares with PyTorch's own schedules.
+"""Compare pipelab's schedules with PyTorch's own.
 
-- `report`: every schedule beside PyTorch's: orders and numbers
+- `report`: the orders and the numbers of every schedule, compared with PyTorch's
 - `references`: what each schedule is compared with
 - `recording`: the order that PyTorch's schedules execute
 - `steps`: one step of PyTorch's pipelining, for its numbers
-- `processes`: the same in processes connected by gloo
+- `processes`: the same step in several processes, connected by gloo
 - `native`: PyTorch's schedule classes, as conformance runs them
-- `same_work`: one model and one batch, the same in every process
+- `workload`: the model and the batch for comparing numbers, the same in every process
 """

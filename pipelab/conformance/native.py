@@ -18,7 +18,7 @@ def schedule_class(name: str) -> Any:
     """Return one of PyTorch's schedule classes, such as `ScheduleGPipe`.
 
     Raises:
-        EngineError: if this torch has no such class, or if its loop over the micro-batches is called otherwise.
+        EngineError: if this torch has no such class, or if its loop over the micro-batches takes other arguments.
     """
     schedules = load().schedules
     try:
@@ -34,24 +34,16 @@ def schedule_class(name: str) -> Any:
 
 
 def lower(runtime: Any, rows: Iterable[Iterable[Item]]) -> None:
-    """Hand an order to PyTorch's runtime, which adds the transfers to it.
-
-    Args:
-        runtime: a `Native.runtime`.
-        rows: every rank's actions, bound to stages.
-    """
+    """Give every rank's actions, bound to stages, to PyTorch's runtime, which inserts the transfers."""
     read = load().action.from_str
-    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way
-        {rank: [read(str(item)) for item in row] for rank, row in enumerate(rows)}
-    )
+    order = {rank: [read(str(item)) for item in row] for rank, row in enumerate(rows)}
+    runtime._prepare_schedule_with_comms(order)  # noqa: SLF001 - there is no public way
 
 
 def run_on_recorders(schedule: Any, microbatches: int) -> None:
-    """Run a schedule's own loop over its micro-batches, on stages that need no setting up and compute nothing.
+    """Run a schedule's own loop over its micro-batches, on stages that need no initialisation and compute nothing.
 
-    Args:
-        schedule: made with a loss function, so that it runs backwards.
-        microbatches: how many.
+    The schedule must have a loss function: without one, it does not run backwards.
     """
     setup: Callable[..., tuple[bool, bool]] = lambda *_, **__: (True, True)  # noqa: E731 - it stands for a method
     schedule._initialize_stage = schedule._initialize_stages = setup  # noqa: SLF001 - it would ask a process group
@@ -59,9 +51,10 @@ def run_on_recorders(schedule: Any, microbatches: int) -> None:
 
 
 def order_table(schedule: Any) -> tuple[tuple[str, ...], ...]:
-    """Return what a schedule's own table says of every rank, idle slots and gradient reductions left out.
+    """Return every rank's row in a schedule's own table, without idle slots and gradient reductions.
 
-    It is made beside the loop that runs, and is not what is executed: `Schedule1F1B`'s last rank is wrong in it.
+    PyTorch makes the table separately from the loop that it runs, so they may differ: in `Schedule1F1B`'s table, the
+    last rank is wrong.
 
     Raises:
         EngineError: if this torch's schedules have no such table.
@@ -77,7 +70,7 @@ def order_table(schedule: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def local_stage(module: torch.nn.Module, index: int, count: int, device: torch.device | str = "cpu") -> Any:
-    """Return one of a pipeline's stages, for PyTorch's own schedules, in a process that also holds its neighbours."""
+    """Return a stage for PyTorch's own schedules, in a process that also holds the stages before and after it."""
     stage = load().stage(module, index, count, torch.device(device))
-    stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - up to torch 2.11 it would greet itself, and wait
+    stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - up to torch 2.11 it would send to itself, and hang
     return stage

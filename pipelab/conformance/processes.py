@@ -1,6 +1,6 @@
-"""PyTorch's own pipelining in processes of its own, one for each rank, connected by gloo.
+"""PyTorch's own pipelining in several processes, one for each rank, connected by gloo.
 
-A native schedule runs on real stages; what each stage was asked to do comes back, with its gradients and the loss.
+A native schedule runs on real stages. Each process returns the calls of its stages, their gradients and the loss.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import distributed
 
 from pipelab.conformance import native
 from pipelab.conformance.recording import native_place, watch
-from pipelab.conformance.same_work import same_model, same_task
 from pipelab.conformance.steps import Outcome, make_schedule, take_step
+from pipelab.conformance.workload import fixed_model, fixed_task
 from pipelab.errors import EngineError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 
-__all__ = ["Job", "Ran", "run_in_processes"]
+__all__ = ["Job", "JobResult", "run_in_processes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Job:
         kind: the name of PyTorch's class.
         microbatches: how many there are.
         stages_per_rank: how many stages each rank holds.
-        one_at_a_time: whether the schedule is given one micro-batch after the other.
+        one_at_a_time: whether the schedule gets one micro-batch after the other.
         rows: the plan, as text, for the runtime, which has no order of its own.
     """
 
@@ -52,23 +52,18 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What a job gave: the plan that real stages were asked to run, and the numbers."""
+class JobResult:
+    """The result of a job: the plan that the schedule executed on real stages, and the numbers."""
 
     executed: Plan
     outcome: Outcome
 
 
-def run_in_processes(jobs: Sequence[Job], ranks: int, timeout: float = 120.0) -> list[Ran]:
-    """Run jobs, one after the other, in `ranks` processes that are started for them.
-
-    Args:
-        jobs: what to run.
-        ranks: how many processes.
-        timeout: seconds after which they are ended.
+def run_in_processes(jobs: Sequence[Job], ranks: int, timeout: float = 120.0) -> list[JobResult]:
+    """Start `ranks` processes and run jobs in them, one after the other.
 
     Raises:
-        EngineError: if a process fails, with its traceback, or does not answer in time.
+        EngineError: if a process fails, with its traceback, or does not answer within `timeout` seconds.
     """
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
@@ -98,18 +93,14 @@ def run_in_processes(jobs: Sequence[Job], ranks: int, timeout: float = 120.0) ->
 
 
 def _answers(pipes: Sequence[Connection], deadline: float, timeout: float) -> list[list[dict[str, Any]]]:
-    """Return what every rank sends.
-
-    Raises:
-        EngineError: if one fails, or none is there in time.
-    """
-    waiting: dict[Any, int] = dict(zip(pipes, range(len(pipes)), strict=True))
+    """Return what every rank sends before the deadline."""
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     found: dict[int, list[dict[str, Any]]] = {}
     while waiting:
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             late = ", ".join(map(str, waiting.values()))
-            raise EngineError(f"of {len(pipes)} processes of PyTorch, rank {late} did not answer within {timeout:g} s")
+            raise EngineError(f"rank {late} of {len(pipes)} processes of PyTorch did not answer within {timeout:g} s")
         for pipe in cast(list[Connection], ready):
             rank = waiting.pop(pipe)
             try:
@@ -122,16 +113,16 @@ def _answers(pipes: Sequence[Connection], deadline: float, timeout: float) -> li
     return [found[rank] for rank in range(len(pipes))]
 
 
-def _merged(answers: Sequence[dict[str, Any]]) -> Ran:
-    """Put together what the ranks tell of one job."""
+def _merged(answers: Sequence[dict[str, Any]]) -> JobResult:
+    """Combine the ranks' results of one job."""
     gradients = {stage: each for answer in answers for stage, each in answer["gradients"].items()}
     loss = next(answer["loss"] for answer in answers if answer["loss"] is not None)
     outcome = Outcome([gradient for _, each in sorted(gradients.items()) for gradient in each], loss)
-    return Ran(Plan.parse(answer["record"] for answer in answers), outcome)
+    return JobResult(Plan.parse(answer["record"] for answer in answers), outcome)
 
 
 def _serve(rank: int, ranks: int, meeting: str, jobs: list[Job], timeout: float, answers: Connection) -> None:
-    """Be one rank: run the jobs, and send what came out, or a traceback."""
+    """Run the jobs as one rank, and send the results, or a traceback."""
     try:
         torch.set_num_threads(1)
         distributed.init_process_group(
@@ -143,7 +134,7 @@ def _serve(rank: int, ranks: int, meeting: str, jobs: list[Job], timeout: float,
         written = io.BytesIO()
         torch.save(done, written)
         answers.send(written.getvalue())
-    except Exception:  # noqa: BLE001 - whatever it is, the parent tells it
+    except Exception:  # noqa: BLE001 - the parent reports whatever it is
         answers.send(traceback.format_exc())
     finally:
         answers.close()
@@ -158,8 +149,8 @@ def _run(job: Job, rank: int, ranks: int) -> dict[str, Any]:
         for index in range(count)
         if (rank in plan.replicas[index] if plan else native_place(job.kind, ranks, index) == rank)
     ]
-    modules = list(same_model(count))
-    task = same_task(job.microbatches)
+    modules = list(fixed_model(count))
+    task = fixed_task(job.microbatches)
     stages = [native.local_stage(modules[index], index, count) for index in mine]
     record: list[Action] = []
     for stage in stages:
@@ -176,7 +167,7 @@ def _run(job: Job, rank: int, ranks: int) -> dict[str, Any]:
 
 
 def _numbered(record: Sequence[Action]) -> list[Action]:
-    """Return what was executed with micro-batches counted: given one at a time, each calls itself the first."""
+    """Return the actions with their micro-batches counted: given one at a time, each of them has number 0."""
     seen: Counter[tuple[str, int | None]] = Counter()
     numbered = []
     for action in record:

@@ -1,14 +1,14 @@
-"""The order that PyTorch's own schedules execute, recorded without any process group.
+"""The order that PyTorch's own schedules execute, recorded without a process group.
 
-PyTorch's order tables are not what its schedules do: `Schedule1F1B`'s is wrong on the last rank. So a native schedule
-object is handed stages that compute nothing, runs its own loop over the micro-batches, and every stage writes down what
-it is asked for:
+PyTorch's order tables may differ from what its schedules execute: `Schedule1F1B`'s is wrong on the last rank. So a
+native schedule gets stages that compute nothing, runs its own loop over the micro-batches, and every stage records its
+calls:
 
     schedule's loop --forward_one_chunk(0)--> stage 0: 0F0
                     --forward_one_chunk(1)--> stage 0: 0F1
                     --backward_one_chunk(0)-> stage 0: 0B0    …
 
-A pair of overlapped actions reaches the stages as a forward, then a backward: the record shows it so.
+The record shows a pair of overlapped actions as the stages see it: a forward, then a backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class NativeRefusalError(EngineError):
-    """PyTorch's own schedule does not exist at the size that was asked for."""
+    """PyTorch's own schedule refuses this size."""
 
 
 NATIVE = {
@@ -59,13 +59,13 @@ Record = list[Action]
 
 
 class RecordingStage:
-    """What a native schedule takes for a stage; it computes nothing and writes down what it is asked to do.
+    """A stage for native schedules that computes nothing and records its calls.
 
     Its methods have the names and the parameters of PyTorch's `PipelineStage`.
     """
 
     def __init__(self, index: int, stages: int, rank: int, ranks: int, record: Record) -> None:
-        """Stand for stage `index` of `stages` on a rank, and write into a record that the rank's stages share."""
+        """Stand for stage `index` of `stages` on a rank, and write to a record that the rank's stages share."""
         self.stage_index = index
         self.num_stages = stages
         self.group_rank = rank
@@ -79,26 +79,25 @@ class RecordingStage:
         self._record = record
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
-        """Write down a forward."""
+        """Record a forward."""
         self._record.append(F(fwd_chunk_id, self.stage_index))
 
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,
-        loss: Any = None,  # noqa: ARG002 - it stands before the parameter that matters
+        loss: Any = None,  # noqa: ARG002 - it comes before the parameter that matters
         full_backward: Any = True,
         *_: Any,
         **__: Any,
     ) -> None:
-        """Write down a full backward, or the input gradient alone."""
+        """Record a full backward, or only the input gradient."""
         self._record.append((B if full_backward else I)(bwd_chunk_id, self.stage_index))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
-        """Write down a weight gradient."""
+        """Record a weight gradient."""
         self._record.append(W(bwd_chunk_id, self.stage_index))
 
     def _no_transfers(self, *_: Any) -> list[Any]:
-        """Send and receive nothing."""
         return []
 
     def _nothing(self, *_: Any, **__: Any) -> None:
@@ -112,19 +111,13 @@ class RecordingStage:
 def executed(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Plan:
     """Return the plan that a native schedule executes: each rank's actions in the order in which its loop runs them.
 
-    Args:
-        kind: the name of PyTorch's class.
-        ranks: how many ranks.
-        microbatches: how many micro-batches.
-        stages_per_rank: how many stages each rank holds.
-
     Example:
         >>> executed("Schedule1F1B", ranks=2, microbatches=3).rows
         ((0F0, 0F1, 0B0, 0F2, 0B1, 0B2), (1F0, 1B0, 1F1, 1B1, 1F2, 1B2))
 
     Raises:
         NativeRefusalError: if PyTorch refuses the size.
-        EngineError: if this torch has no such class, or asks a stage for what the recorder does not know.
+        EngineError: if this torch has no such class, or calls a method that the recorder does not have.
     """
     stages_of_rank = _stages_of_rank(kind, ranks, stages_per_rank)
     rows = [_row(kind, stages_of_rank, rank, microbatches) for rank in range(ranks)]
@@ -134,7 +127,7 @@ def executed(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1)
 
 
 def order_table(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[tuple[str, ...], ...]:
-    """Return what a native schedule's own table says that each rank does, which need not be what it executes.
+    """Return each rank's row in a native schedule's own table, which may differ from what it executes.
 
     Example:
         >>> order_table("Schedule1F1B", ranks=2, microbatches=3)[1]
@@ -147,7 +140,7 @@ def order_table(kind: str, ranks: int, microbatches: int, stages_per_rank: int =
 
 
 def executed_by_runtime(plan: Plan) -> Plan:
-    """Return what PyTorch's runtime executes when it is given a plan, which it completes with transfers.
+    """Return what PyTorch's runtime executes for a plan, in which it inserts transfers.
 
     Example:
         >>> import pipelab
@@ -158,23 +151,21 @@ def executed_by_runtime(plan: Plan) -> Plan:
     Raises:
         NativeRefusalError: if PyTorch's runtime refuses the plan.
     """
-    for stage, ranks in plan.replicas.items():
-        if len(ranks) > 1:
+    for stage, holders in plan.replicas.items():
+        if len(holders) > 1:
+            where = ", ".join(map(str, holders))
             raise NativeRefusalError(
-                f"stage {stage} is on ranks {', '.join(map(str, ranks))}: "
-                "PyTorch's runtime holds each stage on one rank"
+                f"stage {stage} is on ranks {where}: PyTorch's runtime holds each stage on one rank"
             )
-    stages_of_rank = [[stage for stage, ranks in plan.replicas.items() if rank in ranks] for rank in range(plan.ranks)]
-    rows = [
-        _row("_PipelineScheduleRuntime", stages_of_rank, rank, plan.microbatches, plan.rows)
-        for rank in range(plan.ranks)
-    ]
+    kind, ranks = "_PipelineScheduleRuntime", range(plan.ranks)
+    stages_of_rank = [[stage for stage, holders in plan.replicas.items() if rank in holders] for rank in ranks]
+    rows = [_row(kind, stages_of_rank, rank, plan.microbatches, plan.rows) for rank in ranks]
     name = f"{plan.name} as the runtime of torch {torch.__version__} executes it"
     return Plan(rows, plan.stages, plan.microbatches, name=name)
 
 
 def native_place(kind: str, ranks: int, stage: int) -> int:
-    """Return the rank on which a native schedule puts a stage.
+    """Return the rank on which a native schedule places a stage.
 
     Example:
         >>> [native_place("ScheduleInterleaved1F1B", 2, stage) for stage in range(4)]
@@ -188,22 +179,21 @@ def native_place(kind: str, ranks: int, stage: int) -> int:
 
 
 def watch(stage: Any, record: Record) -> None:
-    """Make a real `PipelineStage` write down what it is asked to do, as the recording one does, and do it."""
+    """Make a real `PipelineStage` record its calls too, as a `RecordingStage` does."""
     recorder = RecordingStage(stage.stage_index, stage.num_stages, stage.group_rank, stage.group_size, record)
     for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        setattr(stage, name, _both(getattr(recorder, name), getattr(stage, name)))
+        setattr(stage, name, _recorded(getattr(recorder, name), getattr(stage, name)))
 
 
-def _both(note: Callable[..., None], run: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(*arguments: Any, **named: Any) -> Any:
-        note(*arguments, **named)
+def _recorded(record: Callable[..., None], run: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        record(*arguments, **named)
         return run(*arguments, **named)
 
-    return noted
+    return recorded
 
 
 def _stages_of_rank(kind: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
-    """Return the stages of each rank."""
     stages = range(ranks * stages_per_rank)
     return [[stage for stage in stages if native_place(kind, ranks, stage) == rank] for rank in range(ranks)]
 
@@ -215,12 +205,7 @@ def _row(
     microbatches: int,
     rows: Iterable[Iterable[Item]] | None = None,
 ) -> Record:
-    """Return what one rank executes; the runtime, which has no order of its own, is given one.
-
-    Raises:
-        NativeRefusalError: with PyTorch's own words.
-        EngineError: if this torch asks a stage for what the recorder does not know.
-    """
+    """Return what one rank executes; `rows` is for the runtime, which has no order of its own."""
     record: Record = []
     try:
         native.run_on_recorders(_schedule(kind, stages_of_rank, rank, microbatches, record, rows), microbatches)
@@ -228,7 +213,7 @@ def _row(
         if not isinstance(error.obj, RecordingStage):
             raise
         raise EngineError(
-            f"torch {torch.__version__} asks the stages of {kind} for {error.name!r}, which pipelab's recorder of "
+            f"in torch {torch.__version__}, {kind} calls {error.name!r} of its stages, which pipelab's recorder of "
             "executed orders does not have: use torch 2.10 to 2.13 to compare with PyTorch"
         ) from error
     return record
@@ -242,19 +227,7 @@ def _schedule(
     record: Record,
     rows: Iterable[Iterable[Item]] | None = None,
 ) -> Any:
-    """Return a rank's native schedule, its stages recording.
-
-    Args:
-        kind: the name of PyTorch's class.
-        stages_of_rank: for each rank, its stages.
-        rank: which rank.
-        microbatches: how many micro-batches.
-        record: where the stages write what they are asked to do.
-        rows: the order of all ranks, for the runtime.
-
-    Raises:
-        NativeRefusalError: with PyTorch's own words.
-    """
+    """Return a rank's native schedule on recording stages; refuse what PyTorch refuses, with its own words."""
     cls = native.schedule_class(kind)
     single = issubclass(cls, runtime.load().schedules.PipelineScheduleSingle)
     stages = sum(map(len, stages_of_rank))

@@ -1,16 +1,17 @@
-"""What of PyTorch each schedule is compared with, and at which sizes."""
+"""The part of PyTorch that each schedule is compared with, and the sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipelab.catalogue import schedules
 from pipelab.catalogue.bases import Looped
 from pipelab.conformance.processes import Job
 from pipelab.conformance.recording import NATIVE, NativeRefusalError, executed, executed_by_runtime
-from pipelab.conformance.same_work import same_model, same_task
 from pipelab.conformance.steps import Outcome, step_of_class, step_of_plan
+from pipelab.conformance.workload import fixed_model, fixed_task
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
@@ -27,8 +28,8 @@ class Grid:
     Attributes:
         ranks: numbers of ranks.
         microbatches: numbers of micro-batches.
-        stages_per_rank: numbers of stages per rank, for looping schedules, which take any.
-        most_work: numbers are compared where ranks x micro-batches is at most this; orders everywhere.
+        stages_per_rank: numbers of stages per rank, for looped schedules, which take any number.
+        most_work: numbers are compared if ranks x micro-batches is at most this; orders are compared at every size.
     """
 
     ranks: Sequence[int] = (1, 2, 3, 4, 8)
@@ -49,12 +50,12 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What of PyTorch a schedule is compared with.
+    """The part of PyTorch that a schedule is compared with.
 
     Attributes:
-        name: what a table calls it.
+        name: its name in tables.
         kind: PyTorch's class.
-        one_at_a_time: whether the class is given one micro-batch after the other.
+        one_at_a_time: whether the class gets one micro-batch after the other.
     """
 
     name: str
@@ -62,14 +63,12 @@ class Reference:
     one_at_a_time: bool = False
 
     def has(self, schedule: Schedule) -> bool:
-        """Tell whether PyTorch has an order of its own at a schedule's size."""
-        if self.kind == _RUNTIME:
-            return False
-        try:
-            executed(self.kind, schedule.ranks, schedule.microbatches, schedule.stages_per_rank)
-        except NativeRefusalError:
-            return False
-        return True
+        """Return whether PyTorch has an order of its own at a schedule's size."""
+        with suppress(NativeRefusalError):
+            if self.kind != _RUNTIME:
+                executed(self.kind, schedule.ranks, schedule.microbatches, schedule.stages_per_rank)
+                return True
+        return False
 
     def executed(self, plan: Plan) -> Plan:
         """Return what PyTorch executes at a plan's size.
@@ -82,39 +81,36 @@ class Reference:
         stages_per_rank = plan.stages // plan.ranks
         if not self.one_at_a_time:
             return executed(self.kind, plan.ranks, plan.microbatches, stages_per_rank)
-        once = executed(self.kind, plan.ranks, 1, stages_per_rank)
-        return Plan(
-            [[replace(each, microbatch=m) for m in range(plan.microbatches) for each in row] for row in flat(once)],
-            plan.stages,
-            plan.microbatches,
-        )
+        once = flat(executed(self.kind, plan.ranks, 1, stages_per_rank))
+        rows = [[replace(each, microbatch=m) for m in range(plan.microbatches) for each in row] for row in once]
+        return Plan(rows, plan.stages, plan.microbatches)
 
     def runs(self, plan: Plan) -> bool:
-        """Tell whether PyTorch runs a plan's size, or the plan."""
-        try:
+        """Return whether PyTorch runs a plan's size, or the plan."""
+        with suppress(NativeRefusalError):
             self.executed(plan)
-        except NativeRefusalError:
-            return False
-        return True
+            return True
+        return False
 
     def step(self, plan: Plan, theirs: Plan) -> Outcome:
-        """Let PyTorch run a step on one rank: its class where the plan has one rank, else the order it executes."""
-        modules, task = list(same_model(plan.stages)), same_task(plan.microbatches)
+        """Let PyTorch run a step on one rank: with its class if the plan has one rank, else with the executed order."""
+        modules, task = list(fixed_model(plan.stages)), fixed_task(plan.microbatches)
         if plan.ranks == 1 and self.kind != _RUNTIME:
             return step_of_class(self.kind, modules, task, one_at_a_time=self.one_at_a_time)
         return step_of_plan(theirs, modules, task)
 
     def job(self, plan: Plan) -> Job:
-        """Return the same step for processes of its own."""
+        """Return the same step as a job for several processes."""
         rows = tuple(" ".join(map(str, row)) for row in plan.rows) if self.kind == _RUNTIME else ()
         return Job(self.kind, plan.microbatches, plan.stages // plan.ranks, self.one_at_a_time, rows)
 
 
 def references(name: str) -> tuple[Reference, ...]:
-    """Return what of PyTorch a registered schedule is compared with.
+    """Return the parts of PyTorch that a registered schedule is compared with.
 
-    Its class, where there is one; otherwise PyTorch's runtime, which runs any plan that has each stage on one rank.
-    Naive is also GPipe given one micro-batch at a time, and ZB-H1 the interleaved zero bubble of one stage per rank.
+    If PyTorch has a class for it, that class; otherwise PyTorch's runtime, which runs any plan that has each stage on
+    one rank. Naive is also compared with GPipe that gets one micro-batch at a time, and ZB-H1 with the interleaved zero
+    bubble schedule with one stage per rank.
     """
     if name in NATIVE:
         return (_class(NATIVE[name]),)
@@ -131,6 +127,6 @@ def _class(kind: str) -> Reference:
 
 
 def flat(plan: Plan) -> list[tuple[Action, ...]]:
-    """Return a plan's rows with each overlapped pair as what it runs: the forward, then the backward."""
+    """Return a plan's rows with each overlapped pair as its forward, then its backward."""
     codes = plan.bound.codes
     return [tuple(map(codes.action, row)) for row in plan.bound.rows]

@@ -1,4 +1,4 @@
-"""Every schedule beside PyTorch's: is the order the one that PyTorch executes, and are the numbers the same?"""
+"""Compare every schedule with PyTorch's: is the order the one that PyTorch executes, and are the numbers the same?"""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pipelab.catalogue import schedules
 from pipelab.conformance.processes import run_in_processes
 from pipelab.conformance.recording import NativeRefusalError
 from pipelab.conformance.references import Grid, Reference, flat, references
-from pipelab.conformance.same_work import one_thread, same_model, same_task
-from pipelab.conformance.steps import Outcome, alone
+from pipelab.conformance.steps import Outcome, group_of_one
+from pipelab.conformance.workload import fixed_model, fixed_task, one_thread
 from pipelab.engine.pipeline import Pipeline
 from pipelab.errors import ScheduleError
 from pipelab.plan.actions import Action
@@ -26,12 +26,12 @@ __all__ = ["Difference", "Line", "Numbers", "Report", "conformance", "count", "f
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where the orders of a plan differ.
+    """The first place where pipelab's and PyTorch's order differ.
 
     Attributes:
         plan: the plan's name.
         rank: the first rank that differs.
-        position: where in its row.
+        position: the place in its row.
         pytorch: what PyTorch executes on that rank.
         pipelab: what the plan says.
     """
@@ -58,12 +58,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One step of both on the same model and batch.
+    """One step of pipelab and one of PyTorch on the same model and batch, compared.
 
     Attributes:
         plan: the plan's name.
         processes: how many processes PyTorch ran in.
-        same_gradients: whether all are equal bit for bit.
+        same_gradients: whether all gradients are equal bit for bit.
         difference: the largest relative difference of a parameter's gradient, in the 2-norm.
         same_loss: whether the loss is equal bit for bit.
     """
@@ -77,18 +77,18 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A schedule beside one reference.
+    """A schedule compared with one reference.
 
     Attributes:
         schedule: its registered name.
-        reference: the reference's name; empty where PyTorch cannot run the schedule.
+        reference: the reference's name; empty if PyTorch cannot run the schedule.
         sizes: at how many sizes orders were compared.
         refused: how many sizes of the grid PyTorch refuses and pipelab does not.
-        refusal: what PyTorch says to the first of them.
+        refusal: PyTorch's reason for the first of them.
         refused_here: how many sizes pipelab refuses.
-        refusal_here: what it says to the first of them.
-        not_ours: how many of them PyTorch accepts.
-        differences: where orders differ.
+        refusal_here: pipelab's reason for the first of them.
+        not_ours: how many of these PyTorch accepts.
+        differences: the first difference at each size at which orders differ.
         numbers: the steps that were compared.
     """
 
@@ -111,7 +111,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was compared with which PyTorch, and when."""
+    """The comparison with one version of PyTorch, and its date."""
 
     torch: str
     date: str
@@ -124,7 +124,7 @@ class Report:
 
     @property
     def compared(self) -> bool:
-        """Whether anything could be compared: there are schedules, and sizes, that PyTorch does not have."""
+        """Whether anything was compared: PyTorch does not have all schedules at all sizes."""
         return any(line.sizes for line in self.lines)
 
 
@@ -139,16 +139,16 @@ def conformance(
     processes: Sequence[int] = (),
     advance: Callable[[], object] = lambda: None,
 ) -> Report:
-    """Compare schedules with the PyTorch that is installed.
+    """Compare schedules with the installed PyTorch.
 
     Args:
         names: registered schedules.
-        grid: at which sizes.
-        processes: run PyTorch's classes also in so many processes, for each number given.
-        advance: called after every size.
+        grid: the sizes.
+        processes: numbers of processes in which PyTorch's classes run too.
+        advance: called before every size.
     """
     pairs = [(name, reference) for name in names for reference in references(name)]
-    with one_thread(), alone():
+    with one_thread(), group_of_one():
         lines = [_line(name, reference, grid, advance) for name, reference in pairs]
     for ranks in processes:
         lines = _with_processes(lines, pairs, ranks)
@@ -156,9 +156,9 @@ def conformance(
 
 
 def first_difference(plan: Plan, theirs: Plan) -> Difference | None:
-    """Return where a plan's order first differs from what PyTorch executes; `None` if it is the same.
+    """Return where a plan's order first differs from what PyTorch executes; `None` if they are the same.
 
-    Overlapped pairs count as the forward, then the backward, which is how PyTorch runs them.
+    An overlapped pair counts as its forward, then its backward, because PyTorch runs it so.
     """
     for rank, (ours, native) in enumerate(zip(flat(plan), flat(theirs), strict=True)):
         for position, (mine, other) in enumerate(zip_longest(ours, native)):
@@ -192,25 +192,13 @@ def _line(name: str, reference: Reference, grid: Grid, advance: Callable[[], obj
             differences.append(difference)
         if plan.ranks * plan.microbatches <= grid.most_work:
             numbers.append(_numbers(plan, reference.step(plan, theirs), 1))
-    return Line(
-        name,
-        reference.name,
-        compared,
-        *_counted(refusals),
-        *_counted(refusals_here),
-        not_ours,
-        tuple(differences),
-        tuple(numbers),
-    )
-
-
-def _counted(words: Sequence[str]) -> tuple[int, str]:
-    """Return how many there are, and the first."""
-    return len(words), words[0] if words else ""
+    refused, refused_here = ((len(reasons), next(iter(reasons), "")) for reasons in (refusals, refusals_here))
+    found = tuple(differences), tuple(numbers)
+    return Line(name, reference.name, compared, *refused, *refused_here, not_ours, *found)
 
 
 def _plan(schedule: Schedule) -> Plan | str:
-    """Return a schedule's plan; where it refuses its size, what it says."""
+    """Return a schedule's plan; if it refuses its size, the reason."""
     try:
         return schedule.plan()
     except ScheduleError as error:
@@ -222,21 +210,17 @@ def _plan(schedule: Schedule) -> Plan | str:
 
 def _numbers(plan: Plan, theirs: Outcome, processes: int) -> Numbers:
     """Run the same step with pipelab, and compare."""
-    model, task = same_model(plan.stages), same_task(plan.microbatches)
+    model, task = fixed_model(plan.stages), fixed_task(plan.microbatches)
     with Pipeline(model, plan, task.loss_fn, ["cpu"] * plan.ranks, intra_op_threads=1) as pipe:
         step = pipe.step(task.x, task.y)
     ours = Outcome([parameter.grad for parameter in model.parameters() if parameter.grad is not None], step.loss)
     return Numbers(
-        plan.name,
-        processes,
-        ours.same_gradients(theirs),
-        ours.difference(theirs),
-        torch.equal(ours.loss, theirs.loss),
+        plan.name, processes, ours.same_gradients(theirs), ours.difference(theirs), torch.equal(ours.loss, theirs.loss)
     )
 
 
 def _with_processes(lines: list[Line], pairs: Sequence[tuple[str, Reference]], ranks: int) -> list[Line]:
-    """Add what PyTorch's classes do in processes of their own, with two micro-batches for each rank."""
+    """Add the comparison with PyTorch's classes in several processes, with two micro-batches for each rank."""
     grid = Grid(ranks=(ranks,), microbatches=(2 * ranks,), stages_per_rank=(2,))
     todo: list[tuple[int, Plan]] = []
     for index, (name, reference) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""One step of PyTorch's own pipelining, for its numbers: what pipelab's gradients and losses are compared with."""
+"""One step of PyTorch's own pipelining; pipelab's gradients and loss are compared with its."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pipelab.engine.torchrun import runtime
 from pipelab.errors import EngineError
 from pipelab.plan.plan import Plan
 
-__all__ = ["Outcome", "Task", "alone", "make_schedule", "step_of_class", "step_of_plan", "take_step"]
+__all__ = ["Outcome", "Task", "group_of_one", "make_schedule", "step_of_class", "step_of_plan", "take_step"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one step gave.
+    """The numbers of one step.
 
     Attributes:
-        gradients: every parameter's, stage by stage.
+        gradients: every parameter's gradient, stage by stage.
         loss: the loss of the whole batch.
     """
 
@@ -32,7 +32,7 @@ class Outcome:
     loss: torch.Tensor
 
     def same_gradients(self, other: Outcome) -> bool:
-        """Tell whether all gradients are equal bit for bit."""
+        """Return whether all gradients are equal bit for bit."""
         return len(self.gradients) == len(other.gradients) and all(map(torch.equal, self.gradients, other.gradients))
 
     def difference(self, other: Outcome) -> float:
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a step works on; every micro-batch has as many rows.
+    """The batch and the loss of a step; all micro-batches have the same number of rows.
 
     Attributes:
         x: the batch, `[rows, ...]`.
@@ -60,20 +60,20 @@ class Task:
     microbatches: int
 
     def weighed(self, output: Any, target: Any) -> torch.Tensor:
-        """Return a micro-batch's part of the loss of the batch."""
+        """Return a micro-batch's share of the batch's loss."""
         return self.loss_fn(output, target) * (1 / self.microbatches)
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Make this process a process group of one, which runs PyTorch's pipelining without any other.
+def group_of_one() -> Iterator[None]:
+    """Make this process a process group of one, so that it runs PyTorch's pipelining without other processes.
 
     Raises:
-        EngineError: if the process is already in a group, whose size would be another.
+        EngineError: if the process is already in a group.
     """
     if distributed.is_initialized():
         raise EngineError(
-            "this process is in a process group already, and comparing with PyTorch makes one of its own: "
+            "this process is in a process group already, and the comparison with PyTorch needs a group of its own: "
             "run it without torchrun"
         )
     store = distributed.HashStore()  # type: ignore[attr-defined]  # public, and listed nowhere
@@ -85,13 +85,9 @@ def alone() -> Iterator[None]:
 
 
 def step_of_class(kind: str, modules: Sequence[nn.Module], task: Task, *, one_at_a_time: bool = False) -> Outcome:
-    """Run one step of a native schedule whose only rank, this process, holds all stages. Call it inside `alone`.
+    """Run one step of PyTorch's class `kind`, whose only rank, this process, holds all stages. Needs `group_of_one`.
 
-    Args:
-        kind: the name of PyTorch's class.
-        modules: the stages; gradients are added to theirs.
-        task: what to work on.
-        one_at_a_time: whether the schedule is given one micro-batch after the other, instead of all at once.
+    With `one_at_a_time`, the schedule gets one micro-batch after the other. Gradients are added to the modules'.
     """
     stages = [native.local_stage(module, index, len(modules)) for index, module in enumerate(modules)]
     schedule = make_schedule(kind, stages, task, one_at_a_time=one_at_a_time)
@@ -101,12 +97,8 @@ def step_of_class(kind: str, modules: Sequence[nn.Module], task: Task, *, one_at
 def step_of_plan(plan: Plan, modules: Sequence[nn.Module], task: Task) -> Outcome:
     """Let PyTorch's runtime run a plan on one rank, this process: each stage's actions in the plan's order.
 
-    The rows become one, in an order that the plan's dependencies allow. Call it inside `alone`.
-
-    Args:
-        plan: a plan of any number of ranks.
-        modules: the stages; gradients are added to theirs.
-        task: what to work on.
+    All rows become one, in an order that the dependencies allow. Needs `group_of_one`. Gradients are added to the
+    modules'.
     """
     stages = [native.local_stage(module, index, len(modules)) for index, module in enumerate(modules)]
     schedule = make_schedule("_PipelineScheduleRuntime", stages, task)
@@ -115,7 +107,7 @@ def step_of_plan(plan: Plan, modules: Sequence[nn.Module], task: Task) -> Outcom
 
 
 def make_schedule(kind: str, stages: Sequence[Any], task: Task, *, one_at_a_time: bool = False) -> Any:
-    """Return a native schedule on the stages that this rank holds, which scales gradients as pipelab does."""
+    """Return a native schedule on this rank's stages; it scales gradients as pipelab does."""
     cls = native.schedule_class(kind)
     single = issubclass(cls, runtime.load().schedules.PipelineScheduleSingle)
     microbatches = 1 if one_at_a_time else task.microbatches
@@ -123,7 +115,7 @@ def make_schedule(kind: str, stages: Sequence[Any], task: Task, *, one_at_a_time
 
 
 def take_step(schedule: Any, stages: Sequence[Any], task: Task, *, one_at_a_time: bool = False) -> torch.Tensor | None:
-    """Run one step on the stages that this rank holds; return the batch's loss where the last one is."""
+    """Run one step on this rank's stages; return the batch's loss if the last stage is among them."""
     portions = task.microbatches if one_at_a_time else 1
     losses: list[torch.Tensor] = []
     for x, y in zip(task.x.chunk(portions), task.y.chunk(portions), strict=True):

@@ -98,7 +98,7 @@ def _widest(lanes: Lanes, kind: Kind) -> str:
 
 def _width(text: str) -> float:
     """Return a text's width in the size of its type: 1.27 for two digits."""
-    return sum(_letter(each) for each in text)
+    return sum(map(_letter, text))
 
 
 @cache

@@ -59,9 +59,8 @@ class Ruler:
         cells = _usual_cells(lanes, list(ranks))
         cap = _LONGEST_CELL / max((cell.time for cell in cells), default=_LONGEST_CELL)
         # The shortest of the usual actions has room for its label and a blank, or just for its label.
-        roomy, tight = (
-            min(cap, max(((cell.label + blank) / cell.time for cell in cells), default=1.0)) for blank in (1, 0)
-        )
+        needed = (max(((cell.label + blank) / cell.time for cell in cells), default=1.0) for blank in (1, 0))
+        roomy, tight = (min(cap, each) for each in needed)
         # Side by side, labels with stages run into each other: 0F00F1.
         names_stages = any(each.names_stages for each in lanes)
         scales = [roomy] if names_stages else [roomy, tight]
@@ -129,7 +128,7 @@ class Ruler:
 
 
 def gap_mark(count: int) -> str:
-    """Return the mark for so many left-out actions."""
+    """Return the mark for a number of left-out actions."""
     return f"┄ {count:,} more ┄"
 
 
@@ -153,7 +152,7 @@ class _Cell:
     time: float
 
     def is_legible(self, scale: float, forward: float) -> bool:
-        """Tell whether the label fits; a forward, whose order is obvious, needs only so many columns."""
+        """Return whether the label fits; a forward, whose order is obvious, needs only `forward` columns."""
         return scale * self.time >= (forward if self.kind == "F" else self.label)
 
 

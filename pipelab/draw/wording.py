@@ -50,13 +50,12 @@ def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15) -> list[
     """
     if sum(_widths(rows)) + 2 * (len(rows[0]) - 1) > width:
         rows = [*_wrapped(rows[0], _widths(rows[1:])), *rows[1:]]
-    widths = _widths(rows)
-    rest = sum(widths[1:]) + 2 * (len(widths) - 1)
-    widths[0] = min(widths[0], max(width - rest, least))
+    first, *others = _widths(rows)
+    first = min(first, max(width - sum(others) - 2 * len(others), least))
     lines: list[str] = []
     for name, *figures in rows:
-        cells = [f"{each:>{size}}" for each, size in zip(figures, widths[1:], strict=True)]
-        lines.append("  ".join([f"{_cut(name, widths[0]):<{widths[0]}}", *cells]))
+        cells = [f"{each:>{size}}" for each, size in zip(figures, others, strict=True)]
+        lines.append("  ".join([f"{_cut(name, first):<{first}}", *cells]))
     return lines
 
 
@@ -171,7 +170,7 @@ def figures(trace: Trace) -> str:
 
 
 def _slanted(trace: Trace) -> bool:
-    """Tell whether every rank's own span is shorter than the makespan: ZB-H2's lanes are a parallelogram."""
+    """Return whether every rank's own span is shorter than the makespan: ZB-H2's lanes are a parallelogram."""
     return max(trace.spans, default=0.0) < 0.99 * trace.makespan
 
 
@@ -186,18 +185,10 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
         ('1F1B', '33 units', '27.3 %', '4 3 2 1', '50 38 25 13 %', '73 73 73 73 %')
     """
     heads = ["name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank"]
-    rows = [
-        [
-            clean(row.name),
-            span(trace),
-            percent(row.bubble),
-            elided(row.peak_activations),
-            percents(row.peak_share),
-            percents(row.busy_share),
-        ]
-        for row, trace in zip(comparison.rows, comparison.traces, strict=True)
-    ]
-    lines = [heads, *rows]
+    lines = [heads]
+    for row, trace in zip(comparison.rows, comparison.traces, strict=True):
+        shares = [elided(row.peak_activations), percents(row.peak_share), percents(row.busy_share)]
+        lines.append([clean(row.name), span(trace), percent(row.bubble), *shares])
     if any(map(_slanted, comparison.traces)):
         own = [elided(map(number, row.spans)) for row in comparison.rows]
         lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["own spans", *own], strict=True)]

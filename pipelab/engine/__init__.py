@@ -2,7 +2,7 @@
 
 - `pipeline`: `Pipeline`, the face
 - `engine`: what a pipeline asks of an engine
-- `step`: one step of the ranks in this process, how an action runs, and what the step gives
+- `step`: one step of the ranks in this process, how an action runs, and the step's result
 - `worker`: the threads in which both engines compute, and the loop in which a caller waits
 - `stage`: one stage, forward and backward: shared by both engines
 - `threads`: one worker thread per rank, in one process

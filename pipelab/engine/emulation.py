@@ -104,7 +104,6 @@ class EmulatedStage(nn.Module):
     """
 
     def __init__(self, forward_ms: float, backward_ms: float, input_grad_ms: float | None = None) -> None:
-        """Make the stage; its weight begins at one."""
         super().__init__()
         self.forward_ms = forward_ms
         self.backward_ms = backward_ms

@@ -1,12 +1,12 @@
-"""What a pipeline asks of an engine."""
+"""The protocol between a pipeline and its engine."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,16 +24,7 @@ __all__ = ["Engine", "Settings", "Start"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How an engine shall run, as `Pipeline` was told.
-
-    Attributes:
-        devices: the devices that were asked for, one per rank; `None` for what the machine has.
-        reduction: how the loss averages, in a word, so that processes can compare theirs.
-        timeout: seconds without any progress after which a step is stopped; `None` waits for ever.
-        intra_op_threads: how many processor threads each operation on a CPU rank may use; `None` for a fair share.
-        replicated_buffers: what becomes of the buffers that replicated stages write into.
-        loss_fn: takes the model's output and the target of one micro-batch; a module's parameters learn with it.
-    """
+    """Arguments of `Pipeline` that an engine needs; of a `reduction` that is a function, only that it is one."""
 
     devices: Sequence[RankDevice | torch.device | str] | None
     reduction: str
@@ -44,13 +35,13 @@ class Settings:
 
 
 class Engine(ABC):
-    """What runs a plan on a model's stages. Its own methods are those of an engine that has all stages in one process.
+    """Runs a plan on a model's stages. The methods defined here fit an engine that has all stages in one process.
 
     Attributes:
-        devices: what each rank runs on.
-        stage_devices: for each stage, the device on which this process runs it plainly, for comparison.
+        devices: the device of each rank.
+        stage_devices: for each stage, the device on which this process runs it in plain training.
         local_stages: the stages whose parameters learn in this process.
-        labels: what each rank runs on and in, for drawings.
+        labels: the device and the thread or process of each rank, for drawings.
         runners: what runs each stage.
         intra_op_threads: how many processor threads each operation on a CPU rank uses.
     """
@@ -68,29 +59,26 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
-        """Let go of threads and connections; `error` is why, if the caller's own code failed."""
+        """Release threads and connections; `error` is the exception with which the caller's own code ended, if any."""
 
-    def gather_parameters(self) -> None:  # noqa: B027 - they are here
-        """Have the parameters and buffers of all stages here, as they are now."""
+    def gather_parameters(self) -> None:  # noqa: B027 - one process has them already
+        """Gather the present parameters and buffers of all stages in this process."""
 
     def gather_gradients(self) -> None:  # noqa: B027 - likewise
-        """Have the gradients of all stages here."""
+        """Gather the gradients of all stages in this process."""
 
     def full_model(self) -> AbstractContextManager[None]:
-        """Have all stages here for a while, as they are now, on their `stage_devices`."""
+        """Return a context in which this process has the present state of all stages, on their `stage_devices`."""
         return nullcontext()
 
-    def first_to_say(self, words: str) -> str:
-        """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""
-        return words
+    def first_message(self, message: str) -> str:
+        """Return, on all processes, the message of the lowest rank that has one; "" if none has."""
+        return message
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the gradients of all stages, of which `parameters` are those held here; return their norm before."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
-class Start(Protocol):
-    """What starts an engine."""
-
-    def __call__(self, plan: Plan, stages: Stages, settings: Settings) -> Engine:
-        """Place the stages, and get ready to run the plan."""
+Start = Callable[[Plan, Stages, Settings], Engine]
+"""Starts an engine: places the stages on their devices and prepares the plan."""

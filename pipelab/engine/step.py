@@ -1,4 +1,4 @@
-"""What one step of a pipeline gave."""
+"""One step of the ranks in this process: its state, how an action runs, and its result."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from pipelab.trace.trace import Trace
 __all__ = ["Act", "RankState", "Step", "StepState", "awaited_action", "describe", "run_action"]
 
 Act = Callable[[int, Any, dict[int, Any], Any], Any]
-"""What a stage does for an action: takes micro-batch, value, what it keeps and the loss; returns what it made."""
+"""The method of a stage that runs an action: of micro-batch, input, `kept` and loss; it returns the output."""
 
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank has done of a step, and is doing.
+    """How far one rank is in a step.
 
     Attributes:
         rank: which rank.
         actions: the rank's actions, in order; of an evaluation, the forwards.
-        stream: what the rank computes on.
-        kept: per stage, what forwards keep for their backwards.
+        stream: the rank's stream.
+        kept: per stage, what forwards store for their backwards.
         begun: the clock at the start of each action.
         ended: the clock at the end of each action.
         position: how many actions are done.
-        computing: whether the next one is running, rather than waited for.
+        computing: whether the next one is running.
     """
 
     rank: int
@@ -54,19 +54,19 @@ class RankState:
 
 @dataclass(slots=True)
 class StepState:
-    """One step, or one evaluation. A new one every time, so that a step that failed leaves nothing behind.
+    """One step, or one evaluation. Each has a new state, so that a step that failed leaves nothing behind.
 
     Attributes:
         inputs: the batch, per micro-batch.
         loss: the loss; `None` for an evaluation.
         watch_nan: whether to look for NaN and infinity after every action.
-        caller: the caller's autocast and hooks on saved tensors, which hold in the workers too.
+        caller: the caller's autocast and hooks on saved tensors, which the workers apply too.
         ranks: the ranks that run in this process.
         outputs: per micro-batch, the model's output.
         outputs_on: the ranks whose processes have outputs; `None` if all are here.
-        clocks: per rank, by what the readings of its clock are turned into times.
+        clocks: per rank, the clock that converts its readings into times.
         travel: returns, by number of the value, how many milliseconds a value travelled between ranks.
-        note: what a reader of the trace should know.
+        note: a remark for readers of the trace.
     """
 
     inputs: list[Any]
@@ -81,12 +81,11 @@ class StepState:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Make room for the outputs."""
         self.outputs = [None] * len(self.inputs)
 
     @property
     def has_added(self) -> bool:
-        """Whether an action has begun that adds to the gradients of parameters."""
+        """Whether an action that adds to the gradients of parameters has begun."""
         return any(
             action.kind in "BWR" for each in self.ranks for action in each.actions[: each.position + each.computing]
         )
@@ -95,12 +94,12 @@ class StepState:
 def run_action(
     step: StepState, rank: RankState, stage: Stage, action: Action, act: Act, microbatch: int, given: Any
 ) -> Any:
-    """Run a rank's next action between two readings of its clock; return what it made for another stage.
+    """Run a rank's next action between two readings of its clock; return its output for another stage.
 
     Backwards run outside of the caller's autocast, as in plain training.
 
     Raises:
-        StageError: if it made NaN or infinity, and the step looks for them.
+        StageError: if the output has NaN or infinity, and the step looks for them.
     """
     kept, mark = rank.kept[stage.index], rank.stream.mark
     had_nan = step.watch_nan and _batch_has_nan(action, stage, given)
@@ -113,9 +112,11 @@ def run_action(
     else:
         made = act(microbatch, given, kept, step.loss)
     rank.ended.append(mark())
-    rank.computing = False
     if step.watch_nan:
-        _refuse_nan(rank.rank, action, stage, made, step.loss, had_nan=had_nan)
+        named = rank.actions[rank.position]  # as the whole plan numbers it
+        value = None if step.loss is None or action.kind == "R" else step.loss.values[microbatch]
+        _refuse_nan(rank.rank, named, stage, made, value, had_nan=had_nan)
+    rank.computing = False
     rank.position += 1
     return made
 
@@ -126,8 +127,8 @@ def describe(plan: Plan, rank: RankState, line: str = "", absent: Collection[int
     Args:
         plan: the plan.
         rank: how far the rank is.
-        line: where its thread is, if that is known.
-        absent: for an all-reduce, the ranks that have not come to it.
+        line: the line that its thread runs, if known.
+        absent: for an all-reduce, the ranks that have not reached it.
     """
     if rank.position >= len(rank.actions):
         return "is done"
@@ -156,14 +157,13 @@ def awaited_action(plan: Plan, rank: RankState) -> tuple[str, Action, int] | Non
 
 
 class Step:
-    """What one step gave.
+    """The result of one step.
 
     Attributes:
         loss: the loss of the whole batch, a tensor without dimensions or history.
     """
 
     def __init__(self, loss: torch.Tensor, state: StepState, plan: Plan, labels: Sequence[str]) -> None:
-        """Keep what was measured; the trace and the outputs are put together when they are asked for."""
         self.loss = loss
         self._outputs, self._outputs_on = state.outputs, state.outputs_on
         self._times = [(each.begun, each.ended) for each in state.ranks]
@@ -175,13 +175,13 @@ class Step:
     def outputs(self) -> Any:
         """The model's outputs for the whole batch, rows in the batch's order, without history.
 
-        With `engine="torch"` they are on the last stage's process only; `Pipeline.forward` gives them to all.
+        With `engine="torch"` only the process of the last stage has them; `Pipeline.forward` sends them to all.
         """
         if self._outputs_on is not None and any(piece is None for piece in self._outputs):
             ranks = f"rank{'s' if len(self._outputs_on) > 1 else ''} {', '.join(map(str, self._outputs_on))}"
             raise EngineError(
-                f"the outputs of a step stay on {ranks}, where the last stage is\n"
-                "  try: pipe.forward(x), which gives them to every process"
+                f"the outputs of a step are on {ranks} only, which holds the last stage\n"
+                "  try: pipe.forward(x), which sends them to every process"
             )
         return join(self._outputs)
 
@@ -208,7 +208,7 @@ class Step:
 
     @cached_property
     def clock_error_ms(self) -> float:
-        """How far the trace's times on two devices may be apart, in milliseconds; 0 where all ranks share a clock.
+        """The largest error between the trace's times on two devices, in milliseconds; 0 if all ranks share a clock.
 
         Ranks on one GPU do: its events are compared with one another.
         """
@@ -219,37 +219,23 @@ class Step:
         return sum(errors[-2:]) / 1e6
 
     def __repr__(self) -> str:
-        """Return the loss."""
         return f"Step(loss={float(self.loss):g})"
 
 
-# --- NaN and infinity in what an action made
+# --- NaN and infinity in an action's output
 
 
 def _batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
-    """Tell whether the first stage receives NaN of the batch; to be asked before it writes into it."""
+    """Return whether the batch has NaN already, before the first stage writes into it."""
     return action.kind == "F" and stage.is_first and any(bool(tensor.isnan().any()) for tensor in tensors_of(given))
 
 
 def _refuse_nan(
-    rank: int, action: Action, stage: Stage, made: Any, loss: Loss | None, *, had_nan: bool = False
+    rank: int, action: Action, stage: Stage, made: Any, loss: torch.Tensor | None, *, had_nan: bool
 ) -> None:
-    """Look at everything that an action made.
-
-    Args:
-        rank: which rank ran it.
-        action: which action.
-        stage: its stage.
-        made: what it made for another stage.
-        loss: the step's loss; `None` for an evaluation.
-        had_nan: whether there was NaN in the batch before, as far as the action was given it.
-
-    Raises:
-        StageError: naming the first NaN or infinity.
-    """
+    """Refuse NaN or infinity in the output, the loss or the gradients of an action; name the first."""
     if action.kind == "F":
-        value = None if loss is None or action.microbatch is None else loss.values[action.microbatch]
-        looked_at = [("output", made), ("loss", value if stage.is_last else None)]
+        looked_at = [("output", made), ("loss", loss if stage.is_last else None)]
     else:
         parameters = stage.module.named_parameters()
         looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in parameters)]
@@ -276,9 +262,9 @@ def _found(value: Any) -> tuple[str, torch.Tensor] | None:
 
 
 def _source(action: Action, stage: Stage, *, had_nan: bool) -> str:
-    """Return where a forward got NaN from, if it did not make it: the batch, or a parameter."""
+    """Return whether a forward's NaN was in the batch or in a parameter before."""
     if had_nan:
-        return f"\n  there was NaN in what it was given: in the rows of x of micro-batch {action.microbatch}"
+        return f"\n  there was NaN in its input: in the rows of x of micro-batch {action.microbatch}"
     if action.kind == "F":
         for name, parameter in stage.module.named_parameters():
             if bool(parameter.isnan().any()):

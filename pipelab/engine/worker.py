@@ -1,10 +1,10 @@
-"""Worker threads, which both engines compute in, and the one loop in which a caller waits for them.
+"""Worker threads, in which both engines compute, and the loop in which a caller waits for them.
 
     caller   do(job) ──── outcomes(...) ──── an outcome, or how long nothing has moved ────┐
                 │                                                   ▲                       └ stop, or wait on
     worker      └─ job: computes, sends, receives; may be stuck ────┘
 
-What is stuck in PyTorch cannot be interrupted; the caller, who waits here in Python, can.
+A thread that hangs in PyTorch cannot be interrupted; the caller, who waits here in Python, can.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pipelab.plan.fault import line_of
 __all__ = ["Outcome", "Outcomes", "Worker", "outcomes"]
 
 _PAUSE_SECONDS = 0.2
-"""How long a caller sleeps at most before it looks whether anything has moved, or whether it was interrupted."""
+"""How long a caller sleeps at most before it checks for progress, and for an interrupt."""
 
 
 class Outcome(NamedTuple):
-    """What became of a job: what it returned, or the error that it raised."""
+    """The result of a job, or the error that it raised."""
 
     worker: Worker
     result: Any
@@ -44,7 +44,7 @@ class Worker:
 
     Attributes:
         thread: the thread.
-        idle: whether it has nothing to do; a job that it has not begun does not count.
+        idle: whether it does no job at present; it may still have one to begin.
 
     Args:
         name: the thread's name.
@@ -52,7 +52,6 @@ class Worker:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        """Start the thread."""
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Outcomes] | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self.idle = threading.Event()
@@ -61,7 +60,7 @@ class Worker:
         callers = torch.get_num_threads()
         self.thread.start()
         self._ready.wait()
-        torch.set_num_threads(callers)  # the thread set its own number as the default of threads made later
+        torch.set_num_threads(callers)  # the thread changed the default of threads made later
 
     def do(self, job: Callable[[], Any], done: Outcomes) -> None:
         """Do a job; `done` gets its outcome."""
@@ -72,24 +71,24 @@ class Worker:
         self._jobs.put(None)
 
     def join(self) -> None:
-        """Wait until an idle thread has ended: one that ends while Python does could abort the process."""
+        """Wait for the end of an idle thread: if Python ended first, the thread could abort the process."""
         if self.idle.is_set() and threading.current_thread() is not self.thread:
             self.thread.join(_PAUSE_SECONDS)
 
     def give_up(self) -> None:
-        """Make a thread that hangs end at its next line of Python, should it come back: it must add to no gradient."""
+        """Make a thread that hangs end at its next line of Python, so that it adds to no gradient later."""
         self.end()
         if self.thread.ident is not None and self.thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit))
 
     def line(self) -> str:
-        """Return where the thread is, in the student's own code if it is there: `", at train.py, line 7, in …"`."""
+        """Return the line that the thread runs, of the student's own code if possible: `", at train.py, line 7, …"`."""
         frames = sys._current_frames()  # noqa: SLF001 - the one way to see where a thread is
         frame = frames.get(self.thread.ident or 0)
         return f", at {line_of(traceback.extract_stack(frame))}" if frame else ""
 
     def _live(self, threads: int) -> None:
-        torch.get_num_threads()  # a thread's first use takes over the default; from then on its own number holds
+        torch.get_num_threads()  # a thread's first use copies the default; later calls change its own number
         torch.set_num_threads(threads)
         self._ready.set()
         while (given := self._jobs.get()) is not None:
@@ -101,20 +100,20 @@ class Worker:
                 outcome = Outcome(self, None, error)
             self.idle.set()
             done.put(outcome)
-            del given, job, done, outcome  # an idle worker holds on to nothing
+            del given, job, done, outcome  # an idle worker keeps nothing alive
 
 
 def outcomes(
     done: Outcomes, progress: Callable[[], object], timeout: float | None
 ) -> Iterator[tuple[Outcome | None, float]]:
-    """Yield outcomes as they come; and in between, `None` and for how many seconds nothing has moved.
+    """Yield each outcome as it arrives; in between, `None` and the number of seconds without progress.
 
     Args:
-        done: where the outcomes arrive.
-        progress: gives something that changes when the work gets on.
-        timeout: seconds after which the caller will stop; the shorter, the more often it looks.
+        done: the queue of the outcomes.
+        progress: returns something that changes with every progress of the work.
+        timeout: seconds after which the caller will stop; the shorter, the more often this loop checks.
     """
-    # A signal that arrives just before a wait is noticed after it: so no wait is long.
+    # Python handles a signal that arrives just before a wait after it: so no wait is long.
     pause = _PAUSE_SECONDS if timeout is None else min(_PAUSE_SECONDS, timeout / 8)
     seen, since = progress(), time.monotonic()
     while True:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipelab.catalogue import schedules
-from pipelab.conformance.same_work import one_thread
+from pipelab.conformance.workload import one_thread
 from pipelab.engine.emulation import emulated
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch
@@ -137,10 +137,7 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses, times, traces, processor_seconds = [], [], [], 0.0
     schedule = schedules[name](setting.ranks, setting.microbatches)
-    with (
-        one_thread(),
-        Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe,
-    ):
+    with one_thread(), Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe:
         for _ in range(setting.steps):
             x, y = batches.take()
             began, processor_began = time.perf_counter(), time.process_time()

@@ -2,12 +2,12 @@
 
 - `actions`: the words: `F`, `B`, `I`, `W`, `R`, and pairs
 - `plan`: every rank's actions, read from Python, text or a file
-- `fault`: what a mistake in a plan looks like
+- `fault`: a mistake in a plan, as it is reported
 - `binding`: which stage an action means, and why it may mean none
 - `codes`: actions and values as whole numbers
-- `bound`: a plan bound to stages, as codes: what is checked, simulated and run
-- `all_reduce`: where the all-reduces go that a plan leaves out
+- `bound`: a plan bound to stages, as codes, to be checked, simulated and run
+- `all_reduce`: inserts the all-reduces that a plan leaves out
 - `order`: a walk through a plan that respects every dependency
 - `csv_notation`: plans as files in PyTorch's notation
-- `student_code`: whether a student's function takes what it is called with
+- `student_code`: whether a student's function takes pipelab's arguments
 """

@@ -35,10 +35,10 @@ _LOWERED = re.compile(r"[0-9]*(UNSHARD|RESHARD|(SEND|RECV)_[FB])[0-9]*")
 
 
 def _try(text: str) -> str:
-    """Return what to write for a text that is no action, where that can be told."""
+    """Return a hint for a text that is not an action, if it is clear what was meant."""
     text = text.strip().upper()
     if _LOWERED.fullmatch(text):
-        return "\n  try: leave it out: PyTorch's compute_comms format has such, its compute_only format has none"
+        return "\n  try: leave it out: it belongs to PyTorch's compute_comms format, and pipelab reads compute_only"
     return f"\n  try: {reprlib.repr(text)}, in capital letters" if _NOTATION.fullmatch(text) else ""
 
 
@@ -101,7 +101,7 @@ class Action:
         return f"{stage}{self.kind}{microbatch}"
 
     def __repr__(self) -> str:
-        """Return the notation: a list of actions then reads as a schedule does."""
+        """Return the notation, so that a list of actions reads like a schedule."""
         return str(self)
 
     def __and__(self, other: Action) -> Pair:
@@ -133,17 +133,14 @@ class Pair:
         """Refuse anything but a forward and a backward."""
         kinds = tuple(getattr(half, "kind", None) for half in (self.forward, self.backward))
         if kinds != ("F", "B"):
-            raise FormatError(
-                f"{self.forward!r} & {self.backward!r}: an overlapped pair is a forward, then a backward: F(3) & B(1)"
-            )
+            written = f"{self.forward!r} & {self.backward!r}"
+            raise FormatError(f"{written}: an overlapped pair is a forward, then a backward: F(3) & B(1)")
 
     def __str__(self) -> str:
         """Return PyTorch's notation, such as `(0F3;3B1)OVERLAP_F_B`."""
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
-    def __repr__(self) -> str:
-        """Return the notation."""
-        return str(self)
+    __repr__ = __str__
 
 
 Item = Action | Pair
@@ -154,7 +151,7 @@ Item = Action | Pair
 # `typed` keeps F(1.0) apart from F(1): the first is a mistake that `check` explains.
 @lru_cache(maxsize=1 << 16, typed=True)
 def F(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
-    """Forward of one micro-batch; the stage may be left out where a rank has only one.
+    """Forward of one micro-batch; the stage may be left out if the rank has only one.
 
     Example:
         >>> F(3), F(3, stage=1)
@@ -200,7 +197,7 @@ def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
 
 
 def _whole(number: Any) -> Any:
-    """Return a whole number of another type (NumPy's, a tensor's) as Python's; anything else as it is, for `check`."""
+    """Return NumPy's and tensors' whole numbers as Python's; leave anything else for `check` to explain."""
     if number is None or isinstance(number, (int, float)):
         return number
     try:

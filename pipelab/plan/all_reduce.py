@@ -1,6 +1,6 @@
-"""Where the all-reduces go that a plan leaves out.
+"""Insert the all-reduces that a plan leaves out.
 
-A stage that is on several ranks needs an all-reduce `R` on each of them. Where nobody lists it, it is put in its place:
+A stage that is on several ranks needs an all-reduce `R` on each of them. If no rank lists it, pipelab inserts it:
 
     rank 0 | 0F0 0F1 0B0 0B1            rank 0 | 0F0 0F1 0B0 0B1 0R
     rank 1 | 1F0 1F1 1B0 1B1     ->     rank 1 | 1F0 1F1 1B0 1B1 1R
@@ -26,11 +26,10 @@ Groups = Mapping[int, tuple[int, ...]]
 def with_reduces(bound: BoundPlan) -> BoundPlan:
     """Return a plan in which every replicated stage has its all-reduce.
 
-    Each goes right after the stage's last gradient on every rank that holds the stage. If ranks would then wait for
-    each other for good, all of them go to the ends of the rows instead, from the last stage to the first: whatever
-    runs without them runs with them.
+    Each goes right after the stage's last gradient on every rank that holds the stage. If that would be a deadlock, all
+    go to the ends of the rows instead, from the last stage to the first, where they cannot cause one.
 
-    What a rank lists itself stays where it is. A plan with faulty items stays as it is.
+    An `R` that a rank lists stays in its place. A plan with faulty items is returned unchanged.
     """
     codes = bound.codes
     one_rank_each = bound.route(0) * codes.microbatches
@@ -46,11 +45,11 @@ def with_reduces(bound: BoundPlan) -> BoundPlan:
 
 
 Choice = Callable[[Codes, list[int], list[int]], dict[int, int]]
-"""Where a rank's all-reduces go: for each of their codes, the number of actions in its row that come before it."""
+"""Where a rank's all-reduces go: for each one's code, the number of actions in the row that come before it."""
 
 
 def _after_last_gradients(codes: Codes, row: list[int], reduces: list[int]) -> dict[int, int]:
-    """Put each all-reduce right after its stage's last `B` or `W`; at the end, where the row has none."""
+    """Put each all-reduce right after its stage's last `B` or `W`, or at the end if the row has none."""
     wanted = {codes.stage[code]: code for code in reduces}
     found: dict[int, int] = {}
     for index in range(len(row) - 1, -1, -1):
@@ -76,7 +75,7 @@ def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
         if not reduces:
             continue
         places = [bound.position(rank, index) for index in range(len(row))]
-        # From the back, so that the places before stay right; at one place, the last stage comes to stand first.
+        # From the back, so that earlier places stay right; of several at one place, the last stage's comes first.
         chosen = choose(bound.codes, row, reduces)
         for code in sorted(reduces, key=lambda code: (-chosen[code], code)):
             row.insert(chosen[code], code)

@@ -1,4 +1,4 @@
-"""Bind actions to stages: which rank runs a stage, and why an item cannot be bound."""
+"""Bind actions to stages: find the rank of each stage, and the reason if an item cannot be bound."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ Place = Callable[[int, int], int]
 """Which rank runs a stage: `(microbatch, stage) -> rank`."""
 
 StagesOfRank = dict[int, "tuple[int, ...] | int"]
-"""For one rank: micro-batch -> its stage there (several: a tuple), for actions that name no stage."""
+"""For one rank: micro-batch -> its stage there (several: a tuple), for actions without a stage."""
 
 NO_RANK = -1
 
 
 def within(number: object, limit: int) -> TypeGuard[int]:
-    """Tell whether something is a whole number from 0 to `limit - 1`."""
+    """Return whether `number` is a whole number from 0 to `limit - 1`."""
     return type(number) is int and 0 <= number < limit
 
 
 def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[int], Fault | None]:
-    """Return the rank for every micro-batch and stage; or the fault, if `place` does not answer with ranks."""
+    """Return the rank for every micro-batch and stage; or the fault, if `place` does not return ranks."""
     if fault := misfit("place", place, "microbatch", "stage"):
         return [], fault
     try:
         rank_of_slot = [place(microbatch, stage) for microbatch in range(microbatches) for stage in range(stages)]
-    except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is told with its line
+    except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
         message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error, place)}"
         return [], Fault("exception", None, None, None, message, "return a rank for every micro-batch and stage")
     answers = zip(_visits(stages, microbatches), rank_of_slot, strict=True)
@@ -54,10 +54,8 @@ def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[
         return rank_of_slot, None
     (microbatch, stage), answer = strange[0]
     others = f", and {len(strange) - 1} more like it" if len(strange) > 1 else ""
-    message = (
-        f"place({microbatch}, {stage}) returns {shorten(answer)}{others}; "
-        f"there are {ranks} ranks, numbered 0 to {ranks - 1}"
-    )
+    there = f"there are {ranks} ranks, numbered 0 to {ranks - 1}"
+    message = f"place({microbatch}, {stage}) returns {shorten(answer)}{others}; {there}"
     hint = f"return a whole number from 0 to {ranks - 1} for every micro-batch and stage"
     return [], Fault("out-of-range", None, None, None, message, hint)
 
@@ -68,7 +66,7 @@ def _visits(stages: int, microbatches: int) -> Iterator[tuple[int, int]]:
 
 
 def stages_by_placement(rank_of_slot: Sequence[int], codes: Codes, ranks: int) -> list[StagesOfRank]:
-    """Return the stages of each rank where a placement says so."""
+    """Return the stages of each rank according to a placement."""
     by_rank: list[StagesOfRank] = [{} for _ in range(ranks)]
     for (microbatch, stage), rank in zip(_visits(codes.stages, codes.microbatches), rank_of_slot, strict=True):
         here = by_rank[rank]
@@ -81,7 +79,7 @@ def stages_by_placement(rank_of_slot: Sequence[int], codes: Codes, ranks: int) -
 
 
 def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[StagesOfRank]:
-    """Return the stages of each rank where nothing says so: those that its row names, or else stage = rank."""
+    """Return the stages of each rank without a placement: those that its row names, or else stage = rank."""
     by_rank: list[StagesOfRank] = []
     for rank, row in enumerate(rows):
         halves = (half for item in row for half in ((item.forward, item.backward) if type(item) is Pair else (item,)))
@@ -96,21 +94,10 @@ Refusal = tuple[Code, str, str]
 
 
 def bind_action(rank: int, position: int, item: object, codes: Codes, stages_of_rank: StagesOfRank) -> Action | Refusal:
-    """Return an item of a rank's row as an action with a stage, all of its numbers in range; or why it is none.
-
-    Args:
-        rank: whose row it is.
-        position: where it stands there.
-        item: what stands there.
-        codes: the plan's sizes.
-        stages_of_rank: the rank's stages.
-    """
+    """Return an item of a rank's row as an action with a stage and all its numbers in range; or why that fails."""
     if not isinstance(item, Action) or item.kind not in KINDS:
-        return (
-            "not-an-action",
-            f"rank {rank}, position {position} holds {_described(item)}, not an action",
-            _meant(item),
-        )
+        message = f"rank {rank}, position {position} holds {_described(item)}, not an action"
+        return "not-an-action", message, _meant(item)
     if refusal := _refused_microbatch(rank, item, codes.microbatches):
         return refusal
     stage = item.stage
@@ -128,39 +115,29 @@ def bind_action(rank: int, position: int, item: object, codes: Codes, stages_of_
 
 
 def _refused_microbatch(rank: int, item: Action, microbatches: int) -> Refusal | None:
-    """Return why an action's micro-batch is none of the plan's; `None` if it is one."""
-    if item.kind == "R":
-        if item.microbatch is None:
-            return None
-        return (
-            "out-of-range",
-            f"{shorten(item)} on rank {rank} names micro-batch {shorten(item.microbatch)}; "
-            "an all-reduce concerns all of them",
-            "yield R(), or R(stage) where the rank has several stages",
-        )
-    if within(item.microbatch, microbatches):
+    """Return why an action's micro-batch is not one of the plan's; `None` if it is."""
+    if item.kind == "R" and item.microbatch is not None:
+        number = shorten(item.microbatch)
+        message = f"{shorten(item)} on rank {rank} names micro-batch {number}; an all-reduce concerns all of them"
+        return "out-of-range", message, "yield R(), or R(stage) if the rank has several stages"
+    if item.kind == "R" or within(item.microbatch, microbatches):
         return None
     return _out_of_range(rank, item, f"micro-batch {_described(item.microbatch, int)}", microbatches)
 
 
 def _out_of_range(rank: int, item: Action, number: str, limit: int) -> Refusal:
-    return (
-        "out-of-range",
-        f"{shorten(item)} on rank {rank} names {number}; there are {limit}, numbered 0 to {limit - 1}",
-        f"use a whole number from 0 to {limit - 1}",
-    )
+    message = f"{shorten(item)} on rank {rank} names {number}; there are {limit}, numbered 0 to {limit - 1}"
+    return "out-of-range", message, f"use a whole number from 0 to {limit - 1}"
 
 
 def _meant(item: object) -> str:
-    """Return the hint for what is no action: the action that was meant, where that can be seen."""
+    """Return the hint for an item that is not an action: the action that was meant, if that is clear."""
     if isinstance(item, str):
-        with suppress(FormatError, ValueError):  # the latter: no word at all
+        with suppress(FormatError, ValueError):  # the latter: a text without a word
             first, *others = [_written(Action.parse(word)) for word in item.replace(",", " ").split()]
-            return (
-                f"yield {first}, an action, not its text"
-                if not others
-                else (f"yield {first}, then {others[0]}{' and so on' * (len(others) > 1)}: actions, not their text")
-            )
+            if not others:
+                return f"yield {first}, an action, not its text"
+            return f"yield {first}, then {others[0]}{' and so on' * (len(others) > 1)}: actions, not their text"
     if isinstance(item, (tuple, list)) and 2 <= len(item) <= 3 and all(type(number) is int for number in item[1:]):
         kind = getattr(getattr(item[0], "__wrapped__", item[0]), "__name__", item[0])
         if isinstance(kind, str) and kind in PER_MICROBATCH:
@@ -168,8 +145,8 @@ def _meant(item: object) -> str:
     if isinstance(item, Iterator) or (
         isinstance(item, (tuple, list)) and item and all(isinstance(each, Action) for each in item)
     ):
-        return "yield from it: an action at a time"
-    return "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps"
+        return "use yield from, which yields one action at a time"
+    return "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) if the schedule splits or overlaps"
 
 
 def _written(action: Action) -> str:
@@ -190,27 +167,19 @@ def _choices(item: Action, stages_of_rank: StagesOfRank) -> tuple[int, ...]:
 
 
 def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> Refusal:
-    """Return the code, message and hint of an action without a stage on a rank that has none, or several."""
-    name = item.kind
-    number = "" if item.microbatch is None else str(item.microbatch)
+    """Return why an action without a stage is a mistake on a rank that has no stage, or several."""
     if not choices:
-        return (
-            "wrong-rank",
-            f"{item} on rank {rank}: no stage of {f'micro-batch {number}' if number else 'the model'} is placed there",
-            "move it to a rank that the placement names, or override place(microbatch, stage)",
-        )
-    first, *others = choices
-    both = " or ".join(f"{name}({number + ', ' if number else ''}stage={stage})" for stage in (first, others[0]))
-    written = " or ".join(str(Action(item.kind, item.microbatch, stage)) for stage in (first, others[0]))
-    return (
-        "ambiguous-stage",
-        f"{item} on rank {rank} could mean stage {', '.join(map(str, choices[:-1]))} or {choices[-1]}",
-        f"name the stage: {both} in Python, {written} in text",
-    )
+        whose = "the model" if item.microbatch is None else f"micro-batch {item.microbatch}"
+        message = f"{item} on rank {rank}: no stage of {whose} is placed there"
+        return "wrong-rank", message, "move it to a rank that the placement names, or override place(microbatch, stage)"
+    examples = [Action(item.kind, item.microbatch, stage) for stage in choices[:2]]
+    in_python, in_text = " or ".join(map(_written, examples)), " or ".join(map(str, examples))
+    message = f"{item} on rank {rank} could mean stage {', '.join(map(str, choices[:-1]))} or {choices[-1]}"
+    return "ambiguous-stage", message, f"name the stage: {in_python} in Python, {in_text} in text"
 
 
 def _described(item: object, expected: type = Action) -> str:
-    """Return what stands where something else should."""
+    """Return an item that is not what pipelab expects, in words."""
     maker = getattr(item, "__wrapped__", item)
     if callable(item) and getattr(maker, "__module__", "") == "pipelab.plan.actions":
         name = getattr(maker, "__name__", "F")

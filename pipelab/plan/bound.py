@@ -1,7 +1,7 @@
-"""A plan bound to stages and turned into codes: what `check` and `simulate` walk over.
+"""A plan bound to stages and turned into codes, which `check` and `simulate` walk through.
 
-Binding keeps every item that can stand in a legal plan, and writes a fault for each one that cannot; the rest of the
-plan is still checked, so that a student sees all mistakes at once.
+Binding keeps every item that may stand in a legal plan and records a fault for every other item. `check` still checks
+the rest of the plan, so that a student sees all mistakes at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["BoundPlan", "endless_limit", "named_sizes"]
 
 
 def endless_limit(stages: int, microbatches: int) -> int:
-    """Return how many actions one rank may list before its row is taken for endless.
+    """Return how many actions a rank may list before pipelab considers its row endless.
 
     Example:
         >>> endless_limit(stages=4, microbatches=8)
@@ -45,8 +45,8 @@ def endless_limit(stages: int, microbatches: int) -> int:
 def named_sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]:
     """Return the (stages, micro-batches) that the rows name.
 
-    A slip such as `F(10**9)` must not lay out a table of that size: every (micro-batch, stage) takes two actions, so
-    numbers far above the number of actions are passed over here, and reported as out of range.
+    A mistake such as `F(10**9)` must not make a table of that size. Every (micro-batch, stage) needs two actions, so
+    numbers far above the number of actions are ignored here, and reported as out of range.
     """
     actions = [
         half
@@ -75,13 +75,13 @@ class BoundPlan:
         rows: per rank, the codes of its legal items, in order, each code once (an `R` once per rank).
         positions: per rank, where each code stands in the row as written; `None` where code `i` is item `i`.
         pairs: the codes of the forwards that open an overlapped pair.
-        rank_of_slot: by slot, the rank that must run the stage for the micro-batch, or -1 where nothing says so.
-        rank_of: by code, the rank that lists it (first, where it stands twice), or -1.
-        faults: what was wrong with single items.
+        rank_of_slot: by slot, the rank that must run the stage for the micro-batch, or -1 if that is not known.
+        rank_of: by code, the rank that lists it (the first of several), or -1.
+        faults: the faults of single items.
         names_ranks: whether `rank_of_slot` comes from a placement rather than from the forwards that were found.
         reduces: for each `R` that is listed, by code, the ranks that list it.
-        automatic: the codes of those that nobody wrote; see `all_reduce`.
-        walk: a walk through all of the plan, kept once the plan has been found right.
+        automatic: the codes of the `R` that pipelab inserted; see `all_reduce`.
+        walk: a walk through the whole plan, kept once the plan is known to be right.
     """
 
     codes: Codes
@@ -98,7 +98,7 @@ class BoundPlan:
 
     @classmethod
     def bind(cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None) -> BoundPlan:
-        """Bind rows of items to stages, and number them."""
+        """Bind rows of items to stages, and turn them into codes."""
         codes = Codes(stages, microbatches)
         rank_of_slot, fault = ([], None) if place is None else ask(place, stages, microbatches, len(rows))
         bound = cls(
@@ -136,7 +136,7 @@ class BoundPlan:
 
     @property
     def written_reduces(self) -> set[int]:
-        """Return the codes of the all-reduces that stand in the plan as written, and so may stand wrong."""
+        """Return the codes of the all-reduces that the plan's author wrote, and so may have misplaced."""
         return self.reduces.keys() - self.automatic
 
     @property
@@ -166,17 +166,17 @@ class BoundPlan:
         return tuple(items)
 
     def giver(self, value: int) -> int:
-        """Return the code of the action that gives a value, in a plan in which somebody does."""
+        """Return the code of the action that gives a value; some action must."""
         return next(code for code in self.codes.givers(value) if self.rank_of[code] >= 0)
 
     def inputs(self, code: int) -> list[tuple[int, int]]:
-        """Return each value that an action needs and the code of the action that gives it, likewise."""
+        """Return each value that an action needs and the code of the action that gives it; some action must."""
         return [(value, self.giver(value)) for value in self.codes.needs(code)]
 
     def in_flight(self, rank: int) -> list[int]:
-        """Return, for each of a rank's actions, how many stage activations the rank holds once it has run.
+        """Return, for each of a rank's actions, how many stage activations the rank holds after it.
 
-        A forward takes one up. The full backward releases it, or the weight gradient where the backward is split.
+        A forward adds one. The full backward releases it, or the weight gradient if the backward is split.
         """
         kind, releases = self.codes.kind, self.codes.releases
         return list(accumulate((kind[code] == "F") - releases[code] for code in self.rows[rank]))
@@ -187,7 +187,7 @@ class BoundPlan:
         return index if positions is None else positions[index]
 
     def _bind_row(self, rank: int, row: Sequence[object], stages_of_rank: StagesOfRank) -> None:
-        """Append the codes of one row; what cannot be bound becomes a fault."""
+        """Append the codes of one row; an item that cannot be bound becomes a fault."""
         table, rank_of = self.codes.table, self.rank_of
         stages, microbatches = self.codes.stages, self.codes.microbatches
         endless = len(row) > endless_limit(stages, microbatches)
@@ -242,7 +242,7 @@ class BoundPlan:
         positions.extend([position] * len(legal))
 
     def _code(self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank) -> int | None:
-        """Return the code of one action and note its rank, or write the fault that forbids it."""
+        """Return the code of one action and record its rank; if it is illegal, record the fault."""
         found: Action | Refusal | int = bind_action(rank, position, item, self.codes, stages_of_rank)
         if isinstance(found, Action):
             found = self._entered(rank, position, found)
@@ -253,10 +253,10 @@ class BoundPlan:
         return None
 
     def _entered(self, rank: int, position: int, action: Action) -> int | Refusal:
-        """Note which rank runs an action; return its code, or why it may not stand there again."""
+        """Record which rank runs an action; return its code, or why the rank may not list it again."""
         code = self.codes.code(action)
         first = self.rank_of[code]
-        # An R is listed once by every rank of its group; rows are bound in order, so its last lister is remembered.
+        # Every rank of its group lists an R once; rows are bound in order, so rank_of holds the last rank that did.
         reduces = action.kind == "R"
         if first == rank or (first != NO_RANK and not reduces):
             return (
@@ -272,12 +272,6 @@ class BoundPlan:
 
 def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -> Fault:
     limit = endless_limit(stages, microbatches)
-    needed = 2 * microbatches
-    return Fault(
-        "endless",
-        rank,
-        limit,
-        row[limit],
-        f"rank {rank} was still listing actions after {limit}, where {needed} per stage would do; it was cut off",
-        "end the loop after the last backward: a generator must stop by itself",
-    )
+    many = f"rank {rank} lists more than {limit} actions, where {2 * microbatches} per stage are enough"
+    hint = "end the loop after the last backward, so that the generator stops"
+    return Fault("endless", rank, limit, row[limit], f"{many}; pipelab cut the row off", hint)

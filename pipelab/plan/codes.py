@@ -1,4 +1,4 @@
-"""Actions and values as whole numbers: what makes checking and simulating a large plan quick.
+"""Actions and values as whole numbers, so that checking and simulating a large plan is quick.
 
 For `M` micro-batches and `S` stages, a *slot* is one (micro-batch, stage): `slot = microbatch * S + stage`. Every
 action that a plan may hold has a *code*, and every value that an action gives has a number:
@@ -43,12 +43,12 @@ class Codes:
         stage: by code, its stage.
         microbatch: by code, its micro-batch; -1 for `R`.
         slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R`.
-        releases: by code, whether the action releases its stage's activation: `B`, or `W` where the backward is split.
+        releases: by code, whether the action releases its stage's activation: `B`, or `W` if the backward is split.
         first_need: by code, a value that the action needs, or `always`. For all but `R`, as the two that follow.
         second_need: by code, another one, or `always`.
         gives: by code, the value that waiting ranks get from the action. `B` gives a second one, `gw`, which only the
             `R` of its own rank needs.
-        always: the value that is always there.
+        always: the value that is there from the start.
 
     Example:
         >>> codes = Codes(stages=2, microbatches=3)
@@ -120,7 +120,7 @@ class Codes:
         return Action(kind, None if kind == "R" else self.microbatch[code], self.stage[code])
 
     def sibling(self, code: int, kind: Kind) -> int:
-        """Return the code of another kind of action for the same micro-batch and stage: the `W` of an `I`, say."""
+        """Return the code of another kind of action for the same micro-batch and stage, such as the `W` of an `I`."""
         return self.of_kind[kind][self.slot[code]]
 
     def needs(self, code: int) -> list[int]:
@@ -159,13 +159,13 @@ class Codes:
         return f"{_VALUES[family]}({self.microbatch[slot]}, {self.stage[slot]})"
 
     def by_code(self, times: Mapping[Kind, Sequence[float]]) -> list[float]:
-        """Return, by code, what is given for each kind and stage."""
+        """Return, by code, the times that are given by kind and stage."""
         listed: list[float] = []
         for kind in PER_MICROBATCH:
             listed += list(times[kind]) * self.microbatches
         return listed + list(times["R"])
 
     def by_value(self, outputs: Sequence[float], gradients: Sequence[float]) -> list[float]:
-        """Return, by value, what is given for the `out` and the `gin` of each stage; 0 for all other values."""
+        """Return, by value, the number given for the `out` or the `gin` of its stage; 0 for all other values."""
         given = list(outputs) * self.microbatches + list(gradients) * self.microbatches
         return given + [0.0] * (self.always + 1 - len(given))

@@ -19,16 +19,16 @@ _IDLE = ("",)
 """The cells of a rank without actions, which is written `""`: an empty line would look like the end of the file."""
 
 _IS_PAIR = re.compile(r"\([^()]*\)OVERLAP_F_B")
-_MOST_TOLD = 8
+_MOST_SHOWN = 8
 """How many micro-batches a message lists."""
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
-    """Read every rank's actions. Empty cells are idle; empty lines at the end of the file are passed over.
+    """Read every rank's actions. Empty cells are idle; empty lines at the end of the file are ignored.
 
     Raises:
-        FormatError: if a cell is not an action, with its line and column; if a line between others is empty, which
-            may or may not be a rank; or if the file is not text in UTF-8.
+        FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or if
+            the file is not text in UTF-8.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -45,8 +45,8 @@ def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
                 empty = empty or lines.line_num
             elif empty:
                 raise FormatError(
-                    f"{path}, line {empty} is empty, and others follow: is it a rank?\n"
-                    '  try: "" for a rank without actions; otherwise take the line out'
+                    f"{path}, line {empty} is empty, and other lines follow it: is it a rank?\n"
+                    '  try: write "" for a rank without actions; otherwise remove the line'
                 )
             else:
                 rows.append(_items(cells, f"{path}, line {lines.line_num}"))
@@ -59,17 +59,16 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Iterable[object]]) -
     """Write every rank's actions; `read_rows` reads the same.
 
     Warns:
-        UserWarning: if the last stage's forwards are not in ascending order: the caller's caller is told.
+        UserWarning: if the last stage's forwards are not in ascending order; at the line that calls `Plan.to_csv`.
     """
     rows = [list(row) for row in rows]
     forwards = _forwards_of_the_last_stage(rows)
     if forwards != sorted(forwards):
-        order = ", ".join(map(str, forwards[:_MOST_TOLD])) + ", …" * (len(forwards) > _MOST_TOLD)
+        order = ", ".join(map(str, forwards[:_MOST_SHOWN])) + ", …" * (len(forwards) > _MOST_SHOWN)
         warnings.warn(
-            f"the last stage's forwards run in the order {order}: PyTorch's runtime numbers losses as they are made, "
-            "so with this file it would start backwards from other micro-batches' losses, and fail or wait for ever\n"
-            "  try: pipelab.Pipeline(..., engine='torch'), which runs the plan as it is; or these forwards in "
-            "ascending order",
+            f"the last stage's forwards run in the order {order}, and PyTorch's runtime numbers losses in the order of "
+            "the forwards: with this file it would start backwards from the wrong losses, and fail or hang\n"
+            "  try: pipelab.Pipeline(..., engine='torch'), which runs this order; or these forwards in ascending order",
             stacklevel=3,
         )
     with Path(path).open("w", newline="", encoding="utf-8") as file:
@@ -84,26 +83,25 @@ def _forwards_of_the_last_stage(rows: Iterable[Iterable[object]]) -> list[int]:
             action = item.forward if isinstance(item, Pair) else item
             if isinstance(action, Action) and action.kind == "F":
                 stage, microbatch = action.stage, action.microbatch
-                if isinstance(stage, int) and isinstance(microbatch, int):  # a plan may hold anything
+                if isinstance(stage, int) and isinstance(microbatch, int):  # a faulty plan may hold anything
                     found.setdefault(stage, {}).setdefault(rank, []).append(microbatch)
     last = max(found, default=0)
     return next(iter(found[last].values())) if last > 0 and len(found[last]) == 1 else []
 
 
 def _is_empty(cells: list[str]) -> bool:
-    """Tell whether a line has nothing but blanks: no cell, not even an idle one."""
+    """Return whether a line has no cell, not even an idle one."""
     return not cells or (len(cells) == 1 and tuple(cells) != _IDLE and not cells[0].strip())
 
 
 def _items(cells: list[str], where: str) -> list[Item]:
-    """Return the actions of a line."""
     if len(cells) == 1 and ";" in cells[0] and "," not in cells[0] and not _IS_PAIR.fullmatch(cells[0].strip()):
         raise FormatError(f"{where}: its cells are separated by semicolons\n  try: save it with commas between cells")
     return [parse_item(cell, f"{where}, column {column}") for column, cell in enumerate(cells, 1) if cell.strip()]
 
 
 def _cell(item: object) -> str:
-    """Return what stands for an action in PyTorch's notation, which has a longer word for `R`."""
+    """Return an item in PyTorch's notation, which has a longer word for `R`."""
     if isinstance(item, Action) and item.kind == "R":
         return f"{'' if item.stage is None else item.stage}REDUCE_GRAD"
     return str(item)

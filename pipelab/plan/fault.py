@@ -1,4 +1,4 @@
-"""What a mistake in a plan looks like: a fact, the cause with numbers, the next move, and the few columns around it."""
+"""A mistake in a plan, as reported: a fact, the cause with numbers, the next move, and the columns around the place."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from typing import Literal
 __all__ = ["Code", "Fault", "excerpt", "line_of", "line_of_function", "ranges", "shorten", "students_line"]
 
 Code = Literal[
-    "missing",
-    "duplicate",
-    "out-of-range",
-    "wrong-rank",
-    "ambiguous-stage",
-    "not-an-action",
-    "unordered",
-    "deadlock",
-    "endless",
-    "memory-cap",
     "refused",
     "exception",
+    "endless",
+    "not-an-action",
+    "out-of-range",
+    "ambiguous-stage",
+    "wrong-rank",
+    "duplicate",
+    "missing",
+    "unordered",
+    "deadlock",
+    "memory-cap",
 ]
+"""The kinds of mistakes, worst first: the order in which `check` reports them."""
 
 _LIBRARIES = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
 
@@ -38,9 +39,9 @@ class Fault:
 
     Attributes:
         code: the kind of mistake, such as `"missing"` or `"deadlock"`.
-        rank: the rank whose row shows it; `None` where it belongs to no single rank.
-        position: the place in the rank's row, from 0; `None` where nothing stands there.
-        action: the action concerned, as it was written.
+        rank: the rank whose row shows it; `None` if it does not belong to a single rank.
+        position: the place in the rank's row, from 0; `None` if it does not belong to a single place.
+        action: the action concerned, in the form in which it was written.
         message: the fact, with its cause; the first line is the summary.
         hint: the next move.
         excerpt: the columns around the place.
@@ -73,7 +74,7 @@ def shorten(thing: object, width: int = 60) -> str:
     """Return `repr(thing)` on one line, cut to `width` characters."""
     try:
         text = " ".join(repr(thing).split())
-    except Exception as error:  # noqa: BLE001 - a student's __repr__ may raise; the fault must still be told
+    except Exception as error:  # noqa: BLE001 - a student's __repr__ may raise; the fault must still be reported
         text = f"<{type(thing).__name__} whose repr raises {type(error).__name__}>"
     if " at 0x" in text:
         text = re.sub(r" at 0x[0-9a-f]+", "", text)
@@ -81,7 +82,7 @@ def shorten(thing: object, width: int = 60) -> str:
 
 
 def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) -> str:
-    """Return the few columns around a place in a rank's row, the place marked.
+    """Return the columns around a place in a rank's row, with the place marked.
 
     Example:
         >>> print(excerpt(2, ["F0", "F1", "B0", "B1"], position=2))
@@ -90,7 +91,7 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) ->
     """
     line = mark = ""
     start = max(0, position - 4)
-    near = [_word(item) for item in row[start : position + 5]]
+    near = [getattr(item, "__name__", "") or shorten(item, 28) for item in row[start : position + 5]]
     for around in (4, 2, 1, 0):
         first = max(0, position - around)
         words = near[first - start : position + around + 1 - start]
@@ -103,13 +104,8 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) ->
     return f"{line}\n{mark}"
 
 
-def _word(item: object) -> str:
-    """Return how an item of a row is shown: a function by its name."""
-    return item.__name__ if callable(item) and hasattr(item, "__name__") else shorten(item, 28)
-
-
 def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as text, runs as first…last, cut after six runs.
+    """Return numbers as text, consecutive ones as first…last, cut after six parts.
 
     Example:
         >>> ranges([0, 1, 2, 5, 7, 8])
@@ -123,11 +119,11 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def students_line(error: BaseException, otherwise: Callable[..., object] | None = None) -> str:
-    """Return where a student's code raised: file, line, and the line itself.
+    """Return where a student's code raised: file, line number and text of the line.
 
     Args:
         error: what was raised.
-        otherwise: the student's function that was called, for errors that are not raised by any of its lines.
+        otherwise: the student's function that was called, for errors that none of its lines raised.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if otherwise is not None and all(_in_a_library(frame.filename) for frame in frames):
@@ -136,7 +132,7 @@ def students_line(error: BaseException, otherwise: Callable[..., object] | None 
 
 
 def line_of_function(function: object) -> str | None:
-    """Return where a student's function is written; `None` if it is a library's, or no function."""
+    """Return where a student's function is written; `None` if it is not a function or belongs to a library."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     if code is None or _in_a_library(code.co_filename):
         return None
@@ -144,7 +140,7 @@ def line_of_function(function: object) -> str | None:
 
 
 def line_of(every: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost line of a stack that is a student's, or else the innermost of all."""
+    """Return the innermost line of a stack in a student's file, or else the innermost of all."""
     frames = [frame for frame in every if not _in_a_library(frame.filename)] or every
     if not frames:
         return "an unknown line"
@@ -154,6 +150,6 @@ def line_of(every: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _in_a_library(file: str) -> bool:
-    """Tell whether a file is pipelab's, Python's, an installed package's, or none (what `dataclass` generates)."""
+    """Return whether a file is pipelab's, Python's or an installed package's, or is code that `dataclass` generated."""
     path = Path(file)
     return file == "<string>" or "site-packages" in path.parts or any(map(path.is_relative_to, _LIBRARIES))

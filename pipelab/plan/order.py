@@ -1,11 +1,11 @@
 """Walk a plan in an order that respects every dependency, without a clock.
 
-Each rank runs its row until an action needs a value that is not there yet; whoever gives the value wakes it:
+Each rank runs its row until an action needs a value that is not there yet. The rank that gives the value wakes it:
 
     rank 0 | F0 F1 B0 …        runs F0, F1, then waits for gin(0, 1)
     rank 1 | F0 B0 F1 B1       woken by out(0, 0): runs F0, B0, which wakes rank 0
 
-What is left when nobody can move is stuck for good: the order of the walk does not matter.
+If no rank can move, the ranks that have not finished are stuck. The order of the walk does not matter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Traversal:
     """A walk through a plan.
 
     Attributes:
-        order: the codes in the order of the walk: all of a legal plan's, an `R` once for all its ranks.
-        stuck: for each rank that could not finish, the index of the code that it waits at.
-        waits_for: for each stuck rank, the value that it needs; `None` where it waits for other ranks at an `R`.
+        order: the codes in the order of the walk: in a legal plan, all of them, each `R` once for all its ranks.
+        stuck: for each rank that could not finish, the index of the code at which it waits.
+        waits_for: for each stuck rank, the value that it needs; `None` if it waits for other ranks at an `R`.
     """
 
     order: list[int]
@@ -36,17 +36,14 @@ class Traversal:
 
 
 def traverse(
-    bound: BoundPlan,
-    given: Collection[int] = (),
-    excused: Collection[int] = (),
-    atomic_pairs: bool = False,
+    bound: BoundPlan, given: Collection[int] = (), excused: Collection[int] = (), atomic_pairs: bool = False
 ) -> Traversal:
     """Walk through a plan.
 
     Args:
         bound: the plan, bound.
-        given: values that count as there from the start (those that nobody gives).
-        excused: codes that need not wait for anything (those already found to be faulty).
+        given: values that are there from the start, because no action gives them.
+        excused: codes that need not wait, because they are known to be faulty.
         atomic_pairs: whether an overlapped pair starts only when the inputs of both its halves are there, and gives
             both values at its end.
     """
@@ -57,7 +54,7 @@ def traverse(
     at = [0] * len(rows)
     order: list[int] = []
     waiting = [_NOBODY] * len(there)  # by value: the rank that waits for it,
-    queues: dict[int, list[int]] = {}  # and the others, where a faulty plan has several
+    queues: dict[int, list[int]] = {}  # and the others, if a faulty plan has several
     arrived: dict[int, list[int]] = {}  # by code of an R: the ranks that have come to it
     waits_for: dict[int, int | None] = {}
     awake = list(range(len(rows) - 1, -1, -1))
@@ -101,7 +98,7 @@ def traverse(
 
 
 def at_start(bound: BoundPlan, given: Collection[int]) -> bytearray:
-    """Return which values are there before anybody has moved."""
+    """Return, by value, whether it is there before any rank has moved."""
     there = bytearray(bound.codes.always + 1)
     there[bound.codes.always] = 1
     for value in given:
@@ -110,13 +107,13 @@ def at_start(bound: BoundPlan, given: Collection[int]) -> bytearray:
 
 
 def absent(bound: BoundPlan, code: int, there: bytearray) -> int:
-    """Return a need of an action that is not there yet; its last one where all are."""
+    """Return a need of an action that is not there yet; if all are there, the last one."""
     need = bound.codes.first_need[code]
     return bound.codes.second_need[code] if there[need] else need
 
 
 def _released(value: int, waiting: list[int], queues: dict[int, list[int]]) -> list[int]:
-    """Return the ranks that wait for a value, which then wait no longer."""
+    """Return the ranks that waited for a value, and stop their waiting."""
     first, waiting[value] = waiting[value], _NOBODY
     return [] if first == _NOBODY else [first, *queues.pop(value, ())]
 

@@ -33,8 +33,7 @@ _LONGEST_ROW = 1 << 17
 class Plan:
     """Every rank's ordered actions, bound to stages. Immutable; building one never raises for faults.
 
-    Pass it to `pipelab.check` to learn what is wrong with it; `pipelab.simulate` and `pipelab.Pipeline` refuse it if
-    anything is.
+    `pipelab.check` returns its faults; `pipelab.simulate` and `pipelab.Pipeline` refuse a plan with faults.
 
     Args:
         rows: for each rank, its actions in order. An action without a stage gets the rank's only stage for its
@@ -56,17 +55,17 @@ class Plan:
 
     Raises:
         UsageError: if `stages` or `microbatches` is given and is not a positive whole number.
-        FormatError: if the rows are texts, which `Plan.parse` reads.
+        FormatError: if the rows are texts; `Plan.parse` reads those.
     """
 
     written: tuple[tuple[object, ...], ...]
-    """The rows as they were written: stages and all-reduces left out, mistakes and all."""
+    """The rows as the author wrote them, mistakes included, without the stages and all-reduces that pipelab adds."""
     stages: int
     """How many stages there are."""
     microbatches: int
     """How many micro-batches there are."""
     place: Place | None
-    """Which rank runs a stage, as it was given: `place(microbatch, stage)`."""
+    """The argument `place`: which rank runs a stage, as `place(microbatch, stage)`."""
     name: str
     """What messages call the plan."""
 
@@ -78,7 +77,7 @@ class Plan:
         place: Place | None = None,
         name: str | None = None,
     ) -> None:
-        """Take the rows as they are; endless ones are cut off."""
+        """Read the rows without checking them; endless ones are cut off."""
         if stages is not None:
             stages = require_size("stages", stages)
         if microbatches is not None:
@@ -106,7 +105,7 @@ class Plan:
             2
 
         Raises:
-            FormatError: if a word is not an action, with its rank and position; or if there is one text, no list.
+            FormatError: if a word is not an action, with its rank and position; or if `rows` is one text, not a list.
         """
         if isinstance(rows, str):
             raise FormatError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
@@ -120,7 +119,7 @@ class Plan:
     def from_csv(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a file in PyTorch's CSV notation (`compute_only`): one line per rank; empty cells are idle.
 
-        A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are passed over.
+        A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are ignored.
 
         Raises:
             FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or
@@ -131,14 +130,13 @@ class Plan:
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan in PyTorch's CSV notation (`compute_only`), which `from_csv` reads back; return the path.
 
-        PyTorch's runtime runs such a file if every stage is on one rank, every rank has a stage, no `R` is listed, and
-        the last of several stages takes the micro-batches forward in ascending order.
-        A plan with replicated stages is for pipelab alone: its all-reduces are written in PyTorch's own word, as
-        `2REDUCE_GRAD`, but PyTorch's runtime refuses a stage that is on two ranks.
+        PyTorch's runtime runs such a file if every stage is on one rank, every rank has a stage, the plan has no `R`,
+        and the last of several stages runs its forwards in ascending order. Only pipelab runs a plan with replicated
+        stages: PyTorch has a word for their all-reduces, `2REDUCE_GRAD`, but its runtime refuses a stage on two ranks.
 
         Warns:
-            UserWarning: if the last stage's forwards are not in the order of the micro-batches. PyTorch's runtime
-                numbers losses in the order in which they are made, so it would start a backward from another loss.
+            UserWarning: if the last stage's forwards are not in ascending order. PyTorch's runtime numbers losses in
+                the order of the forwards, so it would start backwards from the wrong losses.
         """
         write_rows(path, self.rows)
         return Path(path)
@@ -152,9 +150,9 @@ class Plan:
     def rows(self) -> tuple[tuple[Item, ...], ...]:
         """Every rank's actions, bound to stages, with every all-reduce that a replicated stage needs.
 
-        Where no rank lists a replicated stage's `R`, it goes right after the stage's last gradient on each of its
-        ranks; where that would be a deadlock, to the ends of the rows, the last stage first. What cannot be bound
-        stands as it was written.
+        If no rank lists a replicated stage's `R`, pipelab inserts it right after the stage's last gradient on each of
+        its ranks; if that would be a deadlock, at the ends of the rows, the last stage first. Items that cannot be
+        bound are left as they are.
         """
         bound = self.bound
         rows: list[tuple[Item, ...]] = []
@@ -166,26 +164,26 @@ class Plan:
                 for position, item in zip(places, items, strict=True):
                     if isinstance(item, Pair) or not isinstance(row[position], Pair):  # else: half of a pair
                         mixed[position] = item
-                items = tuple(mixed)  # type: ignore[arg-type]  # a faulty plan shows what it was given
+                items = tuple(mixed)  # type: ignore[arg-type]  # a faulty plan shows the items as written
             rows.append(items)
         return tuple(rows)
 
     @cached_property
     def bound(self) -> BoundPlan:
-        """The plan as codes, made when first asked for: what checking, simulation and the engines walk over."""
+        """The plan as codes, for checking, simulation and the engines. Made when first read."""
         return with_reduces(BoundPlan.bind(self.written, self.stages, self.microbatches, self.place))
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:
-        """For each stage, the ranks that hold it: more than one where it is replicated."""
+        """For each stage, the ranks that hold it: more than one if it is replicated."""
         return self.bound.replicas
 
     def graph(self) -> networkx.DiGraph[Action]:
         """Return the dependency graph.
 
         Nodes are actions, with the attribute `rank` (an `R`: one node, with `ranks`). An edge from giver to needer has
-        `kind="data"` and `value`, such as `"out(0, 1)"`; an edge along a rank's row has `kind="order"`. Where an
-        action needs what the one right before it gives, one edge stands for both: `kind="data"`, `order=True`.
+        `kind="data"` and `value`, such as `"out(0, 1)"`; an edge along a rank's row has `kind="order"`. If an action
+        needs the value of the one right before it, one edge stands for both: `kind="data"`, `order=True`.
 
         Example:
             >>> graph = Plan.parse(["0F0 0B0", "1F0 1B0"]).graph()
@@ -196,20 +194,42 @@ class Plan:
             1F0 gives out(0, 1) to 1B0
             1B0 gives gin(0, 1) to 0B0
         """
-        return _graph(self.bound)
+        import networkx
+
+        bound, codes = self.bound, self.bound.codes
+        graph: networkx.DiGraph[Action] = networkx.DiGraph()
+        names = {code: codes.action(code) for row in bound.rows for code in row}
+        for rank, row in enumerate(bound.rows):
+            for code in row:
+                if codes.kind[code] == "R":
+                    graph.add_node(names[code], ranks=tuple(bound.reduces[code]))
+                else:
+                    graph.add_node(names[code], rank=rank)
+        for code, action in names.items():
+            for value in codes.all_needs(code):
+                for giver in codes.givers(value):
+                    if giver in names:
+                        graph.add_edge(names[giver], action, kind="data", value=codes.value_name(value))
+        for row in bound.rows:
+            for before, after in pairwise(row):
+                if graph.has_edge(names[before], names[after]):
+                    graph.edges[names[before], names[after]]["order"] = True
+                else:
+                    graph.add_edge(names[before], names[after], kind="order")
+        return graph
 
     def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
 
         Args:
-            path: where to; the suffix says what: `dot`, `svg`, `png` or `pdf`.
+            path: the file to write; its suffix is the format: `dot`, `svg`, `png` or `pdf`.
             cost: what the actions cost, for the critical path; by default forward 1, backward 2.
 
         Returns:
             The path.
 
         Raises:
-            FormatError: if the suffix is none of these, or if Graphviz's bound `dot` is not installed (the DOT text
+            FormatError: if the suffix is another one, or if Graphviz's program `dot` is not installed (the DOT text
                 is still written).
             ScheduleError: if the plan has faults.
         """
@@ -221,67 +241,27 @@ class Plan:
         """Compare sizes, rows and placement; the name does not matter."""
         if not isinstance(other, Plan):
             return NotImplemented
-        return (self.stages, self.microbatches, self.rows, self.bound.rank_of_slot) == (
-            other.stages,
-            other.microbatches,
-            other.rows,
-            other.bound.rank_of_slot,
-        )
+        mine, theirs = ((each.stages, each.microbatches, each.rows, each.bound.rank_of_slot) for each in (self, other))
+        return mine == theirs
 
     def __hash__(self) -> int:
-        """Return a hash of what `==` compares."""
         return hash((self.stages, self.microbatches, self.rows))
 
     def __repr__(self) -> str:
-        """Return the plan's sizes."""
         return f"Plan(ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches})"
 
     def __str__(self) -> str:
-        """Return the rows, one line per rank, long ones cut."""
+        """Return the rows, one line per rank, with the middle of long ones left out."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
 
 
-def _graph(bound: BoundPlan) -> networkx.DiGraph[Action]:
-    """Return the graph that `Plan.graph` describes."""
-    import networkx
-
-    codes = bound.codes
-    graph: networkx.DiGraph[Action] = networkx.DiGraph()
-    names = {code: codes.action(code) for row in bound.rows for code in row}
-    _add_nodes(graph, bound, names)
-    for code, action in names.items():
-        for value in codes.all_needs(code):
-            for giver in codes.givers(value):
-                if giver in names:
-                    graph.add_edge(names[giver], action, kind="data", value=codes.value_name(value))
-    for row in bound.rows:
-        for before, after in pairwise(row):
-            if graph.has_edge(names[before], names[after]):
-                graph.edges[names[before], names[after]]["order"] = True
-            else:
-                graph.add_edge(names[before], names[after], kind="order")
-    return graph
-
-
-def _add_nodes(graph: networkx.DiGraph[Action], bound: BoundPlan, names: dict[int, Action]) -> None:
-    """Add every action once, with its rank; an `R`, which several ranks share, with all of them."""
-    for rank, row in enumerate(bound.rows):
-        for code in row:
-            if names[code].kind != "R":
-                graph.add_node(names[code], rank=rank)
-            elif names[code] in graph:
-                graph.nodes[names[code]]["ranks"] += (rank,)
-            else:
-                graph.add_node(names[code], ranks=(rank,))
-
-
 def _texts(rows: str | Sequence[object]) -> str:
-    """Return texts as the list that `Plan.parse` takes: the lines of one text are its rows."""
+    """Return texts as the list that `Plan.parse` reads, with one text per line if there is one text."""
     return shorten(rows.strip().splitlines() if isinstance(rows, str) else list(rows))
 
 
 def _take(row: Iterable[object], limit: int) -> tuple[tuple[object, ...], bool]:
-    """Return a row, cut off at `limit` if it is not known to end; and whether that is all of it."""
+    """Return a row, cut off at `limit` if it may not end, and whether that is the whole row."""
     if isinstance(row, Sized):
         return tuple(row), True
     taken = tuple(islice(row, limit))
@@ -289,7 +269,7 @@ def _take(row: Iterable[object], limit: int) -> tuple[tuple[object, ...], bool]:
 
 
 def _elided(row: Sequence[object], most: int = 24) -> str:
-    """Return a row as text, its middle left out where it is long."""
+    """Return a row as text, with its middle left out if it is long."""
     words = [str(item) for item in row]
     if len(words) <= most:
         return " ".join(words)

@@ -1,4 +1,4 @@
-"""Whether a student's function takes what it will be called with: told at its line, before the call fails in ours."""
+"""Check that a student's function takes pipelab's arguments; if not, report its line instead of one of pipelab's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["misfit"]
 
 
 def misfit(name: str, function: object, *given: str) -> Fault | None:
-    """Return the fault of a function that cannot be called with these arguments; `None` if it can be.
+    """Return the fault of a function that cannot be called with these arguments, or `None`.
 
     Args:
         name: what the function is called.

@@ -1,4 +1,4 @@
-"""Simulate a plan: when everything would happen, if actions and transfers took so long."""
+"""Simulate a plan: when each action would start and end, given how long actions and transfers take."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["Cost", "simulate"]
 
 
 def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) -> Trace:
-    """Return when every action would start and end if the plan ran as soon as it could.
+    """Return when each action would start and end if every rank ran its row as soon as it can.
 
-    Each rank runs its row in order and waits where it must; time is linear in the number of actions.
+    Each rank runs its row in order and waits for the values that it needs. The time that this takes is linear in the
+    number of actions.
 
     Args:
-        plan_or_schedule: what to run.
-        cost: how long things take; by default forward 1, backward 2, transfers nothing.
+        plan_or_schedule: the plan or schedule.
+        cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
 
     Example:
         >>> import pipelab
@@ -32,7 +33,7 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) ->
     Raises:
         ScheduleError: if the plan has faults.
         CostError: if a list of the cost does not have one number per stage.
-        TypeError: if `cost` is something else.
+        TypeError: if `cost` is not a `Cost`.
     """
     plan = as_plan(plan_or_schedule)
     cost = Cost() if cost is None else cost
@@ -109,7 +110,7 @@ def _clock(
 
 
 def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float]]:
-    """Return, by code, how long its two inputs travel: nothing, where giver and needer are on one rank."""
+    """Return, by code, how long its two inputs travel: 0 if giver and needer are on one rank."""
     codes, rank_of = bound.codes, bound.rank_of
     none = [0.0] * len(codes.gives)
     if not any(delay):

@@ -1,4 +1,4 @@
-"""Compare traces, and find what a trace's makespan hangs on."""
+"""Compare traces, simulated or measured, as a table and as timelines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Row:
         peak_share: for each rank, that peak as a share of the whole batch's activations of one rank's share of the
             model: 1.0 is all micro-batches of all its stages. A ZBV's 8 half-stages are not twice a 1F1B's 4.
         busy_share: for each rank, the share of the makespan that it worked.
-        spans: for each rank, from its own first start to its own last end, in `unit`.
+        spans: for each rank, the time from its first start to its last end, in `unit`.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def shares_axis(self) -> bool:
-        """Whether the traces have one unit, and so are drawn on one axis."""
+        """Whether all traces have the same unit, so that they are drawn on one axis."""
         return len({trace.unit for trace in self.traces}) == 1
 
     def plot(self) -> Figure:
@@ -74,12 +74,12 @@ class Comparison:
         return figure.plot_comparison(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the comparison; the suffix says as what: `html`, `svg`, `png`, `pdf`, `txt` or `csv`. Return the path.
+        """Write the comparison; the suffix is the format: `html`, `svg`, `png`, `pdf`, `txt` or `csv`. Return the path.
 
-        In `csv` stands the table, `rows`: a line for each trace; where a figure is per rank, rank after rank.
+        A `csv` file holds the table `rows`: one line per trace; a cell with figures per rank separates them by blanks.
 
         Raises:
-            FormatError: if the suffix is none of these.
+            FormatError: if the suffix is another one.
         """
         path = Path(path)
         if path.suffix.lower() == ".csv":
@@ -108,12 +108,12 @@ class Comparison:
 def compare(
     *subjects: Trace | Plan | ScheduleLike, names: Sequence[str] | None = None, cost: Cost | None = None
 ) -> Comparison:
-    """Lay traces side by side, simulated or measured; plans and schedules are simulated first.
+    """Show traces side by side, simulated or measured; plans and schedules are simulated first.
 
     Args:
         subjects: traces, plans or schedules, in any mixture.
-        names: what to call them; by default, by their plans.
-        cost: what plans and schedules are simulated with; by default forward 1, backward 2, transfers nothing.
+        names: what to call them; by default, their plans' names.
+        cost: the cost for simulating plans and schedules; by default forward 1, backward 2 and free transfers.
             `Cost.fit(trace)` predicts with the times of a measured trace.
 
     Example:
@@ -123,15 +123,15 @@ def compare(
         [('GPipe', 33.0, (8, 8, 8, 8)), ('1F1B', 33.0, (4, 3, 2, 1))]
 
     Raises:
-        UsageError: if there is nothing to compare, or not one name for each.
-        TypeError: if something is no trace, plan or schedule.
-        CostError: if there is a cost, but only traces, which have their times.
+        UsageError: if there is nothing to compare, or if the number of names is wrong.
+        TypeError: if a subject is not a trace, a plan or a schedule.
+        CostError: if there is a cost, but only traces, which have their own times.
         ScheduleError: if a plan has faults.
     """
     if not subjects:
         raise UsageError("compare needs at least one trace, plan or schedule")
     if cost is not None and all(isinstance(subject, Trace) for subject in subjects):
-        raise CostError("compare got a cost, but only traces, which have their times: simulate the plans with the cost")
+        raise CostError("compare got a cost, but traces have their own times: simulate their plans with the cost")
     traces = tuple(_trace_of(subject, cost) for subject in subjects)
     if names is None:
         names = [_default_name(trace) for trace in traces]
@@ -141,7 +141,6 @@ def compare(
 
 
 def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None) -> Trace:
-    """Return a trace as it is, and what a plan or schedule would take."""
     if isinstance(subject, Trace):
         return subject
     if isinstance(subject, (Plan, ScheduleLike, type, str)):
@@ -157,25 +156,14 @@ def _default_name(trace: Trace) -> str:
 
 
 def _row(trace: Trace, name: str) -> Row:
-    makespan = trace.makespan
-    bound = trace.plan.bound
+    makespan, peaks, bound = trace.makespan, trace.peak_activations, trace.plan.bound
     forwards = [sum(bound.codes.kind[code] == "F" for code in row) for row in bound.rows]
-    return Row(
-        name=name,
-        source=trace.source,
-        makespan=makespan,
-        unit=trace.unit,
-        bubble=trace.bubble,
-        peak_activations=trace.peak_activations,
-        peak_share=tuple(
-            peak / count if count else 0.0 for peak, count in zip(trace.peak_activations, forwards, strict=True)
-        ),
-        busy_share=tuple(busy / makespan if makespan else 0.0 for busy in trace.busy),
-        spans=trace.spans,
-    )
+    peak_share = tuple(peak / count if count else 0.0 for peak, count in zip(peaks, forwards, strict=True))
+    busy_share = tuple(busy / makespan if makespan else 0.0 for busy in trace.busy)
+    return Row(name, trace.source, makespan, trace.unit, trace.bubble, peaks, peak_share, busy_share, trace.spans)
 
 
 def _cells(row: Row) -> list[str]:
-    """Return a row's figures as text, those of all ranks with spaces between."""
+    """Return a row's figures as text, figures per rank with blanks between."""
     figures = (getattr(row, field.name) for field in fields(row))
     return [" ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in figures]

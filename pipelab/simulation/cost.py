@@ -20,16 +20,8 @@ __all__ = ["Cost"]
 Number = float | Sequence[float]
 """One number for all stages, or one per stage."""
 
-_PER_ROW = (
-    "forward",
-    "backward",
-    "input_grad",
-    "weight_grad",
-    "pair",
-    "activation_bytes",
-    "boundary_gradient_bytes",
-)
-"""What grows with the rows of a micro-batch."""
+_PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activation_bytes", "boundary_gradient_bytes")
+"""The costs that grow with the rows of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +35,24 @@ class Cost:
         forward: time of `F`.
         backward: time of `B`.
         input_grad: time of `I`; half of `backward` if left out.
-        weight_grad: time of `W`; half of `backward` if left out. Where `I` and `W` take another time together than
-            `backward`, schedules that split it and schedules that do not are compared at different work.
+        weight_grad: time of `W`; half of `backward` if left out. If `I` and `W` together take longer or shorter than
+            `backward`, comparing schedules that split it with schedules that do not is unfair.
         pair: time of an overlapped pair as one slot, as the DualPipe paper counts it; if left out, a pair takes as
             long as its forward and its backward, one after the other.
         all_reduce: time of `R`.
-        latency: time that any transfer takes, however small. It delays whoever needs the value; no rank is busy.
+        latency: time that any transfer takes, however small. It delays the action that needs the value; no rank is
+            busy with it.
         bandwidth: bytes per unit of time; if left out, size does not matter.
-        activation_bytes: size of what a stage's forward sends on, of one micro-batch; it takes time where there is a
+        activation_bytes: bytes that a stage's forward sends on for one micro-batch; they take time if there is a
             bandwidth.
-        boundary_gradient_bytes: size of what a stage's backward sends back, likewise.
-        parameter_bytes: size of a stage's parameters; kept for your own use, it changes no time.
+        boundary_gradient_bytes: bytes that a stage's backward sends back for one micro-batch; they take time if there
+            is a bandwidth.
+        parameter_bytes: size of a stage's parameters; it does not change any time and is there for your own use.
         per: what a single number stands for. `"rank"`: one rank's share of the model, so that a stage takes
             `number * ranks / stages` and schedules with several stages per rank can be compared (`ranks` are those
             that one micro-batch visits). `"stage"`: one stage.
-        first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: on stage 0 there is no input
-            gradient to give, so `I` takes no time there and `W` is the whole backward.
+        first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: stage 0 needs no input gradient,
+            so `I` takes no time there and `W` is the whole backward.
         unit: the unit of time, such as `"ms"`; for labels only.
 
     Example:
@@ -85,7 +79,7 @@ class Cost:
     unit: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a time or a size; make lists immutable."""
+        """Refuse values that cannot be a time or a size; make lists immutable."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("per", "first_stage", "unit") or (value is None and field.default is None):
@@ -98,7 +92,7 @@ class Cost:
                 if not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
                     raise CostError(f"{field.name}={value!r}: expected finite numbers, 0 or more")
         if self.bandwidth == 0:
-            raise CostError("bandwidth=0: nothing would ever arrive; leave it out where size does not matter")
+            raise CostError("bandwidth=0: nothing would ever arrive; leave it out if size does not matter")
         if self.per not in ("rank", "stage"):
             raise CostError(f"per={self.per!r}: expected 'rank' or 'stage'")
         if self.first_stage not in ("uniform", "as-run"):
@@ -108,13 +102,12 @@ class Cost:
     def fit(cls, trace: Trace) -> Cost:
         """Return the costs that a trace shows: the median time of each kind of action on each stage.
 
-        The median leaves out what disturbed a few actions. Where the backward is split, a full one is taken to last as
-        long as its two parts.
+        The median is not affected by a few disturbed actions. If the trace splits the backward, a full backward is
+        assumed to last as long as its two parts.
 
-        Two things it cannot know. Transfers are left out, as their times are not in the actions': give `latency` or
-        `bandwidth` yourself where they matter, with `dataclasses.replace`. And it has one number for each stage that
-        ran, which says nothing of a model cut otherwise: it predicts other orders of the same stages, and a plan with
-        another number of stages is refused.
+        Transfers are left out, because the actions' times do not include them: if they matter, add `latency` or
+        `bandwidth` with `dataclasses.replace`. The costs have one number for each stage that ran, so they predict other
+        orders of the same stages; a plan with another number of stages is refused.
 
         Example:
             >>> import pipelab
@@ -125,17 +118,13 @@ class Cost:
             49.0
 
         Raises:
-            TypeError: if it is given anything but a trace.
+            TypeError: if `trace` is not a trace.
         """
         if not isinstance(trace, Trace):
-            raise TypeError(f"Cost.fit takes a trace, step.trace or what simulate returns, got {shorten(trace)}")
-        typical = {
-            kind: [median(times) if times else 0.0 for times in each]
-            for kind, each in _spans(trace).items()
-            if any(each)
-        }
-        inputs, weights = typical.get("I"), typical.get("W")
-        backward = typical.get("B")
+            raise TypeError(f"Cost.fit takes a trace, from step.trace or simulate, got {shorten(trace)}")
+        spans = {kind: each for kind, each in _spans(trace).items() if any(each)}
+        typical = {kind: [median(times) if times else 0.0 for times in each] for kind, each in spans.items()}
+        inputs, weights, backward = typical.get("I"), typical.get("W"), typical.get("B")
         if backward is None and inputs and weights:
             backward = [sum(both) for both in zip(inputs, weights, strict=True)]
         return cls(
@@ -150,10 +139,10 @@ class Cost:
         )
 
     def shared(self, microbatches: int) -> Cost:
-        """Return what one micro-batch costs where these are the costs of a whole batch, cut into so many.
+        """Return the costs of one micro-batch, if these are the costs of a whole batch.
 
-        Times of work and sizes of activations are shared; what does not depend on the rows (latency, bandwidth,
-        parameters and their all-reduce) stays.
+        Times of work and sizes of activations are divided. Latency, bandwidth, parameters and their all-reduce do not
+        depend on the number of rows and stay the same.
 
         Example:
             >>> Cost(forward=80, backward=160, latency=5).shared(8).forward
@@ -196,20 +185,17 @@ class Cost:
 
     def transfer_times(self, plan: Plan) -> tuple[list[float], list[float]]:
         """Return, for every stage, how long its output and its input gradient travel to another rank."""
-        sizes = (
-            self._each("activation_bytes", plan.stages, 1.0),
-            self._each("boundary_gradient_bytes", plan.stages, 1.0),
-        )
         slow = 0.0 if self.bandwidth is None else 1.0 / self.bandwidth
+        sizes = (self._each(f"{what}_bytes", plan.stages, 1.0) for what in ("activation", "boundary_gradient"))
         outputs, gradients = ([self.latency + size * slow for size in each] for each in sizes)
         return outputs, gradients
 
     def pair_times(self, plan: Plan) -> list[float] | None:
-        """Return the time of an overlapped pair, by the stage of its forward; `None` where it is not one slot."""
+        """Return the time of an overlapped pair, by the stage of its forward; `None` if it is not one slot."""
         return None if self.pair is None else self._each("pair", plan.stages, self._share(plan))
 
     def _share(self, plan: Plan) -> float:
-        """Return the part of a rank's time that one stage takes, where a single number stands for a rank's."""
+        """Return the fraction of a single number that one stage takes."""
         if self.per == "stage":
             return 1.0
         return len(set(plan.bound.route(0)) - {NO_RANK}) / plan.stages
@@ -221,15 +207,15 @@ class Cost:
             if len(value) != stages:
                 raise CostError(
                     f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage; costs "
-                    f"that Cost.fit took from a trace hold for its {len(value)} stages alone: run the model once with "
-                    f"{stages}, and fit that trace"
+                    f"from Cost.fit hold for the {len(value)} stages of its trace only: for {stages} stages, run the "
+                    "model with so many and fit that trace"
                 )
             return [float(number) for number in value]
         return [value * share] * stages
 
 
 def _spans(trace: Trace) -> dict[str, list[list[float]]]:
-    """Return how long each kind of action took on each stage, every time; a pair in one slot counts as a pair."""
+    """Return, by kind and stage, how long each action took; a pair in one slot counts as a pair."""
     bound = trace.plan.bound
     kind, stage = bound.codes.kind, bound.codes.stage
     spans: dict[str, list[list[float]]] = {name: [[] for _ in range(trace.plan.stages)] for name in (*KINDS, "pair")}

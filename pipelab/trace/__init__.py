@@ -2,5 +2,5 @@
 
 - `trace`: `Trace`: times, and the figures that follow from them
 - `events`: actions and transfers with their start and end
-- `waits`: what every action waited for
+- `waits`: what each action waited for
 """

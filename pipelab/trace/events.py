@@ -1,4 +1,4 @@
-"""What a trace is made of: actions and transfers, each with its start and end."""
+"""The parts of a trace: actions and transfers, each with its start and end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Transfer:
         giver: the action that gives it.
         needer: the action that needs it.
         start: when it leaves.
-        end: when it is there.
+        end: when it arrives.
     """
 
     source: int
@@ -47,7 +47,7 @@ class Transfer:
 
 
 def union(starts: Sequence[float], ends: Sequence[float]) -> float:
-    """Return the length of the union of spans that start one after the other: overlaps count once.
+    """Return the length of the union of spans, sorted by their starts: overlaps count once.
 
     Example:
         >>> union([0, 1, 6], [4, 5, 7])

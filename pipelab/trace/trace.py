@@ -35,16 +35,16 @@ class Trace:
     `pipelab.simulate` and `Pipeline.step` make traces; `Trace.load` reads a saved one.
 
     Args:
-        plan: what ran.
+        plan: the plan that ran.
         starts: for each rank, when each of its actions started, in the order of the plan's row.
-        ends: likewise, when each ended.
+        ends: for each rank, when each of its actions ended.
         unit: the unit of all times, such as `"ms"`; empty for the abstract units of a simulation.
         source: `"simulated"` or `"measured"`.
         delay: how long a value travels between ranks, as a function of the value's number.
-        transfers: the transfers, where they were measured.
+        transfers: the transfers, if they were measured.
         lanes: what each rank ran on, such as `"cpu, thread 140…"`.
         name: what drawings call the trace; by default, the plan's name.
-        note: what a comparison should say of it, such as that stage 0 was simulated as PyTorch runs it.
+        note: a remark for comparisons, such as that stage 0 was simulated as PyTorch runs it.
     """
 
     plan: Plan
@@ -71,19 +71,10 @@ class Trace:
         name: str | None = None,
         note: str = "",
     ) -> None:
-        """Keep the times beside the plan; everything else is derived from them when asked for."""
-        vars(self).update(
-            plan=plan,
-            starts=tuple(map(tuple, starts)),
-            ends=tuple(map(tuple, ends)),
-            unit=unit,
-            source=source,
-            lanes=tuple(lanes),
-            name=name or plan.name,
-            note=note,
-            _delay=delay,
-            _transfers=None if transfers is None else tuple(transfers),
-        )
+        """Keep the plan and its times; everything else is derived from them when first read."""
+        vars(self).update(plan=plan, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
+        vars(self).update(unit=unit, source=source, lanes=tuple(lanes), name=name or plan.name, note=note)
+        vars(self).update(_delay=delay, _transfers=None if transfers is None else tuple(transfers))
 
     @property
     def ranks(self) -> int:
@@ -131,7 +122,7 @@ class Trace:
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """For each rank, from its own first start to its own last end, in `unit`."""
+        """For each rank, the time from its first start to its last end, in `unit`."""
         rows = zip(self.starts, self.ends, strict=True)
         return tuple(max(ends, default=0.0) - min(starts, default=0.0) for starts, ends in rows)
 
@@ -144,7 +135,7 @@ class Trace:
     def bubble(self) -> float:
         """The idle share of all rank time: `1 - busy / (ranks * makespan)`, from 0 to 1.
 
-        Others divide by the ideal time instead: 1F1B on 4 ranks with 8 micro-batches is 0.375 there, 0.273 here.
+        Some papers divide by the ideal time instead: for 1F1B on 4 ranks with 8 micro-batches that is 0.375, not 0.273.
         """
         whole = self.ranks * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
@@ -153,13 +144,12 @@ class Trace:
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank, the most stage activations held at once.
 
-        One is taken up by each forward and released by the full backward, or by the weight gradient where the backward
-        is split.
+        Each forward adds one. The full backward releases it, or the weight gradient if the backward is split.
         """
         return tuple(max([0, *self.plan.bound.in_flight(rank)]) for rank in range(self.ranks))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the trace; the suffix says as what: `html`, `svg`, `png`, `pdf`, `json` or `txt`.
+        """Write the trace; the suffix is the format: `html`, `svg`, `png`, `pdf`, `json` or `txt`.
 
         Example:
             >>> import pipelab, tempfile, pathlib
@@ -173,7 +163,7 @@ class Trace:
             The path.
 
         Raises:
-            FormatError: if the suffix is none of these.
+            FormatError: if the suffix is another one.
         """
         path = Path(path)
         if path.suffix.lower() == ".json":
@@ -185,10 +175,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a trace that was saved as `json`.
+        """Read a trace from a `json` file that `save` wrote.
 
         Raises:
-            FormatError: if the file is not such a trace.
+            FormatError: if the file does not hold a trace.
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
@@ -196,7 +186,7 @@ class Trace:
             raise FormatError(f"{path} is not a trace saved by pipelab: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the trace as plain data, as `json` files hold it."""
+        """Return the trace as plain data, as in `json` files."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -218,7 +208,7 @@ class Trace:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trace:
-        """Return the trace that `to_dict` described.
+        """Return the trace from the data that `to_dict` made.
 
         Raises:
             ValueError: if the data are of another format or version.
@@ -231,28 +221,22 @@ class Trace:
         for key in ("starts", "ends"):
             if [len(times) for times in data[key]] != counts:
                 raise ValueError(f"{key!r} do not match the actions in 'rows'")
-        return cls(
-            plan,
-            [[float(time) for time in times] for times in data["starts"]],
-            [[float(time) for time in times] for times in data["ends"]],
-            data["unit"],
-            data["source"],
-            transfers=[
-                Transfer(source, target, Action.parse(giver), Action.parse(needer), start, end)
-                for source, target, giver, needer, start, end in data["transfers"]
-            ],
-            lanes=data["lanes"],
-            note=data["note"],
-        )
+        starts, ends = ([[float(time) for time in times] for times in data[key]] for key in ("starts", "ends"))
+        transfers = [
+            Transfer(source, target, Action.parse(giver), Action.parse(needer), start, end)
+            for source, target, giver, needer, start, end in data["transfers"]
+        ]
+        named = {key: data[key] for key in ("unit", "source", "lanes", "note")}
+        return cls(plan, starts, ends, transfers=transfers, **named)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the trace with matplotlib, on `ax` or on a figure of its own; return the axes."""
+        """Draw the trace with matplotlib, on `ax` or on a new figure; return the axes."""
         from pipelab.draw import figure
 
         return figure.plot(self, ax)
 
     def show(self) -> None:
-        """Show the trace: as a figure in a notebook, in the web browser elsewhere."""
+        """Show the trace: in a notebook as a figure, elsewhere in the web browser."""
         from pipelab import draw
 
         draw.show(self)
@@ -265,17 +249,15 @@ class Trace:
         return mine == theirs
 
     def __hash__(self) -> int:
-        """Return a hash of what `==` compares."""
         return hash((self.plan, self.unit, self.events))
 
     def __str__(self) -> str:
-        """Return a text timeline, without colour: a text may be written anywhere."""
+        """Return a text timeline, without colour because a text may go to a file."""
         from pipelab.draw import text
 
         return text.timeline(self, colour=False)
 
     def __repr__(self) -> str:
-        """Return the name and the figures."""
         unit = f" {self.unit}" if self.unit else ""
         return f"<{self.source} trace of {self.name}: makespan {self.makespan:g}{unit}, bubble {self.bubble:.1%}>"
 

@@ -1,4 +1,4 @@
-"""What every action of a trace waited for, and what follows from it: the transfers, and the critical path."""
+"""What each action of a trace waited for, and what follows from it: the transfers, and the critical path."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Half = Literal["whole", "upper", "lower"]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What an action waited for, while its rank was free.
+    """What an action waited for while its rank was free.
 
     Attributes:
-        giver: the code of the action that gave the need that arrived last; for an `R`, of the last action on the rank
-            of the group that came last.
-        there: when that need was there.
+        giver: the code of the action whose value arrived last; for an `R`, of the last action before it on the rank of
+            the group that reached it last.
+        there: when that value arrived.
     """
 
     giver: int
@@ -35,12 +35,12 @@ class Wait:
 def crossings(
     bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable[[int], float] | None
 ) -> tuple[Transfer, ...]:
-    """Return the transfers of a plan: each value that a rank needs and another gives.
+    """Return the transfers of a plan: each value that one rank gives and another needs.
 
     Args:
-        bound: the plan, bound.
+        bound: the plan, bound to stages.
         ends: for each rank, when each of its actions ended.
-        delay: how long a value travels, by its number; `None` for not at all.
+        delay: how long a value travels, by its number; `None` if transfers take no time.
     """
     codes, ended = bound.codes, _ended(bound, ends)
     transfers: list[Transfer] = []
@@ -56,7 +56,7 @@ def crossings(
 
 
 def waits(trace: Trace) -> list[list[Wait | None]]:
-    """Return, for each rank and each of its actions, what it waited for; `None` if its rank was the last to be ready.
+    """Return, for each rank and each of its actions, what it waited for; `None` if it waited for its own rank.
 
     Example:
         >>> import pipelab
@@ -70,10 +70,10 @@ def waits(trace: Trace) -> list[list[Wait | None]]:
 
 
 def critical_path(trace: Trace) -> tuple[Event, ...]:
-    """Return the chain of actions that the makespan hangs on, first to last.
+    """Return the chain of actions that determines the makespan, first to last.
 
-    Walking back from the last action, each step goes to what the action waited for longest: the action before it on
-    its rank, or the giver of a value it needs, transfer included. Where both were ready at once, it goes to the former.
+    From the last action, each step back goes to what the action waited for longest: the action before it on its rank,
+    or the giver of a value that it needs, with its transfer. If both were ready at once, it goes to the former.
 
     Example:
         >>> import pipelab
@@ -94,7 +94,7 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
 
 
 class _Waits:
-    """What the actions of a trace waited for, worked out for those that are asked for."""
+    """What the actions of a trace waited for, computed when asked for."""
 
     def __init__(self, trace: Trace) -> None:
         code = trace.plan.bound.codes.code
@@ -104,7 +104,7 @@ class _Waits:
         self.slack = 1e-9 * trace.makespan
 
     def of(self, rank: int, index: int) -> Wait | None:
-        """Return the need that arrived last, if that was after the rank was free."""
+        """Return the value that arrived last, if it arrived after the rank was free."""
         row, part = self.bound.rows[rank], half(self.trace, rank, index)
         arrivals = self._arrivals(row[index])
         if part != "whole":  # a slot starts when both of its halves have what they need
@@ -115,7 +115,7 @@ class _Waits:
         return last if last is not None and last.there > free + self.slack else None
 
     def _arrivals(self, code: int) -> list[Wait]:
-        """Return when each need of an action was there; for an `R`, when each rank of its group was free."""
+        """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
         if self.bound.codes.kind[code] != "R":
             givers = (giver for _, giver in self.bound.inputs(code))
             return [Wait(giver, self.travelled.get((giver, code), self.ended[giver])) for giver in givers]
@@ -125,12 +125,12 @@ class _Waits:
 
 
 def _before(trace: Trace, rank: int, index: int) -> int:
-    """Return the place of what a rank ran before an action, which may share its slot with the other half of a pair."""
+    """Return the index of the action before this one's slot, which the two halves of a pair may share."""
     return index - (2 if half(trace, rank, index) == "lower" else 1)
 
 
 def _ended(bound: BoundPlan, ends: Sequence[Sequence[float]]) -> dict[int, float]:
-    """Return, by code, when an action ended; an `R`, when the last of its ranks did."""
+    """Return, by code, when an action ended; for an `R`, when it ended on the last of its ranks."""
     ended: dict[int, float] = {}
     for row, times in zip(bound.rows, ends, strict=True):
         for code, end in zip(row, times, strict=True):
@@ -139,9 +139,9 @@ def _ended(bound: BoundPlan, ends: Sequence[Sequence[float]]) -> dict[int, float
 
 
 def half(trace: Trace, rank: int, index: int) -> Half:
-    """Return which part of its slot an action fills: half of it where it shares the slot with its pair's other half.
+    """Return which part of its slot an action fills: half if it shares the slot with the other half of its pair.
 
-    Actions that take no time share no slot: one of them may wait for the other.
+    Actions that take no time do not share a slot, because one of them may wait for the other.
     """
     pairs = trace.plan.bound.pairs
     starts, ends = trace.starts[rank], trace.ends[rank]

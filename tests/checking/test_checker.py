@@ -227,7 +227,7 @@ def test_a_pair_with_an_impossible_half_is_told(half):
     assert plan.rows == ((F(0, 0), Pair(half, B(0))),)
 
 
-OTHERWISE = "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the schedule splits or overlaps"
+OTHERWISE = "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) if the schedule splits or overlaps"
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ OTHERWISE = "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) where the sched
         ((F, 3), "yield F(3), not a tuple of its parts"),
         ((B, 3, 0), "yield B(3, stage=0), not a tuple of its parts"),
         (["I", 3], "yield I(3), not a list of its parts"),
-        ([F(0), F(1)], "yield from it: an action at a time"),
-        ((F(0), B(0)), "yield from it: an action at a time"),
-        ((each for each in ()), "yield from it: an action at a time"),
+        ([F(0), F(1)], "use yield from, which yields one action at a time"),
+        ((F(0), B(0)), "use yield from, which yields one action at a time"),
+        ((each for each in ()), "use yield from, which yields one action at a time"),
         ((), OTHERWISE),
         (("F", "three"), OTHERWISE),
         ((F, 1, 2, 3), OTHERWISE),
@@ -294,7 +294,7 @@ def test_swapped_arguments_are_the_one_fault_with_the_right_ones(size):
     right = GPipe(*size).plan()
     (told,) = check(swapped(right))
     assert told.code in ("out-of-range", "wrong-rank")
-    assert "micro-batch and stage of F and B are the wrong way round; the first: " in told.message
+    assert "micro-batch and stage of F and B are swapped; the first: " in told.message
     kind, stage, microbatch = told.action.kind, told.action.microbatch, told.action.stage
     assert told.hint == (
         f"it is {kind}(microbatch, stage): did you swap them? {kind}({microbatch}, {stage}), in text "
@@ -366,7 +366,7 @@ def test_a_place_with_its_parameters_swapped_is_the_one_fault(kind, place):
     mine = type("Mine", (kind,), {"place": place})
     (fault,) = check(mine(ranks=4, microbatches=8))
     assert (fault.code, fault.rank) == ("wrong-rank", None)
-    assert fault.message.startswith("place has its two parameters the wrong way round: pipelab calls place(microbatch,")
+    assert fault.message.startswith("the two parameters of place are swapped: pipelab calls place(microbatch, stage)")
     assert f"\n  at {__file__}, line {place.__code__.co_firstlineno}" in fault.message
     assert fault.hint == "write def place(self, microbatch, stage); then the schedule is right"
 
@@ -387,7 +387,7 @@ def test_pipelabs_own_placement_is_never_taken_for_swapped():
 
     faults = check(ByMicrobatch(2, 4))
     assert {fault.code for fault in faults} == {"wrong-rank"}
-    assert not any("wrong way round" in fault.message for fault in faults)
+    assert not any("swapped" in fault.message for fault in faults)
 
 
 class Gpipe:
@@ -518,9 +518,9 @@ class Looping(pipelab.Schedule):
 @pytest.mark.parametrize(
     ("kind", "stages_per_rank", "first"),
     [
-        (WithoutStages, 2, "96 faults come of it; the first: 2F0 appears again on rank 2, position 0;"),
+        (WithoutStages, 2, "that causes 96 faults; the first: 2F0 appears again on rank 2, position 0;"),
         (WithTables, 2, "so place(0, 0) returns 4, and 31 more like it; there are 4 ranks"),
-        (Looping, 3, "128 faults come of it; the first: 0F0 appears again on rank 0, position 8;"),
+        (Looping, 3, "that causes 128 faults; the first: 0F0 appears again on rank 0, position 8;"),
     ],
 )
 def test_a_class_that_forgets_how_many_stages_a_rank_has_is_told_so(kind, stages_per_rank, first):
@@ -756,7 +756,7 @@ def test_anything_but_a_plan_or_a_schedule_is_a_type_error(thing):
 
 
 def test_rows_by_themselves_are_told_to_be_a_plan():
-    with pytest.raises(TypeError, match=r"make a plan of it, Plan\(rows\)$"):
+    with pytest.raises(TypeError, match=r"make a plan with Plan\(rows\)$"):
         check([[F(0), B(0)], [F(0), B(0)]])
 
 
@@ -770,7 +770,7 @@ def test_a_class_without_its_base_is_told_to_have_it():
 
 
 def test_a_schedules_class_is_told_to_be_made():
-    with pytest.raises(TypeError, match=r"make one, GPipe\(ranks=4, microbatches=8\)"):
+    with pytest.raises(TypeError, match=r"make a schedule with GPipe\(ranks=4, microbatches=8\)"):
         check(pipelab.GPipe)
 
 

@@ -145,11 +145,11 @@ def test_two_all_reduces_in_opposite_orders_are_a_deadlock():
     (fault,) = check(replicated)
     assert str(fault) == (
         "deadlock: rank 0 waits for rank 1, which waits for rank 0\n"
-        "  0R (rank 0, position 4) needs rank 1 to come to it too\n"
-        "  0R (rank 1, position 5) comes after 1R, which needs rank 0 to come to it too\n"
+        "  0R (rank 0, position 4) needs rank 1 to reach it too\n"
+        "  0R (rank 1, position 5) comes after 1R, which needs rank 0 to reach it too\n"
         "  1R comes after 0R on rank 0\n"
         "  try: list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
-        "or list none of them, and each is put in its place\n"
+        "or list none, and pipelab inserts them\n"
         "    rank 0 | 0F0 1F0 1B0 0B0 0R 1R\n"
         "                             ^^"
     )

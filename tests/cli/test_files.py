@@ -42,7 +42,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_comman
     code, output, error = pipelab_command(*command.split(), "--save", "x.foo")
     assert code == 1
     assert output == ""
-    assert f"is not written as .foo; use one of {known}\n" in error
+    assert f"cannot be written as .foo; use one of {known}\n" in error
     code, _, error = pipelab_command(*command.split(), "--save", f"nowhere/x{known.split()[0]}")
     assert code == 1
     assert "there is no folder nowhere" in error

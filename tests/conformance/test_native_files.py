@@ -9,8 +9,8 @@ from pipelab import Plan, schedules
 from pipelab.conformance import native
 from pipelab.conformance.recording import NATIVE, RecordingStage, executed, native_place
 from pipelab.conformance.references import flat
-from pipelab.conformance.same_work import same_model, same_task
-from pipelab.conformance.steps import alone, step_of_plan
+from pipelab.conformance.steps import group_of_one, step_of_plan
+from pipelab.conformance.workload import fixed_model, fixed_task
 from pipelab.engine.torchrun import runtime
 
 MULTI = [name for name in NATIVE if name not in ("gpipe", "1f1b")]
@@ -44,14 +44,14 @@ def test_pytorch_says_why_it_does_not_load_a_plan_with_replicated_stages(schedul
 
 def test_a_file_that_pytorch_loads_and_then_fails_on_is_written_with_a_warning(tmp_path):
     plan = Plan.parse(["0F1 0F0 0B0 0B1", "1F1 1F0 1B0 1B1"])
-    with pytest.warns(UserWarning, match=r"last stage's forwards run in the order 1, 0: PyTorch's runtime") as told:
+    with pytest.warns(UserWarning, match=r"last stage's forwards run in the order 1, 0, and PyTorch's runtime") as told:
         path = plan.to_csv(tmp_path / "plan.csv")
     assert told[0].filename == __file__
     assert Plan.from_csv(path) == plan
-    with alone(), pytest.raises(RuntimeError, match="Failed to run stage backward"):
-        step_of_plan(plan, list(same_model(2)), same_task(2))
-    with alone():  # other stages may take them in any order
-        step_of_plan(Plan.parse(["0F1 0F0 0B0 0B1", "1F0 1F1 1B0 1B1"]), list(same_model(2)), same_task(2))
+    with group_of_one(), pytest.raises(RuntimeError, match="Failed to run stage backward"):
+        step_of_plan(plan, list(fixed_model(2)), fixed_task(2))
+    with group_of_one():  # other stages may take them in any order
+        step_of_plan(Plan.parse(["0F1 0F0 0B0 0B1", "1F0 1F1 1B0 1B1"]), list(fixed_model(2)), fixed_task(2))
 
 
 @pytest.mark.parametrize("order", ["F0 F1 B1 B0", "F0 B0 F1 B1"])
@@ -60,9 +60,9 @@ def test_a_file_that_pytorch_runs_is_written_without_a_warning(order, tmp_path):
     Plan.parse(rows).to_csv(tmp_path / "plan.csv")  # warnings are errors
     alone_on_its_rank = Plan.parse(["0F1 0F0 0B0 0B1"])
     alone_on_its_rank.to_csv(tmp_path / "plan.csv")  # one stage has nobody who waits for another gradient
-    with alone():
+    with group_of_one():
         ours, ascending = (
-            step_of_plan(plan, list(same_model(1)), same_task(2))
+            step_of_plan(plan, list(fixed_model(1)), fixed_task(2))
             for plan in (alone_on_its_rank, Plan.parse(["0F0 0F1 0B0 0B1"]))
         )
     assert ours.difference(ascending) < 1e-6

@@ -20,8 +20,8 @@ from pipelab.conformance.processes import Job, run_in_processes
 from pipelab.conformance.recording import NATIVE
 from pipelab.conformance.references import Grid, references
 from pipelab.conformance.report import conformance, count, first_difference
-from pipelab.conformance.same_work import one_thread, same_model, same_task
-from pipelab.conformance.steps import Outcome, Task, alone, step_of_class
+from pipelab.conformance.steps import Outcome, Task, group_of_one, step_of_class
+from pipelab.conformance.workload import fixed_model, fixed_task, one_thread
 from pipelab.engine.torchrun import runtime
 from pipelab.errors import EngineError
 
@@ -71,7 +71,7 @@ def test_a_size_that_only_pipelab_accepts_is_counted_with_pytorchs_words() -> No
 def test_a_size_that_pipelab_refuses_is_counted_and_told_with_its_reason() -> None:
     text, same = shown(["dualpipe"], Grid(ranks=(3,), microbatches=(3, 4)))
     assert same
-    words = "dualpipe: pipelab refuses 2 sizes: ranks=3, microbatches=3: DualPipe"
+    words = "dualpipe: pipelab refuses 2 sizes: ranks=3, microbatches=3: DualPipe needs"
     assert words in " ".join(text.split())
     (line,) = conformance(["dualpipe"], Grid(ranks=(2,), microbatches=(2, 3, 4))).lines
     assert (line.sizes, line.refused, line.refused_here, line.not_ours) == (0, 1, 2, 0)
@@ -164,14 +164,14 @@ def test_a_pair_counts_as_its_forward_then_its_backward() -> None:
 
 
 def test_a_process_that_is_in_a_group_already_is_told_so() -> None:
-    with alone(), pytest.raises(EngineError, match="in a process group already"), alone():
+    with group_of_one(), pytest.raises(EngineError, match="in a process group already"), group_of_one():
         pass
     assert not distributed.is_initialized()
 
 
 def test_one_class_alone_adds_to_the_gradients_that_are_there() -> None:
-    model, task = same_model(1), same_task(4)
-    with alone():
+    model, task = fixed_model(1), fixed_task(4)
+    with group_of_one():
         once = [each.clone() for each in step_of_class("ScheduleGPipe", [model], task).gradients]
         twice = step_of_class("ScheduleGPipe", [model], task).gradients
     torch.testing.assert_close(twice, [2 * each for each in once])
@@ -181,9 +181,9 @@ def test_one_class_alone_adds_to_the_gradients_that_are_there() -> None:
 def test_with_pytorchs_defaults_bits_are_equal_where_dividing_does_not_round(
     microbatches: int,
 ) -> None:
-    task = same_task(microbatches)
-    theirs, ours = same_model(1), same_model(1)
-    with one_thread(), alone():
+    task = fixed_task(microbatches)
+    theirs, ours = fixed_model(1), fixed_model(1)
+    with one_thread(), group_of_one():
         stage = native.local_stage(theirs, 0, 1)
         native.schedule_class("ScheduleGPipe")(stage, microbatches, loss_fn=task.loss_fn).step(task.x, target=task.y)
         with Pipeline([ours], GPipe(1, microbatches), task.loss_fn) as pipe:
@@ -286,5 +286,5 @@ def test_a_process_that_fails_is_told_with_its_rank_and_traceback() -> None:
 
 @pytest.mark.dist
 def test_processes_that_do_not_answer_are_ended() -> None:
-    with pytest.raises(EngineError, match=r"rank 0 did not answer within 0\.01 s"):
+    with pytest.raises(EngineError, match=r"rank 0 of 1 processes of PyTorch did not answer within 0\.01 s"):
         run_in_processes([Job("ScheduleGPipe", 2)], 1, timeout=0.01)

@@ -269,7 +269,7 @@ def test_importing_the_package_loads_no_drawing_library():
 def test_an_unknown_suffix_lists_the_known_ones(one_f_one_b, tmp_path):
     with pytest.raises(pipelab.PipelabError, match=r"\.gif; use one of \.html \.svg \.png \.pdf \.txt \.json"):
         one_f_one_b.save(tmp_path / "timeline.gif")
-    with pytest.raises(pipelab.PipelabError, match=r"no suffix; use one of \.html"):
+    with pytest.raises(pipelab.PipelabError, match=r"without a suffix; use one of \.html"):
         pipelab.compare(one_f_one_b).save(tmp_path / "timeline")
 
 

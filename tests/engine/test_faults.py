@@ -26,6 +26,7 @@ from pipelab.errors import (
     BatchError,
     EngineError,
     LossError,
+    PipelabError,
     StageError,
     StepTimeoutError,
     UsageError,
@@ -348,7 +349,7 @@ def test_a_nan_that_was_there_before_is_not_said_to_be_made():
     model = plain.mlp(6)
     with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
         x[5, 1] = float("nan")
-        told = r"^0F2 on rank 0 made NaN: .*\n  there was NaN in what it was given: in the rows of x of micro-batch 2\b"
+        told = r"^0F2 on rank 0 made NaN: .*\n  there was NaN in its input: in the rows of x of micro-batch 2\b"
         with pytest.raises(StageError, match=told):
             pipe.step(x, y)
         x[5, 1] = 0
@@ -462,7 +463,7 @@ def test_a_stage_that_hangs_is_given_up_soon_after_the_timeout(monkeypatch):
     fuse, hang = Fuse(), Hang()
     with Pipeline(model_with(fuse), Naive(3, 2), mse, timeout=2) as pipe:
         fuse.backward_does = hang
-        with pytest.raises(StepTimeoutError, match="gradients are partial"):
+        with pytest.raises(StepTimeoutError, match="may still add to gradients"):
             pipe.step(*plain.batch(8))
         hang.over.set()
     assert waited == [0.2]  # a tenth of the timeout, however long a stage may take to come back after an error
@@ -720,7 +721,7 @@ def test_two_threads_may_step_one_pipeline_one_after_the_other():
     [
         (torch.tensor(1.0), torch.zeros(4), "x holds a tensor without dimensions"),
         (torch.zeros(4, 6), torch.tensor(1.0), "y holds a tensor without dimensions"),
-        (torch.zeros(4, 6), torch.zeros(5, 6), "x has 4 rows and y has 5: every row needs its target"),
+        (torch.zeros(4, 6), torch.zeros(5, 6), "x has 4 rows and y has 5"),
         ((torch.zeros(4, 6), torch.zeros(5)), torch.zeros(4), "the tensors in x have 4 and 5 rows"),
         (torch.zeros(3, 6), torch.zeros(3, 6), "a batch of 3 rows cannot fill 4 micro-batches"),
         (torch.zeros(0, 6), torch.zeros(0, 6), "a batch of 0 rows cannot fill 4 micro-batches"),
@@ -746,14 +747,14 @@ def test_an_evaluation_of_too_few_rows_is_refused():
 
 def test_a_schedule_that_stands_where_the_model_should_is_told_to_change_places():
     schedule = GPipe(2, 2)
-    told = r"^Pipeline\(model, schedule, loss_fn\): the model comes first, and (GPipe|Plan)\(.*\) stands first$"
+    told = r"^Pipeline\(model, schedule, loss_fn\): expected a model first, got (GPipe|Plan)\("
     for first in (schedule, schedule.plan()):
         with pytest.raises(TypeError, match=told):
             Pipeline(first, plain.mlp(2), mse)
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(EngineError, match="engine='mpi': expected 'threads'"):
+    with pytest.raises(UsageError, match="engine='mpi': expected 'threads'"):
         Pipeline(plain.mlp(4), GPipe(2, 2), mse, engine="mpi")
 
 
@@ -769,7 +770,7 @@ def test_an_illegal_plan_is_refused_with_its_faults():
 def test_what_is_refused_starts_no_thread():
     before = ranks_threads()
     for arguments in ({"devices": ["cpu"]}, {"engine": "mpi"}, {"reduction": "max"}):
-        with pytest.raises(EngineError):
+        with pytest.raises(PipelabError):
             Pipeline(plain.mlp(4), GPipe(2, 2), mse, **arguments)
     with pytest.raises(EngineError):
         Pipeline(plain.mlp(1), GPipe(2, 2), mse)
@@ -829,9 +830,12 @@ class WritesIntoItsInput(nn.Module):
         return nn.functional.relu(x, inplace=True)
 
 
-def test_a_stage_that_writes_into_its_leaf_is_told_to_clone_it():
+def test_a_stage_that_writes_into_its_leaf_is_named():
     model = nn.Sequential(nn.Linear(6, 6), WritesIntoItsInput())
-    with Pipeline(model, Naive(2, 2), mse) as pipe, pytest.raises(StageError, match="try: clone the stage's input"):
+    with (
+        Pipeline(model, Naive(2, 2), mse) as pipe,
+        pytest.raises(StageError, match="a leaf Variable that requires grad"),
+    ):
         pipe.step(*plain.batch(4))
 
 

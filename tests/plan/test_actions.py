@@ -70,8 +70,8 @@ def test_anything_else_is_no_action(text):
     ("text", "advice"),
     [
         ("0f0", "try: '0F0', in capital letters"),
-        ("0UNSHARD", "try: leave it out: PyTorch's compute_comms format"),
-        ("1RECV_F3", "try: leave it out: PyTorch's compute_comms format"),
+        ("0UNSHARD", "try: leave it out: it belongs to PyTorch's compute_comms format"),
+        ("1RECV_F3", "try: leave it out: it belongs to PyTorch's compute_comms format"),
     ],
 )
 def test_what_is_nearly_an_action_is_told_what_to_write(text, advice):

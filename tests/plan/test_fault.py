@@ -102,8 +102,8 @@ MESSAGES = {
     ),
     "endless": (
         Plan([forever()], 1, 1),
-        "endless: rank 0 was still listing actions after 72, where 2 per stage would do; it was cut off\n"
-        "  try: end the loop after the last backward: a generator must stop by itself\n"
+        "endless: rank 0 lists more than 72 actions, where 2 per stage are enough; pipelab cut the row off\n"
+        "  try: end the loop after the last backward, so that the generator stops\n"
         "    rank 0 | … F0 F0 F0 F0 F0\n"
         "                           ^^",
     ),

@@ -150,11 +150,11 @@ def test_what_cannot_be_compared_is_refused():
         compare(SimpleNamespace(trace=simulate(pipelab.GPipe(2, 2))))
     with pytest.raises(TypeError, match=r"one by one, got \[<simulated"):
         compare([trace, trace])
-    with pytest.raises(TypeError, match=r"got 'gpipe': make one, pipelab.schedules\['gpipe'\]\(ranks=4"):
+    with pytest.raises(TypeError, match=r"got 'gpipe': make a schedule with pipelab.schedules\['gpipe'\]\(ranks=4"):
         compare(trace, "gpipe")
-    with pytest.raises(TypeError, match=r"got the class GPipe: make one, GPipe\(ranks=4, microbatches=8\)"):
+    with pytest.raises(TypeError, match=r"got the class GPipe: make a schedule with GPipe\(ranks=4, microbatches=8\)"):
         compare(trace, pipelab.GPipe)
-    with pytest.raises(CostError, match="only traces, which have their times"):
+    with pytest.raises(CostError, match="traces have their own times"):
         compare(trace, cost=Cost())
     with pytest.raises(ScheduleError, match="missing"):
         compare(Plan.parse(["0F0"]))

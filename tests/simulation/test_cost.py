@@ -57,7 +57,7 @@ def test_one_slow_action_does_not_change_the_fit():
 
 @pytest.mark.parametrize("taken", [pipelab.GPipe(2, 4), [1, 2], None], ids=str)
 def test_a_fit_of_anything_but_a_trace_says_which_trace(taken):
-    with pytest.raises(TypeError, match=r"^Cost.fit takes a trace, step.trace or what simulate returns, got "):
+    with pytest.raises(TypeError, match=r"^Cost.fit takes a trace, from step.trace or simulate, got "):
         Cost.fit(taken)
 
 
@@ -65,10 +65,8 @@ def test_a_fit_for_other_stages_is_refused_with_the_next_move():
     fitted = Cost.fit(simulate(pipelab.GPipe(2, 4)))
     with pytest.raises(CostError) as refusal:
         simulate(pipelab.GPipe(4, 4), fitted)
-    assert str(refusal.value) == (
-        "forward has 2 numbers for 4 stages: give one number, or one per stage; costs that Cost.fit took from a trace "
-        "hold for its 2 stages alone: run the model once with 4, and fit that trace"
-    )
+    assert str(refusal.value).startswith("forward has 2 numbers for 4 stages: give one number, or one per stage; ")
+    assert "for 4 stages, run the model with so many and fit that trace" in str(refusal.value)
 
 
 def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():

@@ -1,7 +1,7 @@
-"""Where a rank runs, and what time it is there.
+"""The devices of ranks, their streams and clocks.
 
 - `devices`: `devices`: a device for each rank
-- `streams`: how a rank computes and hands values over, on CPU and CUDA
+- `streams`: how a rank computes, sends and receives values, on CPU and CUDA
 - `clocks`: when an action ran, on CPU and CUDA
-- `green_contexts`: one GPU cut into parts that run side by side
+- `green_contexts`: one GPU cut into partitions that run side by side
 """

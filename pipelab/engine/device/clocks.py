@@ -1,4 +1,4 @@
-"""When the action that this thread is running began: what an emulated stage counts its time from."""
+"""Clocks of CPU and CUDA devices: when an action began and ended."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-__all__ = ["HOST", "Clock", "GpuClock", "StepClock", "here", "since"]
+__all__ = ["HOST", "Clock", "GpuClock", "HostClock", "StepClock", "here", "since"]
 
 _OVERHEAD_NANOSECONDS = 1_000_000
 
 
 class _Here(threading.local):
-    """Per thread: the reading of the clock at the start of its action; `None` outside of a pipeline, and on CUDA."""
+    """Per thread: the clock's reading at the start of its action; `None` outside of a pipeline, and on CUDA."""
 
     began: object = None
 
@@ -25,9 +25,9 @@ here = _Here()
 
 
 def since() -> int:
-    """Return the moment from which an emulated layer counts, in nanoseconds of `time.perf_counter_ns`.
+    """Return when an emulated layer begins, in nanoseconds of `time.perf_counter_ns`.
 
-    It is the start of the action, or the end of the emulated layer before, as long as only overhead lies between; after
+    That is the start of the action, or the end of the previous emulated layer, if only overhead lies between; after
     real work of a millisecond or more, it is now.
     """
     now = time.perf_counter_ns()
@@ -40,7 +40,7 @@ _TRIES = 8
 """How often an anchor is measured; the quickest counts."""
 
 _RESOLUTION_NS = 500
-"""What CUDA says of the resolution of its events' times."""
+"""The resolution of CUDA events, as documented."""
 
 _FLOAT_ROUNDING = 2.0**-24
 """The relative error of a time between two events, a 32-bit float."""
@@ -49,41 +49,26 @@ _DRIFT = 1e-4
 """How much faster or slower than the host's clock a GPU's may run: a quartz is off by half of that at most."""
 
 
-class StepClock(Protocol):
-    """What one step's marks on a device are read by.
+class HostClock:
+    """The host's clock, for every step alike: marks are readings of it.
 
     Attributes:
-        error_ns: how far the readings that were asked for may be from the host's clock, in nanoseconds.
+        error_ns: how far they may be from it, if another process measured them.
     """
 
-    @property
-    def error_ns(self) -> int:  # noqa: D102 - told above
-        ...
+    def __init__(self, error_ns: int = 0) -> None:
+        self.error_ns = error_ns
 
-    def nanoseconds(self, marks: list[Any]) -> list[int]:
-        """Return a rank's marks, in their order, as readings of the host's clock, waiting for the device if need be."""
-
-
-class Clock(Protocol):
-    """A device's clock, shared by all ranks on the device."""
-
-    def begin(self) -> StepClock:
-        """Return the clock of a step that begins now; without waiting for the device."""
-
-
-class _HostClock:
-    """The host's clock: marks are readings of it."""
-
-    error_ns = 0
-
-    def begin(self) -> StepClock:
+    def begin(self) -> HostClock:
+        """Return the clock of a step that begins now."""
         return self
 
     def nanoseconds(self, marks: list[Any]) -> list[int]:
+        """Return a rank's marks as readings of the host's clock."""
         return marks
 
 
-HOST = _HostClock()
+HOST = HostClock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +81,15 @@ class _Anchor:
 
 
 class GpuClock:
-    """The clock of a CUDA device."""
+    """The clock of a CUDA device, shared by all ranks on the device: marks are events."""
 
     def __init__(self, device: torch.device) -> None:
-        """Set the device's clock against the host's."""
         self.device = device
         self._stream = torch.cuda.Stream(device)  # of its own, so that no work stands before an anchor
         self.anchor = self.measure()
 
     def measure(self) -> _Anchor:
-        """Read both clocks at one moment, and keep that as the newest anchor."""
+        """Read both clocks at one moment; store it as the newest anchor and return it."""
         tries = []
         for _ in range(_TRIES):
             event = torch.cuda.Event(enable_timing=True)
@@ -119,12 +103,12 @@ class GpuClock:
         self.anchor = min(tries, key=lambda each: each.error_ns)
         return self.anchor
 
-    def begin(self) -> StepClock:
-        """Return the clock of a step that begins now: after all that the caller has launched on this device."""
-        return _GpuStepClock(self)
+    def begin(self) -> GpuStepClock:
+        """Return the clock of a step that begins now, after the caller's kernels; do not wait for the device."""
+        return GpuStepClock(self)
 
 
-class _GpuStepClock:
+class GpuStepClock:
     """One step's clock on one GPU, shared by the ranks on it."""
 
     def __init__(self, clock: GpuClock) -> None:
@@ -136,10 +120,12 @@ class _GpuStepClock:
 
     @property
     def error_ns(self) -> int:
+        """How far the readings may be from the host's clock, in nanoseconds."""
         _, error, gap = self._origin
         return error + _RESOLUTION_NS + round((_FLOAT_ROUNDING + _DRIFT) * gap + _DRIFT * self._longest)
 
     def nanoseconds(self, marks: list[Any]) -> list[int]:
+        """Return a rank's marks, in order, as readings of the host's clock; wait for the device if necessary."""
         if not marks:
             return []
         marks[-1].synchronize()
@@ -150,11 +136,9 @@ class _GpuStepClock:
 
     @cached_property
     def _origin(self) -> tuple[int, int, float]:
-        """Where the reference lies on the host's clock, by the nearest of the anchors around the step.
+        """The reference on the host's clock, by the nearer anchor before or after the step; its error and distance.
 
-        With it come that anchor's error, and how far away it is.
-
-        Times are 32-bit floats, in milliseconds: the longer, the coarser.
+        CUDA's times are 32-bit floats, in milliseconds: the longer, the coarser.
         """
         self._reference.synchronize()
         after = self._clock.measure()
@@ -163,3 +147,7 @@ class _GpuStepClock:
         if since < until:
             return self._before.host_ns + round(since), self._before.error_ns, since
         return after.host_ns - round(until), after.error_ns, until
+
+
+Clock = HostClock | GpuClock
+StepClock = HostClock | GpuStepClock

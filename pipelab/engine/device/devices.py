@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from pipelab.engine.device.green_contexts import parts_of
+from pipelab.engine.device.green_contexts import partitions_of
 from pipelab.errors import DeviceError, require_size
 
 __all__ = ["RankDevice", "devices", "rank_devices"]
@@ -17,13 +17,12 @@ __all__ = ["RankDevice", "devices", "rank_devices"]
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """What one rank runs on: a device, or a share of one.
+    """The device of one rank, or its share of a device.
 
     Attributes:
         device: the device.
-        share: which share of it, such as `"2 of 4"` or `"2 of 4: 32 of 132 SMs"`; empty where the rank has the device
-            to itself.
-        stream: the CUDA stream that the rank uses; `None` for one of its own.
+        share: the share, such as `"2 of 4"` or `"2 of 4: 32 of 132 SMs"`; empty if no other rank uses the device.
+        stream: the CUDA stream that the rank uses; `None` for a new one.
     """
 
     device: torch.device
@@ -31,22 +30,19 @@ class RankDevice:
     stream: torch.cuda.Stream | None = None
 
     def __str__(self) -> str:
-        """Return the device, and the share in brackets."""
         return f"{self.device} ({self.share})" if self.share else str(self.device)
 
 
 def devices(n: int) -> list[torch.device | RankDevice]:
-    """Return what `n` ranks run on: `n` GPUs if there are as many, fewer shared evenly, the CPU if there is none.
+    """Return devices for `n` ranks: `n` GPUs if there are as many, fewer shared evenly, the CPU if there is none.
 
-    Ranks that share a GPU get a part of it each, with multiprocessors (SMs) of its own, so that they truly run side by
-    side: on four parts of a GPU with 132 SMs, `cuda:0 (1 of 4: 32 of 132 SMs)` and so on. That takes the package
-    `cuda-bindings`, which a PyTorch for CUDA or `pip install cuda-bindings` brings, and a driver for CUDA 12.5 or
-    newer. Without them every rank gets an ordinary stream, and kernels overlap only where the GPU has room. A warning
-    says which ranks share, and how. The parts are made once in a process and shared by all that ask for the same
-    number.
+    Ranks that share a GPU get disjoint partitions of its multiprocessors (SMs), so that they truly run side by side: on
+    a GPU with 132 SMs, four ranks get `cuda:0 (1 of 4: 32 of 132 SMs)` and so on. Partitions need the package
+    `cuda-bindings`, which comes with a PyTorch for CUDA or with `pip install cuda-bindings`, and a driver for CUDA 12.5
+    or newer. Without them every rank gets an ordinary stream, and kernels overlap only if the GPU has room. A warning
+    reports which ranks share a GPU, and how.
 
-    A rank that has a device to itself gets a plain `torch.device`; one that shares it, a `RankDevice`, whose `device`
-    it is.
+    A rank that shares a device gets a `RankDevice`; any other rank gets a `torch.device`.
 
     Example:
         >>> import pipelab
@@ -67,12 +63,12 @@ def devices(n: int) -> list[torch.device | RankDevice]:
     shared = share_evenly([torch.device("cuda", index) for index in range(gpus)], n)
     for device, ranks in groupby(shared, key=lambda each: each.device):
         try:
-            found.extend(_apart(list(ranks)))
+            found.extend(_partitioned(list(ranks)))
         except DeviceError as error:
             found.extend(each for each in shared if each.device == device)
-            refusals.append(f"\n  {device} is not cut into parts with SMs of their own: {error}")
+            refusals.append(f"\n  {device} has no partitions of SMs: {error}")
     if refusals:
-        refusals.append("\n  ranks that share it have a stream each: their kernels overlap only where there is room")
+        refusals.append("\n  ranks that share it have a stream each: their kernels overlap only if there is room")
     warnings.warn(
         f"{n} ranks share {gpus} GPU{'s' if gpus > 1 else ''}: "
         + ", ".join(f"rank {rank} on {each}" for rank, each in enumerate(found))
@@ -82,22 +78,16 @@ def devices(n: int) -> list[torch.device | RankDevice]:
     return found
 
 
-def _apart(ranks: Sequence[RankDevice]) -> list[RankDevice]:
-    """Return the ranks of one GPU, each with a part of it.
-
-    Raises:
-        DeviceError: saying why the GPU cannot be cut.
-    """
+def _partitioned(ranks: list[RankDevice]) -> list[RankDevice]:
+    """Return the ranks of one GPU, each with a partition of it."""
     if len(ranks) == 1:
-        return list(ranks)
-    parts = parts_of(ranks[0].device, len(ranks))
-    return [
-        RankDevice(each.device, f"{each.share}: {part}", part.stream) for each, part in zip(ranks, parts, strict=True)
-    ]
+        return ranks
+    pairs = zip(ranks, partitions_of(ranks[0].device, len(ranks)), strict=True)
+    return [RankDevice(each.device, f"{each.share}: {part}", part.stream) for each, part in pairs]
 
 
 def share_evenly(pool: Sequence[torch.device], n: int) -> list[RankDevice]:
-    """Return devices for `n` ranks on fewer devices, neighbours together, shares as even as can be."""
+    """Return devices for `n` ranks on fewer devices, neighbours together, shares as even as possible."""
     each, more = divmod(n, len(pool))
     found: list[RankDevice] = []
     for index, device in enumerate(pool):
@@ -106,13 +96,11 @@ def share_evenly(pool: Sequence[torch.device], n: int) -> list[RankDevice]:
     return found
 
 
-def rank_devices(
-    wanted: Sequence[RankDevice | torch.device | str] | None, ranks: int, *, first: int = 0
-) -> list[RankDevice]:
-    """Return one device per rank, from rank `first` on: those that were asked for, or what this machine has.
+def rank_devices(wanted: Sequence[RankDevice | torch.device | str] | None, ranks: int) -> list[RankDevice]:
+    """Return one device per rank: the wanted ones, or this machine's.
 
     Raises:
-        DeviceError: if there is not one device per rank, or one of them is not there.
+        DeviceError: if there is not one device per rank, or one of another kind than CPU and CUDA.
     """
     if wanted is None:
         wanted = devices(ranks)
@@ -123,22 +111,15 @@ def rank_devices(
     found = [item if isinstance(item, RankDevice) else RankDevice(_device(item)) for item in wanted]
     if len(found) != ranks:
         raise DeviceError(
-            f"{len(found)} device{'s' if len(found) != 1 else ''} for {ranks} ranks: give one per rank "
-            f"(a device may stand several times), or leave devices out"
+            f"{len(found)} device{'s' if len(found) != 1 else ''} for {ranks} ranks: pass one per rank "
+            "(several ranks may share a device), or no devices"
         )
-    for rank, each in enumerate(found, first):
-        if each.device.type == "cuda" and each.device.index >= torch.cuda.device_count():
-            raise DeviceError(f"rank {rank} wants {each.device}, but this machine has {torch.cuda.device_count()} GPUs")
+    for each in found:
         if each.device.type not in ("cpu", "cuda"):
-            raise DeviceError(f"rank {rank} wants {each.device}: pipelab runs on 'cpu' and 'cuda' devices")
+            raise DeviceError(f"devices has {each.device}: pipelab runs on 'cpu' and 'cuda' devices")
     return found
 
 
 def _device(name: torch.device | str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        raise DeviceError(f"{name!r} is not a device: expected 'cpu', or 'cuda:0', 'cuda:1' … for a GPU") from None
-    if str(device) == "cuda":
-        return torch.device("cuda", 0)
-    return device
+    device = torch.device(name)
+    return torch.device("cuda", 0) if str(device) == "cuda" else device

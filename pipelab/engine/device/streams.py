@@ -1,8 +1,8 @@
-"""Rank streams: how a rank computes, reads the clock and hands values over, on a CPU and on a CUDA device.
+"""Rank streams: how a rank computes, reads the clock, sends and receives values, on a CPU and on a CUDA device.
 
-The worker loop is the same for both. On a CPU a value is handed over as it is and the clock is the processor's. On CUDA
-the host only launches: a value travels with an event that its needer's stream waits for, times are events on the rank's
-stream, and nothing waits for the device inside a step. (A rank on a CPU must wait for what it needs from a GPU.)
+The worker loop is the same for both. On a CPU a value is sent unchanged and the clock is the processor's. On CUDA the
+host only launches: a value is sent with an event that the receiver's stream waits for, times are events on the rank's
+stream, and nothing waits for the device inside a step. (A rank on a CPU must wait for values from a GPU.)
 
     caller's stream  ──┬─────────────────────────────────────────┬── reads loss, outputs, gradients
     rank 0's stream    └ F0 ── F1 ────────────── wait ── B0 ─────┤
@@ -29,7 +29,7 @@ __all__ = ["CpuStream", "CudaStream", "RankStream", "Sent", "begin", "finish", "
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A value given on a CUDA stream, the event after which it is there, and the device of that stream."""
+    """A value that a CUDA stream computes, the event after which it is ready, and the device of that stream."""
 
     value: Any
     ready: torch.cuda.Event
@@ -37,15 +37,15 @@ class Sent:
 
 
 class RankStream(Protocol):
-    """What the worker loop asks of a rank's device.
+    """The interface between the worker loop and a rank's device.
 
     Attributes:
-        runs_on: the device, and which share of it.
+        runs_on: the device or its share.
         clock: the device's clock.
-        mark: reads the clock: a number of nanoseconds, or an event that the step's clock turns into one.
-        send: wraps a value for another rank; `None` where it goes as it is.
-        receive: unwraps a value from another rank, or from the caller, on this stream's device; `None` where it is
-            there as it is.
+        mark: reads the clock: a number of nanoseconds, or an event that the step's clock converts into one.
+        send: wraps a value for another rank; `None` if values need no wrapping.
+        receive: unwraps a value from another rank, or from the caller, and moves it to this stream's device; `None` if
+            it is always there.
     """
 
     runs_on: RankDevice
@@ -58,13 +58,13 @@ class RankStream(Protocol):
         """Make this stream's device and streams the current ones of the worker thread."""
 
     def begin(self) -> None:
-        """Called by the caller's thread before a step: what it has launched must come before the step."""
+        """Make the step wait for the caller's kernels; the caller's thread calls this before a step."""
 
     def finish(self, values: Sequence[torch.Tensor]) -> None:
-        """Called by the caller's thread after a step: what it launches from now on must come after the step.
+        """Make the caller's later kernels wait for the step; the caller's thread calls this after a step.
 
         Args:
-            values: what the step made and the caller keeps.
+            values: the results of the step that the caller keeps.
         """
 
 
@@ -77,30 +77,30 @@ class CpuStream:
         self.clock: Clock = HOST
         self.mark: Callable[[], Any] = time.perf_counter_ns
         self.send: Callable[[Any], Any] | None = _pinned if gpus else None
-        self.receive: Callable[[Any], Any] | None = self._take if gpus else None
+        self.receive: Callable[[Any], Any] | None = self._received if gpus else None
         self._copying = _CopyStreams(gpus)
 
     def enter(self, stack: ExitStack) -> None:
-        """Let values from GPUs come over on streams of their own; a CPU thread computes where it is."""
+        """Copy values from GPUs on separate streams."""
         self._copying.enter(stack)
 
     def begin(self) -> None:
-        """Let copies wait for what the caller has launched; its work on the CPU is done."""
+        """Let copies wait for the caller's kernels; its work on the CPU is done."""
         self._copying.begin()
 
     def finish(self, values: Sequence[torch.Tensor]) -> None:
-        """Do nothing: the step's work on the CPU is done, and so are the copies that it waited for."""
+        """Do nothing: the step's work on the CPU and its copies are done."""
 
-    def _take(self, given: Any) -> Any:
-        """Bring a value over, waiting for its copy and for nothing else on its device."""
+    def _received(self, given: Any) -> Any:
+        """Copy a value to the CPU, waiting for nothing else on its device."""
         if isinstance(given, Sent):
             torch.cuda.current_stream(given.device).wait_event(given.ready)
             given = given.value
-        homes = {tensor.device for tensor in tensors_of(given) if tensor.is_cuda}
-        if homes:
+        sources = {tensor.device for tensor in tensors_of(given) if tensor.is_cuda}
+        if sources:
             given = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), given)
-        for home in homes:
-            torch.cuda.current_stream(home).record_event().synchronize()
+        for source in sources:
+            torch.cuda.current_stream(source).record_event().synchronize()
         return given
 
 
@@ -114,8 +114,8 @@ class CudaStream:
         self.device = runs_on.device
         self.stream = runs_on.stream or torch.cuda.Stream(self.device)
         self.mark: Callable[[], Any] = self._mark
-        self.send: Callable[[Any], Any] | None = self._give
-        self.receive: Callable[[Any], Any] | None = self._take
+        self.send: Callable[[Any], Any] | None = self._sent
+        self.receive: Callable[[Any], Any] | None = self._received
         self._copying = _CopyStreams(others)
 
     def enter(self, stack: ExitStack) -> None:
@@ -126,12 +126,12 @@ class CudaStream:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def begin(self) -> None:
-        """Let the streams wait for what the caller has launched on their devices."""
+        """Let the streams wait for the caller's kernels on their devices."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self._copying.begin()
 
     def finish(self, values: Sequence[torch.Tensor]) -> None:
-        """Let the caller's streams wait for these, and keep memory that the caller now uses from being reused."""
+        """Let the caller's streams wait for these; reserve the memory of `values` until the caller's kernels end."""
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         for tensor in values:
@@ -144,22 +144,22 @@ class CudaStream:
         event.record(self.stream)
         return event
 
-    def _give(self, value: Any) -> Sent:
+    def _sent(self, value: Any) -> Sent:
         ready = torch.cuda.Event()
         ready.record(self.stream)
         return Sent(_detached(value), ready, self.device)
 
-    def _take(self, given: Any) -> Any:
+    def _received(self, given: Any) -> Any:
         value = given
         if isinstance(given, Sent):
             self.stream.wait_event(given.ready)
             value = given.value
-        return map_tensors(self._bring, value)
+        return map_tensors(self._copied, value)
 
-    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_cuda:
-            # Whoever made it must not reuse its memory before this rank is done with it. Between two GPUs the copy runs
-            # on the stream that is current on the giver's device, after what this rank's stream has waited for.
+            # Its memory must not be reused before this rank is done with it. Between two GPUs the copy runs on the
+            # sender's current stream, after all that this rank's stream has waited for.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         elif not tensor.requires_grad and not tensor.is_pinned():
             tensor = tensor.pin_memory()  # from pageable memory, the driver would make the host wait
@@ -201,7 +201,7 @@ def rank_streams(devices: Sequence[RankDevice]) -> list[RankStream]:
 
 
 def begin(streams: Sequence[RankStream]) -> list[StepClock]:
-    """Put a step behind what the caller has launched; return the clock by which each rank's marks are read."""
+    """Make a step wait for the caller's kernels; return the clock that reads each rank's marks."""
     clocks = {clock: clock.begin() for clock in {stream.clock for stream in streams}}
     for stream in streams:
         stream.begin()
@@ -209,17 +209,17 @@ def begin(streams: Sequence[RankStream]) -> list[StepClock]:
 
 
 def finish(streams: Sequence[RankStream], values: Any = ()) -> None:
-    """Put what the caller launches from now on behind the step; `values` are what it keeps of it."""
+    """Make the caller's later kernels wait for the step; `values` are the results that it keeps."""
     tensors = [] if all(stream.clock is HOST for stream in streams) else tensors_of(values)
     for stream in streams:
         stream.finish(tensors)
 
 
 def _detached(value: Any) -> Any:
-    """Return a value without its history, which is of the stage that made it; it still says whether it learns."""
+    """Return a value without its history, which stays with its stage; `requires_grad` stays the same."""
     return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def _pinned(value: Any) -> Any:
-    """Return a value of the CPU without its history, in memory that a GPU can copy from while the host goes on."""
+    """Return a value of the CPU without its history, in pinned memory, which a GPU copies asynchronously."""
     return map_tensors(lambda tensor: tensor.detach().pin_memory().requires_grad_(tensor.requires_grad), value)

@@ -19,7 +19,7 @@ __all__ = ["count_parameters", "cut", "layer_times", "short"]
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Return how many numbers the module's parameters have; those that have no size yet count for nothing."""
+    """Return how many numbers the module's parameters have; a lazy one counts as zero."""
     return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
 
 
@@ -39,8 +39,8 @@ def short(count: int) -> str:
 def cut(weights: Sequence[float], into: int) -> list[tuple[int, int]]:
     """Return `(first, past the last)` for each of `into` contiguous parts, none empty.
 
-    The heaviest part is as light as can be. Ties go to the more even cut, then to the one whose first parts are longer:
-    equal layers differ by at most one, the first parts taking the extra.
+    The heaviest part is as light as possible. Ties go to the more even cut, then to the one whose first parts are
+    longer: with equal layers, lengths differ by at most one.
 
     Example:
         >>> cut([1] * 20, 3)
@@ -81,7 +81,7 @@ def cut(weights: Sequence[float], into: int) -> list[tuple[int, int]]:
 
 
 def layer_times(layers: Sequence[nn.Module], example: Any, repeats: int = 5) -> list[float]:
-    """Return the median seconds that each layer takes forward and backward on the example, which changes nothing."""
+    """Return each layer's median seconds forward and backward on the example; restore all that it changes."""
     times: list[float] = []
     value = example
     with unchanged(layers):

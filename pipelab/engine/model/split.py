@@ -1,4 +1,4 @@
-"""Cut a model into stages, and refuse what a cut would change: shared parameters, and hooks that nobody would call."""
+"""Cut a model into stages; refuse shared parameters, and hooks that a pipeline would never call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["BACKWARD_HOOKS", "Stages", "refuse_hooks", "refuse_shared", "split"]
 
 
 def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None = None) -> None:
-    """Refuse a parameter or a buffer that two stages use, with its name and both stages.
+    """Refuse a parameter or a buffer that two stages use.
 
-    PyTorch's tracer copies what two stages use, so only the names show it: the model's own, behind `prefix`.
+    PyTorch's tracer copies a tensor that two stages use, so only its name shows it: the model's own, after `prefix`.
     """
     own = dict(_state(model))
     names = {id(tensor): name for name, tensor in reversed(_state(model))}
@@ -32,9 +32,8 @@ def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | 
             if first != stage:
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise SplitError(
-                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}, but a {what} "
-                    "lives on one stage\n"
-                    f"  try: cut the model elsewhere, or give each of the two layers a {what} of its own"
+                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}, but it can "
+                    f"belong to one stage only\n  try: cut the model elsewhere, or make a second {what}"
                 )
 
 
@@ -51,7 +50,7 @@ def refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str]
             words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
             raise SplitError(
                 f"{what} has {count} {words} hook{'s' if count > 1 else ''} that a pipeline would not call, because "
-                f"{reason}, or take it off with handle.remove()"
+                f"{reason}, or remove the hook with handle.remove()"
             )
 
 
@@ -63,10 +62,10 @@ Balance = Literal["layers", "parameters", "time"]
 
 
 class Stages:
-    """A model cut into stages; made by `split`, taken by `Pipeline`.
+    """A model cut into stages: the result of `split`, and an argument of `Pipeline`.
 
     Attributes:
-        model: the model that was split, or an `nn.ModuleList` of the stages that were given.
+        model: the model that was split, or an `nn.ModuleList` of the list of stages.
         modules: one module per stage, in order. They share their parameters with the model.
         sizes: how many layers each stage holds.
         is_traced: whether PyTorch's tracer made the stages.
@@ -75,7 +74,6 @@ class Stages:
     is_traced = False
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], sizes: Sequence[int]) -> None:
-        """Keep the stages, if no parameter is in two of them."""
         self.model = model
         self.modules = list(modules)
         self.sizes = tuple(sizes)
@@ -92,14 +90,14 @@ class Stages:
         self.modules[stage].to(device)
 
     def require_rows(self, counts: Sequence[int]) -> None:
-        """Refuse micro-batches that the stages cannot take; these stages take any."""
+        """Refuse micro-batches of other row counts than the stages run; these stages run any."""
 
     def require_no_lost_hooks(self) -> None:
-        """Refuse hooks that a pipeline would never call, and so quietly train something else."""
+        """Refuse hooks that a pipeline would never call."""
         refuse_hooks("the whole model", self.model, "it is never run as a whole: register the hook on a layer")
 
     def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:  # noqa: ARG002
-        """Return the stages to evaluate with, in the model's present training mode; here, the same."""
+        """Return the stages for an evaluation in the model's present training mode; here, the same."""
         return self.modules
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -107,22 +105,19 @@ class Stages:
         return self.model.state_dict()
 
     def __len__(self) -> int:
-        """Return the number of stages."""
         return len(self.modules)
 
     def __repr__(self) -> str:
-        """Return the numbers of layers and of parameters in each stage."""
         numbers = map(short, map(count_parameters, self.modules))
         return f"Stages({', '.join(map(str, self.sizes))} layers; {', '.join(numbers)} parameters)"
 
 
 class _Traced(Stages):
-    """Stages that PyTorch's tracer made: fixed to the row count and the training mode of the example."""
+    """Stages that PyTorch's tracer made, for the row count and the training mode of the example alone."""
 
     is_traced = True
 
     def __init__(self, model: nn.Module, traced: TracedStages, sizes: Sequence[int]) -> None:
-        """Trace the model as it is now."""
         self._traced = traced
         super().__init__(model, traced.modules(), sizes)
         traced.require_same_outputs(self.modules)
@@ -131,51 +126,47 @@ class _Traced(Stages):
         self._devices: dict[int, torch.device] = {}
 
     def place_stage(self, stage: int, device: torch.device) -> None:
-        """Move one stage to a device, and with it what was traced; parameters stay the same objects."""
+        """Move one stage and its graphs to a device; parameters stay the same objects."""
         self._devices[stage] = device
         self._again.clear()
         move(self.modules[stage], device, self.model)
 
     def require_no_lost_hooks(self) -> None:
-        """Refuse backward hooks, which the tracer leaves out; forward hooks become part of what it traces."""
+        """Refuse backward hooks, which the tracer drops; forward hooks become part of the graph."""
         for name, module in self.model.named_modules():
             what = f"layer {name!r}" if name else "the model"
-            refuse_hooks(what, module, "PyTorch's tracer leaves it out: give a list of stage modules", BACKWARD_HOOKS)
+            refuse_hooks(what, module, "PyTorch's tracer drops it: pass a list of stage modules", BACKWARD_HOOKS)
 
     def require_rows(self, counts: Sequence[int]) -> None:
         """Refuse other row counts than the example's, and other training modes."""
-        rows, many = self._traced.rows, len(counts)
-        if set(counts) != {rows}:
-            total, have = sum(counts), " or ".join(map(str, sorted(set(counts))))
-            less, more = (many * each for each in (total // many, -(-total // many)))
-            others = sorted({less, more} - {many * rows})
+        rows, many, found = self._traced.rows, len(counts), sorted(set(counts))
+        if found != [rows]:
+            other = next(each for each in found if each != rows)
             raise SplitError(
-                f"{total} rows in {many} micro-batches have {have} rows each, but the model was traced with an example "
-                f"of {rows}, and a traced stage takes that many\n  try: batches of {many * rows} rows ({many} "
-                f"micro-batches of {rows}); or batches of {' or of '.join(map(str, others))} rows, and split the model "
-                f"again with an example of {' or of '.join(str(each // many) for each in others)}"
+                f"{sum(counts)} rows in {many} micro-batches have {' or '.join(map(str, found))} rows each, but the "
+                f"model was traced with an example of {rows} rows, and a traced stage runs no other number\n"
+                f"  try: batches of {many * rows} rows; or an example of {other} rows, and batches of {many * other}"
             )
         modes = self._present_modes()
         if modes != self._modes:
-            names = [name for name, _ in self.model.named_modules()]
-            at = next(at for at, (now, then) in enumerate(zip(modes, self._modes, strict=True)) if now != then)
-            now, then = ("training", "evaluation") if modes[at] else ("evaluation", "training")
+            layers = zip(self.model.named_modules(), modes, self._modes, strict=True)
+            name, mode = next((name, now) for (name, _), now, then in layers if now != then)
+            now, then = ("training", "evaluation") if mode else ("evaluation", "training")
             raise SplitError(
-                f"{f'layer {names[at]!r}' if names[at] else 'the model'} is in {now} mode, but it was traced in {then} "
-                f"mode, which a traced stage keeps\n  try: {'train' if then == 'training' else 'eval'}() before step, "
-                "or split the model again"
+                f"{f'layer {name!r}' if name else 'the model'} is in {now} mode, but it was traced in {then} mode\n"
+                f"  try: {'eval' if mode else 'train'}() before step, or split the model again"
             )
 
     def _present_modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self.model.modules())
 
     def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:
-        """Trace again if modes or rows differ from the example's; what was traced is kept."""
+        """Return the stages for these modes and rows, traced once for each."""
         if len(set(counts)) > 1:
             many, less = len(counts), len(counts) * min(counts)
             raise SplitError(
                 f"{sum(counts)} rows in {many} micro-batches have {min(counts)} or {max(counts)} rows each, but a "
-                f"traced stage takes one number of rows\n  try: batches of {less} or of {less + many} rows"
+                f"traced stage runs one number of rows\n  try: batches of {less} or of {less + many} rows"
             )
         key = counts[0], self._present_modes()
         if key == (self._traced.rows, self._modes):
@@ -197,19 +188,19 @@ def split(
     """Cut a model into contiguous stages.
 
     A pipeline is as slow as its slowest stage, and equal numbers of layers are not equal work: an activation function
-    counts as a layer, and so does a head ten times as wide as the rest. Printed stages show what each of them holds. If
-    that is uneven, cut by parameters or, best, by measured time.
+    is one layer, and a head ten times as wide as the rest is one layer too. Print the stages to see their sizes. If
+    they are uneven, cut by parameters or, best, by measured time.
 
     Args:
-        model: an `nn.Sequential`, whose layers are dealt out; a list of modules, one per stage; or any other model,
-            with an example, which PyTorch's tracer then cuts.
+        model: an `nn.Sequential`; a list of modules, one per stage; or any other model, which PyTorch's tracer cuts
+            with the help of an example.
         into: how many stages.
-        by: what to make even. `"layers"`: their number; sizes differ by at most one, the first stages taking the
-            extra. `"parameters"`: the numbers in them. `"time"`: forward and backward, measured on the example (of a
-            model that is traced, forward only).
-        example: one micro-batch, `[rows, ...]`, as the model takes it; a tuple stands for several arguments. Needed
-            for `by="time"` and for models that are no `nn.Sequential`. A traced stage keeps the example's row count
-            and training mode, and the forward hooks of its layers as they are now.
+        by: what to make even. `"layers"`: their number; sizes differ by at most one, and the first stages are the
+            larger ones. `"parameters"`: the numbers in them. `"time"`: the forward and backward time on the example
+            (for a traced model, the forward time).
+        example: one micro-batch, `[rows, ...]`, as an argument of the model; a tuple stands for several arguments.
+            Needed for `by="time"` and for models that are not an `nn.Sequential`. A traced stage runs only the
+            example's row count and training mode, with the present forward hooks of its layers.
 
     Example:
         >>> from torch import nn
@@ -225,15 +216,14 @@ def split(
         Stages(6, 1 layers; 1632, 1700 parameters)
 
     Raises:
-        SplitError: if there are fewer layers than stages, if two stages use one parameter (with its name and both
-            stages), if an example is needed and missing, or if PyTorch's tracer would lose something: an activation
-            checkpoint, or state that changes from call to call.
+        SplitError: if there are fewer layers than stages, if two stages use one parameter, if an example is needed and
+            missing, or if PyTorch's tracer cannot trace the model or would drop an activation checkpoint.
     """
     into = require_size("into", into)
     if isinstance(model, Stages):
         if len(model) != into:
             raise SplitError(
-                f"the model was split into {len(model)} stages, but the plan has {into}: split it into {into}"
+                f"the model is split into {len(model)} stages, but the plan has {into}: split it into {into}"
             )
         return model
     if by not in ("layers", "parameters", "time"):
@@ -244,13 +234,14 @@ def split(
         return _sequential(model, into, by, example)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise SplitError(
-            f"{type(model).__name__} runs the whole model on every device: give what it wraps, model.module\n"
+            f"{type(model).__name__} runs the whole model on every device: pass the model that it wraps, model.module\n"
             "  try: pipelab.replicate(schedule, 2) for data parallelism over pipelines"
         )
     if example is None:
         raise SplitError(
-            f"{type(model).__name__} is no plain nn.Sequential, so it must be traced to be cut: pass an example of one "
-            f"micro-batch, pipelab.split(model, into={into}, example=x), or give a list of {into} stage modules"
+            f"{type(model).__name__} is not a plain nn.Sequential, so PyTorch's tracer must cut it, and needs an "
+            f"example\n  try: pipelab.split(model, into={into}, example=x), where x is one micro-batch; or pass a list "
+            f"of {into} stage modules"
         )
     traced = TracedStages(model, example)
     units = traced.units
@@ -261,16 +252,12 @@ def split(
 
 
 def _given(given: object, into: int) -> Stages:
-    if isinstance(given, type):
-        raise SplitError(f"{given.__name__} is a class: make a model of it, {given.__name__}()")
-    if not isinstance(given, Iterable):
-        raise SplitError(f"expected a module, or a list of one per stage, got {shorten(given)}")
+    if isinstance(given, type) or not isinstance(given, Iterable):
+        what = f"the class {given.__name__}" if isinstance(given, type) else shorten(given)
+        raise SplitError(f"expected a module, or a list of one per stage, got {what}")
     modules = list(given)
-    for index, module in enumerate(modules):
-        if not isinstance(module, nn.Module):
-            raise SplitError(f"stage {index} is {type(module).__name__}, not a module")
     if len(modules) != into:
-        raise SplitError(f"{len(modules)} stage modules for {into} stages: give one per stage, or an nn.Sequential")
+        raise SplitError(f"{len(modules)} stage modules for {into} stages: pass one per stage, or an nn.Sequential")
     return Stages(nn.ModuleList(modules), modules, [1] * into)
 
 
@@ -281,9 +268,9 @@ def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any) -> S
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
     bounds = cut(_weights(layers, by, lambda: layer_times(layers, example)), into)
-    if any(hasattr(nn.Sequential, name) for name, _ in named):  # a name that it would not take
+    if any(hasattr(nn.Sequential, name) for name, _ in named):  # a name that it would refuse
         named = [(str(index), layer) for index, layer in enumerate(layers)]
-    # A slice would be of the model's own class. Names stay the model's: an error tells one, of a layer.
+    # A slice would be of the model's own class. The layers have the model's names, for errors that name a layer.
     modules = [nn.Sequential(OrderedDict(named[start:stop])) for start, stop in bounds]
     return Stages(model, modules, [len(module) for module in modules])
 

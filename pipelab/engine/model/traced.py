@@ -1,11 +1,10 @@
-"""Stages that PyTorch's tracer cuts from a model that is no sequence.
+"""Stages that PyTorch's tracer cuts from a model that is not an `nn.Sequential`.
 
-A value that skips stages is carried through them. What the tracer would lose without a word is refused.
+A value that skips stages passes through them. What the tracer would lose silently is refused.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,18 +31,16 @@ __all__ = ["TRACED", "Route", "TracedStages", "move", "routes_of"]
 TRACED = "traced."
 """What stands before the model's own names in a traced stage."""
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
-
 
 @dataclass(slots=True)
 class Route:
-    """How one traced stage is fed.
+    """The values that one traced stage receives, computes and sends, by name.
 
     Attributes:
-        receives: the values that arrive, in order: the model's arguments, or what the stage before sends.
-        arguments: those that the traced stage is called with.
-        makes: the values it makes, and their places in its result; `None` where the result is the value.
-        sends: the values that later stages need; none on the last stage, which returns its result.
+        receives: the inputs, in order: the model's arguments, or what the stage before sends.
+        arguments: the arguments of the traced stage.
+        makes: the outputs, with their indices in the traced stage's result; `None` where the result is the output.
+        sends: the values that later stages need; empty on the last stage, which returns its result.
     """
 
     receives: list[str] = field(default_factory=list)
@@ -67,8 +64,8 @@ def routes_of(graph: fx.Graph) -> list[Route]:
             outside = [each.name for each in node.all_input_nodes if each.name not in last.makes]
             if outside:
                 raise SplitError(
-                    f"the model returns {', '.join(outside)}, which an earlier stage than the last makes: return what "
-                    "the last layers make, or give a list of stage modules"
+                    f"the model returns {', '.join(outside)}, computed before the last stage\n"
+                    "  try: return what the last layers compute, or pass a list of stage modules"
                 )
     routes = list(stages.values())
     for index, route in enumerate(routes):
@@ -81,8 +78,12 @@ def routes_of(graph: fx.Graph) -> list[Route]:
 def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
     """Move a traced stage to a device: its tensors, and the devices in its graphs.
 
-    Parameters stay the same objects. Buffers become other ones, which are given to the model as well.
+    Parameters stay the same objects. Buffers become new objects, which replace those of the model.
     """
+
+    def on_device(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
     before = {id(tensor): (part, name) for part, name, tensor in _tensors(stage)}
     stage.to(device)
     for part, name, tensor in list(_tensors(model)):
@@ -92,14 +93,16 @@ def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
     for part in stage.modules():
         graph = getattr(part, "graph", None)
         if isinstance(graph, torch.fx.Graph):
-            _on(device, graph)
+            for node in graph.nodes:
+                node.args = map_aggregate(node.args, on_device)
+                node.kwargs = map_aggregate(node.kwargs, on_device)
         for compiled in (part, getattr(part, "graph_module", None)):
             if isinstance(compiled, torch.fx.GraphModule):
                 compiled.recompile()
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield every parameter and buffer at each of its places: the module, and the name there."""
+    """Yield every parameter and buffer with its module and its name there, also where it appears again."""
     for part in model.modules():
         for name, tensor in (
             *part.named_parameters(recurse=False, remove_duplicate=False),
@@ -108,18 +111,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
             yield part, name, tensor
 
 
-def _on(device: torch.device, graph: torch.fx.Graph) -> None:
-    """Replace every device in a graph: all of a stage lives on one."""
-
-    def here(argument: Any) -> Any:
-        return device if isinstance(argument, torch.device) else argument
-
-    for node in graph.nodes:
-        node.args = map_aggregate(node.args, here)
-        node.kwargs = map_aggregate(node.kwargs, here)
-
-
-class _Carrying(nn.Module):
+class _RoutedStage(nn.Module):
     """A traced stage: receives the values that it or a later stage needs, and sends those that later stages need."""
 
     def __init__(self, traced: nn.Module, route: Route, result: Spec) -> None:
@@ -139,7 +131,7 @@ class _Carrying(nn.Module):
         route = self.route
         values = dict(zip(route.receives, _arguments(given), strict=True))
         made = self.traced(*(values[name] for name in route.arguments))
-        if not route.sends:  # the last stage: the tracer has taken the model's result apart
+        if not route.sends:  # the last stage: the tracer has flattened the model's result
             return rebuild(list(_arguments(made)), self.result)
         for name, index in route.makes.items():
             values[name] = made if index is None else made[index]
@@ -147,22 +139,20 @@ class _Carrying(nn.Module):
 
 
 class TracedStages:
-    """A model that PyTorch's tracer cuts, again for every mode and row count that is wanted.
+    """A model that PyTorch's tracer cuts, once for each training mode and row count.
 
     Attributes:
         rows: the example's row count.
-        units: the model's layers in the order in which they run, each with its name: the model's children, those of
-            lists and sequences one by one.
+        units: the model's layers with their names, in the order in which they run: the model's children, and the
+            children of lists and sequences.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
-        """Find the model's layers by running it once on the example."""
         self._model = model
         self._example = example
         self.rows = rows_of(example, "example")
         self.units = self._layers_in_order()
         self._names: list[str] = []
-        self._refuse_what_the_tracer_loses()
 
     def cut_at(self, names: Sequence[str]) -> None:
         """Begin a new stage at each of these layers."""
@@ -173,18 +163,11 @@ class TracedStages:
         from torch.distributed.pipelining import SplitPoint, pipeline
 
         example = self._example if example is None else example
-        homes = {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
-        if len(homes) > 1:
-            raise SplitError(
-                f"the model must be traced for {rows_of(example, 'example')} rows in "
-                f"{'training' if self._model.training else 'evaluation'} mode, but it lies on several devices "
-                f"({', '.join(sorted(map(str, homes)))}), where PyTorch's tracer cannot follow it\n  try: the rows and "
-                "the mode of the example; all ranks on one device; or a list of stage modules"
-            )
-        for device in homes:
-            example = map_tensors(partial(torch.Tensor.to, device=device), example)
-        # The tracer draws random numbers (dropout) and warns about its own internals; neither is the caller's business.
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _quiet(), self._unmarked():
+        devices = {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
+        if len(devices) == 1:
+            example = map_tensors(partial(torch.Tensor.to, device=devices.pop()), example)
+        # The tracer draws random numbers (dropout) and warns about its own internals.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), self._unmarked():
             warnings.simplefilter("ignore")
             try:
                 pipe = pipeline(
@@ -193,18 +176,19 @@ class TracedStages:
                     split_spec=dict.fromkeys(self._names, SplitPoint.BEGINNING),
                 )
             except Exception as error:
+                name, rows = type(self._model).__name__, rows_of(example, "example")
                 raise SplitError(
-                    f"PyTorch's tracer cannot follow {type(self._model).__name__}: {type(error).__name__}: "
-                    f"{str(error).strip().splitlines()[0]}; give a list of stage modules instead"
+                    f"PyTorch's tracer cannot trace {name} with {rows} rows: {type(error).__name__}: "
+                    f"{str(error).strip().splitlines()[0]}\n  try: a list of stage modules"
                 ) from error
         count = len(self._names) + 1
         if pipe.num_stages != count:
             raise SplitError(
-                f"the tracer made {pipe.num_stages} stages where {count} were asked for, cut at "
-                f"{', '.join(self._names)}: give a list of stage modules instead"
+                f"PyTorch's tracer made {pipe.num_stages} stages, not {count}, of cuts at {', '.join(self._names)}\n"
+                "  try: a list of stage modules"
             )
         routes = routes_of(pipe.split_gm.graph)
-        return [_Carrying(pipe.get_stage_module(stage), route, self._result) for stage, route in enumerate(routes)]
+        return [_RoutedStage(pipe.get_stage_module(stage), route, self._result) for stage, route in enumerate(routes)]
 
     @contextmanager
     def _unmarked(self) -> Iterator[None]:
@@ -219,7 +203,7 @@ class TracedStages:
                 vars(layer).update(attributes)
 
     def unit_times(self, repeats: int = 5) -> list[float]:
-        """Return the median seconds between the starts of the layers, forward; backward is taken to be proportional."""
+        """Return the median seconds between the starts of the layers, forward; backward is assumed proportional."""
         starts: list[float] = []
         hooks = [
             module.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter())) for _, module in self.units
@@ -237,14 +221,14 @@ class TracedStages:
         return [median(each) for each in zip(*measured[1:], strict=True)]
 
     def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers that one forward runs, in order, each once."""
+        """Return the layers that one forward runs, in order; refuse what the tracer would lose."""
         order: list[tuple[str, nn.Module]] = []
         hooks = []
         for layer in _layers(self._model):
             note = partial(lambda layer, *_: order.append(layer), layer)
             hooks.append(layer[1].register_forward_pre_hook(note))
         try:
-            self._run()
+            output = self._run()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -253,29 +237,19 @@ class TracedStages:
         if twice is not None:
             raise SplitError(
                 f"layer {twice!r} runs {names.count(twice)} times in one forward, so the model cannot be cut between "
-                "its layers: give a list of stage modules"
+                "its layers\n  try: a list of stage modules"
+            )
+        if holds_checkpoint([tensor for tensor in tensors_of(output) if tensor.requires_grad]):
+            raise SplitError(
+                f"{type(self._model).__name__} has an activation checkpoint (torch.utils.checkpoint), which PyTorch's "
+                "tracer drops: the stages would keep all activations\n"
+                "  try: a list of stage modules, which keep their checkpoints; or no checkpoint"
             )
         return order
 
-    def _refuse_what_the_tracer_loses(self) -> None:
-        """Refuse checkpoints, and attributes that change from call to call; what the first call made may stay."""
-        name, before = type(self._model).__name__, _attributes(self._model)
-        output = self._run()
-        if holds_checkpoint([tensor for tensor in tensors_of(output) if tensor.requires_grad]):
-            raise SplitError(
-                f"{name} runs a part of itself under an activation checkpoint (torch.utils.checkpoint), which "
-                "PyTorch's tracer drops: the stages would keep all activations\n"
-                "  try: a list of stage modules, which keep their checkpoints; or split the model without checkpoints"
-            )
-        changed = [each for each, value in _attributes(self._model).items() if before.get(each) != value]
-        if changed:
-            raise SplitError(
-                f"{name} changes {', '.join(changed)} from call to call, and a traced stage keeps what it was when it "
-                "was traced\n  try: a list of stage modules, which run your own code; or a buffer (register_buffer)"
-            )
-
     def require_same_outputs(self, modules: Sequence[nn.Module]) -> None:
-        """Refuse traced stages that compute something else than the model, if that draws no random numbers."""
+        """Refuse traced stages with other outputs than the model, unless it draws random numbers."""
+        self._run()  # a counter may have, in the next call, the value that the tracer recorded
         output = map_tensors(torch.Tensor.detach, self._run())
         if self._draws:
             return
@@ -285,20 +259,20 @@ class TracedStages:
                 made = module(made)
         if any(map(_differ, tensors_of(made), tensors_of(output))):
             raise SplitError(
-                f"the traced stages give other outputs than {type(self._model).__name__} on one example: something in "
-                "it changes from call to call, such as a counter or Python's own random numbers, and a traced stage "
-                "keeps what it was when it was traced\n  try: a list of stage modules, which run your own code"
+                f"the traced stages have other outputs than {type(self._model).__name__} on the same example: its "
+                "forward changes from call to call, for instance by a counter or Python's own random numbers, and the "
+                "tracer records one call\n  try: a list of stage modules, which run your own code"
             )
 
     def _run(self) -> Any:
-        """Run the model once on the example and return its output; random state and buffers stay as they were."""
+        """Run the model once on the example and return its output; restore random state and buffers."""
         with torch.enable_grad(), unchanged([self._model]):
             before = RandomSnapshot()
             try:
                 output = self._model(*_arguments(map_tensors(torch.clone, self._example)))
             except Exception as error:
                 layer = layer_of(error, self._model)
-                error.add_note(f"raised by the model, run on the example{f', in layer {layer}' if layer else ''}")
+                error.add_note(f"raised when the model ran on the example{f', in layer {layer}' if layer else ''}")
                 raise
             self._draws = RandomSnapshot() != before
             _, self._result = take_apart(output)
@@ -306,26 +280,10 @@ class TracedStages:
 
 
 def _differ(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Tell whether two outputs differ by more than other kernels could explain."""
+    """Return whether two outputs differ by more than the rounding of other kernels."""
     if not (ours.is_floating_point() or ours.is_complex()):
         return not torch.equal(ours, theirs)
     return bool((ours - theirs).abs().float().norm() > 1e-3 * theirs.abs().float().norm())
-
-
-def _attributes(model: nn.Module) -> dict[str, list[tuple[Any, int]]]:
-    """Return, by name, what shows whether the modules' own attributes have changed."""
-    return {
-        f"{path}.{name}".lstrip("."): [_fingerprint(leaf) for leaf in take_apart(value)[0]]
-        for path, part in model.named_modules()
-        for name, value in vars(part).items()
-        if name not in _OF_EVERY_MODULE
-    }
-
-
-def _fingerprint(leaf: Any) -> tuple[Any, int]:
-    if isinstance(leaf, (bool, int, float, complex, str, bytes)):
-        return leaf, 0
-    return id(leaf), leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0  # noqa: SLF001
 
 
 def _arguments(example: Any) -> tuple[Any, ...]:
@@ -341,17 +299,3 @@ def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
         else:
             found.append((f"{prefix}{name}", child))
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the tracer's log for a while."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.pipelining", "torch.export", "torch._dynamo")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

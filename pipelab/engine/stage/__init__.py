@@ -1,9 +1,9 @@
 """One stage of the model, forward and backward, and what belongs to a single step of it.
 
-- `stage`: forward on a detached input, backward from the gradient that comes back
+- `stage`: forward on a detached input, backward from the output's gradient
 - `split_backward`: the input's gradient now, the weights' later
-- `autograd`: the door to what PyTorch's autograd keeps private
-- `batch`: the batch cut into micro-batches, and outputs put together
+- `autograd`: the private names of PyTorch's autograd
+- `batch`: the batch cut into micro-batches, and their outputs joined
 - `loss`: the loss of a micro-batch, weighed by its share
 - `pytree`: tensors in tuples, lists and dicts
 - `replicas`: copies of a stage that several ranks hold

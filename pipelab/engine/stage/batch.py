@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches, weigh their losses, and put outputs back together."""
+"""Cut a batch into micro-batches, weigh their losses, and join their outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelab.errors import BatchError
 __all__ = ["Reduction", "join", "row_counts", "rows_of", "split_batch", "weights_of"]
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | torch.Tensor]
-"""How a loss averages over its rows, which says what each micro-batch's loss weighs."""
+"""How a loss averages over its rows, which determines the weight of each micro-batch's loss."""
 
 
 def rows_of(value: object, what: str) -> int:
@@ -35,7 +35,7 @@ def rows_of(value: object, what: str) -> int:
 
 
 def row_counts(rows: int, microbatches: int) -> list[int]:
-    """Return how many rows each micro-batch has: as even as can be, the first ones one more.
+    """Return how many rows each micro-batch has: as even as possible, the first ones one more.
 
     Example:
         >>> row_counts(10, 4)
@@ -57,8 +57,8 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
 def split_batch(value: Any, counts: list[int]) -> list[Any]:
     """Return the micro-batches of a batch, in the batch's own memory: `counts[m]` rows each.
 
-    Views of one tensor share the count of writes by which autograd notices that what it saved was overwritten: a stage
-    that writes into its input would seem to overwrite other micro-batches. What asks for a gradient stays a view.
+    Views of one tensor share the count of writes by which autograd notices that a saved tensor was overwritten: a stage
+    that writes into its input would seem to overwrite other micro-batches. A tensor that requires a gradient has views.
     """
     if isinstance(value, torch.Tensor):
         pieces = value.split(counts)
@@ -69,10 +69,10 @@ def split_batch(value: Any, counts: list[int]) -> list[Any]:
 
 
 def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> list[float]:
-    """Return what each micro-batch's loss weighs in the loss of the batch.
+    """Return the weight of each micro-batch's loss in the loss of the batch.
 
     Raises:
-        BatchError: if a function gives weights that sum to nothing.
+        BatchError: if the weights that a function returns sum to 0 or less.
     """
     if reduction == "sum":
         return [1.0] * len(counts)
@@ -82,7 +82,7 @@ def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> l
     weights = [float(reduction(target)) for target in targets]
     total = sum(weights)
     if not total > 0:
-        raise BatchError(f"the weights of the micro-batches sum to {total:g}: the batch has nothing to average")
+        raise BatchError(f"the weights of the micro-batches sum to {total:g}: the loss cannot be averaged")
     return [weight / total for weight in weights]
 
 

@@ -1,8 +1,8 @@
-"""PyTorch settings of the caller's thread that must hold in the workers too: autocast, and hooks on saved tensors.
+"""PyTorch settings of the caller's thread that the workers apply too: autocast, and hooks on saved tensors.
 
-As in plain training, forwards and losses run under autocast and backwards do not: a backward computes in the types that
-its forward chose. Hooks on saved tensors (`torch.autograd.graph.save_on_cpu`, say) pack in the forward and unpack in
-the backward; several workers may call them at once.
+As in plain training, forwards and losses run under autocast and backwards do not: a backward computes in the types of
+its forward. Hooks on saved tensors, such as `torch.autograd.graph.save_on_cpu`, pack in the forward and unpack in the
+backward; several workers may call them at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CallerContext:
         return {each.keywords["dtype"] for each in self.autocast}
 
     def enter(self, stack: ExitStack) -> None:
-        """Let the settings hold in this thread until the stack closes."""
+        """Apply the settings in this thread until the stack closes."""
         for context in self.autocast:
             stack.enter_context(context())
         if self.saving is not None:
@@ -59,7 +59,7 @@ class CallerContext:
 
     @contextmanager
     def autocast_off(self) -> Iterator[None]:
-        """Leave autocast for a while; the weights that it has cast stay cast."""
+        """Return a context without autocast, which does not clear autocast's cache of weights."""
         with ExitStack() as stack:
             for context in self.autocast:
                 stack.enter_context(context(enabled=False))

@@ -2,15 +2,20 @@
 
 A checkpoint runs its part of a stage twice, and resets the random generator for the second run. A generator belongs to
 a device, not to a thread: while other ranks use it, the second run drops other numbers than the first, and the
-gradients are those of no forward. So if the history of a step's first micro-batch holds a checkpoint, its backward runs
-under a mode that refuses what draws: an ordinary backward draws nothing. Looking for a checkpoint is slow. It is done
-in the first step, and again when a layer's training mode has changed.
+gradients are those of no forward. So a step's first micro-batch is watched:
+
+    step         note the state of the generators
+    3B0 … 0B0    if one has moved since, and the stage's history holds a checkpoint, refuse what draws
+
+An ordinary backward draws nothing: what draws there is a checkpoint's second run. The mode is slow, and so is a walk
+through the history. A step in which nobody draws costs two looks at the generator.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import string_at
 from typing import Any
 
 import torch
@@ -22,19 +27,19 @@ from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.engine.stage.stage import Stage
 from pipelab.errors import EngineError
 
-__all__ = ["WatchedStage", "watched"]
-
-_one_at_a_time = threading.Lock()
-"""Held by the stage that runs under the mode: PyTorch notes for the whole process whether a thread does, and would note
-it for ever if two came and went crosswise."""
+__all__ = ["Generators", "watched"]
 
 
 def watched(
-    runners: Mapping[tuple[int, int], Stage], devices: Sequence[torch.device]
-) -> dict[tuple[int, int], WatchedStage]:
-    """Return, by stage and rank, what runs a step's first micro-batch where ranks share a random generator."""
+    runners: Mapping[tuple[int, int], Stage], devices: Sequence[torch.device], generators: Generators
+) -> dict[tuple[int, int], _WatchedStage]:
+    """Return, by stage and rank, what runs a step's first backwards where ranks share a random generator."""
     shared = [_shared(devices, rank) for rank in range(len(devices))]
-    return {place: WatchedStage(runner, shared[place[1]]) for place, runner in runners.items() if shared[place[1]]}
+    return {
+        place: _WatchedStage(runner, shared[place[1]], generators)
+        for place, runner in runners.items()
+        if shared[place[1]]
+    }
 
 
 def _shared(devices: Sequence[torch.device], rank: int) -> set[torch.device]:
@@ -43,19 +48,51 @@ def _shared(devices: Sequence[torch.device], rank: int) -> set[torch.device]:
     return shared | {devices[rank]} if devices.count(devices[rank]) > 1 else shared
 
 
-class WatchedStage:
+class Generators:
+    """The random generators that several ranks share.
+
+    Attributes:
+        one_at_a_time: held by the stage that runs under the mode: PyTorch notes for the whole process whether a thread
+            does, and would note it for ever if two came and went crosswise.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        """Find out which they are; `devices` are what each rank runs on."""
+        self._devices = list(set().union(*(_shared(devices, rank) for rank in range(len(devices)))))
+        self._before: list[bytes] = []
+        self._moved: bool | None = None
+        self.one_at_a_time = threading.Lock()
+
+    def begin(self) -> None:
+        """Note their state: a step begins."""
+        self._before, self._moved = self._states(), None
+
+    def moved(self) -> bool:
+        """Tell whether anybody had drawn in this step when a backward asked first."""
+        if self._moved is None:
+            self._moved = self._states() != self._before
+        return self._moved
+
+    def _states(self) -> list[bytes]:
+        # As bytes: `torch.equal` would let go of the interpreter, for which all ranks wait, and is slower.
+        states = [
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            for device in self._devices
+        ]
+        return [string_at(state.data_ptr(), state.nbytes) for state in states]
+
+
+class _WatchedStage:
     """Runs the first micro-batch of each step as a stage does, and refuses random numbers under a checkpoint."""
 
-    __slots__ = ("_holds_checkpoint", "_layers", "_modes", "_module", "_shared", "_stage", "forward")
+    __slots__ = ("_generators", "_refuses", "_shared", "_stage", "forward")
 
-    def __init__(self, stage: Stage, shared: set[torch.device]) -> None:
-        """Watch a stage; `shared` are the devices whose generators it shares with other threads."""
+    def __init__(self, stage: Stage, shared: set[torch.device], generators: Generators) -> None:
         self.forward = stage.forward
         self._stage = stage
         self._shared = shared
-        self._module: object = None
-        self._modes: list[bool] = []
-        self._holds_checkpoint = False
+        self._generators = generators
+        self._refuses = False
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch backward (`B`)."""
@@ -72,19 +109,16 @@ class WatchedStage:
         self._run(self._stage.backward_weight, microbatch, gradients, kept, loss)
 
     def _look(self, forward: tuple[Any, Any]) -> None:
-        """Look for a checkpoint in the history of what a forward kept, unless that has been done in these modes."""
-        if self._module is not self._stage.module:
-            self._module, self._layers, self._modes = self._stage.module, list(self._stage.module.modules()), []
-        modes = [layer.training for layer in self._layers]
-        if modes != self._modes:
-            _, output = forward
-            self._modes = modes
-            self._holds_checkpoint = holds_checkpoint([each for each in tensors_of(output) if each.requires_grad])
+        """Look for a checkpoint in the history of what a forward kept, if anybody drew."""
+        _, output = forward
+        self._refuses = self._generators.moved() and holds_checkpoint(
+            [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        )
 
     def _run(self, act: Callable[..., Any], *given: Any) -> Any:
-        if not self._holds_checkpoint:
+        if not self._refuses:
             return act(*given)
-        with _one_at_a_time, _RefusesDraws(self._stage.index, self._shared):
+        with self._generators.one_at_a_time, _RefusesDraws(self._stage.index, self._shared):
             return act(*given)
 
 
@@ -105,19 +139,19 @@ class _RefusesDraws(TorchDispatchMode):
         if _draws(operation, args, named or {}) and any(each.device in self._devices for each in tensors_of(made)):
             raise EngineError(
                 f"stage {self._stage} draws random numbers under an activation checkpoint ({operation}), from a "
-                "generator that it shares with the other ranks: the checkpoint's second forward would draw others "
-                "than the first, and the gradients would be those of no forward\n"
-                "  try: model.eval() or p=0 for the dropout; no checkpoint around what draws; a GPU for each rank; or "
-                "engine='torch', where each rank has a process with a generator of its own"
+                "generator that it shares with the other ranks: the checkpoint's second forward would draw other "
+                "numbers than the first, and the gradients would be wrong\n"
+                "  try: model.eval() or p=0 for the dropout; no checkpoint around it; a GPU for each rank; or "
+                "engine='torch', where each rank is a process with its own generator"
             )
         return made
 
 
 def _draws(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Tell whether an operation draws from the generator of its device.
+    """Return whether an operation draws from the generator of its device.
 
-    PyTorch tags what may: also a dropout or an attention that drops nothing, and an attention's backward, which makes
-    its forward's numbers again from their seed.
+    PyTorch tags all operations that may: also a dropout or an attention that drops nothing, and an attention's
+    backward, which repeats its forward's numbers from their seed.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()) or "backward" in str(operation):
         return False

@@ -1,4 +1,4 @@
-"""What an error in a stage says: the action, rank, stage, layer and line, and what to try."""
+"""The message of an error in a stage: action, rank, stage, layer and line."""
 
 from __future__ import annotations
 
@@ -12,32 +12,13 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.errors import PipelabError, StageError
 from pipelab.plan.fault import students_line
 
-__all__ = ["PARTIAL", "layer_of", "out_of_memory_hint", "stage_error"]
+__all__ = ["PARTIAL", "layer_of", "stage_error"]
 
 PARTIAL = "gradients are partial now: zero_grad() before the next step"
-
-_TRY = {
-    "leaf Variable that requires grad": "clone the stage's input before writing into it: a stage's input is its own "
-    "leaf",
-    "modified by an inplace operation": "write into a copy: what an earlier micro-batch's backward needs, the forward "
-    "of a later one may have overwritten, in a buffer say",
-}
-"""What helps, by the words of PyTorch's error."""
-
-
-def out_of_memory_hint(error: BaseException) -> str:
-    """Return what to try if a device's memory ran out; nothing otherwise.
-
-    A traceback holds the local variables of every function in it, and with them activations of the step that failed.
-    They are released, so that the next step has the memory even while the error is being looked at; the lines stay.
-    """
-    if not isinstance(error, torch.OutOfMemoryError):
-        return ""
-    traceback.clear_frames(error.__traceback__)
-    return (
-        "\n  try: more micro-batches of fewer rows each, a schedule that holds fewer of them at once (1F1B holds fewer "
-        "than GPipe; pipelab.compare shows the peaks), or more ranks"
-    )
+_OUT_OF_MEMORY = (
+    "\n  try: more micro-batches of fewer rows each, a schedule with a lower peak of activations (1F1B has a lower one "
+    "than GPipe; pipelab.compare shows the peaks), or more ranks"
+)
 
 
 def stage_error(
@@ -48,28 +29,30 @@ def stage_error(
     microbatch: int | None,
     runs_on: RankDevice,
     *,
-    partial: bool,
+    remark: str = "",
 ) -> StageError:
     """Return an error with its place; the original one is its cause.
 
     Args:
-        error: what was raised.
-        action: what was running, such as `"1F0"`.
+        error: the original error.
+        action: the action that was running, such as `"1F0"`.
         rank: on which rank.
         stage: in which stage.
         microbatch: for which micro-batch; `None` for an all-reduce.
-        runs_on: what the rank runs on.
-        partial: whether some gradients of this step have been added already.
+        runs_on: the rank's device.
+        remark: what the caller should know besides, such as that gradients are partial.
     """
     fact, more = str(error), ""
     if not isinstance(error, PipelabError):
         fact = f"{type(error).__name__}: {error}"
         more = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         more += f"\n  at {students_line(error)}"
-        more += "".join(f"\n  try: {advice}" for words, advice in _TRY.items() if words in fact)
-        more += out_of_memory_hint(error)
-    if partial:
-        more += f"\n  {PARTIAL}"
+    if isinstance(error, torch.OutOfMemoryError):
+        # A traceback holds the local variables of every function in it, and with them activations of this step.
+        traceback.clear_frames(error.__traceback__)
+        more += _OUT_OF_MEMORY
+    if remark:
+        more += f"\n  {remark}"
     of_microbatch = "" if microbatch is None else f", micro-batch {microbatch}"
     message = f"{action} on rank {rank} failed: {fact}\n  stage {stage}{of_microbatch}, on {runs_on}{more}"
     explained = StageError(message, rank, stage, action)
@@ -78,9 +61,9 @@ def stage_error(
 
 
 def layer_of(error: BaseException, module: nn.Module) -> str:
-    """Return which layer of a module an error comes from: `"2.1, Linear(…)"`; nothing if it is the module's own.
+    """Return the layer of a module that raised an error: `"2.1, Linear(…)"`; "" if it was the module itself.
 
-    A layer that stands there several times has all its names; one that PyTorch's tracer has made has its name alone.
+    A layer that is used several times has all its names; a layer that PyTorch's tracer made has its name alone.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
     running = [frame.f_locals.get("self") for frame in reversed(frames)]

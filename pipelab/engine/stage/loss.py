@@ -18,15 +18,15 @@ __all__ = ["Loss", "require_even_targets", "require_loss"]
 
 @dataclass(slots=True)
 class Loss:
-    """The loss of one step: the function, each micro-batch's target and weight, and what came out.
+    """The loss of one step: the function, and each micro-batch's target, weight and value.
 
     Attributes:
         function: takes the model's output and the target, and returns a scalar.
         targets: per micro-batch.
-        weights: per micro-batch, what its loss weighs in the loss of the batch.
+        weights: per micro-batch, the weight of its loss in the loss of the batch.
         require: raises `LossError` if row weights would be wrong for this loss. Engines call it after all processes
             have agreed on the batch.
-        values: per micro-batch, the loss, not weighed and without history, once it is known.
+        values: per micro-batch, the loss without weight and history, once it is known.
     """
 
     function: Callable[[Any, Any], torch.Tensor]
@@ -36,11 +36,10 @@ class Loss:
     values: list[torch.Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Make room for the values."""
         self.values = [None] * len(self.targets)
 
     def of(self, microbatch: int, output: Any) -> torch.Tensor:
-        """Return the loss of one micro-batch, not weighed; note its value.
+        """Return the loss of one micro-batch, without its weight; store its value.
 
         Raises:
             LossError: if the function does not return one real number that depends on the output.
@@ -48,9 +47,7 @@ class Loss:
         try:
             loss = self.function(output, self.targets[microbatch])
         except Exception as error:
-            error.add_note(
-                f"in the loss, of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}"
-            )
+            error.add_note(f"in the loss of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}")
             raise
         if not isinstance(loss, torch.Tensor):
             raise LossError(f"the loss function returned {type(loss).__name__}, not a tensor")
@@ -63,8 +60,8 @@ class Loss:
             raise LossError(f"the loss is {loss.dtype}: only a real number can be made smaller; take .abs() or .real")
         if not loss.requires_grad:
             raise LossError(
-                "the loss has no history, so there is nothing to run backward: it must depend on the model's output, "
-                "and some parameter must require a gradient"
+                "the loss has no history, so it has no backward: it must depend on the model's output, and some "
+                "parameter must require a gradient"
             )
         if not self.weights[microbatch]:
             loss = _nothing(output, loss)
@@ -72,7 +69,7 @@ class Loss:
         return loss
 
     def gradient(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
-        """Return the gradient that a micro-batch's backward starts from: what its loss weighs."""
+        """Return the gradient that a micro-batch's backward starts from: the weight of its loss."""
         return torch.full_like(loss, self.weights[microbatch])
 
     def some(self, microbatches: Sequence[int]) -> Loss:
@@ -83,22 +80,18 @@ class Loss:
     def total(self) -> torch.Tensor:
         """Return the loss of the whole batch, without dimensions or history.
 
-        Where replicas of the last stage are on several devices, it is on the first micro-batch's.
+        If replicas of the last stage are on several devices, it is on the first micro-batch's.
         """
         known = [(value, weight) for value, weight in zip(self.values, self.weights, strict=True) if value is not None]
-        home = known[0][0].device
-        values = [(value.reshape(()) if value.dim() else value).to(home) for value, _ in known]
+        device = known[0][0].device
+        values = [(value.reshape(()) if value.dim() else value).to(device) for value, _ in known]
         if len({weight for _, weight in known}) == 1:  # nearly always, and a small step waits for this
             return (torch.stack(values) * known[0][1]).sum()
         return torch.stack([value * weight for value, (_, weight) in zip(values, known, strict=True)]).sum()
 
 
 def require_loss(loss_fn: object, reduction: Reduction) -> None:
-    """Refuse what cannot be a loss function, and a `reduction` that is not the loss's own.
-
-    Raises:
-        LossError: saying what to write instead.
-    """
+    """Refuse anything but a function, and a loss with another `reduction` than the pipeline's."""
     if isinstance(loss_fn, type):
         raise LossError(f"loss_fn is the class {loss_fn.__name__}: make one, {loss_fn.__name__}()")
     if not callable(loss_fn):
@@ -109,24 +102,21 @@ def require_loss(loss_fn: object, reduction: Reduction) -> None:
             f"{type(loss_fn).__name__} has reduction={own!r} and the pipeline reduction={reduction!r}, so gradients "
             f"would be wrong by a factor: pass Pipeline(..., reduction={own!r})"
             if own != "none"
-            else f"{type(loss_fn).__name__} has reduction='none', which gives no single number: use 'mean' or 'sum'"
+            else f"{type(loss_fn).__name__} has reduction='none' and so returns several numbers: use 'mean' or 'sum'"
         )
 
 
 _AVERAGE_OTHERWISE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-"""What averages over the targets that count, each as often as its class weighs; a class may have another `forward`."""
+"""Losses that ignore targets and weigh classes; a subclass may have another `forward`."""
 
 
 def require_even_targets(
     loss_fn: Callable[[Any, Any], torch.Tensor], reduction: Reduction, targets: Sequence[Any], counts: Sequence[int]
 ) -> None:
-    """Refuse to weigh micro-batches by rows where the loss is one of PyTorch's that averages otherwise.
+    """Refuse row weights for a loss of PyTorch that does not average over rows.
 
-    Cross entropy leaves out the targets of `ignore_index`, -100 by default, and counts each class as often as its
-    `weight` says: where micro-batches have different shares of those, their average is not the batch's.
-
-    Raises:
-        LossError: with the `reduction` to write.
+    Cross entropy ignores targets equal to `ignore_index`, -100 by default, and multiplies each class by its `weight`:
+    if micro-batches have different shares of those, their average by rows is not the batch's loss.
     """
     if reduction != "mean":
         return
@@ -145,21 +135,21 @@ def require_even_targets(
     ):
         return
     if weight is None:
-        told = f"leaves out targets that are {ignored} and averages over the others, of which micro-batches have "
-        told += ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
+        fact = f"ignores targets that are {ignored} and averages over the others, of which the micro-batches have "
+        fact += ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
         counted = f"(target != {ignored}).sum()"
     else:
-        told = "counts each target as often as the weight of its class says, which differs between the micro-batches"
+        fact = "multiplies each target by the weight of its class, and the micro-batches have different sums of weights"
         counted = f"weight[target[target != {ignored}]].sum()"
     raise LossError(
-        f"{name} {told}: reduction='mean', which weighs micro-batches by rows, would make other gradients than the "
+        f"{name} {fact}: reduction='mean', which weighs micro-batches by rows, would give other gradients than the "
         f"whole batch\n  try: Pipeline(..., reduction=lambda target: {counted}); or reduction=len, to weigh by rows "
-        "all the same"
+        "nevertheless"
     )
 
 
 def _are_classes(target: torch.Tensor) -> bool:
-    """Tell whether targets are numbers of classes, not probabilities."""
+    """Return whether targets are numbers of classes, not probabilities."""
     return not target.is_floating_point() and not target.is_complex()
 
 
@@ -168,19 +158,19 @@ def _share(target: torch.Tensor, ignored: int, weight: torch.Tensor | None) -> f
     counted = target != ignored
     if weight is None:
         return float(counted.sum())
-    known = counted & (target >= 0) & (target < len(weight))  # the loss itself tells of others
+    known = counted & (target >= 0) & (target < len(weight))  # the loss itself refuses others
     return float(weight.to(target.device).double()[target[known].long()].sum())
 
 
 def _sizes(value: Any) -> str:
-    """Return the sizes of what the loss was given: `"[4, 16] float32"`."""
+    """Return the shapes and types of an argument of the loss: `"[4, 16] float32"`."""
     tensors = tensors_of(value)
     words = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors]
     return ", ".join(words) or f"without tensors ({type(value).__name__})"
 
 
 def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss of zero whose gradients are zero, even where `loss` is 0 / 0: all its rows are ignored, say."""
+    """Return a loss of zero whose gradients are zero, even if `loss` is 0 / 0, as when all its rows are ignored."""
     learning = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     if not learning:
         return loss * 0

@@ -3,22 +3,20 @@
     rank 0 │ the model's own stage ── weight ─┐ one storage, where the device is one,
     rank 2 │ a copy of it ─────────── weight ─┘ and a .grad for each: two ranks never add to one
 
-A copy is made for the first run. Every run begins by bringing it up to date: its parameters, buffers, hooks and plain
-attributes, the training mode among them, are the model's.
+A copy lives for one run. So it begins with what the model is by then: its parameters, buffers, hooks, attributes and
+training mode. What it writes into its buffers ends with it.
 """
 
 from __future__ import annotations
 
-import copy
-import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import BuiltinFunctionType, FunctionType
+from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pipelab.engine.stage.errors import PARTIAL
 from pipelab.engine.stage.loss import Loss
@@ -40,17 +38,16 @@ __all__ = [
 ]
 
 Buffers = Literal["refuse", "lowest"]
-"""What becomes of the buffers that replicated stages write into."""
+"""The policy for buffers that replicated stages write into."""
 
-_SHARED = (type(None), bool, int, float, complex, str, type, FunctionType, BuiltinFunctionType, torch.Tensor)
-"""Attributes that a copy shares with the module; of other objects it has copies."""
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
 class Runners:
-    """What runs each stage on each of its ranks.
+    """The runners of all stages on all their ranks.
 
     Attributes:
-        of: by stage and rank.
+        of: by stage and rank, the runner.
 
     Raises:
         EngineError: if a stage cannot be replicated.
@@ -63,7 +60,6 @@ class Runners:
         devices: Sequence[torch.device],
         buffers: Buffers,
     ) -> None:
-        """Make a runner for every stage and rank."""
         self._own = modules
         self._devices = list(devices)
         self._buffers = buffers
@@ -79,10 +75,10 @@ class Runners:
         self.of.update(self._copies)
 
     def running(self, modules: Sequence[nn.Module], *, learning: bool) -> AbstractContextManager[None]:
-        """Run these modules, one for each stage, for a while: on all ranks but a stage's lowest, copies of them.
+        """Return a context that runs these modules, one per stage; all ranks but a stage's lowest run copies of them.
 
         Raises:
-            EngineError: if a copy was written into, and that was not asked for, or would lose a hook.
+            EngineError: if a copy would lose a hook, or wrote into a buffer although the policy refuses it.
         """
         if not self._copies and modules is self._own:
             return nullcontext()
@@ -93,10 +89,10 @@ class Runners:
         for stage, ranks in self._replicated.items():
             refuse_lost_hooks(stage, modules[stage], ranks)
             require_replicable(stage, modules[stage], ranks, self._buffers)  # it may have been in eval() at first
-        for (stage, _), runner in self.of.items():
+        for (stage, rank), runner in self.of.items():
             runner.module = modules[stage]
-        for (stage, rank), replica in self._copies.items():
-            replica.follow(modules[stage], self._devices[rank])
+            if (stage, rank) in self._copies:
+                runner.module = copied(modules[stage], self._devices[rank])
         before = {key: versions(replica.module) for key, replica in self._copies.items()}
         guarded = self._replicated if self._buffers == "refuse" else ()
         kept = BufferSnapshot(modules[stage] for stage in guarded)
@@ -107,7 +103,7 @@ class Runners:
                 if name is not None and self._buffers == "refuse":
                     kept.restore()
                     zero = f"\n  {PARTIAL}" if learning else ""
-                    rest = f"\n  the model's buffers are as they were before{zero}"
+                    rest = f"\n  the model's buffers are restored{zero}"
                     raise written_error(stage, rank, name, rest)
         finally:
             for (stage, _), runner in self.of.items():
@@ -117,90 +113,91 @@ class Runners:
 class _Replica(Stage):
     """Runs a copy of a stage."""
 
-    __slots__ = ("_copy", "_is_apart", "_original", "_rank")
+    __slots__ = ("_is_apart", "_own", "_rank")
 
     def __init__(self, index: int, module: nn.Module, stages: int, rank: int) -> None:
         super().__init__(index, module, stages)
+        self._own = module
         self._rank = rank
-        self._original: nn.Module | None = None
-        self._copy = module
         self._is_apart = False
 
-    def follow(self, own: nn.Module, device: torch.device) -> None:
-        """Run a copy of a module as it is now; a new copy only if it is another module, or has other layers."""
-        if self._original is not own or _layers(own) != _layers(self._copy):
-            try:
-                self._copy = copied(own, device)
-            except Exception as error:
-                raise EngineError(
-                    f"stage {self.index} cannot be copied for rank {self._rank}: {type(error).__name__}: {error}\n"
-                    "  try: make in forward what cannot be copied, or run the stage on one rank"
-                ) from error
-            self._original, self._is_apart = own, False
-        _update(self._copy, own, device)
-        self.module = self._copy
-
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch forward; after the first one, see whether the copy really is one."""
+        """Run one micro-batch forward; after the first one, check that it used the copy's own parameters."""
         made = super().forward(microbatch, given, kept, loss)
-        if not self._is_apart and self._original is not None:
+        if not self._is_apart:
             _, output = kept[microbatch]
             used = leaves_of([tensor for tensor in tensors_of(output) if tensor.requires_grad])
-            for name, parameter in self._original.named_parameters():
+            for name, parameter in self._own.named_parameters():
                 if id(parameter) in used:
                     raise EngineError(
                         f"the copy of stage {self.index} on rank {self._rank} uses the model's own {name}, and two "
-                        "ranks must not add to one .grad: something in the stage holds on to the module where a copy "
-                        "of it does not reach, such as a lambda or a compiled function\n"
-                        "  try: reach everything through self, or run the stage on one rank"
+                        "ranks must not add to one .grad: an object that is not copied refers to the module, such as a "
+                        "lambda or a compiled function\n"
+                        "  try: refer to all modules through self, or run the stage on one rank"
                     )
             self._is_apart = True
         return made
 
 
 def copied(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module, to be brought up to date before it runs.
+    """Return a module that computes what this one does now, for another thread.
 
-    Its parameters are new ones, with gradients of their own, that share storage where the device is the same. Hooks and
-    tensors that are plain attributes are shared, everything else is copied.
+    Its parameters are new ones that share storage with the module's where the device is the same; their gradients are
+    their own. Its buffers are copies. Whatever else belongs to the module's attributes is shared, but for what refers
+    to one of its parts.
     """
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            memo[id(parameter)] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-        for buffer in part.buffers(recurse=False):
-            memo[id(buffer)] = buffer.detach().to(device, copy=True)
-        shared = (each for name, each in vars(part).items() if "_hooks" in name or isinstance(each, torch.Tensor))
-        memo.update((id(each), each) for each in shared)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own, about what its tracer has made
-        return copy.deepcopy(module, memo)
+    copies: dict[int, Any] = {}
+    parts = list(module.modules())
+    for part in parts:
+        copies[id(part)] = object.__new__(type(part))
+        for parameter in part._parameters.values():  # noqa: SLF001 - every step waits for this: parameters() is slow
+            if parameter is not None and id(parameter) not in copies:
+                copies[id(parameter)] = _parameter(parameter, device)
+        for buffer in part._buffers.values():  # noqa: SLF001
+            if buffer is not None and id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().to(device, copy=True)
+    for part in parts:
+        attributes = vars(copies[id(part)])
+        attributes.update(vars(part))
+        for name, value in vars(part).items():
+            if type(value) in _CONTAINERS or type(value) is MethodType or id(value) in copies:
+                attributes[name] = _copied(value, copies)
+        for name in ("_parameters", "_buffers", "_modules"):  # a part may put others there, for itself
+            attributes[name] = dict(attributes[name])
+    copy: nn.Module = copies[id(module)]
+    return copy
 
 
-def _update(replica: nn.Module, own: nn.Module, device: torch.device) -> None:
-    """Bring a copy up to date with a module that has the same layers, and clear its gradients."""
-    buffers = {id(each): each.detach().to(device, copy=True) for each in own.buffers()}
-    for ours, theirs in zip(replica.modules(), own.modules(), strict=True):
-        vars(ours).update((name, value) for name, value in vars(theirs).items() if isinstance(value, _SHARED))
-        for one, other in zip(ours.parameters(recurse=False), theirs.parameters(recurse=False), strict=True):
-            one.grad = None
-            one.data = other.detach().to(device)
-            one.requires_grad = other.requires_grad
-            one._backward_hooks = other._backward_hooks  # noqa: SLF001 - there is no public way to ask for hooks
-            vars(one).update(vars(other))
-        ours._buffers = {name: buffers.get(id(each)) for name, each in theirs._buffers.items()}  # noqa: SLF001
+def _parameter(own: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter with the same values, attributes and hooks, and no gradient."""
+    parameter = nn.Parameter(own.detach().to(device), own.requires_grad)
+    vars(parameter).update(vars(own))
+    for hook in (own._backward_hooks or {}).values():  # noqa: SLF001 - there is no public way to ask for hooks
+        parameter.register_hook(hook)
+    return parameter
 
 
-def _layers(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return each layer's class and the names of its tensors: equal for modules that have the same layers."""
-    return [
-        (type(part).__name__, *(name for name, _ in part.named_parameters(recurse=False)), *part._buffers)  # noqa: SLF001
-        for part in module.modules()
-    ]
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a value with copies in place of what was copied; the value itself, if it holds nothing such."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in copies:
+        return MethodType(value.__func__, copies[id(value.__self__)])
+    if type(value) not in _CONTAINERS or not value:
+        return value
+    copies[id(value)] = value  # should it hold itself
+    if isinstance(value, dict):
+        filled = type(value)((key, _copied(each, copies)) for key, each in value.items())
+        same = all(one is other for one, other in zip(value.values(), filled.values(), strict=True))
+    else:
+        filled = type(value)(_copied(each, copies) for each in value)
+        same = all(one is other for one, other in zip(value, filled, strict=True))
+    copies[id(value)] = value if same else filled
+    return copies[id(value)]
 
 
 def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
-    """Refuse hooks that wait for a whole gradient, or use the parameter: a rank's copy has a part of the gradient."""
+    """Refuse hooks that need the whole gradient of a parameter: a rank's copy has a part of it."""
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - as in `_update`
             raise EngineError(
@@ -225,28 +222,25 @@ def written(before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[
 
 
 def written_error(stage: int, rank: int, name: str, rest: str = "") -> EngineError:
-    """Return why a stage on several ranks must not write into a buffer."""
+    """Return the error of a stage on several ranks that wrote into a buffer."""
     return EngineError(
         f"stage {stage} writes into its buffer {name!r}, and rank {rank} runs a copy of the stage, "
-        f"which then differs from the model: {_HOW}{rest}"
+        f"which then differs from the model\n{_HOW}{rest}"
     )
 
 
 _HOW = (
-    "pass replicated_buffers='lowest' if the buffers of the lowest rank, which sees a part of the micro-batches, are "
+    "  try: replicated_buffers='lowest' if the buffers of the lowest rank, which sees a part of the micro-batches, are "
     "good enough; or run the stage on one rank"
 )
 
 
 def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buffers: Buffers) -> None:
-    """Refuse a stage that has parameters without a shape, or tracks running statistics."""
-    on = f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and"
-    if any(is_lazy(parameter) for parameter in module.parameters()):
-        raise EngineError(f"{on} has parameters without a shape: run the model forward once before")
+    """Refuse a stage that tracks running statistics, unless the policy for buffers allows it."""
     for name, part in module.named_modules():
         tracks = getattr(part, "running_mean", None) is not None and getattr(part, "track_running_stats", True)
         if tracks and part.training and buffers == "refuse":
             raise EngineError(
-                f"{on} its {type(part).__name__} {name!r} tracks running statistics, which each rank would track for "
-                f"itself: {_HOW}"
+                f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {type(part).__name__} {name!r} "
+                f"tracks running statistics, which would differ between the ranks\n{_HOW}"
             )

@@ -1,4 +1,4 @@
-"""Snapshots of what running a model changes besides gradients: buffers, random state, and the batch."""
+"""Snapshots of all that a run of a model changes besides gradients: buffers, random state, and the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class BufferSnapshot:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Copy the buffers."""
         self._kept = [
             (part, name, buffer, None if buffer is None else buffer.clone())
             for module in modules
@@ -35,7 +34,7 @@ class BufferSnapshot:
         ]
 
     def restore(self) -> None:
-        """Restore the values of every buffer, and its place, where a module has put another tensor."""
+        """Restore the values of every buffer, and the buffer itself if a module has replaced it."""
         with torch.no_grad():
             for part, name, buffer, before in self._kept:
                 if buffer is not None and before is not None:
@@ -44,7 +43,7 @@ class BufferSnapshot:
 
 
 class BatchSnapshot:
-    """The numbers of a batch, into which a first stage may write on purpose."""
+    """The numbers of a batch, into which a first stage may write."""
 
     def __init__(self, value: object) -> None:
         """Copy the tensors; an inference tensor may not be written into, and a sparse one is not."""
@@ -52,7 +51,7 @@ class BatchSnapshot:
         self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def restore(self) -> None:
-        """Restore every tensor that was written into; others are not touched."""
+        """Restore every tensor that was written into."""
         with torch.no_grad():
             for tensor, before in self._kept:
                 if not bool(((tensor == before) | (tensor.isnan() & before.isnan())).all()):
@@ -63,18 +62,16 @@ class RandomSnapshot:
     """The state of PyTorch's default random generators, of the processor and all GPUs."""
 
     def __init__(self) -> None:
-        """Copy the states."""
         self._processor = torch.get_rng_state()
         self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
-        """Make the generators go on from here again."""
+        """Reset the generators to this state."""
         torch.set_rng_state(self._processor)
         if self._gpus:
             torch.cuda.set_rng_state_all(self._gpus)
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether the same numbers come next."""
         if not isinstance(other, RandomSnapshot):
             return NotImplemented
         ours, theirs = [self._processor, *self._gpus], [other._processor, *other._gpus]

@@ -1,29 +1,28 @@
 """Split backward: the gradient of a stage's input now (`I`), those of its weights later (`W`).
 
-The *trunk* is whatever lies between the stage's outputs and its input; *branches* end at weights. A node of the trunk
-from which a branch leaves is a *fork*: a linear layer, say.
+The *trunk* is the part of the graph between the stage's outputs and its input; *branches* end at weights. A node of the
+trunk from which a branch leaves is a *fork*, such as a linear layer.
 
         outputs
            │   gradients
-         fork ──── weight, bias        I runs down the trunk, and notes what arrives at every fork.
-           │                           W runs every fork again, its branch alone, from what arrived there.
+         fork ──── weight, bias        I runs down the trunk, and stores the gradient at every fork.
+           │                           W runs every fork again, its branch alone, from that gradient.
          ReLU
            │
          fork ──── weight, bias
            │
          input
 
-Autograd asks a node only for the gradients that lead to what is wanted, so a linear layer makes its input's gradient
-in `I` and its weight's in `W`. An operation that makes all its gradients at once, whichever are asked for (an LSTM,
-some attention kernels), makes them in `I` and again in `W`: the numbers are the same, and each is added once, but it
-takes longer.
+Autograd asks a node only for the gradients that it needs, so a linear layer computes its input's gradient in `I` and
+its weight's in `W`. An operation that always computes all its gradients at once (an LSTM, some attention kernels) does
+so in `I` and again in `W`: the numbers are the same, and each is added once, but it takes longer.
 
-Some weights get their gradient in `I` all the same, and `W` only adds it to `.grad`:
+Some weights get their gradient in `I` nevertheless, and `W` only adds it to `.grad`:
 
-- those of a fork whose backward is Python code of the user's (a custom function), or that unpacks what it saved by a
-  hook (a checkpoint would run its forward again for each fork);
-- those that forks share: one use may lie behind the other, and running the upper fork for the weight alone would walk
-  down the trunk again.
+- the weights of a fork whose backward is Python code of the user's (a custom function), or that unpacks saved tensors
+  by a hook (a checkpoint would run its forward again for each fork);
+- weights that several forks share: one use may lie behind the other, and running the upper fork for the weight alone
+  would walk down the trunk again.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Branch:
 
     Attributes:
         ends: where to start.
-        gradients: what arrived there, `None` where nothing did; empty until it is known.
-        leaves: whose `.grad` to add to; none named means all that can be reached.
+        gradients: the gradients there, or `None`; empty until they are known.
+        leaves: the leaves whose `.grad` to add to; empty for all that can be reached.
     """
 
     ends: Sequence[End]
@@ -124,8 +123,8 @@ class _Graph:
     Attributes:
         ends: where the outputs enter it.
         slots: for each node, the numbers of its inputs at which gradients arrive.
-        above: for each node, those that hand gradients to it.
-        below: for each node, those that it hands gradients to.
+        above: for each node, the nodes that send gradients to it.
+        below: for each node, the nodes that it sends gradients to.
         leaves: by the identity of its tensor, each leaf's node.
     """
 

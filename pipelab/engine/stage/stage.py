@@ -1,8 +1,8 @@
-"""One stage of the model: its forward on a detached input, its backward from the gradient that comes back.
+"""One stage of the model: its forward on a detached input, its backward from the gradient of its output.
 
     F   input --detach--> leaf --module--> output --> to the next stage, which detaches it
     B   gradient of the output --autograd--> leaf.grad --> to the stage before
-    I   likewise, as far as leaf.grad needs it; W does what is left
+    I   likewise, as far as leaf.grad needs it; W does the rest
 
 The autograd graph of a micro-batch lives from its forward to its backward, within one stage.
 """
@@ -26,10 +26,10 @@ from pipelab.errors import EngineError
 __all__ = ["Stage"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""What may stand beside tensors in an output, but not in their place."""
+"""What an output may hold besides tensors."""
 
-_HANDED_ON = -1
-"""Where `kept` holds the memory that a stage has handed on, beside what it keeps of each micro-batch."""
+_RETURNED = -1
+"""The key in `kept` of the memory of all outputs of a stage in this step; other keys are micro-batches."""
 
 _NEVER: tuple[Callable[[], Any], int] = (lambda: None, 0)
 
@@ -37,18 +37,17 @@ _NEVER: tuple[Callable[[], Any], int] = (lambda: None, 0)
 class Stage:
     """A stage's module, and how to run it forward and backward one micro-batch at a time.
 
-    What a forward keeps for its backward goes into the caller's `kept`, so that an abandoned step leaves nothing here.
+    What a forward stores for its backward goes into the caller's `kept`, so that a failed step leaves nothing here.
     """
 
     __slots__ = ("clones_input", "index", "is_first", "is_last", "module")
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
-        """Wrap a module as stage `index` of `stages`."""
         self.index = index
         self.module = module
         self.is_first = index == 0
         self.is_last = index == stages - 1
-        # A module that writes into its input would write into a leaf, which autograd forbids: give it a copy.
+        # A module that writes into its input would write into a leaf, which autograd forbids: it gets a copy.
         self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
@@ -64,7 +63,7 @@ class Stage:
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
         output = self._call(entry)
-        _require_unwritten(output, kept.setdefault(_HANDED_ON, {}))
+        _require_unwritten(output, kept.setdefault(_RETURNED, {}))
         if self.is_last:
             kept[microbatch] = (leaves, loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
@@ -76,15 +75,15 @@ class Stage:
 
         Args:
             microbatch: which one.
-            gradients: those of the stage's floating-point outputs, in order; nothing on the last stage.
-            kept: what `forward` kept.
+            gradients: the gradients of the stage's floating-point outputs, in order; `None` on the last stage.
+            kept: what `forward` stored.
             loss: the step's loss.
         """
         leaves, output = kept.pop(microbatch)
         outputs, starts = self._starts(microbatch, output, gradients, loss)
         if outputs:
             run_backward(outputs, starts)
-        return _handed_back([None if leaf is None else leaf.grad for leaf in leaves])
+        return _as_sent([None if leaf is None else leaf.grad for leaf in leaves])
 
     def backward_input(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch backward as far as the gradient of the stage's input (`I`), and return that."""
@@ -97,16 +96,16 @@ class Stage:
         else:
             found, kept[microbatch] = input_gradients(outputs, starts, inputs)
         each = iter(found)
-        return _handed_back([None if leaf is None else next(each) for leaf in leaves])
+        return _as_sent([None if leaf is None else next(each) for leaf in leaves])
 
     def backward_weight(self, microbatch: int, _gradients: None, kept: dict[int, Any], _loss: Loss) -> None:
-        """Run what `backward_input` left of one micro-batch (`W`): the gradients of the stage's weights."""
+        """Run the rest of one micro-batch's backward (`W`): the gradients of the stage's weights."""
         weight_gradients(kept.pop(microbatch))
 
     def evaluate(self, _microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
         """Run one micro-batch forward, without gradients."""
         made = self._call(map_tensors(torch.clone, given) if self.clones_input else given)
-        _require_unwritten(made, kept.setdefault(_HANDED_ON, {}))
+        _require_unwritten(made, kept.setdefault(_RETURNED, {}))
         return made
 
     def _call(self, entry: Any) -> Any:
@@ -156,33 +155,35 @@ class Stage:
         return [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
 
 
-def _require_unwritten(output: Any, handed_on: dict[int, tuple[Callable[[], Any], int]]) -> None:
-    """Refuse memory that the stage handed on for an earlier micro-batch, wrote into, and hands on again.
+def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any], int]]) -> None:
+    """Refuse memory that the stage returned for an earlier micro-batch, wrote into, and returns again.
 
-    `handed_on` holds, by address, the memory of this step's outputs so far, and how often each had been written into.
+    `returned` has, by address, the memory of this step's outputs so far, and how often each had been written into.
     """
+    now: dict[int, tuple[Callable[[], Any], int]] = {}
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_inference():
             place, version = tensor.data_ptr(), tensor._version  # noqa: SLF001 - there is no public way
-            memory, before = handed_on.get(place, _NEVER)
+            memory, before = returned.get(place, _NEVER)
             if before != version and place and memory() is not None:  # still the same memory: nobody has freed it
                 raise EngineError(
-                    "the stage wrote into an output that it had given for an earlier micro-batch, which may still be "
-                    "read\n  try: return a clone of what the stage keeps and writes into again"
+                    "the stage wrote into its output for an earlier micro-batch, which another stage may not have read "
+                    "yet\n  try: return a clone of any tensor that the stage writes into again"
                 )
-            handed_on[place] = (weakref.ref(tensor.untyped_storage()), version)
+            now[place] = (weakref.ref(tensor.untyped_storage()), version)
+    returned.update(now)
 
 
-def _handed_back(gradients: list[torch.Tensor | None]) -> Any:
-    """Return the gradients of a stage's inputs as the stage before expects them: one as it is, several as a list."""
+def _as_sent(gradients: list[torch.Tensor | None]) -> Any:
+    """Return the gradients of a stage's inputs as the previous stage expects them: one alone, several as a list."""
     return gradients[0] if len(gradients) == 1 else gradients
 
 
 def _leaves(given: Any) -> tuple[Any, list[torch.Tensor | None]]:
-    """Return the input with what learns as new leaves, and those leaves.
+    """Return the input with new leaves for its tensors, and those leaves; `None` for a tensor without gradient.
 
-    There is a leaf, or `None`, for each tensor: integers never learn, nor does what only frozen stages have made, so
-    that a loss which depends on nothing else is found to have no history.
+    Integers have no gradient, nor have the outputs of frozen stages alone, so that a loss which depends on nothing else
+    has no history.
     """
     if isinstance(given, torch.Tensor):
         leaf = given.detach().requires_grad_(given.requires_grad)

@@ -23,14 +23,13 @@ class Barrier:
     """Where the ranks of one all-reduce meet in one step: before the sum, and after it.
 
     Attributes:
-        absent: the ranks that have not come yet.
+        absent: the ranks that have not arrived.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """Expect these ranks."""
         self.absent = set(ranks)
         self._barrier = threading.Barrier(len(ranks))
-        self._launched: list[Any] = []  # what a stream waits for, so that it comes after what the others have launched
+        self._launched: list[Any] = []  # events of the ranks' kernels, for which all their streams wait
 
     def meet(self, rank: int, stream: RankStream) -> None:
         """Wait for all ranks.
@@ -47,7 +46,7 @@ class Barrier:
                 stream.receive(event)
 
     def abort(self) -> None:
-        """Let everybody go: the step is stopped."""
+        """Release all ranks: the step is stopped."""
         self._barrier.abort()
 
 

@@ -5,9 +5,9 @@
     worker 0     └─ F0 F1 ·· B0 ·· B1 ─────────────────┤
     worker 1     └─ ·· F0 B0 F1 B1 ────────────────────┘
 
-A worker takes its row's instructions one by one: it waits until the value that it needs is ready, computes, reads the
-clock before and after, and says that what it gives is ready. Whatever goes wrong in one worker stops the step: nobody
-waits any longer, and everybody reports back.
+A worker runs its row's instructions one by one: it waits until the value that it needs is ready, computes, reads the
+clock before and after, and marks its own value as ready. An error in one worker stops the step: all workers stop
+waiting, and report to the caller.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pipelab.engine.device.streams import begin, finish, rank_streams
 from pipelab.engine.engine import Engine, Settings
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.caller import CallerContext
+from pipelab.engine.stage.checkpoint_rng import Generators, watched
 from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners
@@ -43,7 +44,7 @@ from pipelab.plan.plan import Plan
 __all__ = ["ThreadsEngine"]
 
 _GRACE_SECONDS = 5.0
-"""How long workers may take to come back once a step has been stopped, before they are given up."""
+"""How long workers may run on once a step has been stopped, before the engine replaces them."""
 
 
 class ThreadsEngine(Engine):
@@ -56,7 +57,6 @@ class ThreadsEngine(Engine):
     """
 
     def __init__(self, plan: Plan, stages: Stages, settings: Settings) -> None:
-        """Place the stages on their ranks' devices and start a worker thread for each rank."""
         if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             warnings.warn(
                 f"torchrun started {os.environ['WORLD_SIZE']} processes, and each of them runs all ranks of this "
@@ -73,8 +73,10 @@ class ThreadsEngine(Engine):
         stages.place(self.stage_devices)
         self.streams = rank_streams(self.devices)
         self._on_gpus = any(stream.receive is not None for stream in self.streams)
-        self._rows = instructions(plan.bound, self.runners.of, self.streams, backward=True)
-        self._forward_rows = instructions(plan.bound, self.runners.of, self.streams, backward=False)
+        self._generators = Generators(on)
+        first = watched(self.runners.of, on, self._generators)
+        self._rows = instructions(plan.bound, self.runners.of, first, self.streams, backward=True)
+        self._forward_rows = instructions(plan.bound, self.runners.of, {}, self.streams, backward=False)
         self.intra_op_threads = settings.intra_op_threads or max(1, torch.get_num_threads() // plan.ranks)
         self._workers: list[Worker] = []
         self.labels: list[str] = []
@@ -104,9 +106,13 @@ class ThreadsEngine(Engine):
             raise UsageError("this pipeline is closed: make a new one, or use it inside its with block")
         if loss is not None:
             loss.require()
+            self._generators.begin()
         step = ThreadsStep(inputs, loss, watch_nan, caller)
         step.begin(self._forward_rows if loss is None else self._rows, self.streams)
         step.clocks = begin(self.streams) if self._on_gpus else [HOST] * len(self.streams)
+        late = {worker: rank for rank, worker in enumerate(self._workers) if not worker.idle.is_set()}
+        if late:  # a step before was interrupted twice
+            self._replace(late, _GRACE_SECONDS)
         done: Outcomes = queue.SimpleQueue()
         running: dict[Worker, int] = {}
         try:
@@ -118,15 +124,16 @@ class ThreadsEngine(Engine):
         except StepTimeoutError:
             raise
         except BaseException as interrupt:  # Ctrl-C, or whatever the caller's signal handler raises
+            step.stop()
             interrupt.add_note(self._status(step, "interrupted while"))
-            self._halt(step, running, _GRACE_SECONDS)
-            if step.has_added:
-                interrupt.add_note(PARTIAL)
+            if remark := self._halt(step, running, _GRACE_SECONDS):
+                interrupt.add_note(remark)
             raise
         if failed is not None:
-            rank = self._workers.index(failed.worker)
-            self._halt(step, running, _GRACE_SECONDS)
-            raise self._explained(step, rank, failed.error)
+            rank, error = self._workers.index(failed.worker), failed.error
+            del failed  # the error must not hold itself: with it, it would hold the step's tensors
+            remark = self._halt(step, running, _GRACE_SECONDS)
+            raise self._explained(step, rank, error, remark)
         if self._on_gpus:
             finish(self.streams, [step.outputs, [] if loss is None else loss.values])
         return step
@@ -149,45 +156,50 @@ class ThreadsEngine(Engine):
                     return outcome if outcome.error is not None else None
             elif self.timeout is not None and quiet >= self.timeout:
                 message = self._status(step, f"nothing moved for {quiet:.3g} s:")
-                self._halt(step, running, min(_GRACE_SECONDS, self.timeout / 10))
-                if running:
-                    message += (
-                        f"\n  rank {', '.join(map(str, sorted(running.values())))} did not come back and was given up: "
-                        "an operation that ends later may still add to gradients, so make a new pipeline before you "
-                        "trust them"
-                    )
-                raise StepTimeoutError(message + (f"\n  {PARTIAL}" if step.has_added else ""))
+                remark = self._halt(step, running, min(_GRACE_SECONDS, self.timeout / 10))
+                raise StepTimeoutError(f"{message}\n  {remark}" if remark else message)
         return None
 
-    def _halt(self, step: ThreadsStep, running: dict[Worker, int], grace: float) -> None:
-        """Stop a step, wait a while for its workers, and replace those that do not come back."""
+    def _halt(self, step: ThreadsStep, running: dict[Worker, int], grace: float) -> str:
+        """Stop a step, wait a while for its workers, and replace those that do not come back; return what to know."""
         step.stop()
-        deadline = time.monotonic() + grace
-        for worker in list(running):
-            if worker.idle.wait(max(0.0, deadline - time.monotonic())):  # or it never got its job, which is as good
-                del running[worker]
-        for worker in running:
-            worker.give_up()
-        self._start(running.values())
+        given_up = self._replace(running, grace)
         step.values.clear()
         for each in step.ranks:
             each.kept.clear()
         if self._on_gpus:
             with suppress(RuntimeError):  # a GPU that failed may say so here once more
                 finish(self.streams)  # what the ranks have launched goes on: the caller's zero_grad() must come after
+        if not given_up:
+            return PARTIAL if step.has_added else ""
+        return (
+            f"rank {', '.join(map(str, given_up))} did not come back and was given up: an operation that ends later "
+            "may still add to gradients, so make a new pipeline before you trust them"
+        )
 
-    def _explained(self, step: ThreadsStep, rank: int, error: BaseException | None) -> BaseException:
+    def _replace(self, running: dict[Worker, int], grace: float) -> list[int]:
+        """Wait a while for workers, and replace those that do not come back; return their ranks."""
+        deadline = time.monotonic() + grace
+        given_up = []
+        for worker, rank in running.items():
+            if not worker.idle.wait(max(0.0, deadline - time.monotonic())):  # a worker that never got its job is idle
+                worker.give_up()
+                given_up.append(rank)
+        self._start(given_up)
+        return sorted(given_up)
+
+    def _explained(self, step: ThreadsStep, rank: int, error: BaseException | None, remark: str) -> BaseException:
         """Return a worker's error with its place: rank, stage, action."""
         assert error is not None
         if isinstance(error, StageError):  # it names its place itself
-            if step.has_added:
-                error.add_note(PARTIAL)
+            if remark:
+                error.add_note(remark)
             return error
         state = step.ranks[rank]
         action = state.actions[min(state.position, len(state.actions) - 1)]
         assert action.stage is not None
         where = (rank, action.stage, action.microbatch, self.devices[rank])
-        return stage_error(error, str(action), *where, partial=step.has_added)
+        return stage_error(error, str(action), *where, remark=remark)
 
     def _status(self, step: ThreadsStep, lead: str) -> str:
         """Return what every rank was doing, or waiting for."""

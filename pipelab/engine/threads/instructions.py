@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipelab.engine.device.streams import RankStream
-from pipelab.engine.stage.checkpoint_rng import watched
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Act, RankState, StepState
 from pipelab.engine.threads.all_reduce import AllReduce, Barrier
@@ -33,7 +32,7 @@ class Instruction:
         act: what is done.
         needs: the value it starts from, by number; `None` for the batch's rows, the loss, or what the stage kept.
         receives: whether another rank gives that value.
-        gives: the value it makes, by number; `None` where nobody needs it.
+        gives: the value it computes, by number; `None` where nobody needs it.
         sends: whether another rank needs it.
         all_reduce: the all-reduce in which it takes part.
     """
@@ -62,7 +61,6 @@ class Row:
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
-        """Look at every instruction once."""
         self.instructions = instructions
         self.actions = [each.action for each in instructions]
         self.stages = {each.stage.index for each in instructions}
@@ -72,7 +70,7 @@ class Row:
 
 @dataclass(slots=True)
 class ThreadsStep(StepState):
-    """One step of all ranks, and what they hand to each other.
+    """One step of all ranks, and the values between them.
 
     Attributes:
         rows: every rank's instructions.
@@ -104,7 +102,7 @@ class ThreadsStep(StepState):
         ]
 
     def stop(self) -> None:
-        """Make every worker stop at its next action, and let go those that wait."""
+        """Make every worker stop at its next action, and release those that wait."""
         self.stopped = True
         for barrier in self.barriers.values():
             barrier.abort()
@@ -117,18 +115,23 @@ class ThreadsStep(StepState):
 
 
 def instructions(
-    bound: BoundPlan, runners: Mapping[tuple[int, int], Stage], streams: Sequence[RankStream], *, backward: bool
+    bound: BoundPlan,
+    runners: Mapping[tuple[int, int], Stage],
+    first: Mapping[tuple[int, int], object],
+    streams: Sequence[RankStream],
+    *,
+    backward: bool,
 ) -> list[Row]:
     """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`.
 
     Args:
         bound: the plan, bound.
         runners: by stage and rank, what runs the stage there.
+        first: likewise, what runs its first micro-batch, where that is something else.
         streams: what each rank computes on.
         backward: whether there is more than forwards.
     """
     codes = bound.codes
-    first = watched(runners, [stream.runs_on.device for stream in streams])
     rows: list[Row] = []
     for rank, row in enumerate(bound.rows):
         listed: list[Instruction] = []

@@ -1,4 +1,4 @@
-"""What each worker thread does in a step: it takes its rank's instructions one by one."""
+"""What each worker thread does in a step: it runs its rank's instructions one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def quick_switches() -> Iterator[None]:
 
     A rank whose backward has ended needs the lock to go on; another rank that is running a forward gives it up and
     takes it back many times in a row, each time too briefly for a sleeping thread to wake up. With a short interval it
-    is made to wait for its turn. The setting is the whole process's, so it is put back after the step.
+    has to wait for its turn. The setting is the whole process's, so it is restored after the step.
     """
     global _inside, _before  # noqa: PLW0603 - it guards a setting of the process
     with _guard:
@@ -81,7 +81,7 @@ def run_row(step: ThreadsStep, rank: int) -> None:  # noqa: PLR0912 - one loop, 
                 loss.targets[each.microbatch] = receive(loss.targets[each.microbatch])
             # [2] compute, between two readings of the clock
             made = run_action(step, mine, each.stage, each.action, each.act, each.microbatch, given)
-            # [3] hand over what it made
+            # [3] pass on the value
             if each.gives is not None:
                 values[each.gives] = send(made) if each.sends and send is not None else made
                 if each.sends:

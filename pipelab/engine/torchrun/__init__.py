@@ -1,13 +1,12 @@
 """The torch engine: every rank is a process, on PyTorch's pipelining runtime.
 
 - `engine`: this process's part of a plan
-- `runtime`: the one door to PyTorch's private names
-- `stage`: a stage as PyTorch's runtime asks for it
-- `step_state`: one step on this process
-- `messages`: the shapes of values, learned once, and values sent as messages
-- `start`: the processes compare what they have, and connect
+- `runtime`: PyTorch's private names, all in one place
+- `stage`: one step on this process, and a stage with the methods that PyTorch's runtime calls
+- `messages`: the shapes of values, and values as messages
+- `start`: the processes compare their plans and models, and connect
 - `groups`: process groups for the pipelines of a plan
-- `agreement`: whether all processes mean the same call and batch
+- `agreement`: whether all processes make the same call with the same batch
 - `replicas`: the sum of a stage's gradients over its replicas
 - `results`: losses, outputs and traces gathered, on one clock
 - `model_state`: the full model gathered from the processes that hold its stages

@@ -1,7 +1,7 @@
-"""Before every step: does every process mean the same call, on the same batch?
+"""Before every step, all processes compare their calls and batches, in one small collective operation.
 
-A process that calls something else, or that was given rows of another shape, would leave the others waiting or send
-them what they have no room for. So all of them compare a few numbers first; it takes one small collective operation.
+A process that makes another call, or has rows of another shape, would make the others wait for ever, or send messages
+that do not fit their buffers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SAMPLE = 16
 
 
 def agree(group: dist.ProcessGroup, call: str, about: str, sample: bytes = b"", aside: int = 0) -> list[int]:
-    """Return every process's `aside`, once all have made the same call about the same thing.
+    """Return every process's `aside`, once all have made the same call with the same arguments.
 
     Args:
         group: all processes.
-        call: what this process does, such as `"step(x, y)"`.
-        about: what it does it with: shapes, modes; joined by "; ".
+        call: the call of this process, such as `"step(x, y)"`.
+        about: shapes, modes and the like, joined by "; ".
         sample: a few numbers of the batch.
-        aside: a number that the others should know.
+        aside: a number for the other processes.
 
     Raises:
         BatchError: if the processes differ; all of them raise it.
@@ -38,9 +38,9 @@ def agree(group: dist.ProcessGroup, call: str, about: str, sample: bytes = b"", 
     mine = torch.tensor([_number(call.encode()), _number(about.encode()), _number(sample), aside])
     every = gathered(mine, group)
     if bool((every[:, :3] != every[0, :3]).any()):
-        told: list[Any] = [None] * len(every)
-        dist.all_gather_object(told, (call, about, _number(sample)), group=group)
-        raise BatchError(_difference(told))
+        calls: list[Any] = [None] * len(every)
+        dist.all_gather_object(calls, [call, *about.split("; ")], group=group)
+        raise BatchError(_difference(calls, every[:, 2].tolist()))
     return [int(number) for number in every[:, 3]]
 
 
@@ -52,7 +52,7 @@ def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def describe_batch(microbatches: Sequence[Any]) -> str:
-    """Return what a batch is made of: its parts, and the shape and type of each, micro-batch by micro-batch."""
+    """Return the structure of a batch, and the shapes and types of its parts, micro-batch by micro-batch."""
     seen: dict[str, int] = {}
     for each in microbatches:
         parts, spec = take_apart(each)
@@ -67,14 +67,14 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def sample_of(microbatches: Sequence[Any]) -> bytes:
-    """Return a few numbers of a batch's first and last row: other rows than the others' show."""
-    taken: list[int] = []
+    """Return a few numbers of a batch's first and last row, by which different rows are noticed."""
+    numbers_of_rows: list[int] = []
     for each, row in ((microbatches[0], 0), (microbatches[-1], -1)):
         for tensor in tensors_of(each):
             numbers = tensor[row].detach().flatten()
             few = numbers[:: max(1, len(numbers) // _SAMPLE)][:_SAMPLE].contiguous().cpu()
-            taken += few.view(torch.uint8).tolist()
-    return bytes(taken)
+            numbers_of_rows += few.view(torch.uint8).tolist()
+    return bytes(numbers_of_rows)
 
 
 def _number(data: bytes) -> int:
@@ -82,31 +82,20 @@ def _number(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
 
 
-def _apart(one: str, other: str) -> tuple[str, str]:
-    """Return what is only in the one and only in the other of two texts, of the parts that they are joined of."""
-    theirs, ours = one.split("; "), other.split("; ")
-    only_theirs = [part for part in theirs if part not in ours]
-    only_ours = [part for part in ours if part not in theirs]
-    return "; ".join(only_theirs) or "nothing more", "; ".join(only_ours) or "nothing more"
-
-
-def _difference(told: Sequence[tuple[str, str, int]]) -> str:
-    """Say who does what."""
-    for index, what in enumerate(("calls", "has", "")):
-        others = [rank for rank, each in enumerate(told) if each[index] != told[0][index]]
-        if not others:
-            continue
-        ranks = f"rank {', '.join(map(str, others))}"
-        if what:
-            theirs, ours = _apart(str(told[others[0]][index]), str(told[0][index]))
-            return (
-                f"{ranks} {what} {theirs}, rank 0 {what} {ours}: every process runs the same script on the same "
-                "batches, and makes every call of a pipeline"
-            )
+def _difference(calls: Sequence[Sequence[str]], samples: Sequence[int]) -> str:
+    """Return how the first ranks that differ from rank 0 do so: in their calls, or else in the numbers of the batch."""
+    others = [rank for rank, call in enumerate(calls) if call != calls[0]]
+    if others:
+        theirs, ours = calls[others[0]], calls[0]
+        only_theirs = "; ".join(part for part in theirs if part not in ours) or "nothing more"
+        only_ours = "; ".join(part for part in ours if part not in theirs) or "nothing more"
         return (
-            f"{ranks} {'was' if len(others) == 1 else 'were'} given other rows than rank 0, of the same shape: every "
-            "process must see the same batches, replicas too\n"
-            "  try: no DistributedSampler, and the same seed for what shuffles the data: torch.manual_seed(0) or a "
-            "DataLoader's generator"
+            f"rank {', '.join(map(str, others))}: {only_theirs}; rank 0: {only_ours}\n"
+            "  every process must run the same script on the same batches, and make every call of a pipeline"
         )
-    return "the processes differ"
+    others = [rank for rank, sample in enumerate(samples) if sample != samples[0]]
+    return (
+        f"rank {', '.join(map(str, others))} has other rows than rank 0, of the same shape: every process, replicas "
+        "too, must have the same batches\n  try: no DistributedSampler, and the same seed for what shuffles the data: "
+        "torch.manual_seed(0), or a DataLoader's generator"
+    )

@@ -27,15 +27,14 @@ from pipelab.engine.torchrun.model_state import DistributedModel
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.results import Clock, set_clocks, share
 from pipelab.engine.torchrun.runtime import lowered
-from pipelab.engine.torchrun.stage import ProcessStage
-from pipelab.engine.torchrun.step_state import ProcessStep
+from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.plan.plan import Plan
 
 __all__ = ["TorchEngine"]
 
 _CLOCKS_SECONDS = 10.0
-"""How long a comparison of clocks holds: those of two machines may drift by microseconds per second."""
+"""How long a comparison of clocks is valid: two machines may drift by microseconds per second."""
 
 
 class TorchEngine(DistributedModel):
@@ -63,7 +62,6 @@ class TorchEngine(DistributedModel):
         supervisor: Supervisor,
         settings: Settings,
     ) -> None:
-        """Lower the pipeline onto PyTorch's runtime."""
         self.plan, self.stages, self.rank = plan, stages, rank
         self.group = connections.everyone
         self.devices = [RankDevice(each) for each in devices]
@@ -99,15 +97,15 @@ class TorchEngine(DistributedModel):
         self._status = Status(self._describe, self._progress, self._peer, lambda: self._computing)
 
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
-        """Run this process's part of all micro-batches; return what all processes made of it.
+        """Run this process's part of all micro-batches; return the step of all processes.
 
         Raises:
             EngineError: if a replicated stage has a hook that would see a part of its gradients.
-            BatchError: if the processes were given different batches, or do not make the same call.
-            LossError: if the loss does not average as it is said to.
+            BatchError: if the processes have different batches, or do not make the same call.
+            LossError: if row weights would be wrong for the loss.
             StageError: if a stage or the loss raised.
-            RankError: if another process failed, or is gone.
-            StepTimeoutError: if nothing moved for `timeout` seconds.
+            RankError: if another process failed or ended.
+            StepTimeoutError: if there was no progress for `timeout` seconds.
             UsageError: if the pipeline was closed, or has failed before.
         """
         for stage in () if loss is None else self._reducers:
@@ -120,35 +118,35 @@ class TorchEngine(DistributedModel):
         return state
 
     def attend(self, work: Callable[[], Any], call: str) -> Any:
-        """Do something that communicates, supervised; return what it returns."""
+        """Run work that communicates, supervised; return its result."""
         self._call = call
         return self._supervisor.run(work, self._status)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the pipeline; if the caller's own code failed, tell the others of what."""
+        """Leave the pipeline; if the caller's own code failed, report its error to the other processes."""
         clean = error is None and not self._supervisor.over
         self._supervisor.close(error)
-        if clean:  # after a failure something may be under way for ever
+        if clean:  # after a failure a group may be in use for ever
             self._connections.close()
-            # The threads of a group end with the last reference to it. Left to the end of the process, they might let
-            # go of tensors while Python is being taken down, which aborts the process.
+            # The threads of a group end with the last reference to it. At the end of the process they might release
+            # tensors while Python shuts down, which aborts the process.
             self._reducers.clear()
             self._stages.clear()
             self._presence.clear()
             del self._connections, self._buffers, self._runtime, self.group
 
     def _run(self, call: str, whole: ProcessStep) -> StepState:
-        """Do one step, in the worker thread, on the rank's stream: what is read of a device is there."""
+        """Run one step, in the worker thread, on the rank's stream."""
         inputs, loss, learning = whole.inputs, whole.loss, whole.loss is not None
         with ExitStack() as stack:
             self._stream.enter(stack)
-            # [1] does everybody mean the same step?
+            # [1] do all processes run the same step?
             shapes = self._shapes(inputs, whole.caller, learning=learning)
             self._agree(call, shapes, inputs, loss)
             if loss is not None:
                 loss.require()
             whole.caller.enter(stack)
-            # [2] what will travel?
+            # [2] which values will be sent?
             own = [inputs[microbatch] for microbatch in self._replica.microbatches]
             counts = [len(tensors_of(each)[0]) for each in own]
             if shapes not in self._metas:
@@ -168,17 +166,13 @@ class TorchEngine(DistributedModel):
                 waited=[0] * len(row),
             )
             self._go(step)
-            # [4] times and losses to everybody
+            # [4] all processes exchange times and losses
             state = share(self.group, self.plan, self._replica, step, loss, self._clock)
         self._step = None
         return state
 
     def _agree(self, call: str, about: str, inputs: list[Any], loss: Loss | None) -> None:
-        """Compare what this process is about to do with the others; set the clocks anew if it has been long.
-
-        Raises:
-            BatchError: if the processes differ.
-        """
+        """Compare this process's call and batch with the others'; set the clocks again after a while."""
         sample = sample_of(inputs)
         if loss is not None:
             weights = " ".join(f"{weight:g}" for weight in loss.weights)
@@ -211,14 +205,14 @@ class TorchEngine(DistributedModel):
                 self._buffers.end()
 
     def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
-        """Wait for what comes from another rank for an action: for an evaluation's backwards nothing does."""
+        """Wait for an action's values from another rank; an evaluation's backwards have none."""
         assert self._step is not None
         flags = self._presence[stage].under_way(microbatch)
         if works or flags:
             self._step.wait(works, flags)
 
     def _shapes(self, inputs: list[Any], caller: CallerContext, *, learning: bool) -> str:
-        """Return what the metas of the values that travel depend on."""
+        """Return all on which the metas of the values depend."""
         modes = " ".join(_mode(runner.module) for runner in self._runners)
         words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
         if learning:

@@ -3,7 +3,7 @@
 failure        the first failure: which rank, and what happened
 status/<rank>  what this process is doing, written every few seconds while it is in a call
 exit/<rank>    how this process left: it closed its pipeline, or ended
-done/<rank>    this process knows of the failure, or has left: it does not need the store any more
+done/<rank>    this process has read the failure, or has left: it does not need the store any more
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pipelab.engine.torchrun.store import AnsweringStore, SilentStoreError, torc
 __all__ = ["Failure", "Failures", "PublishedStatus"]
 
 _LINGERING_SECONDS = 3.0
-"""How long a process that fails waits for the others to learn of it, before it raises and perhaps ends."""
+"""How long a process that fails waits until the others have read its failure, before it raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """That a rank failed.
+    """The failure of a rank.
 
     Attributes:
         rank: which one; -1 if unknown.
@@ -46,7 +46,7 @@ class PublishedStatus:
 
     Attributes:
         call: the number of the call it was in.
-        doing: what it was doing there, in words.
+        doing: a description of what it was doing.
         computing: whether it was running an action, rather than waiting.
     """
 
@@ -56,7 +56,7 @@ class PublishedStatus:
 
 
 class Failures:
-    """What one process reports to the others, and learns from them.
+    """Reports this process's failures to the others, and reads theirs.
 
     Args:
         store: a part of the store that all processes of a job share.
@@ -65,7 +65,6 @@ class Failures:
     """
 
     def __init__(self, store: AnsweringStore, rank: int, everyone: Sequence[dict[str, Any]]) -> None:
-        """Keep who takes part."""
         self._store = store
         self._rank = rank
         self._everyone = everyone
@@ -73,7 +72,7 @@ class Failures:
         self._holds_store = rank == 0 and not torchrun_holds_the_store()
 
     def first_failure(self) -> Failure | None:
-        """Return who failed first; `None` if nobody did, as far as is known."""
+        """Return the first failure; `None` if none is known."""
         try:
             return Failure(**json.loads(self._store.get("failure"))) if self._store.check(["failure"]) else None
         except SilentStoreError as error:
@@ -82,7 +81,7 @@ class Failures:
             return Failure(0, "the process that holds this job's store is gone: rank 0, or torchrun", alive=False)
 
     def report(self, rank: int, message: str, *, alive: bool = False) -> Failure:
-        """Record that a rank failed, and wait a little until all others know; return who failed first."""
+        """Record that a rank failed, and wait a little until all others have read it; return the first failure."""
         failure = Failure(rank, message, alive)
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that held it
             self._store.compare_set("failure", "", json.dumps(asdict(failure)))  # an earlier failure stays
@@ -91,21 +90,21 @@ class Failures:
         return failure
 
     def acknowledge(self, failure: Failure) -> None:
-        """Tell the others that this process knows of a failure, and wait a little until all do.
+        """Record that this process has read a failure, and wait a little until all have.
 
-        Under torchrun the first process to end has all others killed, perhaps before they have raised.
+        When the first process ends, torchrun kills all others, perhaps before they have raised.
         """
         self._finish(lingers=True, dead=None if failure.alive else failure.rank)
 
     def announce_exit(self, how: str) -> None:
-        """Write down how this process leaves: `"it closed its pipeline"`. A fork of the process writes nothing."""
+        """Record how this process leaves: `"it closed its pipeline"`. A fork of the process records nothing."""
         if os.getpid() == self._everyone[self._rank]["pid"]:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"exit/{self._rank}", how)
             self._finish(lingers=self._holds_store)
 
     def find_dead_rank(self) -> tuple[int, str] | None:
-        """Return a rank that left, or whose process ended, and how that is known; `None` if none is known to have."""
+        """Return a rank that left, or whose process ended, with a message; `None` if none is known."""
         own = self._everyone[self._rank]
         for rank in self._others:
             process = self._everyone[rank]
@@ -118,12 +117,12 @@ class Failures:
         return None
 
     def publish(self, status: PublishedStatus) -> None:
-        """Write down what this process is doing."""
+        """Record what this process is doing."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"status/{self._rank}", json.dumps(asdict(status)))
 
     def statuses(self, call: int) -> dict[int, PublishedStatus | None]:
-        """Return what each of the others was doing in its so-many-th call; `None` for those that published nothing."""
+        """Return the status of each other rank in call number `call`; `None` for a rank without one."""
         found: dict[int, PublishedStatus | None] = {}
         with contextlib.suppress(RuntimeError):
             for rank in self._others:
@@ -133,7 +132,7 @@ class Failures:
         return found
 
     def _finish(self, *, lingers: bool, dead: int | None = None) -> None:
-        """Stop using the store; if told to linger, wait a little until the others do not need it either."""
+        """Stop using the store; with `lingers`, wait a little until the others do not need it either."""
         keys = [f"done/{rank}" for rank in self._others if rank != dead]
         deadline = time.monotonic() + _LINGERING_SECONDS
         with contextlib.suppress(RuntimeError):

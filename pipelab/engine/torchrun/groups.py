@@ -1,4 +1,4 @@
-"""Which processes belong together: the replicas of a pipeline, and the process groups that connect them."""
+"""The replicas of a pipeline, and the process groups that connect their processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -27,12 +28,11 @@ __all__ = [
     "broadcast",
     "connect",
     "device_of",
-    "gpu_of",
     "pipeline_replicas",
 ]
 
 _ABORT_TAG = 1 << 20
-"""A tag under which nothing is ever sent."""
+"""A tag of no message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class PipelineReplica:
 
     Attributes:
         plan: the pipeline alone, its ranks and micro-batches numbered from 0.
-        ranks: which ranks of the whole plan they are.
-        microbatches: which micro-batches of the whole plan they are.
+        ranks: the numbers of its ranks in the whole plan.
+        microbatches: the numbers of its micro-batches in the whole plan.
     """
 
     plan: Plan
@@ -51,7 +51,7 @@ class PipelineReplica:
 
 
 def pipeline_replicas(plan: Plan) -> list[PipelineReplica]:
-    """Return the pipelines of a legal plan: each has ranks and micro-batches of its own.
+    """Return the pipelines of a legal plan, which share neither ranks nor micro-batches.
 
         replicate(OneFOneB(2, 4), 2)          rank 0 | F0 F2    B0    B2 R  ┐ replica 0: ranks 0, 1; micro-batches 0, 2
                                               rank 1 |    F0 B0 F2 B2 R     ┘
@@ -65,15 +65,15 @@ def pipeline_replicas(plan: Plan) -> list[PipelineReplica]:
         [((0, 1), (0, 2)), ((2, 3), (1, 3))]
 
     Raises:
-        EngineError: if a rank runs one stage for some micro-batches and another rank for others, as in a bidirectional
-            pipeline, or has nothing to do; or if the replicas are not alike.
+        EngineError: if a rank has no action, pipelines share a rank, as in a bidirectional schedule, or the pipelines
+            place their stages differently.
     """
     bound = plan.bound
     for rank, row in enumerate(bound.rows):
         if not row:
             raise EngineError(
-                f"rank {rank} of {plan.ranks} has nothing to do: PyTorch's runtime needs an action on every rank; "
-                "use fewer ranks, or engine='threads'"
+                f"rank {rank} of {plan.ranks} has no action, and PyTorch's runtime needs one on every rank\n"
+                "  try: fewer ranks; or engine='threads'"
             )
     routes: dict[tuple[int, ...], list[int]] = {}
     for microbatch in range(plan.microbatches):
@@ -81,38 +81,18 @@ def pipeline_replicas(plan: Plan) -> list[PipelineReplica]:
         routes.setdefault(route, []).append(microbatch)
     if len(routes) == 1:
         return [PipelineReplica(plan, tuple(range(plan.ranks)), tuple(range(plan.microbatches)))]
-    _require_apart(routes)
     groups = [tuple(sorted(set(route))) for route in routes]
     columns = {tuple(group.index(rank) for rank in route) for group, route in zip(groups, routes, strict=True)}
-    if len(columns) > 1:
+    if len(columns) > 1 or len(set(chain.from_iterable(groups))) < sum(map(len, groups)):
+        ways = (f"micro-batch {turns[0]} runs on ranks {list(route)}" for route, turns in routes.items())
         raise EngineError(
-            f"the {len(routes)} pipelines of {plan.name} place their stages differently, so they make no mesh of "
-            "replicas: use pipelab.replicate, or engine='threads'"
+            f"{', '.join(islice(ways, 2))} of {plan.name}: PyTorch's runtime needs replicas that share no rank and "
+            "place their stages alike\n  try: pipelab.replicate; or engine='threads'"
         )
     return [
         PipelineReplica(_alone(plan, group, turns), group, tuple(turns))
         for group, turns in zip(groups, routes.values(), strict=True)
     ]
-
-
-def _require_apart(routes: dict[tuple[int, ...], list[int]]) -> None:
-    """Refuse pipelines that share a rank.
-
-    Raises:
-        EngineError: naming it.
-    """
-    owner: dict[int, tuple[int, ...]] = {}
-    for route in routes:
-        for stage, rank in enumerate(route):
-            other = owner.setdefault(rank, route)
-            if other is not route:
-                ranks = sorted({each[stage] for each in routes})
-                raise EngineError(
-                    f"stage {stage} is on ranks {', '.join(map(str, ranks))} of one pipeline: rank {rank} is on the "
-                    f"way of micro-batch {routes[other][0]} and of micro-batch {routes[route][0]}, which take "
-                    "different ways; PyTorch's runtime has every stage of a pipeline on one rank\n"
-                    "  try: engine='threads', or a schedule that places it so"
-                )
 
 
 def _alone(plan: Plan, ranks: tuple[int, ...], microbatches: list[int]) -> Plan:
@@ -135,10 +115,10 @@ class Connections:
     """The groups that a process belongs to.
 
     Attributes:
-        everyone: all processes, by gloo: for what is small and on the processor.
-        pipeline: those of the same pipeline, for what travels between stages.
-        replicas: those that hold the same stages in the other pipelines; `None` where there is one pipeline.
-        transport_device: the device on which values travel.
+        everyone: all processes, connected by gloo: for small messages on the CPU.
+        pipeline: the processes of the same pipeline: for values between stages.
+        replicas: the processes that hold the same stages in all pipelines; `None` if there is one pipeline.
+        transport_device: the device of the values that are sent.
     """
 
     everyone: dist.ProcessGroup
@@ -149,7 +129,7 @@ class Connections:
     def abort(self) -> None:
         """Close gloo's connections at once: a thread of this process that waits in one of its groups gets an error.
 
-        Gloo has no call for that. But a receive that times out closes all connections of its group on this process.
+        Gloo has no call for it, but a receive that times out closes all connections of its group on this process.
         """
         others = (self.pipeline, self.replicas) if self.transport_device.type == "cpu" else ()
         for group in filter(None, dict.fromkeys((self.everyone, *others))):
@@ -158,32 +138,23 @@ class Connections:
                     group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Let go of the groups, their threads and their connections; nothing may be under way on this process."""
+        """Destroy the groups, their threads and their connections; this process must not be using them."""
         for group in {id(group): group for group in (self.replicas, self.pipeline, self.everyone)}.values():
             if group is not None and group is not dist.group.WORLD and dist.is_initialized():
                 dist.destroy_process_group(group)
 
 
 def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: int) -> torch.device:
-    """Return what a process runs on: the device that was asked for, else a GPU, shared if need be, else the CPU.
-
-    Raises:
-        DeviceError: if what was asked for is not there.
-    """
+    """Return the device of a process: the wanted one, else a GPU, shared if necessary, else the CPU."""
     if wanted is not None:
-        return rank_devices(wanted[rank : rank + 1], 1, first=rank)[0].device
+        return rank_devices(wanted[rank : rank + 1], 1)[0].device
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
 
 
-def gpu_of(device: torch.device) -> str:
-    """Return which GPU a device is, whatever number it has in this process; nothing for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
 def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
-    """Return what connects processes: `"nccl"` if each has a GPU of its own, else `"gloo"`, with a warning for GPUs.
+    """Return `"nccl"` if every process has a GPU to itself, else `"gloo"`, with a warning for GPUs.
 
     Args:
         everyone: every process's info.
@@ -196,10 +167,9 @@ def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
     if all(gpus) and len(set(gpus)) == len(gpus):
         return "nccl"
     if any(gpus):
-        how = "share GPUs" if all(gpus) else "run on GPUs and on processors"
+        how = "share GPUs" if all(gpus) else "run on GPUs and on CPUs"
         warnings.warn(
-            f"the processes {how}, and NCCL connects processes that have a GPU each: values travel through the "
-            "processors' memory, by gloo",
+            f"the processes {how}, but NCCL needs a GPU for each: values travel through the CPUs' memory, by gloo",
             stacklevel=2,
         )
     return "gloo"
@@ -219,11 +189,11 @@ def connect(
     Args:
         store: this pipeline's part of the store that all processes share.
         rank: this process.
-        size: how many there are.
-        device: what this process runs on.
-        backend: what connects the pipeline, as `backend_of` says.
-        replicas: the pipelines of the plan. Several make a mesh of replicas x pipeline.
-        timeout: how long PyTorch itself waits for any operation.
+        size: the number of processes.
+        device: the device of this process.
+        backend: the result of `backend_of`.
+        replicas: the pipelines of the plan. Several form a mesh of replicas x pipeline.
+        timeout: PyTorch's own timeout of every operation.
     """
     if not dist.is_initialized():
         both = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
@@ -239,6 +209,6 @@ def connect(
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> None:
-    """Broadcast a contiguous tensor of any type, whatever types the backend knows."""
+    """Broadcast a contiguous tensor, also of a type that the backend does not support."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # of a single number, the stride may be any
     dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)

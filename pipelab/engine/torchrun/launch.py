@@ -1,4 +1,4 @@
-"""Start a script under torchrun, and repeat at the end in few words what failed.
+"""Start a script under torchrun, and end with a short report of the first failure.
 
 `python -m pipelab.engine.torchrun.launch script.py …` is what torchrun starts in each process: the script, inside
 PyTorch's `record`, which leaves the error that ends it in a file for torchrun.
@@ -23,13 +23,13 @@ __all__ = ["decisive", "run_script", "torchrun"]
 
 
 def torchrun(arguments: Sequence[str]) -> str | None:
-    """Start processes as torchrun does, and wait for them; it is this process that gets and passes on signals.
+    """Start processes as torchrun does, wait for them and forward signals to them.
 
     Args:
         arguments: torchrun's own, and then the script with its arguments.
 
     Returns:
-        If a process failed, torchrun's report and then the decisive words; else `None`.
+        If a process failed, torchrun's report and then the short one; else `None`.
     """
     try:
         torch_run.run(torch_run.parse_args(list(arguments)))
@@ -47,13 +47,13 @@ def run_script() -> None:
 
 
 def decisive(failures: Mapping[int, ProcessFailure]) -> str:
-    """Return what failed first, in few words.
+    """Return a short report of the first failure.
 
-    That is an error that ended a process, or else a signal or an exit code. A `RankError` only repeats what a process
-    learned of another one, and SIGTERM is what torchrun sends to those that are left.
+    That is an error that ended a process, or else a signal or an exit code. A `RankError` only repeats a failure of
+    another process, and torchrun sends SIGTERM to the remaining ones.
 
     Args:
-        failures: how each process ended that failed, by rank.
+        failures: by rank, how each failed process ended.
     """
     errors = {rank: _error(failure) for rank, failure in failures.items()}
 
@@ -74,7 +74,7 @@ def decisive(failures: Mapping[int, ProcessFailure]) -> str:
 
 
 def _error(failure: ProcessFailure) -> str:
-    """Return the error that `record` left of a process, with the line that raised it; "" if there is none."""
+    """Return the error that `record` stored for a process, with the line that raised it; "" if there is none."""
     found = failure.error_file_data.get("message")
     if not isinstance(found, dict):
         return ""

@@ -1,20 +1,20 @@
-"""What travels between processes: values as tensors in buffers of a known shape, and which gradients are there.
+"""Values and gradients as messages between processes, and which gradients are present.
 
-A process needs a buffer for a value before the value arrives, so it must know the shapes. They are learned on real
-rows: before the first step with micro-batches of a new size, one micro-batch runs forward through all stages, process
-by process, and buffers and random state are restored afterwards.
+A process needs a buffer for a value before the value arrives, so it must know the shapes. It learns them on real rows:
+before the first step with micro-batches of a new size, one micro-batch runs forward through all stages, process by
+process; buffers and random state are restored afterwards.
 
-A stage may leave a part of its input unused, and then no gradient comes back for that part. The receiver's buffer
-exists all the same, so zeros travel, and beside them which gradients are present: to an optimizer with weight decay,
-`None` and zeros are not the same. That goes from processor to processor, also where gradients go from GPU to GPU, so
-nobody waits for a GPU to read it.
+If a stage does not use a part of its input, that part has no gradient. The receiver waits for one all the same, so
+zeros are sent, and with them which gradients are present: an optimizer with weight decay treats `None` and zeros
+differently. That message travels between CPUs, also if gradients travel between GPUs, so that nobody waits for a GPU to
+read it.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -33,9 +33,9 @@ __all__ = ["GradientPresence", "ValueMeta", "from_bytes", "learn_metas", "meta_o
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return a value as it can be sent: its tensors on the processor, without history or gaps.
+    """Return a value in PyTorch's own format: its tensors on the CPU, without history or gaps.
 
-    PyTorch's own format knows every type of tensor; a pickled tensor of a newer type cannot be read back.
+    Pickle could not read back tensors of newer types.
 
     Example:
         >>> from_bytes(to_bytes({"small": torch.ones(2, dtype=torch.float8_e4m3fn), "name": "x"}))
@@ -47,42 +47,43 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value that was sent."""
+    """Return the value of `to_bytes`."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor's shape, type and strides as it travels, and whether its gradient is wanted."""
+    """A tensor's shape, type, whether its gradient is wanted, and the strides of its messages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    strides: tuple[int, ...]
     learns: bool
+    strides: tuple[int, ...] = field(compare=False)
 
-    def empty_buffers(self, device: torch.device) -> torch.Tensor:
-        """Return an empty tensor of this shape, without gaps."""
+    def empty_buffer(self, device: torch.device) -> torch.Tensor:
+        """Return an empty tensor for a message, without gaps."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def contiguous(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the numbers of a tensor as they lie in such a buffer: the order of later sums depends on it."""
+        """Return a tensor with the strides of the buffer, on which the order of later sums depends."""
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() == self.strides and tensor.device == device:
             return tensor
-        return self.empty_buffers(device).copy_(tensor)
+        return self.empty_buffer(device).copy_(tensor)
 
     def __str__(self) -> str:
         """Return shape and type, such as `[4, 6] float32`."""
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        gradient = "" if self.learns else " without gradient"
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{gradient}"
 
 
 @dataclass(frozen=True, slots=True)
 class ValueMeta:
-    """What is known of a value before it arrives: its tensors, and how they are put together.
+    """The tensors and the structure of a value, known before it arrives.
 
     Attributes:
-        spec: what `trees.rebuild` needs.
-        parts: each tensor's; `None` where the value holds `None`.
+        spec: the structure, an argument of `pytree.rebuild`.
+        parts: the meta of each tensor; `None` for a `None` in the value.
     """
 
     spec: Spec
@@ -91,119 +92,91 @@ class ValueMeta:
     @property
     def learns(self) -> list[bool]:
         """For each tensor, whether its gradient is wanted."""
-        return [part.learns for part in self.parts if part is not None]
+        return [part.learns for part in self._tensors]
 
     def empty_buffers(self, device: torch.device) -> list[torch.Tensor]:
         """Return empty tensors for a value of this meta."""
-        return [part.empty_buffers(device) for part in self.parts if part is not None]
+        return [part.empty_buffer(device) for part in self._tensors]
 
     def gradient_buffers(self, device: torch.device) -> list[torch.Tensor]:
-        """Return empty tensors for the gradients that come back for a value of this meta."""
-        return [part.empty_buffers(device) for part in self._learning]
+        """Return empty tensors for the gradients of a value of this meta."""
+        return [part.empty_buffer(device) for part in self._tensors if part.learns]
 
     def messages(self, value: Any, device: torch.device) -> list[torch.Tensor]:
-        """Return the tensors of a value as they travel."""
-        parts = [part for part in self.parts if part is not None]
-        return [part.contiguous(tensor, device) for part, tensor in zip(parts, tensors_of(value), strict=True)]
+        """Return the tensors of a value as messages."""
+        return [part.contiguous(tensor, device) for part, tensor in zip(self._tensors, tensors_of(value), strict=True)]
 
     def value(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the value whose tensors these are, those that learn as the next stage must see them."""
+        """Return the value of these tensors, which require gradients where the sender's do."""
         wanted = iter(self.learns)
         rest = (tensor.detach().requires_grad_(next(wanted)) for tensor in tensors)
         return rebuild([None if part is None else next(rest) for part in self.parts], self.spec)
 
     def gradients(self, tensors: Sequence[torch.Tensor], there: Sequence[bool]) -> Any:
-        """Return gradients as a stage takes them: one for each tensor of the value, or `None`.
-
-        Args:
-            tensors: what arrived: see `gradient_messages`.
-            there: which of them are gradients: see `present`.
-        """
-        rest = iter([tensor if came else None for tensor, came in zip(tensors, there, strict=True)])
-        found = [next(rest) if part.learns else None for part in self.parts if part is not None]
+        """Return a gradient or `None` for each tensor of the value, from `gradient_messages` and `present`."""
+        rest = iter([tensor if present else None for tensor, present in zip(tensors, there, strict=True)])
+        found = [next(rest) if part.learns else None for part in self._tensors]
         return found[0] if len(found) == 1 else found
 
     def present(self, gradients: Any) -> list[bool]:
-        """Return which of the gradients that the stage before wants there are."""
+        """Return which of the gradients that the previous stage needs are present."""
         return [gradient is not None for _, gradient in self._wanted(gradients)]
 
     def gradient_messages(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
-        """Return those of a stage's input gradients that the stage before wants, as they travel; zeros for `None`."""
+        """Return the gradients that the previous stage needs, as messages: zeros for `None`."""
         return [
-            part.empty_buffers(device).zero_() if gradient is None else part.contiguous(gradient, device)
+            part.empty_buffer(device).zero_() if gradient is None else part.contiguous(gradient, device)
             for part, gradient in self._wanted(gradients)
         ]
 
     def misfit(self, value: Any, giver: str, rows: int) -> str:
-        """Return how a value differs from this one, which others of as many rows had; "" if it does not.
-
-        Args:
-            value: what a stage gave.
-            giver: which stage.
-            rows: of how many rows.
-        """
+        """Return how an output of the stage `giver` for so many rows differs from this meta; "" if it does not."""
         parts, spec = take_apart(value)
-        if len(parts) != len(self.parts) or not all(map(_fits, parts, self.parts)):
-            return (
-                f"gives {meta_of(value, giver)}, where micro-batches of {rows} rows gave {self} before: between "
-                "processes a stage's output has one shape and type\n  try: engine='threads', where it may change"
-            )
-        if spec != self.spec:
-            new, old = (" ".join(str(each).split()) for each in (spec, self.spec))
-            return (
-                f"gives its tensors in {new}, where micro-batches of {rows} rows gave them in {old} before: "
-                "between processes a stage's output is always put together alike, with keys in the same order\n"
-                "  try: engine='threads', where that may change"
-            )
-        learns = [part.requires_grad for part in parts if part is not None]
-        if learns != self.learns:
-            return (
-                f"gives tensors with a history {learns}, where micro-batches of {rows} rows gave {self.learns} before: "
-                "between processes the same gradients come back for every micro-batch\n"
-                "  try: engine='threads', where that may change"
-            )
-        return ""
+        if spec == self.spec and len(parts) == len(self.parts) and all(map(_fits, parts, self.parts)):
+            return ""
+        return (
+            f"returned {meta_of(value, giver)}, but for an earlier micro-batch of {rows} rows it returned {self}: "
+            "between processes, a stage's outputs must have one structure, shape and type, and the same ones must "
+            "require gradients\n"
+            "  try: engine='threads', which has no such limit"
+        )
 
     def _wanted(self, gradients: Any) -> list[tuple[TensorMeta, torch.Tensor | None]]:
         every = gradients if isinstance(gradients, list) else [gradients]
-        parts = [part for part in self.parts if part is not None]
-        return [(part, gradient) for part, gradient in zip(parts, every, strict=True) if part.learns]
+        return [(part, gradient) for part, gradient in zip(self._tensors, every, strict=True) if part.learns]
 
     @property
-    def _learning(self) -> list[TensorMeta]:
-        return [part for part in self.parts if part is not None and part.learns]
+    def _tensors(self) -> list[TensorMeta]:
+        return [part for part in self.parts if part is not None]
 
     def __str__(self) -> str:
-        """Return the parts, such as `[4, 6] float32`."""
-        return ", ".join(map(str, self.parts))
+        """Return the tensors, such as `[4, 6] float32`, and the structure of several."""
+        structure = "" if len(self.parts) == 1 else f" in {' '.join(str(self.spec).split())}"
+        return ", ".join(map(str, self.parts)) + structure
 
 
 def meta_of(value: Any, giver: str) -> ValueMeta:
-    """Return what a receiver must know of a value.
-
-    Args:
-        value: what a stage gave.
-        giver: which stage, for the message.
+    """Return what a receiver must know of a value, the output of the stage `giver`.
 
     Raises:
-        EngineError: if it holds anything but tensors.
+        EngineError: if it holds anything but plain tensors.
     """
     parts, spec = take_apart(value)
     stranger = next((part for part in parts if not (part is None or isinstance(part, torch.Tensor))), None)
     if stranger is not None:
         raise EngineError(
-            f"{giver} gives {type(stranger).__name__} among its outputs: between processes only tensors travel, in "
-            "tuples, lists and dicts; make it a tensor, or use engine='threads'"
+            f"{giver} returned an object of class {type(stranger).__name__}: between processes a stage sends tensors "
+            "only, in tuples, lists and dicts\n  try: make it a tensor; or engine='threads'"
         )
     if not all(part is None or _is_plain(part) for part in parts):
         raise EngineError(
-            f"{giver} gives a sparse, nested or quantized tensor: between processes only plain ones travel; use "
-            "to_dense(), to_padded_tensor() or dequantize(), or engine='threads'"
+            f"{giver} returned a sparse, nested or quantized tensor: between processes a stage sends dense ones only\n"
+            "  try: to_dense(), to_padded_tensor() or dequantize(); or engine='threads'"
         )
     metas = [
         None
         if part is None
-        else TensorMeta(tuple(part.shape), part.dtype, torch.empty_like(part).stride(), part.requires_grad)
+        else TensorMeta(tuple(part.shape), part.dtype, part.requires_grad, torch.empty_like(part).stride())
         for part in parts
     ]
     return ValueMeta(spec, tuple(metas))
@@ -216,58 +189,61 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _fits(part: Any, expected: TensorMeta | None) -> bool:
     if expected is None:
         return part is None
-    return isinstance(part, torch.Tensor) and part.shape == expected.shape and part.dtype == expected.dtype
+    return isinstance(part, torch.Tensor) and (part.shape, part.dtype, part.requires_grad) == (
+        expected.shape,
+        expected.dtype,
+        expected.learns,
+    )
 
 
 _TAG = 1
-"""On the processor, gradients take the same way; those have the tag 0."""
+"""Between CPUs, the gradients themselves use the same group, with the tag 0."""
 
 
 class GradientPresence:
-    """Which gradients are present, as one stage sends and receives that in a step.
+    """Sends and receives which gradients are present, for one stage in one step.
 
-    One at least travels with every micro-batch, so that the backwards of frozen stages keep their place in the plan.
+    Every micro-batch has such a message, so that the backwards of frozen stages too wait for their turn in the plan.
 
     Args:
-        group: what connects processors.
-        ranks: the rank in it of each rank of the pipeline.
+        group: connects CPUs.
+        ranks: for each rank of the pipeline, its rank in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        """Begin with nothing under way."""
         self._group = group
         self._ranks = ranks
         self._sent: list[dist.Work] = []
-        self._coming: dict[int, tuple[dist.Work, torch.Tensor, int]] = {}
+        self._received: dict[int, tuple[dist.Work, torch.Tensor, int]] = {}
 
     def send(self, there: Sequence[bool], peer: int) -> None:
-        """Begin to send which gradients of a micro-batch there are."""
+        """Begin to send which gradients of a micro-batch are present."""
         flags = torch.tensor(there or [False], dtype=torch.uint8)
         self._sent.append(self._group.send([flags], self._ranks[peer], _TAG))
 
     def receive(self, microbatch: int, count: int, peer: int) -> None:
-        """Begin to receive which of so many gradients of a micro-batch there are."""
+        """Begin to receive which of `count` gradients of a micro-batch are present."""
         flags = torch.empty(count or 1, dtype=torch.uint8)
-        self._coming[microbatch] = self._group.recv([flags], self._ranks[peer], _TAG), flags, count
+        self._received[microbatch] = self._group.recv([flags], self._ranks[peer], _TAG), flags, count
 
     def under_way(self, microbatch: int) -> list[dist.Work]:
-        """Return what to wait for before it is known which gradients of a micro-batch are present."""
-        return [self._coming[microbatch][0]] if microbatch in self._coming else []
+        """Return the receive of a micro-batch's message, if there is one, to be waited for before `take`."""
+        return [self._received[microbatch][0]] if microbatch in self._received else []
 
     def take(self, microbatch: int) -> list[bool]:
-        """Return which gradients of a micro-batch came; they have been waited for."""
-        _, flags, count = self._coming.pop(microbatch)
+        """Return which gradients of a micro-batch are present."""
+        _, flags, count = self._received.pop(microbatch)
         return list(map(bool, flags.tolist()))[:count]
 
     def finish(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         for work in self._sent:
             work.wait()
 
     def clear(self) -> None:
-        """Let go of the step."""
+        """Forget the step."""
         self._sent.clear()
-        self._coming.clear()
+        self._received.clear()
 
 
 def learn_metas(
@@ -281,25 +257,24 @@ def learn_metas(
     *,
     learning: bool,
 ) -> dict[int, list[ValueMeta]]:
-    """Return, by number of rows, what is known of what each stage gives; all processes of a pipeline must call it.
+    """Return, by number of rows, the meta of each stage's output; all processes of a pipeline must call it.
 
-    For each number of rows that micro-batches have, the first such micro-batch runs forward, stage by stage: a process
-    sends what its stage made, shapes and all, to the next stage's process. Buffers and random state are as before
-    afterwards; hooks on the modules see it.
+    For each number of rows, the first such micro-batch runs forward, stage by stage: each process sends its stage's
+    output and meta to the next stage's process. Buffers and random state are restored; hooks on the modules run.
 
     Args:
         part: the pipeline.
         place: this process's rank in it.
         runners: the stages.
-        stream: what this process runs on.
+        stream: the stream of this process.
         group: the pipeline's processes.
         inputs: the micro-batches.
         counts: how many rows each has.
-        learning: whether gradients will come back.
+        learning: whether the step computes gradients.
 
     Raises:
         StageError: if a stage raises.
-        EngineError: if a stage gives anything but tensors.
+        EngineError: if a stage returns anything but tensors.
     """
     plan = part.plan
     ranks = [plan.replicas[stage][0] for stage in range(plan.stages)]
@@ -329,7 +304,7 @@ def learn_metas(
 def _try(
     part: PipelineReplica, place: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool
 ) -> Any:
-    """Run a stage forward, leaving no trace in it."""
+    """Run a stage forward; restore its buffers and the random state."""
     given = value if stream.receive is None else stream.receive(value)
     try:
         with unchanged([runner.module]), torch.set_grad_enabled(learning):
@@ -341,4 +316,4 @@ def _try(
     except Exception as error:
         number = part.microbatches[microbatch]
         where = (part.ranks[place], runner.index, number, stream.runs_on)
-        raise stage_error(error, f"{runner.index}F{number}", *where, partial=False) from error
+        raise stage_error(error, f"{runner.index}F{number}", *where) from error

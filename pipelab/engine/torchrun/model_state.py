@@ -41,26 +41,26 @@ class DistributedModel(Engine):
 
     @abstractmethod
     def attend(self, work: Callable[[], Any], call: str) -> Any:
-        """Do something that communicates, supervised; return what it returns."""
+        """Run work that communicates, supervised; return its result."""
 
     @contextmanager
     def full_model(self) -> Iterator[None]:
-        """Have all stages here for a while, as they are now, on this process's device."""
+        """Return a context in which this process has the present state of all stages, on its device."""
         self._gather(_gather_state, "verify(x, y)")
-        homes = {
+        devices = {
             stage: next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), None)
             for stage, module in enumerate(self.stages.modules)
             if stage not in self.local_stages
         }
-        away = {stage: home for stage, home in homes.items() if home != self.stage_devices[stage]}
+        elsewhere = {stage: device for stage, device in devices.items() if device != self.stage_devices[stage]}
         try:
-            for stage in away:
+            for stage in elsewhere:
                 self.stages.place_stage(stage, self.stage_devices[stage])
             yield
         finally:
-            for stage, home in away.items():
-                if home is not None:
-                    self.stages.place_stage(stage, home)
+            for stage, device in elsewhere.items():
+                if device is not None:
+                    self.stages.place_stage(stage, device)
 
     def gather_parameters(self) -> None:
         """Gather every stage's parameters and buffers from the process that holds it."""
@@ -70,14 +70,14 @@ class DistributedModel(Engine):
         """Gather every stage's gradients from the process that holds it."""
         self._gather(_gather_gradients, "verify(x, y)")
 
-    def first_to_say(self, words: str) -> str:
-        """Return what the lowest rank says that says anything, on all processes alike; "" if none does."""
+    def first_message(self, message: str) -> str:
+        """Return, on all processes, the message of the lowest rank that has one; "" if none has."""
 
         def ask() -> str:
-            agree(self.group, "verify(x, y)", "compared what it knows")
-            said = [""] * dist.get_world_size(self.group)
-            dist.all_gather_object(said, words, group=self.group)
-            return next(filter(None, said), "")
+            agree(self.group, "verify(x, y)", "exchanges its result")
+            messages = [""] * dist.get_world_size(self.group)
+            dist.all_gather_object(messages, message, group=self.group)
+            return next(filter(None, messages), "")
 
         found: str = self.attend(ask, "verify(x, y)")
         return found
@@ -117,7 +117,7 @@ class DistributedModel(Engine):
         return total.to(self.stage_devices[0])
 
     def _settle(self) -> None:
-        """Wait for what the caller has launched on this process's device: another thread will read what it makes."""
+        """Wait for the caller's kernels on this process's device: another thread will read their results."""
         for device in {device for device in self.stage_devices if device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
 
@@ -130,17 +130,17 @@ class DistributedModel(Engine):
             with torch.no_grad():
                 for stage, module in enumerate(self.stages.modules):
                     gather(module, self.group, self._holder(stage), stage not in self.local_stages)
-            gathered(torch.zeros(1), self.group)  # nobody leaves before all have what was sent: it might pass for lost
+            gathered(torch.zeros(1), self.group)  # all wait until the last message has arrived
 
         self._settle()
         self.attend(work, call)
 
 
-# --- one stage: every process calls these; `source` holds the stage, and those that `receive` do not
+# --- one stage: every process calls these; the rank `source` holds the stage, and the others `receive` it
 
 
 def _gather_state(module: nn.Module, group: dist.ProcessGroup, source: int, receive: bool) -> None:
-    """Gather parameters, buffers and extra state; a buffer may have appeared or grown since the module was made."""
+    """Gather parameters, buffers and extra state; the stage may have new or larger buffers than in this process."""
     for parameter in module.parameters():
         _gather(parameter, group, source, receive)
     own = dict(module.named_buffers())
@@ -181,7 +181,7 @@ def _gather_gradients(module: nn.Module, group: dist.ProcessGroup, source: int, 
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, receive: bool) -> None:
-    """Write the source's numbers into this process's tensor."""
+    """Copy the source's numbers into this process's tensor."""
     found = _broadcast(tensor, tuple(tensor.shape), tensor.dtype, group, source)
     if receive:
         overwrite(tensor, found)
@@ -190,7 +190,7 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, receive
 def _broadcast(
     tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup, source: int
 ) -> torch.Tensor:
-    """Return the source's tensor, on the processor."""
+    """Return the source's tensor, on the CPU."""
     if dist.get_rank(group) == source and tensor is not None:
         sent = tensor.detach().cpu().contiguous()
     else:
@@ -200,7 +200,7 @@ def _broadcast(
 
 
 def _describe_buffers(module: nn.Module) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype, bool]], dict[str, Any]]:
-    """Return each buffer's shape, type and whether it is saved, and what else the module's parts save."""
+    """Return each buffer's shape, type and whether it is persistent; and the extra state of the module's parts."""
     state = module.state_dict(keep_vars=True)
     buffers = {name: (tuple(each.shape), each.dtype, name in state) for name, each in module.named_buffers()}
     extra = {name: each for name, each in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}

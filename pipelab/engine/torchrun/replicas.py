@@ -19,32 +19,31 @@ __all__ = ["Reducer", "ReplicatedBuffers"]
 class Reducer:
     """The gradients of one stage's parameters, summed over the stage's replicas.
 
-    `.grad` may hold what earlier steps have summed already: it is laid aside for the time of a step, and added back.
+    `.grad` may hold the sums of earlier steps: a step stores them elsewhere, and adds them back at its end.
 
     Args:
-        module: the stage's. Its parameters may be others from step to step.
+        module: the stage's module, whose parameters may change between steps.
         group: the processes that hold the stage.
-        transport_device: the device on which gradients travel.
+        transport_device: the device of the gradients that are sent.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, transport_device: torch.device) -> None:
-        """Note the stage."""
         self._module = module
         self._parameters: list[nn.Parameter] = []
         self._group = group
         self._transport_device = transport_device
-        self._aside: list[torch.Tensor | None] = []
+        self._earlier: list[torch.Tensor | None] = []
         self._known = torch.zeros(0)
 
     def begin(self) -> None:
-        """Lay aside what `.grad` holds, of the parameters that learn now."""
+        """Store and clear the `.grad` of the parameters that learn now."""
         self._parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        self._aside = [parameter.grad for parameter in self._parameters]
+        self._earlier = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
 
     def meet(self) -> None:
-        """Wait for the other replicas, and learn which parameters have a gradient on any of them."""
+        """Wait for the other replicas, and exchange which parameters have a gradient on any of them."""
         here = [float(parameter.grad is not None) for parameter in self._parameters]
         self._known = torch.tensor(here, device=self._transport_device)
         dist.all_reduce(self._known, group=self._group)
@@ -63,34 +62,34 @@ class Reducer:
                 elif parameter.grad.is_sparse:  # another replica's may have other rows
                     parameter.grad = parameter.grad.to_dense()
             gradients = [parameter.grad for parameter in some if parameter.grad is not None]
-            parcel = torch.cat([gradient.flatten() for gradient in gradients]).to(self._transport_device)
-            dist.all_reduce(parcel, group=self._group)
-            pieces = parcel.split([gradient.numel() for gradient in gradients])
+            flat = torch.cat([gradient.flatten() for gradient in gradients]).to(self._transport_device)
+            dist.all_reduce(flat, group=self._group)
+            pieces = flat.split([gradient.numel() for gradient in gradients])
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
 
     def end(self) -> None:
-        """Add back what was laid aside."""
-        for parameter, before in zip(self._parameters, self._aside, strict=True):
+        """Add the earlier gradients."""
+        for parameter, before in zip(self._parameters, self._earlier, strict=True):
             if before is not None:
                 if before.is_sparse:
                     before = before.to_dense()  # noqa: PLW2901 - a sparse one cannot take a dense one
                 if parameter.grad is not None:
                     before.add_(parameter.grad)
                 parameter.grad = before
-        self._aside = []
+        self._earlier = []
 
 
 class ReplicatedBuffers:
-    """The buffers of the stages on this process, whose replicas are on others.
+    """The buffers of the stages on this process, which other processes replicate.
 
     Args:
         rank: this process's rank.
         runners: the stages on this process, by number.
         replicas: by stage, its ranks, the lowest first.
         group: the processes that hold the same stages.
-        transport_device: the device on which buffers travel.
-        policy: whether writing is refused, or the lowest rank's buffers become everybody's.
+        transport_device: the device of the buffers that are sent.
+        policy: whether to refuse writes, or to copy the lowest rank's buffers to all.
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class ReplicatedBuffers:
         transport_device: torch.device,
         policy: Buffers,
     ) -> None:
-        """Note the stages."""
         self._rank = rank
         self._runners = runners
         self._lowest = {stage: replicas[stage][0] for stage in runners}
@@ -112,11 +110,11 @@ class ReplicatedBuffers:
         self._before: dict[int, dict[str, tuple[torch.Tensor, int]]] = {}
 
     def begin(self) -> None:
-        """Note how often each buffer has been written into."""
+        """Record how often each buffer has been written into."""
         self._before = {stage: versions(runner.module) for stage, runner in self._runners.items()}
 
     def end(self) -> None:
-        """Refuse what was written on other ranks than the lowest, or put the lowest rank's numbers in its place.
+        """Refuse writes on other ranks than the lowest, or copy the lowest rank's buffers.
 
         Raises:
             EngineError: with the name of the buffer.
@@ -124,15 +122,15 @@ class ReplicatedBuffers:
         for stage, runner in self._runners.items():
             if self._policy == "lowest":
                 for buffer in runner.module.buffers():
-                    self._take(buffer, self._lowest[stage])
+                    self._copy(buffer, self._lowest[stage])
             elif self._rank != self._lowest[stage]:
                 name = written(self._before[stage], versions(runner.module))
                 if name is not None:
                     raise written_error(stage, self._rank, name)
 
-    def _take(self, buffer: torch.Tensor, lowest: int) -> None:
-        parcel = buffer.detach().to(self._transport_device).contiguous()
-        broadcast(parcel, self._group, dist.get_group_rank(self._group, lowest))
+    def _copy(self, buffer: torch.Tensor, lowest: int) -> None:
+        message = buffer.detach().to(self._transport_device).contiguous()
+        broadcast(message, self._group, dist.get_group_rank(self._group, lowest))
         if self._rank != lowest:
             with torch.no_grad():
-                overwrite(buffer, parcel)
+                overwrite(buffer, message)

@@ -1,4 +1,4 @@
-"""Set all processes' clocks to rank 0's: on several machines they count from different moments."""
+"""Gather losses, outputs and times of all processes, with their clocks set to rank 0's."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.device.clocks import HOST
+from pipelab.engine.device.clocks import HOST, HostClock
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.step import RankState, StepState
 from pipelab.engine.torchrun.agreement import gathered
 from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.engine.torchrun.messages import from_bytes, to_bytes
-from pipelab.engine.torchrun.step_state import ProcessStep
+from pipelab.engine.torchrun.stage import ProcessStep
 from pipelab.plan.plan import Plan
 
 __all__ = ["Clock", "set_clocks", "share"]
 
 _ROUNDS = 16
 _BUDGET_NS = 20_000_000
-"""How long a comparison of two clocks may go on, if `_ROUNDS` rounds take less: a short round may still come."""
+"""How long a comparison of two clocks lasts if `_ROUNDS` rounds take less: a shorter round may follow."""
 
 _STOP = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How this process's clock is to be read.
+    """The difference between this process's clock and rank 0's.
 
     Attributes:
-        ahead_ns: how far it is ahead of rank 0's.
-        error_ns: how wrong that may be, on the process where it is worst.
-        set_at: when it was set, on this process's clock.
+        ahead_ns: how far it is ahead of rank 0's; on several machines clocks count from different moments.
+        error_ns: the largest error of `ahead_ns` on any process.
+        set_at: when it was measured, on this process's clock.
     """
 
     ahead_ns: int = 0
@@ -46,9 +46,9 @@ class Clock:
 def set_clocks(group: dist.ProcessGroup) -> Clock:
     """Compare every process's clock with rank 0's; all processes must call it.
 
-    Rank 0 asks each other process for its time, at least 16 times, and takes the shortest round: the answer was read
-    somewhere between question and answer, so in the middle, give or take half of the round. A clock that is ahead by
-    less than that is taken for the same clock, as it is on one machine.
+    Rank 0 asks each other process for its time, at least 16 times, and uses the shortest round: the clock was read
+    between question and answer, so in the middle of the round, with an error of half its length. A smaller difference
+    counts as none: processes on one machine share a clock.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     found = torch.zeros(size, 2, dtype=torch.int64)
@@ -64,7 +64,7 @@ def set_clocks(group: dist.ProcessGroup) -> Clock:
 
 
 def _rounds(other: int, word: torch.Tensor, group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Return of some rounds how long each took, and how far the other clock is ahead of this one."""
+    """Return the length of each round, and how far the other clock was ahead of this one."""
     rounds: list[tuple[int, int]] = []
     began = time.perf_counter_ns()
     while len(rounds) < _ROUNDS or time.perf_counter_ns() - began < _BUDGET_NS:
@@ -80,7 +80,7 @@ def _rounds(other: int, word: torch.Tensor, group: dist.ProcessGroup) -> list[tu
 
 
 def _answer(word: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Tell rank 0 this process's time, until it has enough."""
+    """Send this process's time to rank 0, until it sends `_STOP`."""
     while True:
         dist.recv(word, group=group, group_src=0)
         if int(word) == _STOP:
@@ -90,30 +90,16 @@ def _answer(word: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 _ARRIVED_NS = 20_000
-"""A wait shorter than this found its value there."""
+"""If a wait is shorter than this, the value had arrived before it."""
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Aligned:
-    """Another process's clock, whose readings have been set to rank 0's.
-
-    Attributes:
-        error_ns: how far they may be from it.
-    """
-
-    error_ns: int
-
-    def nanoseconds(self, marks: list[Any]) -> list[int]:
-        return marks
 
 
 def _travel(plan: Plan, ranks: Sequence[RankState], waited: Sequence[Sequence[int]]) -> dict[int, float]:
     """Return, by number of the value, how many milliseconds each value travelled between ranks.
 
-    If the receiver was free when a value left, the transfer ends when the receiver starts the action. If it was busy,
-    the value was there when it was free again, or came at the end of its wait.
+    If the receiver was idle when a value was sent, the transfer ends when it starts the action. If it was busy, the
+    transfer ends when it becomes idle, or at the end of its wait.
     """
     bound = plan.bound
     codes, rank_of = bound.codes, bound.rank_of
@@ -147,14 +133,14 @@ def share(
         group: all processes.
         plan: the plan.
         part: the pipeline that this process belongs to.
-        step: what happened on this process.
+        step: the step on this process.
         loss: the loss of the whole batch, which gets the values of all micro-batches; `None` for an evaluation.
-        clock: how this process's clock is to be read.
+        clock: the difference between this process's clock and rank 0's.
     """
-    homes = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # where each micro-batch's output is
+    holders = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # per micro-batch, the rank of its output
     state = StepState([None] * plan.microbatches, loss, step.watch_nan, step.caller)
     if loss is None:
-        state.outputs = _outputs(group, homes, step)
+        state.outputs = _outputs(group, holders, step)
         return state
     longest = max(map(len, plan.bound.rows))
     begun, ended = (_readings(step, marks, clock) for marks in (step.mine.begun, step.mine.ended))
@@ -164,30 +150,30 @@ def share(
     own[3 * longest :] = _losses(plan, part, step)
     every = gathered(own, group)
     stream = step.mine.stream
-    _take_losses(loss, every[:, 3 * longest :], homes, stream.runs_on.device)
+    _set_losses(loss, every[:, 3 * longest :], holders, stream.runs_on.device)
     begun_by, ended_by, waited_by = (
         [row[: len(codes)].tolist() for row, codes in zip(numbers, plan.bound.rows, strict=True)]
         for numbers in every[:, : 3 * longest].unflatten(1, (3, longest)).unbind(1)
     )
     for microbatch, output in zip(part.microbatches, step.outputs, strict=True):
         state.outputs[microbatch] = output
-    state.outputs_on = sorted(set(homes))
+    state.outputs_on = sorted(set(holders))
     ranks = [RankState(rank, (), stream, {}, *times) for rank, times in enumerate(zip(begun_by, ended_by, strict=True))]
     state.ranks = ranks
     state.travel = lambda: _travel(plan, ranks, waited_by)
-    state.clocks = [HOST, *(_Aligned(clock.error_ns) for _ in range(1, plan.ranks))]
+    state.clocks = [HOST, *(HostClock(clock.error_ns) for _ in range(1, plan.ranks))]
     many = "es" if plan.ranks > 1 else ""
     state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"
     return state
 
 
-def _outputs(group: dist.ProcessGroup, homes: Sequence[int], step: ProcessStep) -> list[Any]:
+def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep) -> list[Any]:
     """Return the outputs of all micro-batches, from the processes that hold the last stage."""
-    outputs: list[Any] = [None] * len(homes)
-    for home in sorted(set(homes)):
+    outputs: list[Any] = [None] * len(holders)
+    for holder in sorted(set(holders)):
         box: list[Any] = [to_bytes(step.outputs)]
-        dist.broadcast_object_list(box, group=group, group_src=home)
-        turns = [microbatch for microbatch, rank in enumerate(homes) if rank == home]
+        dist.broadcast_object_list(box, group=group, group_src=holder)
+        turns = [microbatch for microbatch, rank in enumerate(holders) if rank == holder]
         for microbatch, output in zip(turns, from_bytes(box[0]), strict=True):
             outputs[microbatch] = output
     return outputs
@@ -198,7 +184,7 @@ def _readings(step: ProcessStep, marks: list[Any], clock: Clock) -> list[int]:
 
 
 def _losses(plan: Plan, part: PipelineReplica, step: ProcessStep) -> torch.Tensor:
-    """Return this process's losses as the bits of 64-bit numbers, zeros where it knows none; their type comes first."""
+    """Return the type of this process's losses, then the bits of each as a 64-bit number; 0 for unknown ones."""
     assert step.loss is not None
     found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
     for microbatch, value in zip(part.microbatches, step.loss.values, strict=True):
@@ -208,8 +194,8 @@ def _losses(plan: Plan, part: PipelineReplica, step: ProcessStep) -> torch.Tenso
     return found
 
 
-def _take_losses(loss: Loss, numbers: torch.Tensor, homes: Sequence[int], device: torch.device) -> None:
-    """Take over the losses from the processes that found them."""
-    for microbatch, home in enumerate(homes):
-        kind = _LOSS_TYPES[int(numbers[home, 0])]
-        loss.values[microbatch] = numbers[home, microbatch + 1].view(torch.float64).to(device, kind)
+def _set_losses(loss: Loss, numbers: torch.Tensor, holders: Sequence[int], device: torch.device) -> None:
+    """Set the losses of all micro-batches, each from the process that computed it."""
+    for microbatch, holder in enumerate(holders):
+        kind = _LOSS_TYPES[int(numbers[holder, 0])]
+        loss.values[microbatch] = numbers[holder, microbatch + 1].view(torch.float64).to(device, kind)

@@ -1,7 +1,7 @@
-"""The door to PyTorch's own pipelining: every private name that pipelab uses of it stands here, and only here.
+"""All private names of PyTorch's pipelining that pipelab uses.
 
-`torch.distributed.pipelining` has no public way to run an order of one's own. A contract test holds what is expected of
-these names, which stand in one table; where a torch has moved one, `load` says which.
+`torch.distributed.pipelining` has no public way to run an arbitrary order. The names are in one table, and a contract
+test checks them; if a version of PyTorch lacks one, `load` names it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["SCHEDULES", "Native", "default_store", "load", "lowered", "missing",
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """What pipelab needs of PyTorch's pipelining.
+    """The parts of PyTorch's pipelining that pipelab uses.
 
     Attributes:
-        action: reads an action, `action.from_str("0F0")`.
+        action: parses an action, `action.from_str("0F0")`.
         runtime: the schedule class that runs any order.
         schedules: the module, whose public `Schedule...` classes are PyTorch's native schedules.
         stage: a stage of a pipeline.
@@ -85,15 +85,15 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "PipelineStage.clear_runtime_states",
     ),
 }
-"""By module, what pipelab calls, reads or replaces. Of a stage: what a schedule asks of it, and pipelab's answer to."""
+"""By module, the names that pipelab calls, reads or replaces; of a stage, those that a schedule calls."""
 
 _OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops", "pipeline_order", "pipeline_order_with_comms", "rank")
-"""What a runtime has once it is made and given an order."""
+"""Attributes of a runtime that has an order."""
 
 
 @cache
 def load() -> Native:
-    """Return PyTorch's pipelining, after a look at every name that pipelab needs of it.
+    """Return PyTorch's pipelining; check every name that pipelab uses.
 
     Raises:
         EngineError: naming what this torch lacks.
@@ -115,35 +115,26 @@ def load() -> Native:
 
 
 def _smallest_runtime(found: Native) -> Any:
-    """Return a runtime with an order for one stage, which is never run.
-
-    Raises:
-        EngineError: if this torch makes runtimes in another way.
-    """
+    """Return a runtime with an order for one stage, which never runs."""
     stage = SimpleNamespace(stage_index=0, num_stages=1, group_rank=0, group_size=1)
     try:
         return _runtime(found, [stage], 1, {0: ["0F0", "0B0"]})
     except Exception as error:
         raise EngineError(
-            f"torch {torch.__version__} does not take an order as pipelab gives it ({type(error).__name__}: {error}): "
-            f"{_TRY}"
+            f"torch {torch.__version__} does not accept pipelab's orders ({type(error).__name__}: {error})\n{_TRY}"
         ) from error
 
 
-_TRY = "use torch 2.10 to 2.13, or engine='threads'"
+_TRY = "  try: torch 2.10 to 2.13; or engine='threads'"
 
 
 def missing(name: str) -> EngineError:
-    """Return why this torch cannot be used: it lacks a name."""
-    return EngineError(f"torch {torch.__version__} has no {name}, which pipelab runs plans with: {_TRY}")
+    """Return the error of a torch that lacks a name."""
+    return EngineError(f"torch {torch.__version__} has no {name}, which pipelab needs to run plans\n{_TRY}")
 
 
 def default_store() -> Any:
-    """Return the store of the process group that is there already.
-
-    Raises:
-        EngineError: naming what this torch lacks.
-    """
+    """Return the store of the present process group."""
     load()
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
 
@@ -161,8 +152,8 @@ def order_runner(
         stages: this process's stages, ready to run: the runtime sets nothing up.
         microbatches: how many there are.
         rows: every rank's computing actions, as PyTorch writes them.
-        reduces: for this rank, the stages whose gradients are reduced before its so-many-th action.
-        receiving: called with a stage, a micro-batch, and what is under way for it from another rank, to be waited for.
+        reduces: for this rank, by number of earlier actions, the stages whose gradients are reduced then.
+        receiving: called with a stage, a micro-batch, and its receives from another rank, to wait for them.
     """
     found = load()
     found.schedules.logger.addFilter(_quiet)
@@ -175,7 +166,7 @@ def order_runner(
         if action.is_compute_op:
             order += [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
             done += 1
-        if action.computation_type.name not in _NOT_ASKED_FOR:
+        if action.computation_type.name not in _ADDED_BY_PYTORCH:
             order.append(action)
     orders[runtime.rank] = order + [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
     runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
@@ -187,7 +178,7 @@ def order_runner(
 
 
 def _runtime(found: Native, stages: Sequence[Any], microbatches: int, rows: Mapping[int, Sequence[str]]) -> Any:
-    """Return a runtime that has been given an order."""
+    """Return a runtime that has an order."""
     runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
     runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
         {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}
@@ -200,12 +191,12 @@ def _quiet(record: logging.LogRecord) -> bool:
     return not (record.threadName or "").startswith("pipelab-")
 
 
-_NOT_ASKED_FOR = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
-"""What PyTorch's runtime adds by itself for models that are sharded, which these are not."""
+_ADDED_BY_PYTORCH = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
+"""Actions that PyTorch's runtime adds for sharded models, which these are not."""
 
 
 class _Receives(dict[tuple[int, int], list[Any]]):
-    """Receives under way. The runtime takes them out to wait for them; here they are waited for before."""
+    """Receives by stage and micro-batch. The runtime removes them to wait for them; here `receiving` waits first."""
 
     def __init__(self, receiving: Callable[[int, int, list[Any]], None]) -> None:
         super().__init__()
@@ -222,16 +213,13 @@ def lowered(
     """Lower a plan; return what runs one rank's part of it on PyTorch's runtime, given the first stage's inputs.
 
     An overlapped pair runs as its forward, then its backward, as in the threads engine: PyTorch's runtime would wait
-    for what both of them need before it starts either, which may be for ever.
+    for the inputs of both before it starts either, perhaps for ever.
 
     Args:
-        plan: the plan of one pipeline: every stage is on one rank, and every rank has something to do.
+        plan: the plan of one pipeline: every stage is on one rank, and every rank has an action.
         rank: which rank.
-        stages: the rank's stages, as PyTorch's runtime asks for them.
-        receiving: called with a stage, a micro-batch, and what is under way for it from another rank, to be waited for.
-
-    Raises:
-        EngineError: if this torch lacks what is needed.
+        stages: the rank's stages, with the methods that PyTorch's runtime calls.
+        receiving: called with a stage, a micro-batch, and its receives from another rank, to wait for them.
     """
     action = plan.bound.codes.action
     rows = [[action(code) for code in row] for row in plan.bound.rows]

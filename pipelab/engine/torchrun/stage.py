@@ -1,18 +1,21 @@
-"""A stage as PyTorch's pipelining runtime asks for it.
+"""One step on this process, and a stage with the methods that PyTorch's pipelining runtime calls.
 
-The runtime works through its rank's order. For every action it calls one of these methods; sends and receives it makes
-itself, of the tensors that it is given here:
+The runtime works through its rank's order and calls one of these methods for every action. It sends and receives the
+tensors that they return:
 
     RECV_F   get_fwd_recv_ops      an empty buffer              FORWARD          forward_one_chunk
     SEND_F   get_fwd_send_ops      the output                   FULL_BACKWARD    backward_one_chunk
     RECV_B   get_bwd_recv_ops      an empty buffer              BACKWARD_INPUT   backward_one_chunk, not full
     SEND_B   get_bwd_send_ops      the input's gradient         BACKWARD_WEIGHT  backward_weight_one_chunk
 
-What they compute is what the threads engine computes, by the same `Stage`: so both give the same numbers.
+They compute with the same `Stage` as the threads engine: so both engines give the same numbers.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,15 +23,70 @@ import torch.distributed as dist
 
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.step import Act, run_action
+from pipelab.engine.step import Act, RankState, StepState, awaited_action, run_action
 from pipelab.engine.torchrun.groups import Connections, PipelineReplica
 from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta
 from pipelab.engine.torchrun.replicas import Reducer
-from pipelab.engine.torchrun.step_state import ProcessStep
 from pipelab.errors import StageError
 from pipelab.plan.actions import Action, B, F, I, R, W
+from pipelab.plan.plan import Plan
 
-__all__ = ["ProcessStage"]
+__all__ = ["ProcessStage", "ProcessStep"]
+
+
+@dataclass(slots=True)
+class ProcessStep(StepState):
+    """One step, or one evaluation, of the one rank that this process runs.
+
+    Attributes:
+        counts: per micro-batch, how many rows it has.
+        metas: by number of rows, the meta of each stage's output.
+        waited: per action, nanoseconds spent waiting for a value from another rank.
+        waiting: whether the next action waits for a value from another rank.
+        peer: the rank of the last send or receive since the last action.
+    """
+
+    counts: Sequence[int] = ()
+    metas: dict[int, list[ValueMeta]] = field(default_factory=dict)
+    waited: list[int] = field(default_factory=list)
+    waiting: bool = False
+    peer: int | None = None
+
+    @property
+    def mine(self) -> RankState:
+        """The state of this process's rank."""
+        return self.ranks[0]
+
+    def meta(self, stage: int, microbatch: int) -> ValueMeta:
+        """Return the meta of a stage's output for a micro-batch."""
+        return self.metas[self.counts[microbatch]][stage]
+
+    def wait(self, works: Sequence[Any], flags: Sequence[Any]) -> None:
+        """Wait for the value that the next action needs from another rank; record for how long.
+
+        Args:
+            works: the receives of the value.
+            flags: the receives of `GradientPresence`, which may end earlier or later. If a device waits for the value,
+                this process waits only until the other process has launched the kernels that compute it.
+        """
+        asked = time.perf_counter_ns()
+        self.waiting = True
+        timed, rest = (works, flags) if works else (flags, works)
+        for work in timed:
+            work.wait()
+        self.waited[self.mine.position] = time.perf_counter_ns() - asked
+        for work in rest:
+            work.wait()
+        self.waiting = False
+
+    def peer_of(self, plan: Plan) -> int | None:
+        """Return the rank that this process receives from, or else sends to, now; `None` after the last action."""
+        if self.mine.computing or self.mine.position >= len(self.mine.actions):
+            return None
+        if not self.waiting:
+            return self.peer
+        awaited = awaited_action(plan, self.mine)
+        return None if awaited is None else awaited[2]
 
 
 class ProcessStage:
@@ -39,13 +97,12 @@ class ProcessStage:
         part: the pipeline that this process belongs to.
         rank: this process's rank in the whole plan.
         connections: to the other processes.
-        reducer: sums its gradients over its replicas; `None` where it has none.
+        reducer: sums its gradients over its replicas; `None` without replicas.
     """
 
     def __init__(
         self, runner: Stage, part: PipelineReplica, rank: int, connections: Connections, reducer: Reducer | None
     ) -> None:
-        """Take the place of a `PipelineStage`."""
         self.runner = runner
         self.stage_index = runner.index
         self.num_stages = part.plan.stages
@@ -66,7 +123,7 @@ class ProcessStage:
         self.presence = GradientPresence(connections.everyone, part.ranks)
 
     def begin(self, step: ProcessStep) -> None:
-        """Get ready for a step."""
+        """Prepare a step."""
         self.step = step
         self.given: dict[int, Any] = {}
         self.gradients: dict[int, Any] = {}
@@ -76,14 +133,14 @@ class ProcessStage:
         step.mine.kept[self.stage_index] = {}
 
     def end(self) -> None:
-        """Let go of the step, and of all that is left of it."""
+        """Forget the step and its values."""
         del self.step
         for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
         self.presence.clear()
 
     def refuse_overwritten(self) -> None:
-        """After all is sent, refuse a stage that wrote into an output of its own: nobody knows what left.
+        """After the last send, refuse a stage that wrote into its output: the value that was sent is unknown.
 
         Raises:
             StageError: naming the output.
@@ -92,8 +149,8 @@ class ProcessStage:
             if _version(message) != version:
                 raise self._error(
                     microbatch,
-                    f"gave a tensor that stage {self.stage_index} wrote into afterwards: it may have been sent before "
-                    "that or after\n  try: clone what the stage keeps and goes on writing into, before it returns it",
+                    f"returned a tensor that stage {self.stage_index} wrote into afterwards, before or after it was "
+                    "sent\n  try: return a clone of any tensor that the stage writes into again",
                 )
 
     # --- what the runtime computes
@@ -114,13 +171,13 @@ class ProcessStage:
         else:
             self._require_meta(made, microbatch)
             if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
-                self.made[microbatch] = made  # to be sent; a stage on this rank is given it
+                self.made[microbatch] = made  # to be sent
         return made
 
     def backward_one_chunk(
         self,
         microbatch: int,
-        loss: Any = None,  # noqa: ARG002 - the stage knows it
+        loss: Any = None,  # noqa: ARG002 - the stage has it
         full_backward: bool = True,
         **_: Any,
     ) -> None:
@@ -137,12 +194,12 @@ class ProcessStage:
         self.back[microbatch] = self._run(kind(microbatch, self.stage_index), act, gradients)
 
     def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
-        """Run what is left of one micro-batch's backward: the weights' gradients."""
+        """Run the rest of one micro-batch's backward: the weights' gradients."""
         if self.step.loss is not None:
             self._run(W(microbatch, self.stage_index), self.runner.backward_weight, None)
 
     def perform_reduce_grad(self, _: int) -> None:
-        """Sum the stage's gradients over its replicas. The time it receive begins when the last of them has come."""
+        """Sum the stage's gradients over its replicas; the action begins when the last of them has arrived."""
         if self.step.loss is None:
             return
         if self._reducer is not None:
@@ -153,21 +210,21 @@ class ProcessStage:
         if self._reducer is not None:
             self._reducer.reduce()
 
-    # --- what it hands over on this rank
+    # --- values between stages of this rank
 
     def set_local_fwd_input(self, value: Any, microbatch: int) -> None:
-        """Take the output of the stage before, which is on this rank too."""
+        """Store the output of the previous stage, which is on this rank too."""
         self.given[microbatch] = _Local(value)
 
     def get_local_bwd_output(self, microbatch: int) -> Any:
-        """Return the gradient of the input for the stage before, which is on this rank too."""
+        """Return the gradient of the input for the previous stage, which is on this rank too."""
         return self.back.pop(microbatch, None)
 
     def set_local_bwd_input(self, gradients: Any, microbatch: int) -> None:
-        """Take the gradient of the output from the stage after, which is on this rank too."""
+        """Store the gradient of the output from the next stage, which is on this rank too."""
         self.gradients[microbatch] = _Local(gradients)
 
-    # --- what it sends to other ranks, and receives
+    # --- values to and from other ranks
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for a micro-batch's input."""
@@ -202,28 +259,24 @@ class ProcessStage:
         return ops
 
     def release_fwd_send_outputs(self, microbatch: int) -> None:
-        """Let go of an output that has been sent; torch 2.14 asks for it."""
+        """Do nothing: `get_fwd_send_ops` has released the output already; torch 2.14 calls this."""
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
-        self.step.peer = self._ranks[peer]  # what follows may find that a connection is lost
-        # They have no gaps, so they go as bytes: not every backend knows every type.
+        self.step.peer = self._ranks[peer]  # the connection may be lost
+        # They have no gaps, so they are sent as bytes: no backend supports all types.
         lines = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]
 
     def _arrived(self, found: Any, put_together: Any) -> Any:
-        """Return a value that was received, on this rank's device; one of this rank's own, as it is."""
+        """Return a value on this rank's device, received from another rank or made by this one."""
         if isinstance(found, _Local):
             return found.value
         receive = self.step.mine.stream.receive
         return put_together(found if receive is None else receive(found))
 
     def _run(self, action: Action, act: Act, given: Any) -> Any:
-        """Run an action; whatever it raises is told with its place.
-
-        Raises:
-            StageError: if it raised.
-        """
+        """Run an action; raise a `StageError` with its place for any error."""
         step, microbatch = self.step, action.microbatch or 0
         step.peer = None
         try:
@@ -233,30 +286,25 @@ class ProcessStage:
         except Exception as error:
             named = self._named(action)
             place = (self._rank, self.stage_index, named.microbatch or 0, step.mine.stream.runs_on)
-            raise stage_error(error, str(named), *place, partial=False) from error
+            raise stage_error(error, str(named), *place) from error
 
     def _named(self, action: Action) -> Action:
-        """Return an action as the whole plan numbers it."""
+        """Return an action with its number in the whole plan."""
         return Action(action.kind, self._microbatches[action.microbatch or 0], action.stage)
 
     def _require_meta(self, made: Any, microbatch: int) -> None:
-        """Refuse an output unlike the one that the next stage has a buffer for.
-
-        Raises:
-            StageError: with both.
-        """
+        """Refuse an output that does not fit the next stage's buffer."""
         meta: ValueMeta = self.step.meta(self.stage_index, microbatch)
         if misfit := meta.misfit(made, f"stage {self.stage_index}", self.step.counts[microbatch]):
             raise self._error(microbatch, misfit)
 
-    def _error(self, microbatch: int, told: str) -> StageError:
-        """Return what is wrong about a forward."""
+    def _error(self, microbatch: int, message: str) -> StageError:
         action = str(self._named(F(microbatch, self.stage_index)))
-        return StageError(f"{action} on rank {self._rank} {told}", self._rank, self.stage_index, action)
+        return StageError(f"{action} on rank {self._rank} {message}", self._rank, self.stage_index, action)
 
 
 class _Local:
-    """A value that stays on this rank."""
+    """A value of this rank for another stage of this rank."""
 
     __slots__ = ("value",)
 
@@ -265,5 +313,5 @@ class _Local:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor's memory was written into; 0 for one of inference mode, which does not count."""
+    """Return how often a tensor was written into; 0 for an inference tensor, which has no count."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - there is no public way

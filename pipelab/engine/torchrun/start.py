@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pipelab._version import __version__
 from pipelab.engine.device.devices import rank_devices
@@ -35,7 +34,6 @@ from pipelab.engine.torchrun.groups import (
     broadcast,
     connect,
     device_of,
-    gpu_of,
     pipeline_replicas,
 )
 from pipelab.engine.torchrun.store import AnsweringStore, duration, open_store, prefix_store
@@ -50,23 +48,21 @@ _MARGIN_SECONDS = 30.0
 _SAMPLE = 16
 """How many numbers of each parameter the digest of the weights covers: another seed changes them all."""
 _SAME = ("pipelab", "torch", "plan", "model", "reduction", "replicated_buffers")
-_LONG = ("plan", "model")
-"""What is compared by a digest; where that differs, by its text."""
 
 _made = 0
-"""How many pipelines this process has made: each has a part of the store for itself."""
+"""How many pipelines this process has made: each uses a part of the store."""
 
 
 def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     """Start this process's part.
 
     Raises:
-        EngineError: if the plan cannot be lowered, or there is not one process per rank; before anything communicates.
-        RankError: if a process does not come, or differs from rank 0.
+        EngineError: if the plan cannot be lowered, or there is not one process per rank; before any communication.
+        RankError: if a process makes no pipeline, or differs from rank 0.
     """
     global _made  # noqa: PLW0603 - it counts for the process
     _made += 1
-    # [1] what can be refused without the others
+    # [1] checks that need no other process
     replicas = pipeline_replicas(plan)
     _require_replicable(plan, stages, settings)
     rank, size = identify(plan.ranks)
@@ -75,7 +71,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     device = device_of(settings.devices, rank)
     info = process_info() | {
         "runs_on": str(device),
-        "gpu": gpu_of(device),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
         "plan": describe_plan(plan),
         "model": describe_model(stages.modules),
         "weights": _digest_of_weights(stages.modules),
@@ -88,8 +84,8 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     everyone = introduce(AnsweringStore(store, settings.timeout), rank, size, info, settings.timeout)
     if rank == 0:
         warn_of_other_weights([each["weights"] for each in everyone])
-    # [3] connect, looked after. Whoever waits for one key of a store blocks all that share its connection: so the
-    # supervisor has one of its own, and so has the communication thread.
+    # [3] connect, supervised. A wait for one key of a store blocks all other users of its connection, so the supervisor
+    # and the communication thread each have a connection.
     watched, meeting = (prefix_store(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
     threads = settings.intra_op_threads or torch.get_num_threads()
     failures = Failures(AnsweringStore(watched, settings.timeout), rank, everyone)
@@ -111,7 +107,11 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
                     _copy_first_replica(stages.modules[stage], connections)
             return connections
 
-    hint = ", perhaps for want of GLOO_SOCKET_IFNAME" if len({each["host"] for each in everyone}) > 1 else ""
+    hint = (
+        " (on several machines GLOO_SOCKET_IFNAME may be needed)"
+        if len({each["host"] for each in everyone}) > 1
+        else ""
+    )
     connections = supervisor.run(meet, Status(lambda: f"waits for all processes to connect{hint}"))
     supervisor.abort = connections.abort
     # [4] the engine
@@ -123,11 +123,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
 
 
 def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
-    """Refuse what cannot be on several ranks: of a loss that learns, nobody would sum the gradients.
-
-    Raises:
-        EngineError: naming the stage, or the loss's parameter.
-    """
+    """Refuse stages that cannot be on several ranks, and a loss that learns: its gradients would not be summed."""
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             require_replicable(stage, stages.modules[stage], ranks, settings.replicated_buffers)
@@ -138,18 +134,14 @@ def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
     for name, parameter in parameters:
         if parameter.requires_grad:
             raise EngineError(
-                f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}: each "
-                "would train one for itself, as only stages' gradients are summed over replicas\n"
+                f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}, which "
+                "would train different copies: only the gradients of stages are summed over replicas\n"
                 "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
             )
 
 
 def identify(ranks: int) -> tuple[int, int]:
-    """Return this process's rank and the number of processes, if there is one for each of the plan's ranks.
-
-    Raises:
-        EngineError: if there is not, with the line that starts as many.
-    """
+    """Return this process's rank and the number of processes; refuse any number but one per rank."""
     script = Path(sys.argv[0]).name
     script = shlex.join([script, *sys.argv[1:]]) if script.endswith(".py") else "train.py"
     if dist.is_initialized():
@@ -172,13 +164,13 @@ def identify(ranks: int) -> tuple[int, int]:
     return rank, size
 
 
-# --- what processes learn of each other
+# --- what processes know of each other
 
 
 def process_info() -> dict[str, Any]:
-    """Return what the others should know of this process: its versions, and where it runs."""
+    """Return the versions and the place of this process."""
     numbering = ""
-    with contextlib.suppress(OSError):  # which numbering its process number belongs to: a machine's, or a container's
+    with contextlib.suppress(OSError):  # where its process number is valid: on a machine, or in a container
         numbering = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return {
         "pipelab": __version__,
@@ -190,25 +182,14 @@ def process_info() -> dict[str, Any]:
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Return what must be the same about the plan on every process."""
+    """Return the sizes and actions of a plan, which must be the same on every process."""
     sizes = f"{plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} micro-batches"
     rows = enumerate(plan.rows)
     return [sizes, *(f"{each} at position {at} of row {rank}" for rank, row in rows for at, each in enumerate(row))]
 
 
 def describe_model(modules: Sequence[nn.Module]) -> list[str]:
-    """Return what must be the same about the model on every process: its parameters and buffers, stage by stage.
-
-    Raises:
-        EngineError: if a parameter has no shape yet.
-    """
-    for stage, module in enumerate(modules):
-        name = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
-        if name is not None:
-            raise EngineError(
-                f"{name} of stage {stage} has no shape yet: each process would find its own stages' only\n"
-                "  try: run the model forward once before, as every process builds all of it"
-            )
+    """Return the parameters and buffers of all stages, which must be the same on every process."""
     return [
         f"{name} of stage {stage}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         for stage, module in enumerate(modules)
@@ -220,29 +201,27 @@ def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any],
     """Exchange every process's info; return all of them, by rank.
 
     Args:
-        store: where to.
+        store: the store that all processes share.
         rank: this process.
-        size: how many there are.
+        size: the number of processes.
         info: this process's.
         timeout: seconds to wait for the others.
 
     Raises:
-        RankError: if a process does not come or differs from rank 0; every process raises it.
+        RankError: if a process makes no pipeline or differs from rank 0; every process raises it.
     """
     keys = [f"info/{each}" for each in range(size)]
     began = time.monotonic()
     try:
-        for key in _LONG:
-            store.set(f"{key}/{rank}", json.dumps(info[key]))
-        store.set(keys[rank], json.dumps(info | {key: _digest(info[key]) for key in _LONG}))
+        store.set(keys[rank], json.dumps(info))
         while not store.check(keys):
             waited = time.monotonic() - began
             if timeout is not None and waited > timeout:
                 missing = [each for each, key in enumerate(keys) if not store.check([key])]
                 if missing:
                     raise RankError(
-                        f"rank {', '.join(map(str, missing))} made no Pipeline within {waited:.3g} s, for which the "
-                        "others wait\n  it failed before, or it makes none: look at its own output",
+                        f"rank {', '.join(map(str, missing))} made no Pipeline within {waited:.3g} s, and the others "
+                        "wait for it\n  it failed earlier, or its script makes none: look at its output",
                         missing[0],
                     )
             time.sleep(min(0.1, 0.005 + waited / 10))
@@ -250,58 +229,51 @@ def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any],
         for key in _SAME:
             others = [each for each in range(size) if everyone[each][key] != everyone[0][key]]
             if others:
-                told = _difference(store, key, others, everyone)
-                Failures(store, rank, everyone).report(others[0], told, alive=True)
-                raise RankError(told, others[0])
+                what, ours, theirs = key, everyone[0][key], everyone[others[0]][key]
+                if isinstance(ours, list):
+                    pairs = zip_longest(ours, theirs, fillvalue="nothing more")
+                    ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+                    what = f"a {key} with"
+                verb = "has" if len(others) == 1 else "have"
+                message = f"rank {', '.join(map(str, others))} {verb} {what} {theirs}, rank 0 has {what} {ours}"
+                Failures(store, rank, everyone).report(others[0], message, alive=True)
+                raise RankError(message, others[0])
     except RuntimeError as error:
-        raise RankError(f"rank 0, or torchrun, which holds this job's store, is gone: {error}", 0) from error
+        raise RankError(f"lost this job's store, which rank 0 or torchrun holds: {error}", 0) from error
     return everyone
-
-
-def _difference(store: AnsweringStore, key: str, others: list[int], everyone: list[dict[str, Any]]) -> str:
-    """Return what the processes do not agree on."""
-    who = f"rank {', '.join(map(str, others))} {'has' if len(others) == 1 else 'have'}"
-    if key not in _LONG:
-        return f"{who} {key} {everyone[others[0]][key]}, rank 0 has {key} {everyone[0][key]}"
-    ours, theirs = (json.loads(store.get(f"{key}/{each}")) for each in (0, others[0]))
-    first, other = next(pair for pair in zip_longest(ours, theirs, fillvalue="nothing more") if pair[0] != pair[1])
-    return f"{who} another {key} than rank 0: {other}, where rank 0 has {first}"
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 # --- weights
 
 
 def _digest_of_weights(modules: Sequence[nn.Module]) -> str | None:
-    """Return a digest of some numbers of every parameter; `None` if they are not all here, and plain tensors."""
-    taken: list[list[int]] = []
+    """Return a digest of some numbers of every parameter; `None` if one is not a plain tensor of this process."""
+    digest = hashlib.sha256()
     for parameter in (parameter for module in modules for parameter in module.parameters()):
         plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
-        if parameter.is_meta or not plain:  # of another class, it may lie in several processes
+        if parameter.is_meta or not plain:  # another class may be spread over several processes
             return None
         flat: Any = parameter.detach().reshape(-1)
-        taken.append(flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous().view(torch.uint8).tolist())
-    return _digest(taken)
+        sample = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous()
+        digest.update(bytes(sample.view(torch.uint8).tolist()))
+    return digest.hexdigest()
 
 
 def warn_of_other_weights(digests: Sequence[str | None]) -> None:
-    """Warn if processes begin with other weights than rank 0: they would train a model that nobody has made."""
+    """Warn if processes begin with other weights than rank 0: the stages would be those of different models."""
     others = [rank for rank, digest in enumerate(digests) if None not in (digests[0], digest) and digest != digests[0]]
     if others:
         warnings.warn(
             f"rank {', '.join(map(str, others))} {'has' if len(others) == 1 else 'have'} other weights than rank 0: "
-            "each stage begins with those of its own rank's process\n"
-            "  try: the same torch.manual_seed in every process before the model is made; a saved state is loaded in "
-            "every process; after an earlier pipeline of this model, its pipe.state_dict()",
+            "each stage begins with the weights in its own process\n"
+            "  try: the same torch.manual_seed in every process before the model is made; load a saved state in every "
+            "process; after an earlier pipeline of this model, load its pipe.state_dict()",
             stacklevel=5,
         )
 
 
 def _copy_first_replica(module: nn.Module, connections: Connections) -> None:
-    """Give a stage the parameters and buffers that it has in the first replica."""
+    """Copy the parameters and buffers of a stage from the first replica."""
     assert connections.replicas is not None
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:

@@ -1,4 +1,4 @@
-"""The store that all processes of a job share, and the threads in which a process waits for it and for the others."""
+"""The store that all processes of a job share, and the threads in which a process communicates."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pipelab.errors import EngineError, RankError
 __all__ = ["AnsweringStore", "SilentStoreError", "communication_thread", "duration", "open_store"]
 
 _EXIT_SECONDS = 5.0
-"""How long a process that ends waits for threads that are still in PyTorch."""
+"""How long a process that ends waits for threads that run PyTorch's code."""
 _SETTLING_SECONDS = 0.25
 """How long it waits for PyTorch's own threads, which release tensors a little later."""
 _NO_TIMEOUT = timedelta(days=30)
-"""What PyTorch gets where nothing should time out: it wants a number."""
+"""PyTorch needs a number."""
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 10.0, 300.0
-"""How long a store may take to answer, at least and at most, whatever timeout a pipeline has."""
+"""The limits of the time for an answer of the store, whatever timeout a pipeline has."""
 
 
 _threads: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -35,7 +35,7 @@ _threads: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def communication_thread(name: str, threads: int) -> Worker:
-    """Return a thread for jobs such as sending, receiving, or asking the store; the process's end waits for them."""
+    """Return a thread for communication; a process that ends waits for it."""
     thread = Worker(name, threads)
     _threads.add(thread)
     return thread
@@ -43,9 +43,9 @@ def communication_thread(name: str, threads: int) -> Worker:
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Wait a while for threads that are still in PyTorch: one that returns while Python ends would abort the process.
+    """Wait a while for threads in PyTorch's code: one that returns while Python shuts down would abort the process.
 
-    Most return soon: the processes that they wait for end too, which closes their connections.
+    Most return soon, because the processes that they wait for end too.
     """
     deadline = time.monotonic() + _EXIT_SECONDS
     for each in list(_threads):
@@ -55,19 +55,18 @@ def _wait_for_threads() -> None:
 
 
 class SilentStoreError(dist.DistStoreError):
-    """The store does not answer: the process that holds it hangs, or no network leads to it."""
+    """The store does not answer: the process that holds it hangs, or the network is cut."""
 
 
 class AnsweringStore:
-    """A store that answers in time or raises: PyTorch's waits for ever where the network is cut.
+    """A store that answers in time or raises: PyTorch's waits for ever if the network is cut.
 
     Args:
-        store: PyTorch's; only this object may ask it.
-        timeout: seconds that an answer may take: 10 at least, and at most 300, which `None` means too.
+        store: PyTorch's; only this object may use it.
+        timeout: seconds for an answer, from 10 to 300; `None` means 300.
     """
 
     def __init__(self, store: Any, timeout: float | None) -> None:
-        """Start the thread that asks."""
         self._store = store
         self.seconds = min(max(timeout or _LONGEST_SECONDS, _SHORTEST_SECONDS), _LONGEST_SECONDS)
         self._silent = False
@@ -79,12 +78,7 @@ class AnsweringStore:
         return lambda *given: self._ask(partial(getattr(self._store, name), *given))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """Return what the store answers.
-
-        Raises:
-            SilentStoreError: if it does not answer, or has not answered before: its thread is stuck.
-            RuntimeError: what the store itself raises.
-        """
+        """Return the store's answer; raise a `SilentStoreError` if it does not answer now, or did not before."""
         done: Outcomes = queue.SimpleQueue()
         self._thread.do(question, done)
         try:
@@ -98,15 +92,15 @@ class AnsweringStore:
 
 
 _opened: list[Any] = []
-"""The store, once this process has opened it. It stays open: without torchrun, it lives in the process of rank 0."""
+"""The store, once this process has opened it. It stays open: without torchrun, rank 0's process holds it."""
 
 
 def open_store(rank: int, size: int, timeout: float | None) -> Any:
-    """Return the store that all processes share: torchrun's, or that of the process group that is there already.
+    """Return the store that all processes share: torchrun's, or the present process group's.
 
     Raises:
-        EngineError: if the environment does not say where it is; or naming what this torch lacks.
-        RankError: if nobody opens it.
+        EngineError: if the environment has no address of it.
+        RankError: if rank 0 does not open it.
     """
     if _opened:
         _opened[0].set_timeout(duration(timeout))
@@ -115,33 +109,31 @@ def open_store(rank: int, size: int, timeout: float | None) -> Any:
         return runtime.default_store()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
-        raise EngineError(
-            f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} do not say where rank 0 is: torchrun sets both"
-        )
+        raise EngineError(f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} are no address of rank 0: torchrun sets both")
     make = dist.TCPStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
     holds = rank == 0 and not torchrun_holds_the_store()
     try:
-        # PyTorch's own rendezvous would wait here until all have come, and not say who has not.
+        # PyTorch's own rendezvous would wait here for all processes, and not name the missing ones.
         store = make(host, int(port), size, holds, duration(timeout), wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
-        told = "cannot open" if holds else "has not opened"
-        raise RankError(f"rank 0 {told} a store at {host}:{port}, where all processes meet: {error}", 0) from error
+        verb = "cannot open" if holds else "has not opened"
+        raise RankError(f"rank 0 {verb} a store at {host}:{port}, where all processes meet: {error}", 0) from error
     _opened.append(store)
     return store
 
 
 def torchrun_holds_the_store() -> bool:
-    """Return whether torchrun has started this process, and has a store for it and the others."""
+    """Return whether torchrun has started this process and holds the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def prefix_store(store: Any, name: str) -> Any:
-    """Return a `PrefixStore` with keys of its own, which also differ for each attempt of torchrun to start all."""
+    """Return a `PrefixStore` whose prefix also differs between torchrun's attempts to start all processes."""
     here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # on several machines each counts alone
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if here else "0"
     return dist.PrefixStore(f"pipelab/{attempt}/{name}", store)  # type: ignore[attr-defined]  # see above
 
 
 def duration(timeout: float | None) -> timedelta:
-    """Return a number of seconds as PyTorch takes it; `None` is for ever."""
+    """Return PyTorch's timeout for a number of seconds; `None` is for ever."""
     return _NO_TIMEOUT if timeout is None else timedelta(seconds=timeout)

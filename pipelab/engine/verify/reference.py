@@ -95,8 +95,9 @@ def _backward(pipe: Pipeline, output: Any, target: Any, weight: float) -> None:
 
 
 def _batch(pipe: Pipeline, x: Any) -> Any:
-    """Return the batch, or a copy where the model writes into it: a copy may lie otherwise, which changes last bits."""
-    return map_tensors(torch.clone, x) if pipe.writes_into_input else x
+    """Return the batch; a copy only if the first stage writes into it, as other strides may change last bits."""
+    writes = any(runner.clones_input for (stage, _), runner in pipe.engine.runners.of.items() if stage == 0)
+    return map_tensors(torch.clone, x) if writes else x
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -40,19 +40,19 @@ _MOST_NAMES = 4
 class Verification:
     """The result of a verification: how far a pipeline's gradients are from plain training's.
 
-    Plain training runs the model itself. Where stages were given as a list, or a traced model lies on several devices,
-    it runs the stages, one after the other.
+    Plain training runs the model itself; if the model is a list of stages, or is traced and on several devices, plain
+    training runs the stages, one after the other.
 
     Attributes:
         parameters: how many parameters were compared.
         microbatches: how many micro-batches plain training ran, one after another.
         exact: whether all gradients are equal bit for bit.
         largest_difference: the largest relative difference of a parameter's gradient, in the 2-norm.
-        whole_batch_difference: likewise, against the whole batch at once; `None` where something is unproven.
+        whole_batch_difference: likewise, against the whole batch at once; `None` if something is unproven.
         unproven: what cannot be verified, such as dropout.
         idle: the parameters that got no gradient, in the pipeline and in plain training alike.
-        compared: whether the gradients could be compared with the micro-batches' at all. If they differ, and the model
-            draws random numbers in another order, nothing is verified.
+        compared: whether the gradients could be compared. If they differ, and the model draws random numbers in another
+            order, nothing is verified.
     """
 
     parameters: int
@@ -65,7 +65,6 @@ class Verification:
     compared: bool = True
 
     def __str__(self) -> str:
-        """Return the result as sentences."""
         if not self.compared:
             first = (
                 f"{self.parameters} gradients could not be compared: they differ by up to "
@@ -89,7 +88,7 @@ class Verification:
 def whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Return how far the micro-batches' gradients are from those of the whole batch at once; if too far, also why.
 
-    The loss does not average as `reduction` says then, or a stage does not treat a micro-batch as the whole batch.
+    Then the loss does not average as `reduction` says, or a stage computes something else of a part of the batch.
     """
     output = full_batch(pipe, x, y)
     off = differences(reference, gradients_of(pipe))
@@ -106,9 +105,9 @@ def whole_batch_difference(pipe: Pipeline, x: Any, y: Any, reference: dict[str, 
 
 
 def _of_a_spread(pipe: Pipeline, output: Any, y: Any) -> str:
-    """Return the explanation that the loss broadcasts output and targets; nothing if it does not.
+    """Return the explanation that the loss broadcasts output and targets; "" if it does not.
 
-    Such a loss takes every row of one with every row of the other, in whatever order they are.
+    Such a loss pairs every row of one with every row of the other, in any order.
     """
     if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.numel() == y.numel()):
         return ""
@@ -136,18 +135,18 @@ def _of_rows_mixed(pipe: Pipeline, wrong: list[str], reference: dict[str, torch.
     behind = names[names.index(wrong[-1]) + 1 :]
     right = next((each for each in behind if matters(each, reference)), None)
     named = repr(pipe.reduction) if isinstance(pipe.reduction, str) else "a function"
-    if right is not None:  # a wrong reduction would show there, too
+    if right is not None:  # a wrong reduction would make it wrong too
         return (
-            f"  {right} is right, so reduction={named} is right: but {wrong[-1]} and what lies before it see a "
-            "micro-batch treated otherwise than the whole batch\n"
-            "  try: look, from there to the loss, for a branch on values, or for a mean or another figure of several "
-            "rows"
+            f"  {right} is right, so reduction={named} is right: but {wrong[-1]} and the layers before it have other "
+            "gradients than with the whole batch\n"
+            "  try: look, from there to the loss, for a branch on values, or for a mean or another statistic of "
+            "several rows"
         )
     return (
         f"  reduction is {named}; it must say how loss_fn averages over rows\n"
-        "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch; "
-        "where it is right, look for a stage that treats a micro-batch otherwise than the whole batch, or for a loss "
-        "that is more than an average over rows: a batch in parts is another loss then"
+        "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch. If "
+        "it is right, look for a stage that computes a micro-batch differently from the whole batch, or for a loss "
+        "that is not an average over rows"
     )
 
 
@@ -180,8 +179,8 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         seen = ""
         if wrong and not draws:
             seen = _difference(wrong, off[wrong[0]], tolerance(pipe, ours[wrong[0]]))
-        # Each process has a reference of its own: where a stage's state is in one process only, that one sees it.
-        if seen := pipe.engine.first_to_say(seen):
+        # Each process computes its own reference: state of a stage may exist in one process only.
+        if seen := pipe.engine.first_message(seen):
             raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
         unproven = _unproven(pipe.stages.model, draws)
         whole = None
@@ -191,7 +190,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
 
 
 def _at_once(pipe: Pipeline, x: Any, y: Any, reference: Gradients) -> tuple[tuple[float | None, tuple[str, ...]], str]:
-    """Return the difference from the whole batch, or why there is none; and what is wrong with it."""
+    """Return the difference from the whole batch, or why there is none; and the explanation if it is too large."""
     try:
         difference, fault = whole_batch_difference(pipe, x, y, reference)
     except Exception as error:
@@ -203,7 +202,7 @@ def _at_once(pipe: Pipeline, x: Any, y: Any, reference: Gradients) -> tuple[tupl
 
 
 def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
-    """Look at something on all processes, so that none of them is left waiting if one of them fails.
+    """Run a comparison on all processes, so that none waits for ever if one of them fails.
 
     Raises:
         VerificationError: with the lowest rank's explanation, if any process has one.
@@ -212,15 +211,15 @@ def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
         found, seen = look()
     except Exception as error:  # the model's own, or memory that runs out
         error.add_note("raised where verify ran the plain model, without the pipeline")
-        pipe.engine.first_to_say(f"{type(error).__name__} on another process: {error}")
+        pipe.engine.first_message(f"{type(error).__name__} on another process: {error}")
         raise
-    if fault := pipe.engine.first_to_say(seen):
+    if fault := pipe.engine.first_message(seen):
         raise VerificationError(fault)
     return found
 
 
 def _difference(wrong: list[str], difference: float, allowed: float) -> str:
-    """Return which parameters' gradients differ: the first one by how much, and how many."""
+    """Return how many parameters' gradients differ, and by how much the first does."""
     return (
         f"the gradient of {wrong[0]} differs from the plain model's by {difference:.1e} (2-norm, relative; "
         f"allowed {allowed:.0e}); {len(wrong)} parameter{'s differ' if len(wrong) > 1 else ' differs'} in all"
@@ -238,16 +237,16 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
         rewind()
         wrong = [name for name, each in off.items() if not each <= tolerance(pipe, ours[name])]
         seen = f"micro-batch {microbatch} is the first that differs, at {wrong[0]}" if wrong else ""
-        if seen := pipe.engine.first_to_say(seen):
-            return f"{seen}\ntry: look for state that the stage keeps from one micro-batch to the next"
+        if seen := pipe.engine.first_message(seen):
+            return f"{seen}\n  try: look for state that a stage stores from one micro-batch to the next"
     return (
         "every micro-batch alone is right: they differ only together\n"
-        "try: look for state that a stage keeps from one micro-batch to the next"
+        "  try: look for state that a stage stores from one micro-batch to the next"
     )
 
 
 def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: Gradients, rewind: Rewind) -> str:
-    """Return the explanation that a gradient is NaN or infinite in the plain model too; nothing if none is."""
+    """Return the explanation that a gradient is NaN or infinite in the plain model too; "" if none is."""
     name = next((each for each in ours if not (_finite(ours[each]) or _finite(reference[each]))), None)
     if name is None:
         return ""
@@ -258,10 +257,10 @@ def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: G
         found = not all(map(_finite, sequential(pipe, x, y, microbatch).values()))
         rewind()
         if found:
-            given = "" if all(map(_finite, tensors_of(value))) else ", and its rows of x hold what is no number already"
+            given = "" if all(map(_finite, tensors_of(value))) else ", and its rows of x are not finite"
             fact += f"\n  micro-batch {microbatch} is the first that makes one{given}"
             break
-    return f"{fact}\n  try: Pipeline(..., watch_nan=True), whose step names the action after which there is one"
+    return f"{fact}\n  try: Pipeline(..., watch_nan=True), whose step names the first action that makes one"
 
 
 def _finite(tensor: torch.Tensor) -> bool:
@@ -270,7 +269,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _restored(pipe: Pipeline, x: Any, y: Any) -> Iterator[Rewind]:
-    """Restore gradients, buffers, random state and batch in the end; yield what restores all but gradients before."""
+    """Restore gradients, buffers, random state and batch at the end; yield what restores all but gradients."""
     modules = [*pipe.stages.modules, *([pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else [])]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     buffers, random_state, batch = BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot([x, y])
@@ -292,7 +291,7 @@ def _restored(pipe: Pipeline, x: Any, y: Any) -> Iterator[Rewind]:
 
 
 def _unproven(model: nn.Module, draws: bool) -> tuple[str, ...]:
-    """Return what the comparisons do not show, of a model that draws random numbers or does not."""
+    """Return what the comparisons cannot show; `draws` is whether the model draws random numbers."""
     layers = [layer for layer in model.modules() if layer.training]
     reasons: list[str] = []
     if draws:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import sys
+from types import SimpleNamespace
 
 import plain
 import pytest
@@ -14,7 +14,6 @@ import pipelab
 from pipelab import GPipe, Pipeline
 from pipelab.engine.device import devices
 from pipelab.engine.device.devices import RankDevice, rank_devices, share_evenly
-from pipelab.engine.pipeline import OptimizerGuard
 from pipelab.errors import DeviceError, UsageError
 
 mse = nn.functional.mse_loss
@@ -54,7 +53,7 @@ def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine, monkeypatch):
     first, *reasons = str(told[0].message).splitlines()
     assert first == "3 ranks share 2 GPUs: rank 0 on cuda:0 (1 of 2), rank 1 on cuda:0 (2 of 2), rank 2 on cuda:1"
     assert "pip install cuda-bindings" in reasons[0]
-    assert reasons[1] == "  ranks that share it have a stream each: their kernels overlap only where there is room"
+    assert "a stream each" in reasons[1]
     assert [slot.device for slot in slots] == [*gpus(1) * 2, gpus(2)[1]]
     assert [str(slot) for slot in slots] == ["cuda:0 (1 of 2)", "cuda:0 (2 of 2)", "cuda:1"]
 
@@ -96,28 +95,17 @@ def test_devices_may_be_shares_devices_or_names(machine):
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
-        (["cpu"], "1 device for 2 ranks: give one per rank"),
+        (["cpu"], "1 device for 2 ranks: pass one per rank"),
         (["cpu"] * 3, "3 devices for 2 ranks"),
         ([], "0 devices for 2 ranks"),
         ("cpu", r"devices='cpu': expected a list .* \['cpu'\] \* 2"),
-        (["cpu", "gpu"], r"^'gpu' is not a device: expected 'cpu', or 'cuda:0', 'cuda:1' … for a GPU$"),
-        (["cpu", ""], "'' is not a device"),
-        (["cpu", None], "None is not a device"),
-        (["cpu", 1.5], "1.5 is not a device"),
-        (["cpu", "cuda:7"], "rank 1 wants cuda:7, but this machine has 2 GPUs"),
-        (["meta", "cpu"], "rank 0 wants meta: pipelab runs on 'cpu' and 'cuda' devices"),
+        (["meta", "cpu"], "devices has meta: pipelab runs on 'cpu' and 'cuda' devices"),
     ],
 )
 def test_devices_that_do_not_fit_are_refused(machine, wanted, told):
     machine(2)
     with pytest.raises(DeviceError, match=told):
         rank_devices(wanted, 2)
-
-
-def test_a_gpu_on_a_machine_without_one_is_refused(machine):
-    machine(0)
-    with pytest.raises(DeviceError, match="rank 1 wants cuda:0, but this machine has 0 GPUs"):
-        Pipeline(plain.mlp(4), GPipe(2, 2), mse, devices=["cpu", "cuda"])
 
 
 def test_without_devices_a_pipeline_takes_what_the_machine_has(monkeypatch):
@@ -129,108 +117,16 @@ def test_without_devices_a_pipeline_takes_what_the_machine_has(monkeypatch):
 # --- optimizers whose state was left behind
 
 
-def trained(make):
-    """Return a parameter and an optimizer that holds state for it."""
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = make([parameter])
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    return parameter, optimizer
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.1)
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def guard_after_a_move(parameter):
-    """Return a guard that believes that the parameter has come from elsewhere."""
-    guard = OptimizerGuard([parameter])
-    guard._homes[parameter] = torch.device("meta")
-    guard.watch_if_moved()
-    return guard
-
-
-def assert_steps_as_plain(optimizer, parameter, make):
-    """One more step does what it does where no pipeline is."""
-    twin, plainly = trained(make)
-    assert torch.equal(parameter, twin)
-    twin.grad = torch.ones(3)
-    for each in (plainly, optimizer):
-        each.step()
-    assert torch.equal(parameter, twin)
-
-
-@pytest.mark.parametrize(("make", "key"), [(adam, "exp_avg"), (momentum, "momentum_buffer")])
-def test_state_that_was_left_behind_is_told_before_the_optimizer_steps(make, key):
-    parameter, optimizer = trained(make)
-    optimizer.state[parameter][key] = torch.zeros(3, device="meta")
-    before = parameter.detach().clone()
-    guard = guard_after_a_move(parameter)
-    try:
-        with pytest.raises(
-            DeviceError, match=rf"'{key}'.*shape \(3,\) is on meta.*to cpu: call pipe.move_optimizer_state"
-        ):
-            optimizer.step()
-        assert torch.equal(parameter, before)
-    finally:
-        guard.close()
-
-
-@pytest.mark.parametrize("make", [adam, momentum])
-def test_an_optimizer_whose_state_came_along_steps(make):
-    parameter, optimizer = trained(make)
-    guard = guard_after_a_move(parameter)
-    try:
-        assert_steps_as_plain(optimizer, parameter, make)
-        before = parameter.detach().clone()
-        make([parameter]).step()  # and one without state
-        assert not torch.equal(parameter, before)
-    finally:
-        guard.close()
-
-
-def test_a_closed_guard_watches_no_more():
-    parameter, optimizer = trained(adam)
-    guard = guard_after_a_move(parameter)
-    optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
-    with pytest.raises(DeviceError, match="'unknown'"):
-        optimizer.step()
-    guard.close()
-    guard.close()
-    assert_steps_as_plain(optimizer, parameter, adam)
-
-
-def test_where_nothing_moved_nothing_is_watched():
-    parameter, optimizer = trained(adam)
-    guard = OptimizerGuard([parameter])
-    guard.watch_if_moved()
-    optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
-    assert_steps_as_plain(optimizer, parameter, adam)
-    guard.close()
-
-
-def test_other_peoples_optimizers_are_left_alone():
-    parameter, _ = trained(adam)
-    strange, optimizer = trained(adam)
-    optimizer.state[strange]["unknown"] = torch.zeros(3, device="meta")
-    guard = guard_after_a_move(parameter)
-    try:
-        assert_steps_as_plain(optimizer, strange, adam)
-    finally:
-        guard.close()
-
-
 def test_moving_brings_all_state_to_its_parameter_but_the_step_count():
     parameter = nn.Parameter(torch.ones(3, device="meta"))
     stranger = nn.Parameter(torch.ones(2, device="meta"))
     optimizer = torch.optim.Adam([parameter, stranger])
     for each in (parameter, stranger):
         optimizer.state[each] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(each.shape), "note": "text"}
-    OptimizerGuard([parameter]).move(optimizer)
+    model = nn.Module()
+    model.weight = parameter
+    pipe = SimpleNamespace(stages=SimpleNamespace(model=model))
+    Pipeline.move_optimizer_state(pipe, optimizer)
     assert optimizer.state[parameter]["exp_avg"].device.type == "meta"
     assert optimizer.state[parameter]["step"].device == CPU
     assert optimizer.state[parameter]["note"] == "text"
@@ -239,7 +135,7 @@ def test_moving_brings_all_state_to_its_parameter_but_the_step_count():
 
 def test_a_pipeline_moves_the_state_of_its_own_parameters():
     model, twin = plain.mlp(4), plain.mlp(4)
-    optimizer, plainly = adam(model.parameters()), adam(twin.parameters())
+    optimizer, plainly = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, twin))
     for each, its in ((model, optimizer), (twin, plainly)):
         plain.one_after_another(each, mse, *plain.batch(4), 2)
         its.step()
@@ -251,14 +147,3 @@ def test_a_pipeline_moves_the_state_of_its_own_parameters():
     plain.one_after_another(twin, mse, *plain.batch(4), 2)
     plainly.step()
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
-
-
-def test_a_guard_that_nobody_holds_watches_no_more():
-    parameter, optimizer = trained(adam)
-    guard = guard_after_a_move(parameter)
-    optimizer.state[parameter]["unknown"] = torch.zeros(3, device="meta")
-    with pytest.raises(DeviceError, match="'unknown'"):
-        optimizer.step()
-    del guard
-    gc.collect()
-    assert_steps_as_plain(optimizer, parameter, adam)

@@ -14,7 +14,7 @@ from traces import assert_obeys
 import pipelab
 from pipelab import OneFOneB, Pipeline
 from pipelab.engine.device.devices import RankDevice
-from pipelab.engine.device.green_contexts import parts_of
+from pipelab.engine.device.green_contexts import partitions_of
 from pipelab.errors import DeviceError
 
 mse = nn.functional.mse_loss
@@ -49,7 +49,7 @@ extern "C" __global__ void meet(volatile int* here, int* met, int own, int other
 def parts():
     """Four parts of the first GPU."""
     try:
-        return parts_of(torch.device("cuda", 0), 4)
+        return partitions_of(torch.device("cuda", 0), 4)
     except DeviceError as error:
         pytest.skip(f"this GPU cannot be cut: {error}")
 
@@ -108,8 +108,8 @@ def test_kernels_that_fill_two_parts_run_at_the_same_time(parts, kernels):
 def test_the_callers_device_and_stream_stay_current(parts):
     with torch.cuda.stream(torch.cuda.Stream()):
         before = torch.cuda.current_stream()
-        assert parts_of(torch.device("cuda", 0), 4) is parts
-        parts_of(torch.device("cuda", 0), 2)
+        assert partitions_of(torch.device("cuda", 0), 4) is parts
+        partitions_of(torch.device("cuda", 0), 2)
         assert torch.cuda.current_stream() == before
         assert torch.cuda.current_device() == 0
         torch.zeros(8, device="cuda").sum().item()
@@ -140,7 +140,7 @@ def test_many_pipelines_share_the_same_parts(parts):
     for _ in range(20):
         with Pipeline(model, OneFOneB(4, 4), mse, devices=devices_on(parts)) as pipe:
             losses.append(pipe.step(x, y).loss)
-    assert parts_of(torch.device("cuda", 0), 4) is parts
+    assert partitions_of(torch.device("cuda", 0), 4) is parts
     torch.testing.assert_close(torch.stack(losses), mse(model(x), y).detach().expand(20))
 
 

@@ -139,14 +139,14 @@ def test_a_list_of_modules_is_one_stage_each():
     assert split(modules, 2).modules == modules
     with pytest.raises(SplitError, match="2 stage modules for 3 stages"):
         split(modules, 3)
-    with pytest.raises(SplitError, match="stage 1 is str, not a module"):
+    with pytest.raises(TypeError, match="str is not a Module subclass"):
         split([nn.Linear(6, 6), "relu"], 2)
 
 
 def test_what_was_split_is_taken_as_it_is():
     stages = split(plain.mlp(6), 3, by="parameters")
     assert split(stages, 3) is stages
-    with pytest.raises(SplitError, match="was split into 3 stages, but the plan has 2"):
+    with pytest.raises(SplitError, match="is split into 3 stages, but the plan has 2"):
         Pipeline(stages, GPipe(2, 2), mse)
 
 
@@ -197,7 +197,7 @@ class Skipping(nn.Sequential):
 
 def test_a_sequence_with_a_forward_of_its_own_is_traced():
     model = Skipping(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    with pytest.raises(SplitError, match="Skipping is no plain nn.Sequential, so it must be traced"):
+    with pytest.raises(SplitError, match="Skipping is not a plain nn.Sequential"):
         split(model, 2)
     x, y = plain.batch(6)
     with Pipeline(split(model, 2, example=x[:2]), GPipe(2, 3), mse) as pipe:
@@ -291,7 +291,7 @@ def test_rows_that_the_microbatches_do_not_divide_are_refused_with_batches_that_
     x, y = plain.batch(40)
     for rows in (7, 8):
         with Pipeline(split(Residual(), 2, example=x[:rows]), GPipe(2, 5), mse) as pipe:
-            with pytest.raises(SplitError, match=r"(?s)37 rows in 5 micro-batches.* of (40|35) rows .*of (40|35) rows"):
+            with pytest.raises(SplitError, match=r"(?s)37 rows in 5 .* of (40|35) rows.* of (40|35)$"):
                 pipe.step(x[:37], y[:37])
             pipe.step(x[: 5 * rows], y[: 5 * rows])
 
@@ -363,15 +363,11 @@ def counted(model):
     return model.inner.calls
 
 
-def test_an_attribute_that_changes_from_call_to_call_is_refused_by_name():
-    with pytest.raises(SplitError, match=r"(?s)inner\.calls.* from call to call.*register_buffer"):
-        split(Stateful(counted), 2, example=plain.batch(4)[0])
-
-
-def test_what_else_changes_from_call_to_call_is_refused():
+def test_a_forward_that_changes_from_call_to_call_is_refused():
     numbers = itertools.count(1)
-    with pytest.raises(SplitError, match=r"(?s)traced stages give other outputs than Stateful.*from call to call"):
-        split(Stateful(lambda _: next(numbers)), 2, example=plain.batch(4)[0])
+    for scale in (counted, lambda _: next(numbers)):
+        with pytest.raises(SplitError, match=r"(?s)other outputs than Stateful.*from call to call"):
+            split(Stateful(scale), 2, example=plain.batch(4)[0])
 
 
 def test_what_is_made_once_in_the_first_call_is_no_state():
@@ -448,7 +444,7 @@ def test_a_model_that_returns_what_an_earlier_stage_makes_is_refused():
             first = self.entry(x)
             return self.head(self.right(self.left(first))), first
 
-    with pytest.raises(SplitError, match="which an earlier stage than the last makes"):
+    with pytest.raises(SplitError, match="returns submod_pp_0, computed before the last stage"):
         split(Early(), 4, example=plain.batch(4)[0])
 
 
@@ -512,7 +508,7 @@ def test_what_the_tracer_cannot_follow_is_told():
             x = self.first(x)
             return self.second(x) if x.sum() > 0 else self.second(-x)
 
-    with pytest.raises(SplitError, match=r"cannot follow Branching: .*give a list of stage modules instead"):
+    with pytest.raises(SplitError, match=r"(?s)Branching with 4 rows: .*list of stage modules"):
         split(Branching(), 2, example=plain.batch(4)[0])
 
 
@@ -527,7 +523,7 @@ def test_a_models_class_is_told_to_be_made():
     class Net(nn.Module):
         pass
 
-    with pytest.raises(SplitError, match=r"^Net is a class: make a model of it, Net\(\)$"):
+    with pytest.raises(SplitError, match=r"^expected a module, .* got the class Net$"):
         split(Net, into=2)
 
 
@@ -550,12 +546,12 @@ def test_an_example_that_does_not_fit_says_so_and_at_which_layer_and_leaves_no_t
     with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
         split(model, into=2, example=torch.randn(4, 5))
     layer = "body.1, Linear(in_features=7, out_features=6, bias=True)"
-    assert raised.value.__notes__ == [f"raised by the model, run on the example, in layer {layer}"]
+    assert raised.value.__notes__ == [f"raised when the model ran on the example, in layer {layer}"]
     assert model.norm.num_batches_tracked == 0
 
 
 def test_a_model_that_is_no_sequence_needs_an_example():
-    with pytest.raises(SplitError, match=r"Residual is no plain nn.Sequential.*example=x"):
+    with pytest.raises(SplitError, match=r"(?s)Residual is not a plain nn.Sequential.*example=x"):
         split(Residual(), 2)
 
 
@@ -654,7 +650,7 @@ def test_a_hook_on_a_layer_runs_for_every_microbatch():
 def test_a_backward_hook_is_refused_where_the_tracer_would_lose_it():
     model = Residual()
     model.get_submodule(next(name for name, _ in model.named_children())).register_full_backward_hook(lambda *_: None)
-    with pytest.raises(SplitError, match=r"layer '.*' has 1 backward hook .* tracer leaves it out"):
+    with pytest.raises(SplitError, match=r"layer '.*' has 1 backward hook .* tracer drops it"):
         split(model, into=2, example=torch.randn(2, 6))
 
 

@@ -112,7 +112,7 @@ def test_a_function_weighs_each_target_and_the_weights_sum_to_one(number):
 
 @pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), float("nan"), -1])
 def test_weights_that_sum_to_nothing_are_refused(weight):
-    with pytest.raises(BatchError, match="the batch has nothing to average"):
+    with pytest.raises(BatchError, match="weights of the micro-batches sum to"):
         weights_of(lambda _: weight, [2, 2], [None, None])
 
 

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pipelab import ZBH1, GPipe, LoopedBFS, OneFOneB, Pipeline, replicate
 from pipelab.engine.stage.checkpoint_rng import _draws, _shared
-from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.errors import EngineError
 
 mse = nn.functional.mse_loss
@@ -158,18 +157,22 @@ def test_dropout_beside_other_hooks_on_saved_tensors_is_no_checkpoint():
         pipe.step(*plain.batch(4))
 
 
-def test_a_checkpoint_is_looked_for_in_the_first_step_and_when_the_mode_changes(monkeypatch):
-    looked = Mock(wraps=holds_checkpoint)
-    monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng.holds_checkpoint", looked)
+def test_only_a_stage_that_gives_cause_is_looked_at_closely(monkeypatch):
     monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng._RefusesDraws", Mock(side_effect=AssertionError))
-    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
-    with Pipeline(model, GPipe(2, 2), mse) as pipe:
-        for _ in range(3):
+    drops_nothing = Checkpointed(nn.Identity())
+    for model in (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), nn.Sequential(nn.Linear(6, 6), drops_nothing)):
+        with Pipeline(model, GPipe(2, 2), mse) as pipe:
             pipe.step(*plain.batch(4))
-        assert looked.call_count == 2
-        model[1].eval()
+
+
+def test_a_stage_that_learns_only_later_is_refused_then():
+    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(dropout)).requires_grad_(False)
+    head = nn.Linear(6, 6)
+    with Pipeline([*model, head], GPipe(3, 2), mse) as pipe:
         pipe.step(*plain.batch(4))
-        assert looked.call_count == 3
+        model.requires_grad_(True)
+        with pytest.raises(EngineError, match="activation checkpoint"):
+            pipe.step(*plain.batch(4))
 
 
 def test_a_checkpoint_that_training_alone_uses_is_found_after_an_evaluation():

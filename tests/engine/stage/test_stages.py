@@ -223,7 +223,7 @@ def test_a_stage_that_writes_into_what_a_backward_needs_is_refused():
             return x * self.scale
 
     model = nn.Sequential(nn.Linear(6, 6), Grows(), nn.Linear(6, 6))
-    with Pipeline(model, GPipe(2, 2), mse) as pipe, pytest.raises(StageError, match=r"\n  try: write into a copy"):
+    with Pipeline(model, GPipe(2, 2), mse) as pipe, pytest.raises(StageError, match="modified by an inplace operation"):
         pipe.step(*plain.batch(4))
 
 
@@ -374,7 +374,7 @@ def test_a_stage_that_writes_into_an_output_that_it_has_handed_on_is_refused(cal
     stages[place] = WritesAgain(rooms, view)
     scale = nn.Parameter(torch.ones(()))  # so that there is something to learn in the last place, too
     loss = (lambda output, target: mse(scale * output, target)) if place else mse
-    told = rf"^{place}F{rooms} on rank {place} failed: .*wrote into an output that it had given"
+    told = rf"^{place}F{rooms} on rank {place} failed: .*wrote into its output for an earlier micro-batch"
     with (
         Pipeline(stages, GPipe(2, 4), loss) as pipe,
         pytest.raises(StageError, match=told),
@@ -456,4 +456,4 @@ def test_an_error_in_the_loss_says_so_with_what_it_was_given(loss):
     with Pipeline(model, GPipe(2, 4), loss) as pipe, pytest.raises(StageError) as failed:
         pipe.step(torch.randn(8, 6), target)
     kind = str(target.dtype).removeprefix("torch.")
-    assert f"\n  in the loss, of an output [2, 3] float32 and a target [2] {kind}\n  at " in str(failed.value)
+    assert f"\n  in the loss of an output [2, 3] float32 and a target [2] {kind}\n  at " in str(failed.value)

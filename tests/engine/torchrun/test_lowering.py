@@ -116,7 +116,7 @@ def test_any_legal_order_runs_unchanged_and_ranks_receive_in_the_order_sent(case
 def test_the_catalogue_runs_in_its_own_order_pairs_one_after_the_other(name):
     plan = schedules[name](4, 8).plan()
     if any(len(ranks) > 1 for ranks in plan.replicas.values()):
-        with pytest.raises(EngineError, match="PyTorch's runtime has every stage of a pipeline on one rank"):
+        with pytest.raises(EngineError, match="replicas that share no rank"):
             pipeline_replicas(plan)
         return
     action = plan.bound.codes.action
@@ -152,7 +152,7 @@ def test_a_pipeline_that_is_no_replica_is_all_of_the_plan():
 
 
 def test_a_rank_with_nothing_to_do_is_refused():
-    with pytest.raises(EngineError, match="rank 1 of 2 has nothing to do"):
+    with pytest.raises(EngineError, match="rank 1 of 2 has no action"):
         pipeline_replicas(Plan([[F(0, 0), B(0, 0)], []], 1, 1))
 
 
@@ -161,7 +161,7 @@ def test_a_stage_on_several_ranks_of_one_pipeline_is_refused():
     plan = Plan(rows, 2, 2, lambda microbatch, stage: stage if microbatch == 0 else 1 - stage)
     assert pipelab.check(plan) == []
     with pytest.raises(
-        EngineError, match="stage 0 is on ranks 0, 1 of one pipeline.*micro-batch 0 and of micro-batch 1"
+        EngineError, match="^micro-batch 0 runs on ranks \\[0, 1\\], micro-batch 1 runs on ranks \\[1, 0\\]"
     ):
         pipeline_replicas(plan)
 
@@ -170,5 +170,5 @@ def test_replicas_that_place_their_stages_differently_make_no_mesh():
     rows = [[F(0, 0), B(0, 0)], [F(0, 1), B(0, 1)], [F(1, 1), B(1, 1)], [F(1, 0), B(1, 0)]]
     plan = Plan(rows, 2, 2, lambda microbatch, stage: stage if microbatch == 0 else 3 - stage)
     assert pipelab.check(plan) == []
-    with pytest.raises(EngineError, match="2 pipelines .* place their stages differently"):
+    with pytest.raises(EngineError, match="place their stages alike"):
         pipeline_replicas(plan)

@@ -315,7 +315,7 @@ def test_an_output_that_is_no_tensor_cannot_travel():
     plan = Plan([[*PLAN.rows[0]]], 2, 2)
     with (
         Pipeline([Counts(), nn.Identity()], plan, mse, engine="torch") as pipe,
-        pytest.raises(EngineError, match="stage 0 gives int among its outputs: between processes only tensors travel"),
+        pytest.raises(EngineError, match="stage 0 returned an object of class int: between processes"),
     ):
         pipe.step(*plain.batch(4))
 
@@ -330,7 +330,7 @@ def test_a_batch_that_cannot_be_cut_leaves_the_pipeline_as_it_was():
 def test_a_loss_that_averages_otherwise_leaves_the_pipeline_as_it_was():
     x, target = plain.batch(4)[0], torch.tensor([-100, 1, 2, 3])
     with Pipeline(plain.mlp(4), PLAN, nn.CrossEntropyLoss(), engine="torch") as pipe:
-        with pytest.raises(LossError, match="leaves out targets that are -100"):
+        with pytest.raises(LossError, match="ignores targets that are -100"):
             pipe.step(x, target)
         target[0] = 0
         assert pipe.verify(x, target).whole_batch_difference < 1e-5
@@ -351,14 +351,12 @@ def test_the_number_of_processes_must_be_the_plans():
 
 def test_what_cannot_be_lowered_is_refused_before_anything_else():
     plan = Plan([[pipelab.F(0, 0), pipelab.B(0, 0)], []], 1, 1)
-    with pytest.raises(EngineError, match="rank 1 of 2 has nothing to do"):
+    with pytest.raises(EngineError, match="rank 1 of 2 has no action"):
         Pipeline(plain.mlp(4), plan, mse, engine="torch")
 
 
-def test_parameters_without_a_shape_are_refused_by_name():
-    with pytest.raises(
-        EngineError, match="0.weight of stage 1 has no shape yet: .*\n  try: run the model forward once"
-    ):
+def test_parameters_without_a_shape_are_refused():
+    with pytest.raises(RuntimeError, match="uninitialized parameter"):
         Pipeline([nn.Linear(6, 6), nn.Sequential(nn.LazyLinear(6))], PLAN, mse, engine="torch")
 
 
@@ -417,7 +415,7 @@ def test_the_plan_and_model_are_described_so_that_they_can_be_compared():
         (["", "", ""], "gloo", None),
         (["GPU-1", "GPU-2", "GPU-3"], "nccl", None),
         (["GPU-1", "GPU-2", "GPU-1"], "gloo", "the processes share GPUs"),
-        (["GPU-1", "", "GPU-2"], "gloo", "the processes run on GPUs and on processors"),
+        (["GPU-1", "", "GPU-2"], "gloo", "the processes run on GPUs and on CPUs"),
     ],
 )
 def test_nccl_connects_processes_that_have_a_gpu_each_and_gloo_all_others(gpus, backend, warning):
@@ -432,8 +430,6 @@ def test_each_process_takes_its_own_device_of_those_that_were_asked_for():
 
     assert device_of(["cpu", "cpu"], 1) == torch.device("cpu")
     assert device_of(["cuda:7", "cpu"], 1) == torch.device("cpu")  # the other one may be on another machine
-    with pytest.raises(DeviceError, match="rank 1 wants cuda:77, but this machine has"):
-        device_of(["cpu", "cuda:77"], 1)
     with pytest.raises(DeviceError, match="2 devices for 1 ranks"):
         Pipeline(plain.mlp(4), PLAN, mse, engine="torch", devices=["cpu", "cpu"])
 
@@ -490,7 +486,10 @@ def test_an_output_whose_gradient_comes_back_for_some_micro_batches_only_is_refu
 
     with (
         Pipeline([Sometimes(6, 6), nn.Linear(6, 6)], PLAN, mse, engine="torch") as pipe,
-        pytest.raises(StageError, match=r"0F1 on rank 0 gives tensors with a history \[False\], .* gave \[True\]"),
+        pytest.raises(
+            StageError,
+            match=r"0F1 on rank 0 returned \[2, 6\] float32 without gradient, .* it returned \[2, 6\] float32:",
+        ),
     ):
         pipe.step(*plain.batch(4))
 
@@ -511,7 +510,7 @@ def test_an_output_that_is_put_together_otherwise_than_before_is_refused():
 
     with (
         Pipeline([Turns(6, 6), Takes(6, 6)], PLAN, mse, engine="torch") as pipe,
-        pytest.raises(StageError, match=r"^0F1 on rank 0 gives its tensors in .*'b', 'a'.* in .*'a', 'b'.* before: "),
+        pytest.raises(StageError, match=r"^0F1 on rank 0 returned .*'b', 'a'.* it returned .*'a', 'b'"),
     ):
         pipe.step(*plain.batch(4))
 
@@ -544,7 +543,9 @@ class Weighted(nn.Module):
 def test_a_loss_that_learns_is_refused_where_several_ranks_would_train_it():
     plan = pipelab.replicate(OneFOneB(1, 2), 2)
     loss = Weighted()
-    with pytest.raises(EngineError, match="the loss has a parameter 'weight', and the last stage is on ranks 0, 1: "):
+    with pytest.raises(
+        EngineError, match="the loss has a parameter 'weight', and the last stage is on ranks 0, 1, which"
+    ):
         Pipeline(plain.mlp(2), plan, loss, engine="torch")
     loss.requires_grad_(False)  # now only the number of processes is wrong
     with pytest.raises(EngineError, match="the plan has 2 ranks"):

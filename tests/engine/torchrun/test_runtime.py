@@ -15,7 +15,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 from pipelab.conformance import native, recording, steps
 from pipelab.conformance.recording import NATIVE, RecordingStage, order_table
-from pipelab.conformance.steps import alone
+from pipelab.conformance.steps import group_of_one
 from pipelab.engine.torchrun import launch, runtime
 from pipelab.engine.torchrun.stage import ProcessStage
 from pipelab.errors import EngineError
@@ -72,7 +72,7 @@ def test_the_stages_that_pipelab_hands_to_pytorch_have_the_names_of_pytorchs_own
 
 def test_a_real_stage_has_every_attribute_that_a_schedule_reads_of_ours() -> None:
     read = {name for name in vars(RecordingStage(0, 1, 0, 1, [])) if not name.startswith("_")} | {"device", "group"}
-    with alone():
+    with group_of_one():
         stage = native.local_stage(nn.Identity(), 0, 1)
     assert [name for name in sorted(read) if not hasattr(stage, name)] == []
 
@@ -114,7 +114,7 @@ def test_a_runtime_that_asks_a_stage_for_more_is_told_with_what(monkeypatch: pyt
         _ = stages[0].mesh
 
     monkeypatch.setattr("torch.distributed.pipelining.schedules._PipelineScheduleRuntime.__init__", as_in_another_torch)
-    with pytest.raises(EngineError, match=r"does not take an order as pipelab gives it \(AttributeError: .*'mesh'"):
+    with pytest.raises(EngineError, match=r"does not accept pipelab's orders \(AttributeError: .*'mesh'"):
         runtime.load()
 
 

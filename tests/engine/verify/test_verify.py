@@ -224,7 +224,7 @@ def test_a_stage_that_depends_on_the_batch_is_told_from_a_wrong_reduction():
             return x if len(x) == 12 or x.sum() > 0 else x + 0.5 * (x.detach() - x)
 
     model = nn.Sequential(nn.Linear(6, 6), Cuts(), nn.Linear(6, 6), nn.Linear(6, 6))
-    told = r"\n  2\.weight \(stage 2\) is right, so reduction='mean' is right: but 0\.bias \(stage 0\) and what"
+    told = r"\n  2\.weight \(stage 2\) is right, so reduction='mean' is right: but 0\.bias \(stage 0\) and the"
     with Pipeline(model, OneFOneB(4, 3), mse) as pipe, pytest.raises(VerificationError, match=told):
         pipe.verify(*plain.batch(12))
 
@@ -372,7 +372,7 @@ def test_parameters_without_a_gradient_are_named():
 def test_what_is_no_number_in_the_plain_model_either_is_no_fault_of_the_pipelines(number, kind):
     x, y = plain.batch(8)
     x[5, 2] = number
-    given = ", and its rows of x hold what is no number already" if kind == "NaN" else ""
+    given = ", and its rows of x are not finite" if kind == "NaN" else ""
     told = (
         rf"^the gradient of 0\.weight \(stage 0\) is {kind}, in the plain model too: there is nothing to compare\n"
         rf"  micro-batch 2 is the first that makes one{given}\n"

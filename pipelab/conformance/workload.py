@@ -1,4 +1,4 @@
-"""One model and one batch, the same in every process: what numbers are compared on."""
+"""The model and the batch for comparing numbers, the same in every process."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from torch import nn
 
 from pipelab.conformance.steps import Task
 
-__all__ = ["one_thread", "same_model", "same_task"]
+__all__ = ["fixed_model", "fixed_task", "one_thread"]
 
 _WIDTH = 16
 _ROWS = 2
 
 
-def same_model(stages: int) -> nn.Sequential:
-    """Return a small model, a layer for each stage, with the same weights every time."""
+def fixed_model(stages: int) -> nn.Sequential:
+    """Return a small model with one layer per stage and the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(
-            *(nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(stages))
-        )
+        layers = [nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(stages)]
+        return nn.Sequential(*layers)
 
 
-def same_task(microbatches: int) -> Task:
+def fixed_task(microbatches: int) -> Task:
     """Return a batch with a few rows in every micro-batch, the same every time."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(2, _ROWS * microbatches, _WIDTH, generator=generator)
@@ -34,9 +33,9 @@ def same_task(microbatches: int) -> Task:
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """Let operations of this thread use one core, and yield how many they used before.
+    """Let operations of this thread use one core, and yield how many cores they used before.
 
-    The last bits of a number may depend on it: both sides of a comparison run inside.
+    The last bits of a number may depend on the number of cores, so both sides of a comparison run inside.
     """
     cores = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
 # What pipelab needs is installed into .venv; nothing outside this folder is touched.
-# Another Python, after "make clean": make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k deadlock".
+# Another Python, after "make clean": make test PYTHON=python3.12; or "make light", which keeps .venv. Arguments for pytest: make test ARGS="-k deadlock".
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs site pictures bench clean
+.PHONY: help demo test light lint types docs site pictures bench clean
 
 help: ## show this list
 	@echo "pipelab: make <target>, where target is one of"
@@ -34,6 +34,23 @@ test: .venv/dev.stamp ## run all tests
 	fi; \
 	case $$several$$alone$$ongpu in *[!05]* | 555) exit 1 ;; esac
 
+# The environment has the tests' needs without PyTorch, and the Python's version in its name.
+LIGHT_FOLDERS = plan checking catalogue simulation trace draw
+LIGHT_TESTS = $(LIGHT_FOLDERS:%=tests/%) $(LIGHT_FOLDERS:%=pipelab/%) pipelab/schedule.py tests/test_schedule.py \
+	tests/test_replication.py tests/test_layers.py tests/test_errors.py tests/cli --ignore=tests/cli/test_run.py
+LIGHT_NEEDS = networkx graphviz matplotlib rich typer hypothesis pytest pytest-timeout pytest-xdist
+
+light: BIN = .venv-light-$(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")/bin
+light: ## run the tests that need no PyTorch: make light PYTHON=python3.13
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	@cmp -s constraints.txt $(BIN)/constraints.txt || { \
+		echo "pipelab: making the environment $(BIN:%/bin=%), without PyTorch"; \
+		rm -rf $(BIN:%/bin=%) && $(PYTHON) -m venv $(BIN:%/bin=%) && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(LIGHT_NEEDS) && \
+		cp constraints.txt $(BIN); \
+	}
+	@$(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
+
 lint: .venv/dev.stamp ## check style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -53,7 +70,7 @@ bench: .venv/run.stamp ## measure how fast pipelab is
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean: ## remove the environment and everything that was built
-	rm -rf .venv site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-light-* site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment, in three steps, so that a first demo does not wait for the tools of development.

@@ -51,7 +51,7 @@ def assert_refused(plan, code):
             assert plan.written[fault.rank][fault.position] is not None or fault.code == "not-an-action"
     with pytest.raises(ScheduleError) as refusal:
         simulate(plan)
-    assert refusal.value.faults == faults
+    assert list(map(repr, refusal.value.faults)) == list(map(repr, faults))  # one may hold NaN, equal to nothing
     assert str(refusal.value).startswith(f"{len(faults)} fault")
 
 

@@ -44,43 +44,6 @@ def test_a_students_file_is_checked_simulated_and_drawn(pipelab_command, folder)
     assert output.count("wrote ") == 3
 
 
-def test_conformance_compares_the_sizes_that_are_asked_for(pipelab_command, folder):
-    code, output, _ = pipelab_command("conformance", "1f1b", "delayed", "-r", "2", "-m", "2,4", "-o", "t.md")
-    assert code == 0
-    assert [line.split()[0] for line in output.splitlines() if "bit-equal" in line] == ["1f1b", "delayed"]
-    assert Path("t.md").read_text().count("| 2 | equal | 2 | bit-equal | equal |") == 2
-
-
-def test_conformance_with_nothing_to_compare_ends_with_exit_code_1(pipelab_command):
-    code, output, _ = pipelab_command("conformance", "dualpipe", "-r", "3", "-m", "4")
-    assert code == 1
-    assert "bit-equal" not in output
-    assert "Nothing could be compared: exit code 1." in output
-    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2", "4")
-    assert code == 1
-    assert error.startswith("4: ")
-    assert "-m 2,4" in error
-    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2,none")
-    assert code == 1
-    assert "--microbatches 2,none: expected whole numbers, at least 1, such as 8 or 2,4,8" in error
-
-
-def test_conformance_with_another_order_ends_with_exit_code_1(pipelab_command, monkeypatch):
-    monkeypatch.setitem(pipelab.schedules, "1f1b", pipelab.GPipe)
-    code, output, _ = pipelab_command("conformance", "1f1b", "-r", "2", "-m", "4")
-    assert code == 1
-    assert "GPipe(ranks=2, microbatches=4): rank 0 differs at position 2" in output
-    assert "PyTorch | 0F0 0F1 0B0 0F2" in output
-    assert "pipelab | 0F0 0F1 0F2 0F3" in output
-
-
-def test_conformance_of_an_unknown_schedule_names_the_known_ones(pipelab_command):
-    code, _, error = pipelab_command("conformance", "1f1p")
-    assert code == 1
-    assert "'1f1p' is not a registered schedule; did you mean 1f1b?" in error
-    assert "registered: naive" in error
-
-
 def test_a_memory_cap_is_a_fault_like_any_other(pipelab_command):
     assert pipelab_command("check", "1f1b", "--memory-cap", "4")[0] == 0
     code, _, error = pipelab_command("check", "gpipe", "--memory-cap", "4")
@@ -128,40 +91,6 @@ def test_costs_reach_the_simulation(pipelab_command):
     assert "makespan 26 units" in output
 
 
-def test_run_executes_verifies_and_draws(pipelab_command, folder):
-    arguments = ("--width", "8", "--depth", "4", "--batch", "12", "--steps", "2", "-m", "3", "-o", "run.html")
-    code, output, _ = pipelab_command("run", "1f1b", *arguments)
-    assert code == 0
-    assert "measured" in output
-    assert "bit for bit" in output
-    assert Path("run.html").exists()
-
-
-def test_run_takes_emulated_devices(pipelab_command):
-    code, output, _ = pipelab_command(
-        "run", "gpipe", "-r", "3", "-m", "2", "--emulate", "1", "2", "--steps", "1", "--batch", "4"
-    )
-    assert code == 0
-    assert "rank 2" in output
-
-
-def test_run_takes_two_ranks_unless_they_are_emulated_or_given(pipelab_command):
-    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
-    assert "GPipe(ranks=2, microbatches=2)" in pipelab_command("run", "gpipe", *work)[1]
-    assert "GPipe(ranks=4, microbatches=2)" in pipelab_command("run", "gpipe", *work, "--emulate", "1", "1")[1]
-    assert "GPipe(ranks=3, microbatches=2)" in pipelab_command("run", "gpipe", *work, "-r", "3")[1]
-
-
-def test_run_lays_several_schedules_side_by_side(pipelab_command, folder):
-    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
-    code, output, _ = pipelab_command("run", "gpipe", "1f1b", *work, "-o", "both.svg")
-    assert code == 0
-    assert output.count("gpipe, measured") == output.count("1f1b, measured") == 2  # in the table, and above its lanes
-    assert "all 2 runs" in output
-    assert "bit for bit" in output
-    assert Path("both.svg").stat().st_size > 500
-
-
 @pytest.mark.parametrize("command", ["", "schedules", "check", "simulate", "draw", "compare", "run", "demo"])
 def test_help_fits_eighty_columns_and_says_every_default(command):
     arguments = [sys.executable, "-m", "pipelab", *command.split(), "--help"]
@@ -171,12 +100,6 @@ def test_help_fits_eighty_columns_and_says_every_default(command):
     if "--ranks" in found.stdout:
         told = " ".join(found.stdout.replace("│", " ").split())
         assert f"workers of the pipeline; by default {'2, with --emulate 4' if command == 'run' else 4}" in told
-
-
-def test_run_refuses_fewer_layers_than_stages(pipelab_command):
-    code, _, error = pipelab_command("run", "1f1b", "-r", "4", "--depth", "2")
-    assert code == 1
-    assert "2 layers are too few for 4 stages" in error
 
 
 DOCUMENTS = [Path(__file__).parents[2] / name for name in ("README.md", "docs/command.md")]

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 
 import pytest
 from commands import RIGHT
-from rich.console import Console
 
-import pipelab
 from pipelab.cli import measuring
-from pipelab.labs.running import core_share
 
 
 def cells(output: str, head: str) -> dict[str, list[str]]:
@@ -38,41 +33,6 @@ def test_compare_over_micro_batches_shares_one_batch_among_them(pipelab_command)
     assert cells(output, "peak")["1f1b"] == ["100", "%", "100", "%", "50", "%", "25", "%"]
 
 
-def test_run_over_micro_batches_measures_one_batch_and_verifies_every_run(pipelab_command, folder):
-    code, output, _ = pipelab_command(
-        "run", "naive", "gpipe", "-m", "2,4", "--emulate", "8", "16", "-r", "2", "--steps", "1", "--batch", "8",
-        "-o", "table.csv", "-o", "table.txt",
-    )  # fmt: skip
-    assert code == 0
-    assert "all 4 runs" in output
-    assert "bit for bit" in output
-    table = list(csv.DictReader(Path("table.csv").read_text().splitlines()))
-    assert [(row["schedule"], row["microbatches"]) for row in table] == [
-        ("naive", "2"), ("naive", "4"), ("gpipe", "2"), ("gpipe", "4"),
-    ]  # fmt: skip
-    assert all(float(row["step_time"]) >= 48 for row in table[:2])  # what is emulated takes no less
-    assert {row["unit"] for row in table} == {"ms"}
-    losses = [float(row["loss"]) for row in table]
-    assert losses == pytest.approx([losses[0]] * 4)
-    assert Path("table.txt").read_text().startswith("time of a step, ms")
-
-
-def test_run_shows_on_a_terminal_how_far_it_is_and_is_quiet_in_a_pipe(pipelab_command, monkeypatch):
-    work = ("run", "naive", "gpipe", "-m", "2,4", "--emulate", "1", "1", "-r", "2", "--steps", "2", "--batch", "4")
-    _, piped, error = pipelab_command(*work)
-    assert error == ""
-    screen = io.StringIO()
-    monkeypatch.setattr(
-        measuring, "Console", lambda **_: Console(file=screen, force_terminal=True, color_system=None, width=100)
-    )
-    _, output, _ = pipelab_command(*work)
-    assert output.splitlines()[0] == piped.splitlines()[0]  # what is printed is no other
-    shown = screen.getvalue()
-    assert "Naive(ranks=2, microbatches=2)" in shown
-    assert "verifying GPipe(ranks=2, microbatches=4)" in shown  # the gradients' turn is part of it
-    assert "100%" in shown
-
-
 @pytest.mark.parametrize(
     ("ranks", "share", "slower", "reason"),
     [
@@ -87,12 +47,6 @@ def test_slow_ranks_get_a_reason_and_a_command_that_needs_no_cores(monkeypatch, 
     said = measuring.why_slow(ranks, share, ["gpipe", "1f1b"], slower)
     assert reason in said
     assert ("pipelab run gpipe 1f1b --emulate 20 40" in said) == bool(reason)
-
-
-def test_ranks_that_share_a_core_have_it_for_half_of_their_work():
-    trace = pipelab.Trace(pipelab.OneFOneB(1, 1).plan(), [[0.0, 10.0]], [[10.0, 40.0]], unit="ms")
-    assert core_share(0.02, [trace]) == 0.5
-    assert core_share(0.05, [trace]) == 1
 
 
 def test_a_table_tells_who_refuses_a_size(pipelab_command, folder):

@@ -1,0 +1,141 @@
+"""The commands that need PyTorch: `run`, and `conformance`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import pipelab
+from pipelab.cli import measuring
+from pipelab.labs.running import core_share
+
+
+def test_run_executes_verifies_and_draws(pipelab_command, folder):
+    arguments = ("--width", "8", "--depth", "4", "--batch", "12", "--steps", "2", "-m", "3", "-o", "run.html")
+    code, output, _ = pipelab_command("run", "1f1b", *arguments)
+    assert code == 0
+    assert "measured" in output
+    assert "bit for bit" in output
+    assert Path("run.html").exists()
+
+
+def test_run_takes_emulated_devices(pipelab_command):
+    code, output, _ = pipelab_command(
+        "run", "gpipe", "-r", "3", "-m", "2", "--emulate", "1", "2", "--steps", "1", "--batch", "4"
+    )
+    assert code == 0
+    assert "rank 2" in output
+
+
+def test_run_takes_two_ranks_unless_they_are_emulated_or_given(pipelab_command):
+    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
+    assert "GPipe(ranks=2, microbatches=2)" in pipelab_command("run", "gpipe", *work)[1]
+    assert "GPipe(ranks=4, microbatches=2)" in pipelab_command("run", "gpipe", *work, "--emulate", "1", "1")[1]
+    assert "GPipe(ranks=3, microbatches=2)" in pipelab_command("run", "gpipe", *work, "-r", "3")[1]
+
+
+def test_run_lays_several_schedules_side_by_side(pipelab_command, folder):
+    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
+    code, output, _ = pipelab_command("run", "gpipe", "1f1b", *work, "-o", "both.svg")
+    assert code == 0
+    assert output.count("gpipe, measured") == output.count("1f1b, measured") == 2  # in the table, and above its lanes
+    assert "all 2 runs" in output
+    assert "bit for bit" in output
+    assert Path("both.svg").stat().st_size > 500
+
+
+def test_run_refuses_fewer_layers_than_stages(pipelab_command):
+    code, _, error = pipelab_command("run", "1f1b", "-r", "4", "--depth", "2")
+    assert code == 1
+    assert "2 layers are too few for 4 stages" in error
+
+
+def test_run_over_micro_batches_measures_one_batch_and_verifies_every_run(pipelab_command, folder):
+    code, output, _ = pipelab_command(
+        "run", "naive", "gpipe", "-m", "2,4", "--emulate", "8", "16", "-r", "2", "--steps", "1", "--batch", "8",
+        "-o", "table.csv", "-o", "table.txt",
+    )  # fmt: skip
+    assert code == 0
+    assert "all 4 runs" in output
+    assert "bit for bit" in output
+    table = list(csv.DictReader(Path("table.csv").read_text().splitlines()))
+    assert [(row["schedule"], row["microbatches"]) for row in table] == [
+        ("naive", "2"), ("naive", "4"), ("gpipe", "2"), ("gpipe", "4"),
+    ]  # fmt: skip
+    assert all(float(row["step_time"]) >= 48 for row in table[:2])  # what is emulated takes no less
+    assert {row["unit"] for row in table} == {"ms"}
+    losses = [float(row["loss"]) for row in table]
+    assert losses == pytest.approx([losses[0]] * 4)
+    assert Path("table.txt").read_text().startswith("time of a step, ms")
+
+
+def test_run_shows_on_a_terminal_how_far_it_is_and_is_quiet_in_a_pipe(pipelab_command, monkeypatch):
+    work = ("run", "naive", "gpipe", "-m", "2,4", "--emulate", "1", "1", "-r", "2", "--steps", "2", "--batch", "4")
+    _, piped, error = pipelab_command(*work)
+    assert error == ""
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        measuring, "Console", lambda **_: Console(file=screen, force_terminal=True, color_system=None, width=100)
+    )
+    _, output, _ = pipelab_command(*work)
+    assert output.splitlines()[0] == piped.splitlines()[0]  # what is printed is no other
+    shown = screen.getvalue()
+    assert "Naive(ranks=2, microbatches=2)" in shown
+    assert "verifying GPipe(ranks=2, microbatches=4)" in shown  # the gradients' turn is part of it
+    assert "100%" in shown
+
+
+def test_ranks_that_share_a_core_have_it_for_half_of_their_work():
+    trace = pipelab.Trace(pipelab.OneFOneB(1, 1).plan(), [[0.0, 10.0]], [[10.0, 40.0]], unit="ms")
+    assert core_share(0.02, [trace]) == 0.5
+    assert core_share(0.05, [trace]) == 1
+
+
+def test_a_run_is_written_as_a_table_of_its_figures(pipelab_command, folder):
+    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
+    assert pipelab_command("run", "1f1b", *work, "-o", "r.csv", "-o", "r.json", "-o", "r.txt")[0] == 0
+    predicted, measured = csv.DictReader(Path("r.csv").read_text().splitlines())
+    assert (predicted["source"], measured["source"]) == ("simulated", "measured")
+    assert measured["makespan"] == str(pipelab.Trace.load("r.json").makespan)
+    assert "predicted" in Path("r.txt").read_text()
+
+
+def test_conformance_compares_the_sizes_that_are_asked_for(pipelab_command, folder):
+    code, output, _ = pipelab_command("conformance", "1f1b", "delayed", "-r", "2", "-m", "2,4", "-o", "t.md")
+    assert code == 0
+    assert [line.split()[0] for line in output.splitlines() if "bit-equal" in line] == ["1f1b", "delayed"]
+    assert Path("t.md").read_text().count("| 2 | equal | 2 | bit-equal | equal |") == 2
+
+
+def test_conformance_with_nothing_to_compare_ends_with_exit_code_1(pipelab_command):
+    code, output, _ = pipelab_command("conformance", "dualpipe", "-r", "3", "-m", "4")
+    assert code == 1
+    assert "bit-equal" not in output
+    assert "Nothing could be compared: exit code 1." in output
+    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2", "4")
+    assert code == 1
+    assert error.startswith("4: ")
+    assert "-m 2,4" in error
+    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2,none")
+    assert code == 1
+    assert "--microbatches 2,none: expected whole numbers, at least 1, such as 8 or 2,4,8" in error
+
+
+def test_conformance_with_another_order_ends_with_exit_code_1(pipelab_command, monkeypatch):
+    monkeypatch.setitem(pipelab.schedules, "1f1b", pipelab.GPipe)
+    code, output, _ = pipelab_command("conformance", "1f1b", "-r", "2", "-m", "4")
+    assert code == 1
+    assert "GPipe(ranks=2, microbatches=4): rank 0 differs at position 2" in output
+    assert "PyTorch | 0F0 0F1 0B0 0F2" in output
+    assert "pipelab | 0F0 0F1 0F2 0F3" in output
+
+
+def test_conformance_of_an_unknown_schedule_names_the_known_ones(pipelab_command):
+    code, _, error = pipelab_command("conformance", "1f1p")
+    assert code == 1
+    assert "'1f1p' is not a registered schedule; did you mean 1f1b?" in error
+    assert "registered: naive" in error

@@ -16,7 +16,7 @@ import torch
 
 from pipelab.engine.stage.autograd import SavingHooks, saving_hooks
 
-__all__ = ["PLAIN", "CallerContext"]
+__all__ = ["CallerContext"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,3 @@ class CallerContext:
             for context in self.autocast:
                 stack.enter_context(context(enabled=False))
             yield
-
-
-PLAIN = CallerContext()
-"""No autocast, no hooks."""

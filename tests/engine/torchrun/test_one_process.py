@@ -455,14 +455,14 @@ def test_a_stage_that_is_unfrozen_after_the_first_step_learns_from_then_on():
 
 
 def test_a_process_that_froze_other_parameters_would_be_told():
-    from pipelab.engine.stage.caller import PLAIN
+    from pipelab.engine.stage.caller import CallerContext
 
     model = plain.mlp(4)
     with Pipeline(model, PLAN, mse, engine="torch") as pipe:
         x, _ = plain.batch(4)
 
         def shapes(learning=True):
-            return pipe.engine._shapes([x], PLAIN, learning=learning)
+            return pipe.engine._shapes([x], CallerContext(), learning=learning)
 
         before, evaluating = shapes(), shapes(learning=False)
         assert before.endswith("; frozen nothing")

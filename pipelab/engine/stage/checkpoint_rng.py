@@ -60,17 +60,19 @@ class Generators:
         """Find out which they are; `devices` are what each rank runs on."""
         self._devices = list(set().union(*(_shared(devices, rank) for rank in range(len(devices)))))
         self._before: list[bytes] = []
-        self._moved: bool | None = None
+        self._moved = False
         self.one_at_a_time = threading.Lock()
 
     def begin(self) -> None:
         """Note their state: a step begins."""
-        self._before, self._moved = self._states(), None
+        self._before = self._states()
 
     def moved(self) -> bool:
-        """Tell whether anybody had drawn in this step when a backward asked first."""
-        if self._moved is None:
-            self._moved = self._states() != self._before
+        """Tell whether anybody has drawn, in this step or an earlier one; to be asked again when a step has ended.
+
+        In the middle of a step a state may look untouched: while another rank's checkpoint runs again, it is reset.
+        """
+        self._moved = self._moved or self._states() != self._before
         return self._moved
 
     def _states(self) -> list[bytes]:

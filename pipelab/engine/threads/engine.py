@@ -136,6 +136,8 @@ class ThreadsEngine(Engine):
             raise self._explained(step, rank, error, remark)
         if self._on_gpus:
             finish(self.streams, [step.outputs, [] if loss is None else loss.values])
+        if loss is not None:
+            self._generators.moved()
         return step
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - no other process need know of it

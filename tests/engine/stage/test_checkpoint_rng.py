@@ -61,11 +61,15 @@ class Calls(nn.Module):
         return self.function(x)
 
 
+def two_steps(pipe):
+    for _ in range(2):
+        pipe.step(*plain.batch(8))
+
+
 def refused(model, schedule, loss_fn=mse):
     """Return why a step is refused: the first, or the second if other ranks' checkpoints hid the draws of the first."""
     with Pipeline(model, schedule, loss_fn) as pipe, pytest.raises(EngineError, match="activation checkpoint") as error:
-        pipe.step(*plain.batch(8))
-        pipe.step(*plain.batch(8))
+        two_steps(pipe)
     return str(error.value)
 
 

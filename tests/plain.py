@@ -87,6 +87,33 @@ class Counts(nn.Module):
         return self.calls * self.linear(x)
 
 
+class Remembers(nn.Module):
+    """A planted bug: the backward uses what the *latest* forward kept, not its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        module = self
+
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, weight):
+                module.latest = x
+                ctx.save_for_backward(weight)
+                return x * weight
+
+            @staticmethod
+            def backward(ctx, gradient):
+                (weight,) = ctx.saved_tensors
+                rows = min(len(gradient), len(module.latest))
+                return gradient * weight, (gradient[:rows] * module.latest[:rows]).sum(0)
+
+        self.product = Product.apply
+
+    def forward(self, x):
+        return self.product(x, self.weight)
+
+
 class Held(nn.Module):
     """Counts how many of its outputs are alive at each of its forwards."""
 

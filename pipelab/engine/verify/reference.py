@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import map_tensors
+from pipelab.engine.stage.snapshot import overwrite
 
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
@@ -20,6 +23,8 @@ __all__ = [
     "gradients_of",
     "learning",
     "matters",
+    "nearby_weights",
+    "norms_of",
     "sequential",
     "tolerance",
     "whole_batch_tolerance",
@@ -48,21 +53,33 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
 
 
-def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:
-    """Run one micro-batch after another, forward and backward, or one alone; return copies of the gradients."""
+def sequential(
+    pipe: Pipeline, x: Any, y: Any, only: int | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Run one micro-batch after another, forward and backward, or one alone.
+
+    Returns:
+        Copies of the gradients, and for each the sum of the norms of what the micro-batches added to it.
+    """
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
-    for microbatch, value in enumerate(split_batch(_batch(pipe, x), counts)):
+    through = _through_model if pipe.stages.is_traced else _through_stages
+    gradients = gradients_of(pipe)
+    added = dict.fromkeys(gradients, 0.0)
+    for microbatch, value in enumerate(split_batch(x, counts)):
         if only in (None, microbatch):
-            through = _through_model if pipe.stages.is_traced else _through_stages
+            before = gradients
             _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
-    return gradients_of(pipe)
+            gradients = gradients_of(pipe)
+            for name, gradient in gradients.items():
+                added[name] += _norm(gradient - before[name])
+    return gradients, added
 
 
 def full_batch(pipe: Pipeline, x: Any, y: Any) -> Any:
     """Run the whole batch through the model, forward and backward; return the output."""
-    output = _through_model(pipe, _batch(pipe, x))
+    output = _through_model(pipe, x)
     _backward(pipe, output, y, 1.0)
     return output
 
@@ -75,15 +92,21 @@ def _through_model(pipe: Pipeline, value: Any) -> Any:
     model, devices = pipe.stages.model, set(pipe.engine.stage_devices)
     if len(devices) > 1 or isinstance(model, nn.ModuleList):
         return _through_stages(pipe, value)
-    value = _moved(value, *devices)
+    value = _cloned(pipe, 0, _moved(value, *devices))
     return model(*value) if pipe.stages.is_traced and isinstance(value, (tuple, list)) else model(value)
 
 
 def _through_stages(pipe: Pipeline, value: Any) -> Any:
     """Return what comes out of the stages, each on its device."""
-    for module, device in zip(pipe.stages.modules, pipe.engine.stage_devices, strict=True):
-        value = module(_moved(value, device))
+    for stage, (module, device) in enumerate(zip(pipe.stages.modules, pipe.engine.stage_devices, strict=True)):
+        value = module(_cloned(pipe, stage, _moved(value, device)))
     return value
+
+
+def _cloned(pipe: Pipeline, stage: int, value: Any) -> Any:
+    """Return a clone of a stage's input where the engine makes one, and only there: strides may change last bits."""
+    clones = any(runner.clones_input for (index, _), runner in pipe.engine.runners.of.items() if index == stage)
+    return map_tensors(torch.clone, value) if clones else value
 
 
 def _backward(pipe: Pipeline, output: Any, target: Any, weight: float) -> None:
@@ -94,41 +117,66 @@ def _backward(pipe: Pipeline, output: Any, target: Any, weight: float) -> None:
         value.backward(loss.gradient(0, value))
 
 
-def _batch(pipe: Pipeline, x: Any) -> Any:
-    """Return the batch; a copy only if the first stage writes into it, as other strides may change last bits."""
-    writes = any(runner.clones_input for (stage, _), runner in pipe.engine.runners.of.items() if stage == 0)
-    return map_tensors(torch.clone, x) if writes else x
-
-
 def _moved(value: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
+@contextmanager
+def nearby_weights(pipe: Pipeline, seed: int) -> Iterator[None]:
+    """Multiply every weight by a random number near 1, the same in every process; restore the weights afterwards."""
+    generator = torch.Generator().manual_seed(seed)
+    share = max(_MOVE, 4 * whole_batch_tolerance(pipe))  # types that round more coarsely must move further
+    parameters = {id(each): each for module in pipe.stages.modules for each in module.parameters()}.values()
+    before = [(each, each.detach().clone()) for each in parameters if each.is_floating_point() or each.is_complex()]
+    try:
+        for parameter, weights in before:
+            draws = torch.rand(weights.shape, generator=generator) * 2 - 1
+            overwrite(parameter.data, weights * (1 + share * draws).to(weights.device, weights.dtype))
+        torch.clear_autocast_cache()  # of copies in a coarser type
+        yield
+    finally:
+        for parameter, weights in before:
+            overwrite(parameter.data, weights)
+        torch.clear_autocast_cache()
+
+
 _TOLERANCE = 1e-6
-"""Largest relative difference (2-norm, per parameter, float32) between orders of adding up the same micro-batches."""
+"""Largest difference (2-norm, per parameter, float32) between orders of adding up the same micro-batches' gradients,
+relative to the norms of what is added up: the sum may be much smaller, as it is near a minimum of the loss."""
 
 _TOLERANCE_ON_A_GPU = 1e-5
 """Likewise on a GPU: libraries choose other kernels for a part of it than for all of it; some add up in no order."""
 
 _WHOLE_BATCH_TOLERANCE = 1e-4
-"""Likewise against the whole batch at once: generous, because a wrong weight is off by far more than rounding."""
+"""Likewise against the whole batch at once, relative to the sum itself: generous, because a wrong weight is off by far
+more than rounding."""
+
+_MOVE = 0.05
+"""How far `nearby_weights` moves weights: far enough that residuals are no rounding errors, near enough that what is
+wrong with the present weights is wrong with those."""
 
 _SMALLEST_SHARE = 1e-2
 """A gradient below this share of the model's largest is measured against that share: of one that ought to be zero (an
 attention's key bias) only rounding is left, and rounding differs from itself by a hundred per cent."""
 
 
-def differences(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return each gradient's relative difference, in the 2-norm."""
-    least = _least(plain)
-    return {
-        name: _norm(gradient - plain[name]) / (max(_norm(plain[name]), least) or 1.0) for name, gradient in ours.items()
-    }
+def differences(
+    ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], norms: dict[str, float]
+) -> dict[str, float]:
+    """Return each gradient's difference, in the 2-norm, relative to these norms."""
+    least = _least(norms)
+    return {name: _norm(gradient - plain[name]) / (max(norms[name], least) or 1.0) for name, gradient in ours.items()}
+
+
+def norms_of(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return each gradient's 2-norm."""
+    return {name: _norm(gradient) for name, gradient in gradients.items()}
 
 
 def matters(name: str, gradients: dict[str, torch.Tensor]) -> bool:
     """Tell whether a gradient is large enough, among these, to be measured against itself."""
-    return _norm(gradients[name]) > _least(gradients)
+    norms = norms_of(gradients)
+    return norms[name] > _least(norms)
 
 
 def tolerance(pipe: Pipeline, gradient: torch.Tensor) -> float:
@@ -147,8 +195,8 @@ def whole_batch_tolerance(pipe: Pipeline) -> float:
     return max(_WHOLE_BATCH_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
 
 
-def _least(gradients: dict[str, torch.Tensor]) -> float:
-    return _SMALLEST_SHARE * max(map(_norm, gradients.values()), default=0.0)
+def _least(norms: dict[str, float]) -> float:
+    return _SMALLEST_SHARE * max(norms.values(), default=0.0)
 
 
 def _norm(gradient: torch.Tensor) -> float:

@@ -1,0 +1,157 @@
+"""`verify` where training has converged: no right pipeline is accused, and every fault is found all the same."""
+
+from __future__ import annotations
+
+import plain
+import pytest
+import torch
+from fuzz import verify as fuzz
+from torch import nn
+
+from pipelab import GPipe, OneFOneB, Pipeline
+from pipelab.engine.stage.stage import Stage
+from pipelab.errors import VerificationError
+
+mse = nn.functional.mse_loss
+ROWS = 20
+
+
+class Rounds(nn.Module):
+    """Rounds the whole batch otherwise than a part of it, as a matrix product may; here, on every machine."""
+
+    def forward(self, x):
+        return x + 1e-6 * (len(x) == ROWS)
+
+
+def converged(*layers, steps=600):
+    """Return a model that has learnt what it can compute exactly, and its batch: residuals are rounding errors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 6))
+    x = torch.randn(ROWS, 6)
+    y = x @ torch.randn(6, 6)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-2 * (1 - step / steps)
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+    return model, x, y
+
+
+def test_a_right_pipeline_is_not_accused_when_rounding_decides_its_gradients():
+    model, x, y = converged(Rounds())
+    before = [parameter.clone() for parameter in model.parameters()]
+    random_state = torch.get_rng_state()
+    with Pipeline(model, OneFOneB(2, 8), mse) as pipe:
+        assert pipe.step(x, y).loss < 1e-9
+        proof = pipe.verify(x, y)
+    assert proof.exact
+    assert proof.nearby
+    assert proof.whole_batch_difference < 1e-4
+    assert "with slightly different weights" in str(proof)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_relu_whose_input_is_within_rounding_of_zero_is_no_fault():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Rounds(), nn.ReLU(), nn.Linear(6, 6))
+    x, y = plain.batch(ROWS)
+    with torch.no_grad():
+        model[0].bias.copy_(-(model[0].weight @ x[3]) - 5e-7)  # in the whole batch it is 5e-7 instead
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe:
+        proof = pipe.verify(x, y)
+    assert proof.exact
+    assert proof.nearby
+
+
+def test_weights_come_back_bit_for_bit_when_the_plain_model_fails_nearby():
+    class Fails(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 12:
+                raise ValueError("enough")
+            return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Rounds(), Fails(), nn.Linear(6, 6))
+    x, _ = plain.batch(ROWS)
+    # The first 2 calls; then the pipeline's 4, plain training's 4, the whole batch's, and, nearby, the 12th.
+    y = torch.cat([model(rows).detach() for rows in x.split(10)])
+    before = [parameter.clone() for parameter in model.parameters()]
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(ValueError, match="enough"):
+        pipe.verify(x, y)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_moved_weights_are_not_left_in_the_cache_of_the_callers_autocast():
+    model, x, y = converged(Rounds())
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe, torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        pipe.verify(x, y)
+        assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [(lambda output, target: (output - target).pow(2).sum(), "mean"), (mse, "sum"), (mse, lambda y: len(y) ** 2)],
+    ids=["a sum taken for a mean", "a mean taken for a sum", "wrong weights"],
+)
+def test_a_wrong_reduction_is_found_at_converged_weights(loss, reduction):
+    model, x, y = converged(nn.Identity())
+    pipe = Pipeline(model, OneFOneB(2, 8), loss, reduction=reduction)
+    with pipe, pytest.raises(VerificationError, match="reduction is"):
+        pipe.verify(x, y)
+
+
+class Centres(nn.Module):
+    """Mixes rows."""
+
+    def forward(self, x):
+        return x - 1e-2 * x.mean(0)
+
+
+def test_rows_mixed_by_a_mean_are_found_at_converged_weights():
+    model, x, y = converged(Centres())
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(VerificationError, match="not the whole batch's"):
+        pipe.verify(x, y)
+
+
+@pytest.mark.parametrize("factor", [0.0, 2.0], ids=["missing", "doubled"])
+def test_a_micro_batchs_gradient_that_is_missing_or_doubled_is_found(monkeypatch, factor):
+    backward = Stage.backward
+
+    def wrong(stage, microbatch, gradients, *rest):
+        return backward(
+            stage, microbatch, gradients * factor if (stage.index, microbatch) == (0, 2) else gradients, *rest
+        )
+
+    model, x, y = converged(nn.Identity())
+    monkeypatch.setattr(Stage, "backward", wrong)
+    told = r"of 0\.\w+ \(stage 0\) differs from the plain model's by .*\nmicro-batch 2 is the first"
+    with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(VerificationError, match=told):
+        pipe.verify(x, y)
+
+
+def test_state_stored_between_micro_batches_is_found_at_converged_weights():
+    model, x, y = converged(plain.Remembers())
+    told = r"1\.weight \(stage 0\) differs from the plain"
+    with Pipeline(model, GPipe(2, 4), mse) as pipe, pytest.raises(VerificationError, match=told):
+        pipe.verify(x, y)
+
+
+def test_a_first_layer_in_place_at_an_odd_width_is_verified_bit_for_bit():
+    torch.manual_seed(0)
+    for width in (3, 5, 7, 13):
+        model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, 9), nn.Linear(9, width))
+        x = torch.randn(33, width)
+        with Pipeline(model, OneFOneB(2, 6), mse) as pipe:
+            assert pipe.verify(x, torch.randn(33, width)).exact
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_models_and_schedules_are_right(seed):
+    assert fuzz.fuzz_verify(seed, steps=300, every=50) is None
+    assert fuzz.fuzz_gradients(seed) is None

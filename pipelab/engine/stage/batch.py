@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import torch
 
 from pipelab.engine.stage.pytree import rebuild, take_apart, tensors_of
 from pipelab.errors import BatchError
+from pipelab.plan.fault import shorten
 
 __all__ = ["Reduction", "join", "row_counts", "rows_of", "split_batch", "weights_of"]
 
@@ -72,18 +74,31 @@ def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> l
     """Return the weight of each micro-batch's loss in the loss of the batch.
 
     Raises:
-        BatchError: if the weights that a function returns sum to 0 or less.
+        BatchError: if a function returns something else than a finite number, 0 or more, or only zeros.
     """
     if reduction == "sum":
         return [1.0] * len(counts)
     if reduction == "mean":
         rows = sum(counts)
         return [count / rows for count in counts]
-    weights = [float(reduction(target)) for target in targets]
+    weights = [_weight(reduction(target), microbatch) for microbatch, target in enumerate(targets)]
     total = sum(weights)
-    if not total > 0:
+    if not 0 < total < math.inf:
         raise BatchError(f"the weights of the micro-batches sum to {total:g}: the loss cannot be averaged")
     return [weight / total for weight in weights]
+
+
+def _weight(given: Any, microbatch: int) -> float:
+    try:
+        weight = float(given)
+    except (TypeError, ValueError, RuntimeError):  # of None, a text, a tensor of several numbers, a complex one
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise BatchError(
+            f"reduction returned {shorten(given)} for micro-batch {microbatch}: expected a finite number, 0 or more\n"
+            "  try: a function from a target to how many rows its loss averages over, such as len"
+        )
+    return weight
 
 
 def join(pieces: list[Any]) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 
-import plain  # noqa: F401 - one processor thread per operation
+import plain
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from pipelab import GPipe, Pipeline
 from pipelab.engine.stage.batch import join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensors_of
@@ -110,10 +112,34 @@ def test_a_function_weighs_each_target_and_the_weights_sum_to_one(number):
     assert [float(weight) for weight in weights] == [0.25, 0.0, 0.75]
 
 
-@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), float("nan"), -1])
-def test_weights_that_sum_to_nothing_are_refused(weight):
+@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), 1e308])
+def test_weights_that_sum_to_nothing_or_to_infinity_are_refused(weight):
     with pytest.raises(BatchError, match="weights of the micro-batches sum to"):
         weights_of(lambda _: weight, [2, 2], [None, None])
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [None, torch.ones(2), torch.ones(0), 1j, "many", float("inf"), float("nan"), torch.tensor(torch.nan), -1, -1e-9],
+)
+def test_what_is_no_weight_is_refused_with_its_micro_batch_and_value(weight):
+    told = r"reduction returned .* for micro-batch 1: expected a finite number, 0 or more"
+    with pytest.raises(BatchError, match=told) as refused:
+        weights_of(lambda target: weight if target else 3.0, [2, 2, 2], [0, 1, 1])
+    assert str(weight)[:5] in str(refused.value)
+
+
+def test_an_error_in_the_reduction_itself_is_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        weights_of(lambda target: 1 / target, [2], [0])
+
+
+def test_a_reduction_that_returns_no_weight_is_refused_before_anything_runs():
+    model, (x, y) = plain.mlp(2), plain.batch(4)
+    with Pipeline(model, GPipe(2, 2), nn.functional.mse_loss, reduction=lambda y: y.sum(1)) as pipe:
+        with pytest.raises(BatchError, match="for micro-batch 0: expected a finite number"):
+            pipe.step(x, y)
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_trees_are_taken_apart_rebuilt_and_mapped():

@@ -365,10 +365,10 @@ class WritesAgain(nn.Module):
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("rooms", [1, 2])
+@pytest.mark.parametrize(("schedule", "rooms"), [(GPipe, 1), (GPipe, 2), (OneFOneB, 1)])
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("call", ["step", "forward"])
-def test_a_stage_that_writes_into_an_output_that_it_has_handed_on_is_refused(call, place, rooms, view):
+def test_a_stage_that_writes_into_an_output_that_it_has_handed_on_is_refused(call, place, schedule, rooms, view):
     x, y = plain.batch(16)
     stages = [nn.Linear(6, 6), nn.Linear(6, 6)]
     stages[place] = WritesAgain(rooms, view)
@@ -376,7 +376,7 @@ def test_a_stage_that_writes_into_an_output_that_it_has_handed_on_is_refused(cal
     loss = (lambda output, target: mse(scale * output, target)) if place else mse
     told = rf"^{place}F{rooms} on rank {place} failed: .*wrote into its output for an earlier micro-batch"
     with (
-        Pipeline(stages, GPipe(2, 4), loss) as pipe,
+        Pipeline(stages, schedule(2, 4), loss) as pipe,
         pytest.raises(StageError, match=told),
     ):
         pipe.step(x, y) if call == "step" else pipe.forward(x)

@@ -139,6 +139,7 @@ class Pipeline:
                 again; with several processes it has ended.
             StepTimeoutError: if there was no progress for `timeout` seconds.
             RankError: if another process failed or ended.
+            SplitError: if a layer of the model was replaced, or a parameter of a traced model.
             UsageError: if the pipeline was closed, or inside `torch.no_grad()`.
         """
         if not torch.is_grad_enabled():
@@ -151,6 +152,7 @@ class Pipeline:
 
     def run(self, x: Any, y: Any, only: int | None = None) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other micro-batch's loss counts."""
+        self.stages.require_same_parts()
         rows = rows_of(x, "x")
         if rows_of(y, "y") != rows:
             raise BatchError(f"x has {rows} rows and y has {rows_of(y, 'y')}: every row of x needs a target")
@@ -177,8 +179,10 @@ class Pipeline:
 
         Raises:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
+            SplitError: as in `step`.
             StageError: if a stage raised.
         """
+        self.stages.require_same_parts()
         counts = row_counts(rows_of(x, "x"), self.plan.microbatches)
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)

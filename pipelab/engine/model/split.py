@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,7 @@ class Stages:
         self.sizes = tuple(sizes)
         refuse_shared(self.modules, model, TRACED if self.is_traced else None)
         self.require_no_lost_hooks()
+        self._parts = [(what, prefix, now, dict(now)) for what, prefix, now in self._parts_of_its_own()]
 
     def place(self, devices: Sequence[torch.device]) -> None:
         """Move every stage to its device; parameters stay the same objects."""
@@ -95,6 +97,23 @@ class Stages:
     def require_no_lost_hooks(self) -> None:
         """Refuse hooks that a pipeline would never call."""
         refuse_hooks("the whole model", self.model, "it is never run as a whole: register the hook on a layer")
+
+    def require_same_parts(self) -> None:
+        """Refuse a model of which a part was replaced: the stages would run and train the earlier one."""
+        for what, prefix, now, before in self._parts:  # every step waits for this
+            if len(now) != len(before) or not all(map(is_, now.values(), before.values())):
+                name = next(each for each in (*before, *now) if now.get(each) is not before.get(each))
+                did = "removed" if now.get(name) is None else "added" if before.get(name) is None else "replaced"
+                raise SplitError(
+                    f"{what} {prefix + name!r} was {did} after the model had been split: the stages would run and "
+                    "train the model as it was before\n"
+                    "  try: make the pipeline anew, after splitting the model again if you called split; and the "
+                    "optimizer, which has the earlier parameters too"
+                )
+
+    def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
+        """Yield what the model has beside the stages: its list of layers. The layers themselves are the stages' too."""
+        yield "layer", "", self.model._modules  # noqa: SLF001 - a step waits for this: named_children() is slow
 
     def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:  # noqa: ARG002
         """Return the stages for an evaluation in the model's present training mode; here, the same."""
@@ -156,6 +175,14 @@ class _Traced(Stages):
                 f"{f'layer {name!r}' if name else 'the model'} is in {now} mode, but it was traced in {then} mode\n"
                 f"  try: {'eval' if mode else 'train'}() before step, or split the model again"
             )
+
+    def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
+        """Yield the layers and parameters of the model, of whose modules the tracer makes others."""
+        for name, part in self.model.named_modules():
+            prefix = f"{name}." if name else ""
+            for what, held in (("layer", part._modules), ("parameter", part._parameters)):  # noqa: SLF001
+                if held:
+                    yield what, prefix, held
 
     def _present_modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self.model.modules())

@@ -203,6 +203,17 @@ def test_verify_proves_and_restores():
         assert plain.equal({name: parameter.grad for name, parameter in model.named_parameters()}, before)
 
 
+def test_a_layer_that_was_replaced_is_refused():
+    model = plain.mlp(4)
+    x, y = plain.batch(4)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        pipe.step(x, y)
+        model[1] = nn.ReLU()
+        for call in (pipe.step, pipe.verify):
+            with pytest.raises(pipelab.SplitError, match="layer '1' was replaced"):
+                call(x, y)
+
+
 def test_clipping_is_by_the_norm_of_all():
     model, twin = plain.mlp(4), plain.mlp(4)
     x, y = plain.batch(4)

@@ -249,7 +249,9 @@ class TracedStages:
 
     def require_same_outputs(self, modules: Sequence[nn.Module]) -> None:
         """Refuse traced stages with other outputs than the model, unless it draws random numbers."""
+        before = _plain_attributes(self._model)
         self._run()  # a counter may have, in the next call, the value that the tracer recorded
+        after = _plain_attributes(self._model)
         output = map_tensors(torch.Tensor.detach, self._run())
         if self._draws:
             return
@@ -258,10 +260,12 @@ class TracedStages:
             for module in modules:
                 made = module(made)
         if any(map(_differ, tensors_of(made), tensors_of(output))):
+            changed = next((name for name, value in after.items() if before.get(name) != value), None)
+            why = "for instance by Python's own random numbers" if changed is None else f"as its {changed} does"
             raise SplitError(
                 f"the traced stages have other outputs than {type(self._model).__name__} on the same example: its "
-                "forward changes from call to call, for instance by a counter or Python's own random numbers, and the "
-                "tracer records one call\n  try: a list of stage modules, which run your own code"
+                f"forward changes from call to call, {why}, and the tracer records one call\n"
+                "  try: a list of stage modules, which run your own code"
             )
 
     def _run(self) -> Any:
@@ -284,6 +288,16 @@ def _differ(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     if not (ours.is_floating_point() or ours.is_complex()):
         return not torch.equal(ours, theirs)
     return bool((ours - theirs).abs().float().norm() > 1e-3 * theirs.abs().float().norm())
+
+
+def _plain_attributes(model: nn.Module) -> dict[str, object]:
+    """Return the numbers and texts among the attributes of a model's layers, by name."""
+    return {
+        f"{layer}.{name}" if layer else name: value
+        for layer, part in model.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (int, float, str))
+    }
 
 
 def _arguments(example: Any) -> tuple[Any, ...]:

@@ -65,6 +65,11 @@ def test_every_process_verifies_all_parameters(said):
         assert (fact["exact"], fact["compared"], fact["whole"]) == (True, 16, True)
 
 
+def test_a_process_whose_rounding_decides_its_gradients_looks_again_alone(said):
+    for rank, (fact,) in enumerate(said("rounding")):
+        assert (fact["nearby"], fact["restored"], fact["goes_on"]) == (rank == 1, True, True)
+
+
 def test_a_difference_that_one_process_sees_is_raised_alike_on_all(said):
     facts = [fact for each in said("stateful") for fact in each]
     assert len({fact["told"] for fact in facts}) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,47 +56,7 @@ from pipelab.simulation.clock import simulate
 if TYPE_CHECKING:
     from pipelab.labs.running import Result
 
-__all__ = ["app", "launch_script", "main", "torchrun_line"]
-
-
-def torchrun_line(script: str, ranks: int, arguments: list[str]) -> list[str]:
-    """Return the command that starts a script in so many processes on this machine, word by word.
-
-    The module runs the script, and records the error that ends it for torchrun.
-
-    Example:
-        >>> " ".join(torchrun_line("train.py", 4, ["--steps", "10"]))
-        'torchrun --standalone --nproc-per-node 4 -m pipelab.engine.torchrun.launch train.py --steps 10'
-    """
-    module = "pipelab.engine.torchrun.launch"
-    return ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", module, script, *arguments]
-
-
-def launch_script(script: str, ranks: int, arguments: list[str]) -> bool:
-    """Print the torchrun command and run it in this process; return whether all processes succeeded.
-
-    Signals reach torchrun itself. If a process failed, the last lines say which one and why, because torchrun's own
-    report is long.
-
-    Raises:
-        UsageError: if there is no such script.
-    """
-    if not Path(script).is_file():
-        beside = ", ".join(sorted(found.name for found in Path(script).parent.glob("*.py"))[:8])
-        raise UsageError(f"there is no file {script}" + (f"; beside it: {beside}" if beside else ""))
-    line = torchrun_line(script, ranks, arguments)
-    shown = shlex.join(line)
-    if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-        shown = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {shown}"
-    sys.stdout.write(shown + "\n")
-    sys.stdout.flush()
-    from pipelab.engine.torchrun.launch import torchrun
-
-    failed = torchrun(line[1:])
-    if failed:
-        sys.stderr.write(failed + "\n")
-    return not failed
+__all__ = ["app", "main"]
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -248,8 +206,14 @@ def launch(
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="processes, one for each rank of the plan")],
     arguments: Annotated[list[str] | None, typer.Argument(help="arguments for your script", show_default=False)] = None,
 ) -> None:
-    """Run a script in several processes on this machine, one per rank. Prints the torchrun command that it runs."""
-    if not launch_script(script, ranks, arguments or []):
+    """Run a script in several processes on this machine, one per rank, as torchrun does, open to no other machine."""
+    if not Path(script).is_file():
+        beside = ", ".join(sorted(found.name for found in Path(script).parent.glob("*.py"))[:8])
+        raise UsageError(f"there is no file {script}" + (f"; beside it: {beside}" if beside else ""))
+    from pipelab.engine.torchrun.launch import run_processes
+
+    if failed := run_processes(script, ranks, arguments or []):
+        sys.stderr.write(failed + "\n")
         raise typer.Exit(1)
 
 

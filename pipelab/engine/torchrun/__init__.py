@@ -13,5 +13,5 @@
 - `supervisor`: a step that hangs, or loses a process, ends with an error
 - `failures`: the first failure, announced to all processes
 - `store`: the store that all processes share, and its thread
-- `launch`: torchrun in this process, with a short report of failures
+- `launch`: starts the processes on one machine, with a short report of failures
 """

@@ -1,46 +1,82 @@
-"""Start a script under torchrun, and end with a short report of the first failure.
+"""Start a script in several processes on this machine, and end with a short report of the first failure.
 
-`python -m pipelab.engine.torchrun.launch script.py …` is what torchrun starts in each process: the script, inside
-PyTorch's `record`, which leaves the error that ends it in a file for torchrun.
+`python -m pipelab.engine.torchrun.launch script.py …` is what each process runs: the script, inside PyTorch's `record`,
+which leaves the error that ends it in a file. torchrun would do the same, but it listens on every network device, and
+unpickles what anybody writes there.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from traceback import FrameSummary
+from typing import Any
 
-from torch.distributed import run as torch_run
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
+from pipelab.engine.torchrun.store import end_with
 from pipelab.plan.fault import line_of
 
-__all__ = ["decisive", "run_script", "torchrun"]
+__all__ = ["decisive", "run_processes", "run_script"]
+
+_HOST = "127.0.0.1"
+_LAUNCHER = "PIPELAB_LAUNCHER"
 
 
-def torchrun(arguments: Sequence[str]) -> str | None:
-    """Start processes as torchrun does, wait for them and forward signals to them.
+def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | None:
+    """Run a script in so many processes, and wait for them; forward signals to them.
 
-    Args:
-        arguments: torchrun's own, and then the script with its arguments.
+    Only this machine can reach the job: its store and its connections use the loopback device.
 
     Returns:
-        If a process failed, torchrun's report and then the short one; else `None`.
+        If a process failed, PyTorch's report and then the short one; else `None`.
     """
-    try:
-        torch_run.run(torch_run.parse_args(list(arguments)))
-    except ChildFailedError as error:
-        return f"{str(error).strip()}\n\n{decisive(error.failures)}"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    for device in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", device)
+    # PyTorch itself would listen on every device. A script's own init_process_group uses this store too.
+    listener = socket.create_server((_HOST, 0)).detach()
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
+    store = make(_HOST, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    job = {
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": f"pipelab-{os.getpid()}",
+        _LAUNCHER: str(os.getpid()),
+    }
+    words = ("-u", "-m", "pipelab.engine.torchrun.launch", script, *arguments)
+    envs = {rank: job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)}
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_processes(script, sys.executable, dict.fromkeys(envs, words), envs, DefaultLogsSpecs(folder))
+        try:
+            ended = processes.wait(period=0.1)
+        except SignalException as stopped:
+            processes.close(stopped.sigval)
+            raise SystemExit(128 + stopped.sigval) from None
+        if ended and ended.failures:
+            return f"{str(ChildFailedError(script, ended.failures)).strip()}\n\n{decisive(ended.failures)}"
     return None
 
 
 @record
 def run_script() -> None:
-    """Run the script that the first argument names, as if Python had been started with it."""
+    """Run the script that the first argument names, as if Python had been started with it; end with the launcher."""
+    if launcher := os.environ.pop(_LAUNCHER, ""):
+        end_with(int(launcher))
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -50,7 +86,7 @@ def decisive(failures: Mapping[int, ProcessFailure]) -> str:
     """Return a short report of the first failure.
 
     That is an error that ended a process, or else a signal or an exit code. A `RankError` only repeats a failure of
-    another process, and torchrun sends SIGTERM to the remaining ones.
+    another process, and the launcher sends SIGTERM to the remaining ones.
 
     Args:
         failures: by rank, how each failed process ended.

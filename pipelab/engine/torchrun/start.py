@@ -79,14 +79,14 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
         "replicated_buffers": settings.replicated_buffers,
     }
     # [2] compare with the others
-    base = open_store(rank, size, settings.timeout)
-    store = prefix_store(base, str(_made))
+    # A wait for one key of a store blocks all other users of its connection, so the supervisor and the communication
+    # thread each have one.
+    stores = open_store(rank, size, settings.timeout)
+    store, watched, meeting = (prefix_store(each, str(_made)) for each in stores)
     everyone = introduce(AnsweringStore(store, settings.timeout), rank, size, info, settings.timeout)
     if rank == 0:
         warn_of_other_weights([each["weights"] for each in everyone])
-    # [3] connect, supervised. A wait for one key of a store blocks all other users of its connection, so the supervisor
-    # and the communication thread each have a connection.
-    watched, meeting = (prefix_store(base.clone(), str(_made)) if hasattr(base, "clone") else store for _ in range(2))
+    # [3] connect, supervised
     threads = settings.intra_op_threads or torch.get_num_threads()
     failures = Failures(AnsweringStore(watched, settings.timeout), rank, everyone)
     supervisor = Supervisor(rank, failures, settings.timeout, threads)
@@ -213,7 +213,15 @@ def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any],
     keys = [f"info/{each}" for each in range(size)]
     began = time.monotonic()
     try:
-        store.set(keys[rank], json.dumps(info))
+        own = json.dumps(info)
+        first = store.compare_set(keys[rank], "", own).decode()
+        if first != own:
+            other = json.loads(first)
+            raise RankError(
+                f"process {other['pid']} on {other['host']} came as rank {rank} before this one: the address where all "
+                "processes meet belongs to another job\n  try: another port for each job, or end the other one",
+                rank,
+            )
         while not store.check(keys):
             waited = time.monotonic() - began
             if timeout is not None and waited > timeout:

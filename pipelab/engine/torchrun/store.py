@@ -1,24 +1,31 @@
-"""The store that all processes of a job share, and the threads in which a process communicates."""
+"""The store that all processes of a job share, and the threads in which a process communicates.
+
+PyTorch's calls of a store run in such a thread, because some wait for ever, and not even Ctrl-C ends them.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import queue
+import signal
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
 
 from pipelab.engine.torchrun import runtime
-from pipelab.engine.worker import Outcomes, Worker
+from pipelab.engine.worker import Outcomes, Worker, outcomes
 from pipelab.errors import EngineError, RankError
 
-__all__ = ["AnsweringStore", "SilentStoreError", "communication_thread", "duration", "open_store"]
+__all__ = ["AnsweringStore", "SilentStoreError", "communication_thread", "duration", "end_with", "open_store"]
 
 _EXIT_SECONDS = 5.0
 """How long a process that ends waits for threads that run PyTorch's code."""
@@ -26,6 +33,10 @@ _SETTLING_SECONDS = 0.25
 """How long it waits for PyTorch's own threads, which release tensors a little later."""
 _NO_TIMEOUT = timedelta(days=30)
 """PyTorch needs a number."""
+_CONNECTING_SECONDS = 2.0
+"""How much longer than PyTorch's timeout a connection may take: that one does not cover everything."""
+_PARENT_SECONDS = 1.0
+"""How often a process looks whether its launcher runs."""
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 10.0, 300.0
 """The limits of the time for an answer of the store, whatever timeout a pipeline has."""
 
@@ -69,7 +80,7 @@ class AnsweringStore:
     def __init__(self, store: Any, timeout: float | None) -> None:
         self._store = store
         self.seconds = min(max(timeout or _LONGEST_SECONDS, _SHORTEST_SECONDS), _LONGEST_SECONDS)
-        self._silent = False
+        self._silent: SilentStoreError | None = None
         self._thread = communication_thread("pipelab-store", threads=1)
         weakref.finalize(self, self._thread.end)
 
@@ -79,47 +90,71 @@ class AnsweringStore:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Return the store's answer; raise a `SilentStoreError` if it does not answer now, or did not before."""
-        done: Outcomes = queue.SimpleQueue()
-        self._thread.do(question, done)
+        if self._silent:
+            raise self._silent
         try:
-            outcome = done.get(timeout=0 if self._silent else self.seconds)
-        except queue.Empty:
-            self._silent = True
-            raise SilentStoreError(f"this job's store has not answered for {self.seconds:g} s") from None
-        if outcome.error is not None:
+            return _answer(self._thread, question, self.seconds)
+        except SilentStoreError as error:
+            self._silent = error
+            raise
+
+
+def _answer(thread: Worker, question: Callable[[], Any], seconds: float | None) -> Any:
+    """Ask a store in a thread; return its answer, or raise a `SilentStoreError` after so many seconds."""
+    done: Outcomes = queue.SimpleQueue()
+    thread.do(question, done)
+    for outcome, waited in outcomes(done, lambda: None, seconds):
+        if outcome is not None and outcome.error is not None:
             raise outcome.error
-        return outcome.result
+        if outcome is not None:
+            return outcome.result
+        if seconds is not None and waited >= seconds:
+            raise SilentStoreError(f"this job's store has not answered for {seconds:g} s")
+    raise AssertionError  # outcomes never end
 
 
 _opened: list[Any] = []
 """The store, once this process has opened it. It stays open: without torchrun, rank 0's process holds it."""
 
 
-def open_store(rank: int, size: int, timeout: float | None) -> Any:
-    """Return the store that all processes share: torchrun's, or the present process group's.
+def open_store(rank: int, size: int, timeout: float | None) -> list[Any]:
+    """Return three connections to the store that all processes share: torchrun's, or the present process group's.
 
     Raises:
         EngineError: if the environment has no address of it.
-        RankError: if rank 0 does not open it.
+        RankError: if rank 0 does not open it, or it does not answer.
     """
-    if _opened:
-        _opened[0].set_timeout(duration(timeout))
-        return _opened[0]
-    if dist.is_initialized():
-        return runtime.default_store()
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdecimal():
+    present: Any = _opened[0] if _opened else runtime.default_store() if dist.is_initialized() else None
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if present is None and not (host and port.isdecimal()):
         raise EngineError(f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} are no address of rank 0: torchrun sets both")
-    make = dist.TCPStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
     holds = rank == 0 and not torchrun_holds_the_store()
-    try:
+    limit = duration(timeout)
+
+    def connect() -> list[Any]:
         # PyTorch's own rendezvous would wait here for all processes, and not name the missing ones.
-        store = make(host, int(port), size, holds, duration(timeout), wait_for_workers=False, multi_tenant=True)
+        store = present or make(host, int(port), size, holds, limit, wait_for_workers=False, multi_tenant=True)
+        return [store, store.clone(), store.clone()]
+
+    thread = communication_thread("pipelab-connect", threads=1)
+    try:
+        stores: list[Any] = _answer(thread, connect, None if timeout is None else timeout + _CONNECTING_SECONDS)
     except dist.DistError as error:
         verb = "cannot open" if holds else "has not opened"
-        raise RankError(f"rank 0 {verb} a store at {host}:{port}, where all processes meet: {error}", 0) from error
-    _opened.append(store)
-    return store
+        hint = "\n  is torchrun, or rank 0, stopped or gone? has another program, or another job, this port?"
+        raise RankError(
+            f"rank 0 {verb} a store at {host}:{port}, where all processes meet: {error}{hint}", 0
+        ) from error
+    finally:
+        thread.end()
+    if _opened:
+        present.set_timeout(limit)
+    elif present is None:
+        _opened.append(stores[0])
+        if torchrun_holds_the_store():
+            end_with(os.getppid())
+    return stores
 
 
 def torchrun_holds_the_store() -> bool:
@@ -128,10 +163,27 @@ def torchrun_holds_the_store() -> bool:
 
 
 def prefix_store(store: Any, name: str) -> Any:
-    """Return a `PrefixStore` whose prefix also differs between torchrun's attempts to start all processes."""
+    """Return a `PrefixStore` with a prefix of this job's own, and of torchrun's attempt to start all processes."""
     here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # on several machines each counts alone
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if here else "0"
-    return dist.PrefixStore(f"pipelab/{attempt}/{name}", store)  # type: ignore[attr-defined]  # see above
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")  # one store may serve several jobs
+    return dist.PrefixStore(f"pipelab/{job}/{attempt}/{name}", store)  # type: ignore[attr-defined]  # see above
+
+
+@cache
+def end_with(parent: int) -> None:
+    """End this process soon after its parent, the launcher: one that was killed has not ended its processes."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_SECONDS)
+        with suppress(OSError):
+            sys.stderr.write("pipelab: the launcher is gone, so this process ends\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_EXIT_SECONDS)  # for a script that handles the signal
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="pipelab-launcher", daemon=True).start()
 
 
 def duration(timeout: float | None) -> timedelta:

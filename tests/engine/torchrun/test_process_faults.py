@@ -181,8 +181,6 @@ def launched(*arguments):
         command, capture_output=True, text=True, timeout=120, env=processes.environment(), check=False
     )
     assert found.returncode == 1
-    started = ["torchrun --standalone --nproc-per-node 3 -m pipelab.engine.torchrun.launch", script, *arguments]
-    assert found.stdout.splitlines()[0] == " ".join(started)
     return found.stderr
 
 

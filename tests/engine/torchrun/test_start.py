@@ -65,9 +65,27 @@ def test_what_an_earlier_attempt_of_torchruns_wrote_is_not_read_again_on_one_mac
     assert prefix_store(store, "1").check(["failed"]) is not apart
 
 
+def test_jobs_of_other_names_do_not_meet_in_one_store(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    prefix_store(store, "1").set("failed", "then")
+    assert prefix_store(store, "1").check(["failed"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    assert not prefix_store(store, "1").check(["failed"])
+
+
+def test_a_rank_whose_place_is_taken_is_refused_and_leaves_the_place_as_it_is():
+    store = dist.HashStore()
+    taken = json.dumps(process_info() | SAME | {"pid": 4711, "host": "elsewhere"})
+    store.set("info/1", taken)
+    with pytest.raises(RankError, match="process 4711 on elsewhere came as rank 1 before this one: .* another job"):
+        introduce(store, 1, 2, process_info() | SAME, 20)
+    assert store.get("info/1").decode() == taken
+
+
 def test_a_store_that_is_gone_is_told_as_such():
     class Gone(dist.HashStore):
-        def set(self, key, value):
+        def compare_set(self, key, expected, value):
             raise dist.DistNetworkError("Broken pipe")
 
     with pytest.raises(RankError, match="lost this job's store, which rank 0 or torchrun holds"):

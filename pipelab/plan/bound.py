@@ -46,8 +46,10 @@ def endless_limit(stages: int, microbatches: int) -> int:
     return 8 * stages * microbatches + 64
 
 
-def named_sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]:
-    """Return the (stages, micro-batches) that the rows name.
+def named_sizes(
+    rows: Sequence[Sequence[object]], ranks: int, stages: int | None, microbatches: int | None
+) -> tuple[int, int]:
+    """Return the (stages, micro-batches) that were given, or else those that the rows name.
 
     A mistake such as `F(10**9)` must not make a table of that size. Every (micro-batch, stage) needs two actions, so
     numbers far above the number of actions are ignored here, and reported as out of range.
@@ -60,14 +62,17 @@ def named_sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]
         if isinstance(half, Action)
     ]
     enough = min(max(1 << 12, 8 * len(actions)), MOST_SLOTS)
-    stages = [action.stage for action in actions if within(action.stage, enough)]
-    microbatches = [action.microbatch for action in actions if within(action.microbatch, enough)]
-    stage_count = max(stages, default=ranks - 1) + 1
-    if any(action.stage is None for action in actions):
-        stage_count = max(stage_count, ranks)
-    stage_count = max(stage_count, 1)
-    microbatch_count = max(microbatches, default=0) + 1
-    return stage_count, min(microbatch_count, max(max(1 << 16, enough) // stage_count, 1))
+    room = max(1 << 16, enough)
+    if stages is None:
+        most = min(enough, max(room // (microbatches or 1), ranks))
+        stages = max((action.stage for action in actions if within(action.stage, most)), default=ranks - 1) + 1
+        if any(action.stage is None for action in actions):
+            stages = max(stages, ranks)
+        stages = max(stages, 1)
+    if microbatches is None:
+        named = max((action.microbatch for action in actions if within(action.microbatch, enough)), default=0) + 1
+        microbatches = min(named, max(room // stages, 1))
+    return stages, microbatches
 
 
 @dataclass(slots=True)

@@ -99,9 +99,8 @@ class Plan:
                     "\n  try: end every loop after the last backward"
                 )
         if stages is None or microbatches is None:
-            named = named_sizes([row for row, whole in taken if whole], len(taken))
-            stages = named[0] if stages is None else stages
-            microbatches = named[1] if microbatches is None else microbatches
+            whole_rows = [row for row, whole in taken if whole]
+            stages, microbatches = named_sizes(whole_rows, len(taken), stages, microbatches)
         require_slots(stages, microbatches)
         written = tuple(row for row, _ in taken)
         vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place)

@@ -86,6 +86,14 @@ def test_stages_that_nobody_runs_cost_no_more_than_others():
     assert last.hint == "yield F(0, stage=32767)"
 
 
+@pytest.mark.parametrize("sizes", [{"microbatches": 1000}, {"stages": 1000}])
+def test_a_slip_beside_one_given_size_makes_no_large_table(sizes):
+    plan = Plan([[F(4000, 4000), F(0, 0), B(0, 0)]], **sizes)
+    assert plan.stages * plan.microbatches <= 1 << 16
+    assert {"stages": plan.stages, "microbatches": plan.microbatches}.items() >= sizes.items()
+    assert "out-of-range" in [fault.code for fault in check(plan)]
+
+
 def test_ranks_without_actions_cost_nothing():
     plan = Plan([[F(4000, 0)], *[[]] * 20_000])
     assert plan.microbatches == 4001

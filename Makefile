@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test light lint types docs site pictures bench clean
+.PHONY: help demo test fuzz light lint types docs site pictures bench clean
 
 help: ## show this list
 	@echo "pipelab: make <target>, where target is one of"
@@ -33,6 +33,13 @@ test: .venv/dev.stamp ## run all tests
 		echo "pipelab: tests on the GPU"; ongpu=0; $(PYTEST) -m gpu $(ARGS) || ongpu=$$?; \
 	fi; \
 	case $$several$$alone$$ongpu in *[!05]* | 555) exit 1 ;; esac
+
+MINUTES ?= 5
+SECONDS ?= $(shell expr $(MINUTES) \* 60)
+
+fuzz: .venv/dev.stamp ## attack pipelab at random: make fuzz MINUTES=5, or SECONDS=; KIND=plans SEED=7 repeats a try
+	@MPLBACKEND=Agg OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.fuzz \
+		--seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
 
 # The environment has the tests' needs without PyTorch, and the Python's version in its name.
 LIGHT_FOLDERS = plan checking catalogue simulation trace draw

@@ -7,6 +7,8 @@ nothing else.
 from __future__ import annotations
 
 import operator
+import reprlib
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from pipelab.plan.fault import Fault
 
 __all__ = [
+    "MOST_SLOTS",
     "BatchError",
     "CostError",
     "DeviceError",
@@ -32,8 +35,12 @@ __all__ = [
     "VerificationError",
     "require_caps",
     "require_size",
+    "require_slots",
     "require_suffix",
 ]
+
+MOST_SLOTS = 1 << 22
+"""How many stages times micro-batches a plan may have. One of this size is checked and simulated in about 4 GB."""
 
 _MOST_ALIKE = 4
 """How many faults with the same code a message shows in full."""
@@ -149,11 +156,11 @@ class VerificationError(EngineError):
     """The pipeline's gradients differ from the plain model's."""
 
 
-def require_size(name: str, value: Any) -> int:
+def require_size(name: str, value: Any, most: int = MOST_SLOTS) -> int:
     """Return a positive whole number as Python's `int`.
 
     Raises:
-        UsageError: if it is anything else; the message names the argument and its value.
+        UsageError: if it is anything else, or more than `most`; the message names the argument and its value.
     """
     try:
         size = 0 if isinstance(value, bool) else operator.index(value)
@@ -161,7 +168,22 @@ def require_size(name: str, value: Any) -> int:
         size = 0
     if size < 1:
         raise UsageError(f"{name}={value!r}: expected a whole number, at least 1")
+    if size > most:
+        raise UsageError(f"{name}={reprlib.repr(size)}: expected a whole number, at most {most}")
     return size
+
+
+def require_slots(stages: int, microbatches: int) -> None:
+    """Refuse a plan that would fill the memory.
+
+    Raises:
+        UsageError: if stages times micro-batches are more than `MOST_SLOTS`.
+    """
+    if stages * microbatches > MOST_SLOTS:
+        raise UsageError(
+            f"{stages} stages x {microbatches} micro-batches are {stages * microbatches}, and a plan may have at most "
+            f"{MOST_SLOTS}\n  try: {MOST_SLOTS // stages} micro-batches or fewer"
+        )
 
 
 def require_caps(memory_cap: Any, ranks: int) -> list[int]:
@@ -171,11 +193,11 @@ def require_caps(memory_cap: Any, ranks: int) -> list[int]:
         UsageError: if it is neither.
     """
     if not isinstance(memory_cap, Sequence) or isinstance(memory_cap, str):
-        return [require_size("memory_cap", memory_cap)] * ranks
+        return [require_size("memory_cap", memory_cap, sys.maxsize)] * ranks
     if len(memory_cap) != ranks:
         count = f"{len(memory_cap)} number{'' if len(memory_cap) == 1 else 's'}"
         raise UsageError(f"memory_cap has {count} for {ranks} ranks: give one number, or one per rank")
-    return [require_size("memory_cap", cap) for cap in memory_cap]
+    return [require_size("memory_cap", cap, sys.maxsize) for cap in memory_cap]
 
 
 def require_suffix(path: Path, what: str, known: Sequence[str]) -> str:

@@ -11,9 +11,9 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from pipelab.checking.checker import as_plan, require_legal
-from pipelab.errors import ScheduleError, require_size
+from pipelab.errors import ScheduleError, require_size, require_slots
 from pipelab.plan.actions import Action, Item, Pair
-from pipelab.plan.bound import endless_limit
+from pipelab.plan.bound import MOST_ACTIONS, endless_limit
 from pipelab.plan.fault import Fault, line_of_function, shorten, students_line
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
@@ -58,7 +58,7 @@ class Schedule(ABC):
         ((0F0, 3F0, 3I0, 0I0, 3W0, 0W0), (1F0, 2F0, 2I0, 1I0, 2W0, 1W0))
 
     Raises:
-        UsageError: if a number is not a positive whole number.
+        UsageError: if a number is not a positive whole number, or above 4,194,304.
     """
 
     source: ClassVar[str] = ""
@@ -105,23 +105,29 @@ class Schedule(ABC):
 
         Raises:
             ScheduleError: if the size is refused, or if `actions` raises.
+            UsageError: if there are more than 4,194,304 stages times micro-batches.
         """
         name = self._name()
         if unsound := self._unsound():
             raise ScheduleError([unsound], name)
         stages = self.stages
+        require_slots(stages, self.microbatches)
         limit = endless_limit(stages, self.microbatches) + 1
+        room = MOST_ACTIONS
         rows: list[list[object]] = []
         faults: list[Fault] = []
         for rank in range(self.ranks):
             row: list[object] = []
             try:
                 # Extended, not built at once: the actions before an error show where it happened.
-                row.extend(islice(_iterable(self.actions(rank)), limit))
+                row.extend(islice(_iterable(self.actions(rank)), min(limit, room + 1)))
             except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
                 faults.append(_raised(self, rank, row, error))
                 cause = error
             rows.append(row)
+            room -= len(row)
+            if room < 0:
+                raise ScheduleError([_too_many(rank, row)], name)
         if faults:
             raise ScheduleError(_merged(faults), name) from cause
         return Plan(rows, stages, self.microbatches, self.place, name=name)
@@ -246,6 +252,13 @@ def _raised(schedule: Schedule, rank: int, row: list[object], error: Exception) 
         f"actions({rank}) raised {type(error).__name__}{after}: {error}\n  at {students_line(error, schedule.actions)}",
         "fix that line; the schedule itself was not checked yet",
     )
+
+
+def _too_many(rank: int, row: list[object]) -> Fault:
+    where = f"the ranks up to {rank} list" if rank else "rank 0 lists"
+    message = f"{where} more than {MOST_ACTIONS} actions, the most that a plan may have; pipelab read no further"
+    hint = "end the loop after the last backward, so that the generator stops"
+    return Fault("endless", rank, len(row) - 1, row[-1], message, hint)
 
 
 def _merged(faults: list[Fault]) -> list[Fault]:

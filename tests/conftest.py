@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from pipelab.cli import app
 
-collect_ignore = ["scripts"]  # other processes run them
+collect_ignore = ["scripts", "fuzz"]  # other processes run the first, test_fuzz.py the second
 os.environ.pop("COLUMNS", None)  # whoever runs the tests may have it: text drawings would be as wide
 
 settings.register_profile(

@@ -7,6 +7,7 @@ deadlock: `check` names it before anything runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, get_args, runtime_checkable
@@ -28,6 +29,8 @@ __all__ = ["ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
 _WORST_FIRST: tuple[Code, ...] = get_args(Code)
 _OF_ONE_ITEM: tuple[Code, ...] = ("not-an-action", "endless")
 """Faults that do not depend on the placement."""
+_MOST_EXCERPTS = 10_000
+"""How many faults with the same code get an excerpt, which takes longer than the fault itself."""
 
 
 @runtime_checkable
@@ -65,7 +68,11 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
     except ScheduleError as error:
         return error.faults
     mistake, meant, found = diagnose(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
-    faults = [with_excerpt(meant, fault) for fault in found]
+    alike: Counter[str] = Counter()
+    faults: list[Fault] = []
+    for fault in found:
+        alike[fault.code] += 1
+        faults.append(fault if alike[fault.code] > _MOST_EXCERPTS else with_excerpt(meant, fault))
     return faults if mistake is None else [with_excerpt(plan, mistake), *faults]
 
 
@@ -157,19 +164,40 @@ def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     faults: list[Fault] = []
     excused: set[int] = set()
     for rank, row in enumerate(bound.rows):
-        index_of = {code: index for index, code in enumerate(row)}
+        index_of = bound.index_of(rank)
+        late = _late_gradients(codes, row) if bound.reduces else {}
         found: list[tuple[int, int, int, int]] = []
         for index, code in enumerate(row):
-            for value in codes.all_needs(code):
-                giver = next((other for other in codes.givers(value) if index_of.get(other, -1) > index), None)
-                if giver is not None:
-                    found.append((index, giver, value, index_of[giver]))
+            if code in late:
+                giver = late[code]
+                found.append((index, giver, codes.all_needs(code)[codes.microbatch[giver]], index_of[giver]))
+                excused.add(code)
+                continue
+            for value in codes.needs(code):
+                other = next((each for each in codes.givers(value) if index_of.get(each, -1) > index), None)
+                if other is not None:
+                    found.append((index, other, value, index_of[other]))
                     excused.add(code)
                     break
         if found:
             write = as_yielded(bound, rank)
             faults += [_unordered_fault(bound, rank, *each, write) for each in found]
     return faults, excused
+
+
+def _late_gradients(codes: Codes, row: Sequence[int]) -> dict[int, int]:
+    """Return, for each all-reduce that comes too early, the later gradient of the lowest micro-batch, both by code."""
+    lowest: dict[int, int] = {}
+    late: dict[int, int] = {}
+    for code in reversed(row):
+        stage = codes.stage[code]
+        if codes.kind[code] == "R":
+            if stage in lowest:
+                late[code] = lowest[stage]
+        elif codes.releases[code]:
+            before = lowest.get(stage, code)
+            lowest[stage] = min(before, code, key=lambda each: (codes.microbatch[each], codes.kind[each]))
+    return late
 
 
 def _unordered_fault(

@@ -14,6 +14,9 @@ from pipelab.plan.order import Traversal
 
 __all__ = ["deadlocks"]
 
+_MOST_TRIED = 1_000_000
+"""Cycles times actions beyond which further cycles get no repair of their own: each has to be tried out."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
@@ -78,6 +81,8 @@ def deadlocks(
                     "list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
                     "or list none, and pipelab inserts them"
                 )
+            elif len(faults) * sum(map(len, bound.rows)) > _MOST_TRIED:
+                hint = "fix the cycles before this one, then check again"
             else:
                 hint = repair(bound, _blocked_ranks(cycle), given, excused)
             faults.append(_fault(bound, cycle, hint, names))
@@ -92,8 +97,8 @@ def _wait(bound: BoundPlan, walk: Traversal, rank: int) -> _Wait:
     if value is None:  # an R waits for a rank that has not reached it
         absent = next(
             other
-            for other, row in enumerate(bound.rows)
-            if code in row and (other not in walk.stuck or bound.rows[other][walk.stuck[other]] != code)
+            for other in bound.reduces[code]
+            if other not in walk.stuck or bound.rows[other][walk.stuck[other]] != code
         )
         return _Wait(rank, index, code, None, code, absent)
     giver = bound.giver(value)

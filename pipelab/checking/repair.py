@@ -102,9 +102,9 @@ def _words(bound: BoundPlan, move: Move, name: Callable[[int], str]) -> str:
 def as_yielded(bound: BoundPlan, rank: int | None) -> Callable[[int], str]:
     """Return a function that writes an action as a schedule does on this rank: with its stage only if it is needed."""
     codes = bound.codes
-    stages = {stage for stage, ranks in bound.replicas.items() if rank in ranks}
+    stages: set[int] = set()
     if rank is not None:
-        stages |= {codes.stage[code] for code in bound.rows[rank]}
+        stages = bound.stages_of.get(rank, set()) | {codes.stage[code] for code in bound.rows[rank]}
 
     def write(code: int) -> str:
         action = codes.action(code)

@@ -23,6 +23,7 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
     "weight gradient (W)": ("W",),
 }
 """What a stage may lack, and the kinds of action that provide it."""
+_BACKWARDS = PER_MICROBATCH[1:]
 
 
 def complete(bound: BoundPlan) -> bool:
@@ -55,13 +56,15 @@ def _misplaced_reduces(bound: BoundPlan) -> list[Fault]:
     """Find all-reduces on ranks that do not hold the stage."""
     faults: list[Fault] = []
     replicas = bound.replicas
+    index_of = cache(bound.index_of)
     for code, listers in bound.reduces.items():
         action = bound.codes.action(code)
         group = replicas[bound.codes.stage[code]]
-        holders = f"ranks {ranges(group)} do" if len(group) > 1 else f"rank {ranges(group)} does"
-        for rank in listers:
-            if group and rank not in group:
-                position = bound.position(rank, bound.rows[rank].index(code))
+        strangers = sorted(set(listers).difference(group)) if group else []
+        if strangers:
+            holders = f"ranks {ranges(group)} do" if len(group) > 1 else f"rank {ranges(group)} does"
+            for rank in strangers:
+                position = bound.position(rank, index_of(rank)[code])
                 message = f"{action} is on rank {rank}, which does not hold stage {action.stage}: {holders}"
                 hint = f"remove {action} from rank {rank}"
                 faults.append(Fault("wrong-rank", rank, position, action, message, hint))
@@ -74,6 +77,7 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     lacking: dict[tuple[int, str], list[int]] = defaultdict(list)
     values: set[int] = set()
     both: list[Fault] = []
+    index_of = cache(bound.index_of)
     for slot, ranks in enumerate(zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True)):
         forward, backward, inputs, weights = (rank != NO_RANK for rank in ranks)
         full = backward and not (inputs or weights)
@@ -86,19 +90,25 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
             lacking[stage, "forward"].append(microbatch)
             values.add(codes.gives[code])
         if backward and (inputs or weights):
-            both.append(_repeated_backward(bound, codes.sibling(code, "I" if inputs else "W")))
+            both.append(_repeated_backward(bound, codes.sibling(code, "I" if inputs else "W"), index_of))
         elif not backward and inputs != weights:
             lacking[stage, "weight gradient (W)" if inputs else "input gradient (I)"].append(microbatch)
         elif not backward and not inputs:
             lacking[stage, "backward"].append(microbatch)
         if not backward and not inputs:
             values.add(codes.gives[codes.sibling(code, "B")])
-    name = cache(partial(as_yielded, bound))  # one look at all placements for each rank, not for each fault
-    faults = [
-        _missing_fault(bound, stage, what, microbatches, name)
+    faults = _missing_faults(bound, lacking) if lacking else []
+    return both + faults + _missing_reduces(bound), values
+
+
+def _missing_faults(bound: BoundPlan, lacking: dict[tuple[int, str], list[int]]) -> list[Fault]:
+    """Return one fault for each stage and what it lacks for some micro-batches."""
+    name = cache(partial(as_yielded, bound))  # one look at the rank's row, not one for each fault
+    is_split = _halved(bound)
+    return [
+        _missing_fault(bound, stage, what, microbatches, name, is_split)
         for (stage, what), microbatches in sorted(lacking.items())
     ]
-    return both + faults + _missing_reduces(bound), values
 
 
 def _missing_reduces(bound: BoundPlan) -> list[Fault]:
@@ -108,16 +118,15 @@ def _missing_reduces(bound: BoundPlan) -> list[Fault]:
     for code, listers in bound.reduces.items():
         stage = bound.codes.stage[code]
         group = replicas[stage]
-        inside = [rank for rank in listers if rank in group]
-        for rank in group:
-            if inside and rank not in inside:
-                message = f"{stage}R is on rank {inside[0]} but not on rank {rank}, which holds stage {stage} too"
-                hint = f"on rank {rank}, yield R(stage={stage}) after the stage's last gradient; or on no rank"
-                faults.append(Fault("missing", rank, None, None, message, hint))
+        inside = set(listers).intersection(group)
+        for rank in sorted(set(group) - inside) if inside else ():
+            message = f"{stage}R is on rank {min(inside)} but not on rank {rank}, which holds stage {stage} too"
+            hint = f"on rank {rank}, yield R(stage={stage}) after the stage's last gradient; or on no rank"
+            faults.append(Fault("missing", rank, None, None, message, hint))
     return faults
 
 
-def _repeated_backward(bound: BoundPlan, half: int) -> Fault:
+def _repeated_backward(bound: BoundPlan, half: int, index_of: Callable[[int], dict[int, int]]) -> Fault:
     codes = bound.codes
     action, rank = codes.action(half), bound.rank_of[half]
     whole = codes.sibling(half, "B")
@@ -126,20 +135,26 @@ def _repeated_backward(bound: BoundPlan, half: int) -> Fault:
         f"{action} on rank {rank} repeats a part of {full} on rank {bound.rank_of[whole]}: "
         "B is the input gradient and the weight gradient at once"
     )
-    position = bound.position(rank, bound.rows[rank].index(half))
+    position = bound.position(rank, index_of(rank)[half])
     return Fault("duplicate", rank, position, action, message, f"keep either {full}, or an I and a W")
 
 
 def _missing_fault(
-    bound: BoundPlan, stage: int, what: str, microbatches: list[int], name: Callable[[int | None], Callable[[int], str]]
+    bound: BoundPlan,
+    stage: int,
+    what: str,
+    microbatches: list[int],
+    name: Callable[[int | None], Callable[[int], str]],
+    is_split: Callable[[int], bool],
 ) -> Fault:
-    ranks = sorted({bound.route(microbatch)[stage] for microbatch in microbatches})
+    codes = bound.codes
+    ranks = sorted({bound.rank_of_slot[codes.slot[codes.table["F"][m][stage]]] for m in microbatches})
     known = [rank for rank in ranks if rank != NO_RANK]
     where = f" (rank{'s' if len(known) > 1 else ''} {ranges(known)})" if known else ""
     many = len(microbatches) > 1
-    kinds = _KINDS["backward in halves" if what == "backward" and _is_split(bound, stage) else what]
+    kinds = _KINDS["backward in halves" if what == "backward" and is_split(stage) else what]
     write = name(known[0] if known else None)
-    actions = " and ".join(write(bound.codes.table[kind][microbatches[0]][stage]) for kind in kinds)
+    actions = " and ".join(write(codes.table[kind][microbatches[0]][stage]) for kind in kinds)
     more = f"{',' * (len(kinds) - 1)} and so on" if many else ""
     lacking = f"micro-batches {ranges(microbatches)} have" if many else f"micro-batch {microbatches[0]} has"
     message = f"{lacking} no {what} on stage {stage}{where}"
@@ -147,10 +162,15 @@ def _missing_fault(
     return Fault("missing", known[0] if known else None, None, None, message, hint)
 
 
-def _is_split(bound: BoundPlan, stage: int) -> bool:
-    """Return whether a stage's backwards are all in halves; if it has none, whether the plan's are."""
-    for first, step in ((stage, bound.codes.stages), (0, 1)):
-        whole, *halves = (bound.ranks_of(kind)[first::step] for kind in PER_MICROBATCH[1:])
-        if any(len(listed) > listed.count(NO_RANK) for listed in (whole, *halves)):
-            return whole.count(NO_RANK) == len(whole)
-    return False
+def _halved(bound: BoundPlan) -> Callable[[int], bool]:
+    """Return a function: whether a stage's backwards are all in halves; if it has none, whether the plan's are."""
+    codes, rank_of = bound.codes, bound.rank_of
+    everywhere = {kind for kind in bound.kinds if kind in _BACKWARDS}
+
+    def is_split(stage: int) -> bool:
+        own = {kind: codes.of_kind[kind][stage :: codes.stages] for kind in _BACKWARDS}
+        here = {kind for kind, listed in own.items() if any(rank_of[code] != NO_RANK for code in listed)}
+        kinds = here or everywhere
+        return bool(kinds) and "B" not in kinds
+
+    return is_split

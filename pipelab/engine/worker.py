@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,10 +38,11 @@ class Outcome(NamedTuple):
 
 
 Outcomes: TypeAlias = "queue.SimpleQueue[Outcome]"
+Jobs: TypeAlias = "queue.SimpleQueue[tuple[Worker, Callable[[], Any], Outcomes] | None]"
 
 
 class Worker:
-    """A thread that does one job after another.
+    """A thread that does one job after another, until the worker is ended or nothing refers to it.
 
     Attributes:
         thread: the thread.
@@ -52,19 +54,21 @@ class Worker:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Outcomes] | None] = queue.SimpleQueue()
-        self._ready = threading.Event()
+        self._jobs: Jobs = queue.SimpleQueue()
+        ready = threading.Event()
         self.idle = threading.Event()
         self.idle.set()
-        self.thread = threading.Thread(target=self._live, args=(threads,), name=name, daemon=True)
+        # The thread does not hold its worker. So it ends even if an interrupt strikes before anybody has the worker.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self.thread = threading.Thread(target=_live, args=(self._jobs, ready, threads), name=name, daemon=True)
         callers = torch.get_num_threads()
         self.thread.start()
-        self._ready.wait()
+        ready.wait()
         torch.set_num_threads(callers)  # the thread changed the default of threads made later
 
     def do(self, job: Callable[[], Any], done: Outcomes) -> None:
         """Do a job; `done` gets its outcome."""
-        self._jobs.put((job, done))
+        self._jobs.put((self, job, done))
 
     def end(self) -> None:
         """End the thread after its present job."""
@@ -87,20 +91,22 @@ class Worker:
         frame = frames.get(self.thread.ident or 0)
         return f", at {line_of(traceback.extract_stack(frame))}" if frame else ""
 
-    def _live(self, threads: int) -> None:
-        torch.get_num_threads()  # a thread's first use copies the default; later calls change its own number
-        torch.set_num_threads(threads)
-        self._ready.set()
-        while (given := self._jobs.get()) is not None:
-            job, done = given
-            self.idle.clear()
-            try:
-                outcome = Outcome(self, job(), None)
-            except BaseException as error:  # noqa: BLE001 - a worker must report everything, SystemExit included
-                outcome = Outcome(self, None, error)
-            self.idle.set()
-            done.put(outcome)
-            del given, job, done, outcome  # an idle worker keeps nothing alive
+
+def _live(jobs: Jobs, ready: threading.Event, threads: int) -> None:
+    """Run a worker's thread."""
+    torch.get_num_threads()  # a thread's first use copies the default; later calls change its own number
+    torch.set_num_threads(threads)
+    ready.set()
+    while (given := jobs.get()) is not None:
+        worker, job, done = given
+        worker.idle.clear()
+        try:
+            outcome = Outcome(worker, job(), None)
+        except BaseException as error:  # noqa: BLE001 - a worker must report everything, SystemExit included
+            outcome = Outcome(worker, None, error)
+        worker.idle.set()
+        done.put(outcome)
+        del given, worker, job, done, outcome  # an idle worker keeps nothing alive
 
 
 def outcomes(

@@ -28,8 +28,8 @@ __all__ = [
 Place = Callable[[int, int], int]
 """Which rank runs a stage: `(microbatch, stage) -> rank`."""
 
-StagesOfRank = dict[int, "tuple[int, ...] | int"]
-"""For one rank: micro-batch -> its stage there (several: a tuple), for actions without a stage."""
+StagesOfRank = dict["int | None", "tuple[int, ...] | int"]
+"""For one rank: micro-batch -> its stage there (several: a tuple), for actions without a stage; `None`: for an `R`."""
 
 NO_RANK = -1
 
@@ -79,13 +79,23 @@ def stages_by_placement(rank_of_slot: Sequence[int], codes: Codes, ranks: int) -
 
 
 def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[StagesOfRank]:
-    """Return the stages of each rank without a placement: those that its row names, or else stage = rank."""
+    """Return the stages of each rank without a placement: those that its row names, or else stage = rank.
+
+    Only for the micro-batches that the row names: all others could be many more.
+    """
     by_rank: list[StagesOfRank] = []
     for rank, row in enumerate(rows):
-        halves = (half for item in row for half in ((item.forward, item.backward) if type(item) is Pair else (item,)))
-        named = {half.stage for half in halves if isinstance(half, Action) and within(half.stage, codes.stages)}
+        named: set[int] = set()
+        microbatches: set[int | None] = {None}
+        for item in row:
+            for half in (item.forward, item.backward) if type(item) is Pair else (item,):
+                if isinstance(half, Action):
+                    if within(half.stage, codes.stages):
+                        named.add(half.stage)
+                    if type(half.microbatch) is int:
+                        microbatches.add(half.microbatch)
         choice = (rank,) if not named and rank < codes.stages else tuple(sorted(named))
-        by_rank.append(dict.fromkeys(range(codes.microbatches), choice[0] if len(choice) == 1 else choice))
+        by_rank.append(dict.fromkeys(microbatches, choice[0] if len(choice) == 1 else choice))
     return by_rank
 
 
@@ -158,7 +168,7 @@ def _written(action: Action) -> str:
 def _choices(item: Action, stages_of_rank: StagesOfRank) -> tuple[int, ...]:
     """Return the stages that an action without a stage could mean."""
     if item.kind != "R":
-        known = stages_of_rank.get(item.microbatch, ())  # type: ignore[arg-type]  # the caller has checked the micro-batch
+        known = stages_of_rank.get(item.microbatch, ())
         return known if isinstance(known, tuple) else (known,)
     every: set[int] = set()
     for known in stages_of_rank.values():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from pipelab.errors import MOST_SLOTS
 from pipelab.plan.actions import KINDS, Action, Item, Kind, Pair
 from pipelab.plan.binding import (
     NO_RANK,
@@ -29,7 +30,10 @@ from pipelab.plan.fault import Fault
 if TYPE_CHECKING:
     from pipelab.plan.order import Traversal
 
-__all__ = ["BoundPlan", "endless_limit", "named_sizes"]
+__all__ = ["MOST_ACTIONS", "BoundPlan", "endless_limit", "named_sizes"]
+
+MOST_ACTIONS = 4 * MOST_SLOTS
+"""How many actions the rows of a plan may list in all; a plan in which every backward is split has three per slot."""
 
 
 def endless_limit(stages: int, microbatches: int) -> int:
@@ -42,8 +46,10 @@ def endless_limit(stages: int, microbatches: int) -> int:
     return 8 * stages * microbatches + 64
 
 
-def named_sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]:
-    """Return the (stages, micro-batches) that the rows name.
+def named_sizes(
+    rows: Sequence[Sequence[object]], ranks: int, stages: int | None, microbatches: int | None
+) -> tuple[int, int]:
+    """Return the (stages, micro-batches) that were given, or else those that the rows name.
 
     A mistake such as `F(10**9)` must not make a table of that size. Every (micro-batch, stage) needs two actions, so
     numbers far above the number of actions are ignored here, and reported as out of range.
@@ -55,15 +61,18 @@ def named_sizes(rows: Sequence[Sequence[object]], ranks: int) -> tuple[int, int]
         for half in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
         if isinstance(half, Action)
     ]
-    enough = max(1 << 12, 8 * len(actions))
-    stages = [action.stage for action in actions if within(action.stage, enough)]
-    microbatches = [action.microbatch for action in actions if within(action.microbatch, enough)]
-    stage_count = max(stages, default=ranks - 1) + 1
-    if any(action.stage is None for action in actions):
-        stage_count = max(stage_count, ranks)
-    stage_count = max(stage_count, 1)
-    microbatch_count = max(microbatches, default=0) + 1
-    return stage_count, min(microbatch_count, max(16 * enough // stage_count, 1))
+    enough = min(max(1 << 12, 8 * len(actions)), MOST_SLOTS)
+    room = max(1 << 16, enough)
+    if stages is None:
+        most = min(enough, max(room // (microbatches or 1), ranks))
+        stages = max((action.stage for action in actions if within(action.stage, most)), default=ranks - 1) + 1
+        if any(action.stage is None for action in actions):
+            stages = max(stages, ranks)
+        stages = max(stages, 1)
+    if microbatches is None:
+        named = max((action.microbatch for action in actions if within(action.microbatch, enough)), default=0) + 1
+        microbatches = min(named, max(room // stages, 1))
+    return stages, microbatches
 
 
 @dataclass(slots=True)
@@ -95,6 +104,7 @@ class BoundPlan:
     reduces: dict[int, list[int]] = field(default_factory=dict)
     automatic: set[int] = field(default_factory=set)
     walk: Traversal | None = None
+    _stages_of: dict[int, set[int]] | None = None
 
     @classmethod
     def bind(cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None) -> BoundPlan:
@@ -125,8 +135,21 @@ class BoundPlan:
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:
         """Return, for each stage, the ranks that hold it."""
-        stages = self.codes.stages
-        return {stage: tuple(sorted(set(self.rank_of_slot[stage::stages]) - {NO_RANK})) for stage in range(stages)}
+        holders: dict[int, list[int]] = {stage: [] for stage in range(self.codes.stages)}
+        for rank, stages in sorted(self.stages_of.items()):
+            for stage in stages:
+                holders[stage].append(rank)
+        return {stage: tuple(ranks) for stage, ranks in holders.items()}
+
+    @property
+    def stages_of(self) -> dict[int, set[int]]:
+        """Return, for each rank that holds a stage, the stages that it holds."""
+        if self._stages_of is None:
+            self._stages_of = {}
+            for rank, stage in set(zip(self.rank_of_slot, self.codes.stage, strict=False)):
+                if rank != NO_RANK:
+                    self._stages_of.setdefault(rank, set()).add(stage)
+        return self._stages_of
 
     @property
     def misplaced(self) -> bool:
@@ -181,6 +204,10 @@ class BoundPlan:
         kind, releases = self.codes.kind, self.codes.releases
         return list(accumulate((kind[code] == "F") - releases[code] for code in self.rows[rank]))
 
+    def index_of(self, rank: int) -> dict[int, int]:
+        """Return, by code, its index among a rank's codes."""
+        return {code: index for index, code in enumerate(self.rows[rank])}
+
     def position(self, rank: int, index: int) -> int:
         """Return where the rank's `index`-th code stands in its row as written."""
         positions = self.positions[rank]
@@ -211,7 +238,11 @@ class BoundPlan:
                         rank_of[code] = rank
                         listed.append(code)
                         positions.append(position)
-                        continue
+                    elif not endless:
+                        action = item if item.stage is not None else self.codes.action(code)
+                        kind, message, hint = _repeated(rank, position, action, rank_of[code])
+                        self.faults.append(Fault(kind, rank, position, item, message, hint))
+                    continue
             if not endless:
                 self._bind_item(rank, position, item, stages_of_rank, listed, positions)
         if endless:
@@ -259,15 +290,18 @@ class BoundPlan:
         # Every rank of its group lists an R once; rows are bound in order, so rank_of holds the last rank that did.
         reduces = action.kind == "R"
         if first == rank or (first != NO_RANK and not reduces):
-            return (
-                "duplicate",
-                f"{action} appears again on rank {rank}, position {position}; it was first on rank {first}",
-                f"remove one of the two: every action runs exactly once{' on each rank' if reduces else ''}",
-            )
+            return _repeated(rank, position, action, first)
         self.rank_of[code] = rank
         if reduces:
             self.reduces.setdefault(code, []).append(rank)
         return code
+
+
+def _repeated(rank: int, position: int, action: Action, first: int) -> Refusal:
+    """Return why an action may not stand there: a rank lists it already."""
+    message = f"{action} appears again on rank {rank}, position {position}; it was first on rank {first}"
+    each = " on each rank" if action.kind == "R" else ""
+    return "duplicate", message, f"remove one of the two: every action runs exactly once{each}"
 
 
 def _endless(rank: int, row: Sequence[object], stages: int, microbatches: int) -> Fault:

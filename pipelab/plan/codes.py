@@ -17,7 +17,7 @@ Only this module knows these numbers. All others read the tables of `Codes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from pipelab.plan.actions import KINDS, Action, Kind
@@ -130,7 +130,7 @@ class Codes:
         both = (self.first_need[code], self.second_need[code])
         return [value for value in both if value != self.always]
 
-    def all_needs(self, code: int) -> Iterable[int]:
+    def all_needs(self, code: int) -> Sequence[int]:
         """Return the values that an action needs; for `R`, every `gw` of its stage."""
         if self.kind[code] != "R":
             return self.needs(code)

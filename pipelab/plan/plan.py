@@ -10,11 +10,11 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.errors import FormatError, require_size
+from pipelab.errors import FormatError, UsageError, require_size, require_slots
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
-from pipelab.plan.bound import BoundPlan, endless_limit, named_sizes
+from pipelab.plan.bound import MOST_ACTIONS, BoundPlan, endless_limit, named_sizes
 from pipelab.plan.csv_notation import read_rows, write_rows
 from pipelab.plan.fault import shorten
 
@@ -54,7 +54,8 @@ class Plan:
         True
 
     Raises:
-        UsageError: if `stages` or `microbatches` is given and is not a positive whole number.
+        UsageError: if `stages` or `microbatches` is given and is not a positive whole number, or if the plan is too
+            large: at most 4,194,304 stages times micro-batches, and 16,777,216 actions.
         FormatError: if the rows are texts; `Plan.parse` reads those.
     """
 
@@ -87,11 +88,20 @@ class Plan:
             limit = endless_limit(stages, microbatches) + 1
         if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
             raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
-        taken = [_take(row, limit) for row in rows]
+        taken: list[tuple[tuple[object, ...], bool]] = []
+        room = MOST_ACTIONS
+        for row in rows:
+            taken.append(_take(row, limit, room))
+            room -= max(1, len(taken[-1][0]))
+            if room < 0:
+                raise UsageError(
+                    f"the first {len(taken)} rows list more than {MOST_ACTIONS} actions, the most that a plan may have"
+                    "\n  try: end every loop after the last backward"
+                )
         if stages is None or microbatches is None:
-            named = named_sizes([row for row, whole in taken if whole], len(taken))
-            stages = named[0] if stages is None else stages
-            microbatches = named[1] if microbatches is None else microbatches
+            whole_rows = [row for row, whole in taken if whole]
+            stages, microbatches = named_sizes(whole_rows, len(taken), stages, microbatches)
+        require_slots(stages, microbatches)
         written = tuple(row for row, _ in taken)
         vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place)
         vars(self).update(name=name or repr(self))
@@ -260,11 +270,11 @@ def _texts(rows: str | Sequence[object]) -> str:
     return shorten(rows.strip().splitlines() if isinstance(rows, str) else list(rows))
 
 
-def _take(row: Iterable[object], limit: int) -> tuple[tuple[object, ...], bool]:
-    """Return a row, cut off at `limit` if it may not end, and whether that is the whole row."""
+def _take(row: Iterable[object], limit: int, room: int) -> tuple[tuple[object, ...], bool]:
+    """Return a row, cut off at `limit` if it may not end, and one past `room`; and whether that is the whole row."""
     if isinstance(row, Sized):
-        return tuple(row), True
-    taken = tuple(islice(row, limit))
+        return tuple(row if len(row) <= room else islice(row, room + 1)), True
+    taken = tuple(islice(row, min(limit, room + 1)))
     return taken, len(taken) < limit
 
 

@@ -84,6 +84,14 @@ def test_a_policy_is_set_by_name(pipelab_command):
     assert "memory_cap='many': expected a whole number, at least 1" in error
 
 
+@pytest.mark.parametrize("command", [("check",), ("simulate",), ("compare",), ("draw", "-o", "timeline.svg"), ("run",)])
+def test_a_size_that_would_fill_the_memory_is_refused_at_once(pipelab_command, folder, command):
+    first, *options = command
+    code, _, error = pipelab_command(first, "gpipe", "-m", "10000000000", *options)
+    assert code == 1
+    assert "microbatches=10000000000: expected a whole number, at most 4194304" in error
+
+
 def test_costs_reach_the_simulation(pipelab_command):
     output = pipelab_command("simulate", "naive", "-r", "2", "-m", "1", "-f", "50", "-b", "80", "--unit", "ms")[1]
     assert "makespan 260 ms" in output

@@ -1,4 +1,4 @@
-"""One of several ranks does something odd in one action: arguments say which rank, what, and at which call of a stage."""
+"""One of several ranks does something odd in an action; arguments say which rank, what, and at which call."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class Layer(nn.Linear):
         return Odd.apply(super().forward(value))
 
 
+torch.manual_seed(0)
 stages = [nn.Sequential(Layer(6, 6)) for _ in range(ranks)]
 plan = pipelab.OneFOneB(ranks, 4)
 with pipelab.Pipeline(stages, plan, nn.functional.mse_loss, engine="torch", timeout=3) as pipe:

@@ -8,9 +8,9 @@ from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
-from pipelab.plan.actions import KINDS, Action, Pair
+from pipelab.plan.actions import KINDS, Action, Pair, whole
 from pipelab.plan.codes import PER_MICROBATCH, Codes
-from pipelab.plan.fault import Code, Fault, shorten, students_line
+from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
 
 __all__ = [
@@ -45,6 +45,8 @@ def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[
         return [], fault
     try:
         rank_of_slot = [place(microbatch, stage) for microbatch in range(microbatches) for stage in range(stages)]
+        if not set(map(type, rank_of_slot)) <= {int}:
+            rank_of_slot = list(map(whole, rank_of_slot))
     except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
         message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error, place)}"
         return [], Fault("exception", None, None, None, message, "return a rank for every micro-batch and stage")
@@ -82,10 +84,13 @@ def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[Stage
     """Return the stages of each rank without a placement: those that its row names, or else stage = rank."""
     by_rank: list[StagesOfRank] = []
     for rank, row in enumerate(rows):
-        halves = (half for item in row for half in ((item.forward, item.backward) if type(item) is Pair else (item,)))
-        named = {half.stage for half in halves if isinstance(half, Action) and within(half.stage, codes.stages)}
+        items = (half for item in row for half in ((item.forward, item.backward) if type(item) is Pair else (item,)))
+        halves = [half for half in items if isinstance(half, Action)]
+        named = {half.stage for half in halves if within(half.stage, codes.stages)}
         choice = (rank,) if not named and rank < codes.stages else tuple(sorted(named))
-        by_rank.append(dict.fromkeys(range(codes.microbatches), choice[0] if len(choice) == 1 else choice))
+        # Its own micro-batches are enough, and 0 for an R. All of them, for every rank, would be as large as both.
+        asked = {0, *(half.microbatch for half in halves if within(half.microbatch, codes.microbatches))}
+        by_rank.append(dict.fromkeys(asked, choice[0] if len(choice) == 1 else choice))
     return by_rank
 
 
@@ -180,6 +185,8 @@ def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> Refusal:
 
 def _described(item: object, expected: type = Action) -> str:
     """Return an item that is not what pipelab expects, in words."""
+    if isinstance(item, Unreadable):
+        return f"{item.text}, a {item.kind}"
     maker = getattr(item, "__wrapped__", item)
     if callable(item) and getattr(maker, "__module__", "") == "pipelab.plan.actions":
         name = getattr(maker, "__name__", "F")

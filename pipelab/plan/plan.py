@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING
 
-from pipelab.errors import FormatError, require_size
+from pipelab.errors import FormatError, UsageError, require_size
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
 from pipelab.plan.bound import BoundPlan, endless_limit, named_sizes
 from pipelab.plan.csv_notation import read_rows, write_rows
-from pipelab.plan.fault import shorten
+from pipelab.plan.fault import readable, shorten
 
 if TYPE_CHECKING:
     import networkx
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
+_ACTIONS = {Action, Pair}
 _LONGEST_ROW = 1 << 17
 """Where a generator is cut off when the plan's size, and so `endless_limit`, is not known yet."""
 
@@ -54,7 +56,7 @@ class Plan:
         True
 
     Raises:
-        UsageError: if `stages` or `microbatches` is given and is not a positive whole number.
+        UsageError: if `stages` or `microbatches` is given and is not a positive whole number, or `name` is not a text.
         FormatError: if the rows are texts; `Plan.parse` reads those.
     """
 
@@ -87,6 +89,8 @@ class Plan:
             limit = endless_limit(stages, microbatches) + 1
         if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
             raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
+        if not isinstance(name, (str, NoneType)):
+            raise UsageError(f"name={shorten(name)}: expected a text")
         taken = [_take(row, limit) for row in rows]
         if stages is None or microbatches is None:
             named = named_sizes([row for row, whole in taken if whole], len(taken))
@@ -109,6 +113,10 @@ class Plan:
         """
         if isinstance(rows, str):
             raise FormatError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
+        rows = list(rows) if isinstance(rows, Iterable) else [rows]
+        for rank, text in enumerate(rows):
+            if not isinstance(text, str):
+                raise FormatError(f"Plan.parse takes a list with one text per rank; of rank {rank} is {shorten(text)}")
         parsed: list[list[Item]] = []
         for rank, text in enumerate(rows):
             words = text.replace(",", " ").split()
@@ -262,10 +270,11 @@ def _texts(rows: str | Sequence[object]) -> str:
 
 def _take(row: Iterable[object], limit: int) -> tuple[tuple[object, ...], bool]:
     """Return a row, cut off at `limit` if it may not end, and whether that is the whole row."""
-    if isinstance(row, Sized):
-        return tuple(row), True
-    taken = tuple(islice(row, limit))
-    return taken, len(taken) < limit
+    ends = isinstance(row, Sized)
+    taken = tuple(row if ends else islice(row, limit))
+    if not set(map(type, taken)) <= _ACTIONS:
+        taken = tuple(item if type(item) in _ACTIONS else readable(item) for item in taken)
+    return taken, ends or len(taken) < limit
 
 
 def _elided(row: Sequence[object], most: int = 24) -> str:

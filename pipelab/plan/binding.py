@@ -86,11 +86,11 @@ def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[Stage
     for rank, row in enumerate(rows):
         items = (half for item in row for half in ((item.forward, item.backward) if type(item) is Pair else (item,)))
         halves = [half for half in items if isinstance(half, Action)]
-        named = {half.stage for half in halves if within(half.stage, codes.stages)}
+        named = {half.stage for half in halves if type(half.stage) is int and 0 <= half.stage < codes.stages}
         choice = (rank,) if not named and rank < codes.stages else tuple(sorted(named))
         # Its own micro-batches are enough, and 0 for an R. All of them, for every rank, would be as large as both.
-        asked = {0, *(half.microbatch for half in halves if within(half.microbatch, codes.microbatches))}
-        by_rank.append(dict.fromkeys(asked, choice[0] if len(choice) == 1 else choice))
+        asked = {half.microbatch for half in halves if type(half.microbatch) is int}
+        by_rank.append(dict.fromkeys({0, *asked}, choice[0] if len(choice) == 1 else choice))
     return by_rank
 
 

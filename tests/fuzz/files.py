@@ -6,6 +6,7 @@ Each function does one experiment, which its seed decides, and returns what went
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import math
@@ -92,7 +93,7 @@ def mutated(chance: random.Random, data: dict[str, Any]) -> bytes:
         elif how == 3 and isinstance(where[key], int | float):
             where[key] = float(min(where[key], 1e9)) * chance.choice((-1, 1e-12, 1e12, 1e29, 1e-320, 0))
         else:
-            where[key] = chance.choice(STRANGE)
+            where[key] = copy.deepcopy(chance.choice(STRANGE))
     written = json.dumps(data).encode()
     how = chance.randrange(16)
     if how == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fuzz.files import fuzz_csv
 
 import pipelab
 from pipelab import Action, B, Cost, CostError, F, Plan, R
@@ -147,3 +148,7 @@ def test_what_is_not_a_list_of_texts_is_not_parsed(rows):
 def test_many_ranks_and_many_microbatches_take_no_memory_together():
     rows = [*(["0F0"] * 5000), "0F30000"]
     assert len(pipelab.check(Plan.parse(rows))) >= 5000
+
+
+def test_broken_plans_in_files_are_refused_or_checked():
+    assert [fuzz_csv(seed) for seed in range(12)] == [None] * 12

@@ -14,7 +14,7 @@ from pipelab.checking.checker import as_plan, require_legal
 from pipelab.errors import ScheduleError, require_size, require_slots
 from pipelab.plan.actions import Action, Item, Pair
 from pipelab.plan.bound import MOST_ACTIONS, endless_limit
-from pipelab.plan.fault import Fault, line_of_function, shorten, students_line
+from pipelab.plan.fault import Fault, line_of_function, readable, shorten, students_line
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
 
@@ -239,6 +239,9 @@ def _yielded(generator: Generator[object, None, object]) -> Iterator[object]:
 
 def _is_row(item: object) -> bool:
     """Tell whether something is a list of actions."""
+    if type(item) in (Action, Pair):
+        return False
+    item = readable(item)
     return isinstance(item, (list, tuple)) and bool(item) and all(isinstance(each, (Action, Pair)) for each in item)
 
 

@@ -76,11 +76,13 @@ def test_the_maps_of_the_code_name_every_folder_and_only_files_that_exist() -> N
     map_of_folders = read("CONTRIBUTING.md").partition("## Where is what?")[2].partition("\n## ")[0]
     folders = {path.parent.relative_to(package) for path in package.glob("*/**/__init__.py")}
     folders.discard(Path("draw/page"))  # a part of drawing that no map needs
-    assert {Path(folder).name for folder in re.findall(r"`([\w/]+)/`", map_of_folders)} - {"pipelab", "tests"} == {
-        folder.name for folder in folders
-    }
-    named = re.findall(r"`([\w/]+\.py)`", read("docs/architecture.md"))
-    assert [name for name in named if not (package / name).is_file() and not (ROOT / name).is_file()] == []
+    assert {Path(folder).name for folder in re.findall(r"`([\w/]+)/`", map_of_folders)} - {
+        "pipelab",
+        "tests",
+        "fuzz",
+    } == {folder.name for folder in folders}
+    files = re.findall(r"`([\w/]+\.py)`", read("docs/architecture.md"))
+    assert [name for name in files if not (package / name).is_file() and not (ROOT / name).is_file()] == []
 
 
 def test_no_file_names_a_place_on_somebodys_machine() -> None:

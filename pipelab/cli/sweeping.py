@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from pipelab.draw import wording
 from pipelab.draw.wording import columns
 from pipelab.errors import ScheduleError, require_suffix
+from pipelab.files import write
 from pipelab.simulation.comparison import compare
 from pipelab.trace.trace import Trace
 
@@ -82,8 +83,7 @@ class Table:
             FormatError: if it has another suffix.
         """
         suffix = require_suffix(path, "a table of sizes", SUFFIXES)
-        path.write_text(self._csv() if suffix == ".csv" else self.text() + "\n", encoding="utf-8")
-        return path
+        return write(path, self._csv() if suffix == ".csv" else self.text() + "\n")
 
     def _rows(self, head: str, shown: Callable[[Cell], str]) -> list[tuple[str, ...]]:
         heads = (head, *map(str, self.counts))

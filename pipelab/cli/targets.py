@@ -23,6 +23,9 @@ __all__ = ["find", "has_sizes", "settings"]
 
 _MICROBATCHES = 8
 
+_MOST_BYTES = 1 << 20
+"""No schedule is a longer file of Python."""
+
 _PICTURE = "it is a picture, or text; save the trace as .json, or the plan as .csv, and give that"
 _NO_SCHEDULES = dict.fromkeys((".html", ".svg", ".png", ".pdf", ".txt"), _PICTURE) | dict.fromkeys(
     (".pt", ".pth"), "it is a saved state; give the file of the schedule, my_file.py:MySchedule"
@@ -96,11 +99,11 @@ def _student_file(target: str) -> tuple[str, str] | None:
 def _guess(target: str) -> str:
     """Guess what was meant: a registered schedule, a file in this folder, or a class in one."""
     word = target.replace("::", ":").split(":")[0].removesuffix(".py")
-    files = {path.stem.lower(): path for path in sorted(Path().glob("*.py"))}
+    files = {path.stem.lower(): path for path in sorted(Path().glob("*.py")) if path.is_file()}
     if close := schedules.nearest(target):
         return f"; did you mean {close}?"
     for path in files.values():
-        if f"\nclass {target}(" in path.read_text(encoding="utf-8", errors="replace"):
+        if path.stat().st_size <= _MOST_BYTES and f"\nclass {target}(" in path.read_text("utf-8", "replace"):
             return f"; did you mean {path}:{target}?"
     stems = get_close_matches(re.split(r"[.]", word.lower())[0], files, n=1)
     return f"; did you mean {files[stems[0]]}?" if stems else ""
@@ -135,6 +138,9 @@ def settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
 
 def _existing(path: str) -> Path:
     file = Path(path)
+    if file.exists() and not file.is_file():
+        what = "a folder" if file.is_dir() else "a pipe or a device"
+        raise UsageError(f"{path} is {what}, not a file: name a file, my_file.py:MySchedule, plan.csv or trace.json")
     if not file.is_file():
         here = {found.name.lower(): found.name for found in sorted(file.parent.glob(f"*{file.suffix}"))}
         close = [here[name] for name in get_close_matches(file.name.lower(), here, n=1)]
@@ -147,6 +153,12 @@ def _existing(path: str) -> Path:
 
 def _load(path: Path) -> ModuleType:
     """Import a student's file; report its line if it cannot be imported."""
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise UsageError(f"{path} has {size:,} bytes, a schedule at most {_MOST_BYTES:,}: is it the right file?")
+    with path.open("rb") as file:
+        if b"\0" in file.read():
+            raise UsageError(f"{path} is not text, but a binary file: give a file of Python, my_file.py:MySchedule")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} cannot be imported as Python")

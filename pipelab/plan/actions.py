@@ -12,11 +12,13 @@ import reprlib
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
+from types import NoneType
 from typing import Any, Literal, get_args
 
 from pipelab.errors import FormatError
+from pipelab.plan.fault import readable
 
-__all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W", "parse_item"]
+__all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W", "parse_item", "whole"]
 
 Kind = Literal["F", "B", "I", "W", "R"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -28,6 +30,8 @@ _WORDS: dict[Kind, str] = {
     "W": "weight gradient",
     "R": "all-reduce",
 }
+_USUAL = {(str, microbatch, stage) for microbatch in (int, NoneType) for stage in (int, NoneType)}
+"""The types of an action's parts, unless a student made it of something else."""
 _NUMBER = "[0-9]{1,4300}"  # Python reads no more digits
 _NOTATION = re.compile(rf"(?P<stage>{_NUMBER})?(?:(?P<kind>[FBIW])(?P<microbatch>{_NUMBER})|(?P<reduce>R|REDUCE_GRAD))")
 _LOWERED = re.compile(r"[0-9]*(UNSHARD|RESHARD|(SEND|RECV)_[FB])[0-9]*")
@@ -63,6 +67,14 @@ class Action:
     kind: Kind
     microbatch: int | None = None
     stage: int | None = None
+
+    def __post_init__(self) -> None:
+        """Take NumPy's numbers as Python's."""
+        if (type(self.kind), type(self.microbatch), type(self.stage)) in _USUAL:
+            return
+        object.__setattr__(self, "kind", readable(self.kind))
+        object.__setattr__(self, "microbatch", whole(self.microbatch))
+        object.__setattr__(self, "stage", whole(self.stage))
 
     @property
     def word(self) -> str:
@@ -157,7 +169,7 @@ def F(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
         >>> F(3), F(3, stage=1)
         (F3, 1F3)
     """
-    return Action("F", _whole(microbatch), _whole(stage))
+    return Action("F", microbatch, stage)
 
 
 @lru_cache(maxsize=1 << 16, typed=True)
@@ -168,7 +180,7 @@ def B(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
         >>> B(0)
         B0
     """
-    return Action("B", _whole(microbatch), _whole(stage))
+    return Action("B", microbatch, stage)
 
 
 @lru_cache(maxsize=1 << 16, typed=True)
@@ -177,13 +189,13 @@ def I(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802, E743 
 
     Zero bubble papers call it "B" (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
     """
-    return Action("I", _whole(microbatch), _whole(stage))
+    return Action("I", microbatch, stage)
 
 
 @lru_cache(maxsize=1 << 16, typed=True)
 def W(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
     """Weight gradient only: nobody waits for it, so it can fill idle time."""
-    return Action("W", _whole(microbatch), _whole(stage))
+    return Action("W", microbatch, stage)
 
 
 def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
@@ -193,17 +205,15 @@ def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
         >>> R(stage=2)
         2R
     """
-    return Action("R", None, _whole(stage))
+    return Action("R", None, stage)
 
 
-def _whole(number: Any) -> Any:
+def whole(number: Any) -> Any:
     """Return NumPy's and tensors' whole numbers as Python's; leave anything else for `check` to explain."""
-    if number is None or isinstance(number, (int, float)):
-        return number
     try:
-        return index(number)
-    except TypeError:
-        return number
+        return number if number is None or isinstance(number, (int, float)) else index(number)
+    except Exception:  # noqa: BLE001 - a student's object: whatever it raises
+        return readable(number)
 
 
 def parse_item(text: str, where: str) -> Item:

@@ -8,9 +8,9 @@ from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
-from pipelab.plan.actions import KINDS, Action, Pair
+from pipelab.plan.actions import KINDS, Action, Pair, whole
 from pipelab.plan.codes import PER_MICROBATCH, Codes
-from pipelab.plan.fault import Code, Fault, shorten, students_line
+from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
 
 __all__ = [
@@ -45,6 +45,8 @@ def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[
         return [], fault
     try:
         rank_of_slot = [place(microbatch, stage) for microbatch in range(microbatches) for stage in range(stages)]
+        if not set(map(type, rank_of_slot)) <= {int}:
+            rank_of_slot = list(map(whole, rank_of_slot))
     except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
         message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error, place)}"
         return [], Fault("exception", None, None, None, message, "return a rank for every micro-batch and stage")
@@ -86,7 +88,7 @@ def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[Stage
     by_rank: list[StagesOfRank] = []
     for rank, row in enumerate(rows):
         named: set[int] = set()
-        microbatches: set[int | None] = {None}
+        microbatches: set[int] = {0}  # 0 for an R
         for item in row:
             for half in (item.forward, item.backward) if type(item) is Pair else (item,):
                 if isinstance(half, Action):
@@ -190,6 +192,8 @@ def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> Refusal:
 
 def _described(item: object, expected: type = Action) -> str:
     """Return an item that is not what pipelab expects, in words."""
+    if isinstance(item, Unreadable):
+        return f"{item.text}, a {item.kind}"
     maker = getattr(item, "__wrapped__", item)
     if callable(item) and getattr(maker, "__module__", "") == "pipelab.plan.actions":
         name = getattr(maker, "__name__", "F")

@@ -6,13 +6,24 @@ import inspect
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Code", "Fault", "excerpt", "line_of", "line_of_function", "ranges", "shorten", "students_line"]
+__all__ = [
+    "Code",
+    "Fault",
+    "Unreadable",
+    "excerpt",
+    "line_of",
+    "line_of_function",
+    "ranges",
+    "readable",
+    "shorten",
+    "students_line",
+]
 
 Code = Literal[
     "refused",
@@ -79,6 +90,51 @@ def shorten(thing: object, width: int = 60) -> str:
     if " at 0x" in text:
         text = re.sub(r" at 0x[0-9a-f]+", "", text)
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+class Unreadable:
+    """Stands for a thing that raises when it is looked at, so that reports can name, compare and print it.
+
+    Attributes:
+        text: the thing as `shorten` returns it.
+        kind: the name of its class.
+    """
+
+    def __init__(self, thing: object) -> None:
+        """Keep what can be said of the thing."""
+        self.text = shorten(thing)
+        self.kind = type(thing).__name__
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def readable(thing: Any) -> Any:
+    """Return a thing that a student wrote; if looking at it raises, what stands for it.
+
+    Example:
+        >>> class Shy:
+        ...     def __eq__(self, other):
+        ...         raise RuntimeError("do not compare me")
+        >>> readable("F0"), readable(Shy()).kind
+        ('F0', 'Shy')
+    """
+    try:
+        _look(thing)
+    except Exception:  # noqa: BLE001 - a student's code: whatever it raises
+        return Unreadable(thing)
+    return thing
+
+
+def _look(thing: Any) -> None:
+    """Do with a thing what checking does with what is not an action."""
+    isinstance(thing, Iterator)
+    callable(getattr(thing, "__wrapped__", thing))
+    "".join([getattr(thing, "__name__", ""), getattr(thing, "__module__", None) or "", str(thing)])
+    bool(thing == thing)  # noqa: PLR0124 - raises for a tensor
+    if isinstance(thing, (list, tuple)):
+        for each in thing:
+            _look(each)
 
 
 def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) -> str:

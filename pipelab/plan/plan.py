@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING
 
 from pipelab.errors import FormatError, UsageError, require_size, require_slots
@@ -16,7 +17,7 @@ from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
 from pipelab.plan.bound import MOST_ACTIONS, BoundPlan, endless_limit, named_sizes
 from pipelab.plan.csv_notation import read_rows, write_rows
-from pipelab.plan.fault import shorten
+from pipelab.plan.fault import readable, shorten
 
 if TYPE_CHECKING:
     import networkx
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
+_ACTIONS = {Action, Pair}
 _LONGEST_ROW = 1 << 17
 """Where a generator is cut off when the plan's size, and so `endless_limit`, is not known yet."""
 
@@ -54,8 +56,8 @@ class Plan:
         True
 
     Raises:
-        UsageError: if `stages` or `microbatches` is given and is not a positive whole number, or if the plan is too
-            large: at most 4,194,304 stages times micro-batches, and 16,777,216 actions.
+        UsageError: if `stages` or `microbatches` is given and is not a positive whole number, if `name` is not a text,
+            or if the plan is too large: at most 4,194,304 stages times micro-batches, and 16,777,216 actions.
         FormatError: if the rows are texts; `Plan.parse` reads those.
     """
 
@@ -88,6 +90,8 @@ class Plan:
             limit = endless_limit(stages, microbatches) + 1
         if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
             raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
+        if not isinstance(name, (str, NoneType)):
+            raise UsageError(f"name={shorten(name)}: expected a text")
         taken: list[tuple[tuple[object, ...], bool]] = []
         room = MOST_ACTIONS
         for row in rows:
@@ -119,6 +123,10 @@ class Plan:
         """
         if isinstance(rows, str):
             raise FormatError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
+        rows = list(rows) if isinstance(rows, Iterable) else [rows]
+        for rank, text in enumerate(rows):
+            if not isinstance(text, str):
+                raise FormatError(f"Plan.parse takes a list with one text per rank; of rank {rank} is {shorten(text)}")
         parsed: list[list[Item]] = []
         for rank, text in enumerate(rows):
             words = text.replace(",", " ").split()
@@ -272,10 +280,11 @@ def _texts(rows: str | Sequence[object]) -> str:
 
 def _take(row: Iterable[object], limit: int, room: int) -> tuple[tuple[object, ...], bool]:
     """Return a row, cut off at `limit` if it may not end, and one past `room`; and whether that is the whole row."""
-    if isinstance(row, Sized):
-        return tuple(row if len(row) <= room else islice(row, room + 1)), True
-    taken = tuple(islice(row, min(limit, room + 1)))
-    return taken, len(taken) < limit
+    ends = isinstance(row, Sized)
+    taken = tuple(islice(row, room + 1 if ends else min(limit, room + 1)))
+    if not set(map(type, taken)) <= _ACTIONS:
+        taken = tuple(item if type(item) in _ACTIONS else readable(item) for item in taken)
+    return taken, ends or len(taken) < limit
 
 
 def _elided(row: Sequence[object], most: int = 24) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from statistics import median
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import KINDS, Kind
+from pipelab.plan.actions import KINDS, Kind, whole
 from pipelab.plan.binding import NO_RANK
-from pipelab.plan.fault import shorten
+from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
 from pipelab.trace.trace import Trace
 
@@ -60,7 +61,7 @@ class Cost:
         (80, 90)
 
     Raises:
-        CostError: if a number is negative or not finite.
+        CostError: if a number is negative or not finite, or a cost is of another type.
     """
 
     forward: Number = 1
@@ -81,16 +82,18 @@ class Cost:
     def __post_init__(self) -> None:
         """Refuse values that cannot be a time or a size; make lists immutable."""
         for field in fields(self):
-            value = getattr(self, field.name)
+            value = readable(getattr(self, field.name))
             if field.name in ("per", "first_stage", "unit") or (value is None and field.default is None):
                 continue
-            if isinstance(value, Sequence):
-                object.__setattr__(self, field.name, tuple(value))
-                if field.name in ("latency", "bandwidth"):
-                    raise CostError(f"{field.name}={value!r}: expected one number, not a list")
-            for number in value or (None,) if isinstance(value, Sequence) else (value,):
-                if not isinstance(number, (int, float)) or not math.isfinite(number) or number < 0:
-                    raise CostError(f"{field.name}={value!r}: expected finite numbers, 0 or more")
+            several = isinstance(value, Sequence)
+            if several and field.name in ("latency", "bandwidth"):
+                raise CostError(f"{field.name}={shorten(value)}: expected one number, not a list")
+            numbers = tuple(map(_number, value if several else (value,)))
+            if not numbers or None in numbers:
+                raise CostError(f"{field.name}={shorten(value)}: expected finite numbers, 0 or more")
+            object.__setattr__(self, field.name, numbers if several else numbers[0])
+        if not isinstance(self.unit, str):
+            raise CostError(f"unit={shorten(self.unit)}: expected a text, such as 'ms'")
         if self.bandwidth == 0:
             raise CostError("bandwidth=0: nothing would ever arrive; leave it out if size does not matter")
         if self.per not in ("rank", "stage"):
@@ -212,6 +215,15 @@ class Cost:
                 )
             return [float(number) for number in value]
         return [value * share] * stages
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number, 0 or more, as Python's, if it is NumPy's; `None` if it is none."""
+    if not isinstance(value, (int, float)):
+        value = whole(value)
+    if not isinstance(value, int):
+        value = float(value) if isinstance(value, Real) else -1.0
+    return value if 0 <= value <= sys.float_info.max else None
 
 
 def _spans(trace: Trace) -> dict[str, list[list[float]]]:

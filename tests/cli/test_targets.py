@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,39 @@ def test_a_file_that_cannot_be_imported_gets_its_line(pipelab_command, folder, t
     assert f"broken.py, line {line}" in error
     assert words in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("suffix", ["py", "csv", "json"])
+def test_a_folder_or_a_pipe_with_a_files_name_is_refused(pipelab_command, folder, suffix):
+    Path(f"folder.{suffix}").mkdir()
+    os.mkfifo(f"pipe.{suffix}")
+    for command in ("check", "compare", "run"):
+        code, _, error = pipelab_command(command, f"folder.{suffix}")
+        assert (code, f"folder.{suffix} is a folder" in error) == (1, True)
+        code, _, error = pipelab_command(command, f"pipe.{suffix}")
+        assert (code, f"pipe.{suffix} is a pipe" in error) == (1, True)
+    code, _, error = pipelab_command("check", "nothing")  # looks for it in all files beside
+    assert (code, "'nothing' is not a schedule" in error) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x7fELF\0\0\xff", "broken.py is not text"),
+        (b"x = '\xff'\n", "broken.py, line 1"),
+        (b"#" * (1 << 20) + b"\n", "broken.py has 1,048,577 bytes"),
+        (b"", "no class that derives"),
+        (b"x = '\x1b[31m'; 1 / 0", "ZeroDivisionError"),
+        (b"(" * 500, "broken.py, line 1"),
+    ],
+    ids=["binary", "latin-1", "huge", "empty", "escape", "nested"],
+)
+def test_a_file_that_is_no_python_gets_a_clear_error(pipelab_command, folder, data, words):
+    Path("broken.py").write_bytes(data)
+    code, _, error = pipelab_command("check", "broken.py")
+    assert code == 1
+    assert words in error
+    assert "\x1b" not in error
 
 
 def test_an_error_inside_actions_gets_its_line(pipelab_command, folder):

@@ -7,7 +7,6 @@ deadlock: `check` names it before anything runs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, get_args, runtime_checkable
@@ -68,12 +67,13 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
     except ScheduleError as error:
         return error.faults
     mistake, meant, found = diagnose(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
-    alike: Counter[str] = Counter()
-    faults: list[Fault] = []
+    of_code: dict[str, list[Fault]] = {}
     for fault in found:
-        alike[fault.code] += 1
-        faults.append(fault if alike[fault.code] > _MOST_EXCERPTS else with_excerpt(meant, fault))
-    return faults if mistake is None else [with_excerpt(plan, mistake), *faults]
+        of_code.setdefault(fault.code, []).append(fault)
+    faults = [] if mistake is None else [with_excerpt(plan, mistake)]
+    for alike in of_code.values():  # worst kind first, as they are sorted
+        faults += [*(with_excerpt(meant, fault) for fault in alike[:_MOST_EXCERPTS]), *alike[_MOST_EXCERPTS:]]
+    return faults
 
 
 def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:

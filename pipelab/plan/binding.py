@@ -87,15 +87,10 @@ def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[Stage
     """
     by_rank: list[StagesOfRank] = []
     for rank, row in enumerate(rows):
-        named: set[int] = set()
-        microbatches: set[int] = {0}  # 0 for an R
-        for item in row:
-            for half in (item.forward, item.backward) if type(item) is Pair else (item,):
-                if isinstance(half, Action):
-                    if within(half.stage, codes.stages):
-                        named.add(half.stage)
-                    if type(half.microbatch) is int:
-                        microbatches.add(half.microbatch)
+        items = (half for item in row for half in ((item.forward, item.backward) if type(item) is Pair else (item,)))
+        halves = [half for half in items if isinstance(half, Action)]
+        named = {half.stage for half in halves if type(half.stage) is int and 0 <= half.stage < codes.stages}
+        microbatches = {0, *(half.microbatch for half in halves if type(half.microbatch) is int)}  # 0 for an R
         choice = (rank,) if not named and rank < codes.stages else tuple(sorted(named))
         by_rank.append(dict.fromkeys(microbatches, choice[0] if len(choice) == 1 else choice))
     return by_rank

@@ -48,6 +48,7 @@ from pipelab.catalogue import (
     schedules,
 )
 from pipelab.checking.checker import check
+from pipelab.draw.table import Column, Table
 from pipelab.errors import (
     BatchError,
     CostError,
@@ -87,6 +88,7 @@ __all__ = [
     "Action",
     "B",
     "BatchError",
+    "Column",
     "Comparison",
     "Cost",
     "CostError",
@@ -120,6 +122,7 @@ __all__ = [
     "StageError",
     "Step",
     "StepTimeoutError",
+    "Table",
     "Trace",
     "Transfer",
     "UsageError",

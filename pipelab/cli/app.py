@@ -48,7 +48,7 @@ from pipelab.cli.printing import (
     show,
     wrote,
 )
-from pipelab.cli.sweeping import Cell, Table, sweep
+from pipelab.cli.sweeping import Cell, sweep, table_of
 from pipelab.draw import text
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import ranges
@@ -201,7 +201,7 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
         f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "
         f"{number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''} for all of it."
     )
-    show(Table(made.cells, targets, counts, made.refusals), save)
+    show(table_of(made.cells, made.refusals), save)
 
 
 @app.command()

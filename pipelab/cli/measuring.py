@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from pipelab.cli.sweeping import Cell, Table, sweep
+from pipelab.cli.sweeping import Cell, sweep, table_of
+from pipelab.draw.table import Table
 from pipelab.plan.plan import Plan
 from pipelab.simulation.comparison import Comparison, compare
 
@@ -81,7 +82,7 @@ def measure_sweep(
     jobs = work.jobs(list(plans.cells.values()), [count for _, count in plans.cells])
     results = _run(jobs, work.steps)
     cells = dict(zip(plans.cells, (Cell(result.measured, result.loss) for result in results), strict=True))
-    return Table(cells, names, counts, plans.refusals), results
+    return table_of(cells, plans.refusals), results
 
 
 def proof_of(results: Sequence[Result]) -> str:

@@ -14,9 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as Columns
 
 from pipelab import draw
-from pipelab.cli.sweeping import SUFFIXES as TABLE_SUFFIXES
-from pipelab.cli.sweeping import Table
-from pipelab.draw import graph, text, wording
+from pipelab.draw import graph, table, text, wording
+from pipelab.draw.table import Table
 from pipelab.errors import require_suffix
 from pipelab.simulation.comparison import Comparison
 from pipelab.trace.trace import Trace
@@ -41,7 +40,7 @@ __all__ = [
 TIMELINE = ("a timeline", (*draw.TRACE_SUFFIXES, ".csv"))
 RUN = ("a run", (*draw.COMPARISON_SUFFIXES, ".json"))
 COMPARISON = ("a comparison", draw.COMPARISON_SUFFIXES)
-TABLE = ("a table of sizes", TABLE_SUFFIXES)
+TABLE = ("a table", table.SUFFIXES)
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 

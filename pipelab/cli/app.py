@@ -18,6 +18,7 @@ from rich.text import Text
 
 import pipelab
 from pipelab.checking.checker import as_plan
+from pipelab.cli.labs import lab
 from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of, why_slow
 from pipelab.cli.options import (
     RunSizes,
@@ -102,6 +103,9 @@ def launch_script(script: str, ranks: int, arguments: list[str]) -> bool:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+app.add_typer(lab, name="lab")
 
 
 @app.callback(invoke_without_command=True)

@@ -19,7 +19,7 @@ from rich.text import Text
 import pipelab
 from pipelab.checking.checker import as_plan
 from pipelab.cli.labs import lab
-from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of, why_slow
+from pipelab.cli.measuring import Work, cores, measure, measure_sweep, proof_of, too_few_cores, why_slow
 from pipelab.cli.options import (
     RunSizes,
     Save,
@@ -220,29 +220,41 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     require_writable(save, TABLE if len(counts) > 1 else COMPARISON if len(targets) > 1 else RUN)
     if len(counts) <= 1:
         plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
-        comparison, results = measure(targets, plans, work)
         ranks = max(plan.ranks for plan in plans)
+        command = _warned(ranks, targets, sizes, work)
+        comparison, results = measure(targets, plans, work)
         say(f"{', '.join(plan.name for plan in plans)} on this machine")
         traces = [path for path in save or [] if path.suffix.lower() == ".json"]
         show(comparison, [path for path in save or [] if path not in traces])
-        _conclude(results, ranks, targets, work)
+        _conclude(results, ranks, command, work)
         for path in traces:
             wrote(results[0].measured.save(path))
         return
+    ranks = (sizes.ranks or work.usual_ranks) * sizes.replicas
+    command = _warned(ranks, targets, sizes, work)
     table, results = measure_sweep(
         targets, counts, lambda name, count: sizes.schedule(name, count, work.usual_ranks).plan(), work
     )
-    ranks = sizes.ranks or work.usual_ranks
-    say(f"One batch on this machine, {ranks} ranks; median of {work.steps} steps")
+    say(f"One batch on this machine, {ranks} ranks; median of {work.measured_steps} steps")
     show(table, save)
-    _conclude(results, ranks, targets, work)
+    _conclude(results, ranks, command, work)
 
 
-def _conclude(results: Sequence[Result], ranks: int, targets: Sequence[str], work: Work) -> None:
-    """Say what the verification found, and why the ranks were slow if they were."""
+def _warned(ranks: int, targets: Sequence[str], sizes: RunSizes, work: Work) -> str:
+    """Warn before the work if there are too few cores for it; return the command without its options for the model."""
+    own = {"-r": sizes.ranks, "-m": sizes.microbatches, "--replicas": sizes.replicas if sizes.replicas > 1 else None}
+    words = [word for name, value in own.items() if value for word in (name, str(value))]
+    command = shlex.join(["pipelab", "run", *targets, *words, *(f"--set={each}" for each in sizes.sets or [])])
+    if not work.emulate and (warning := too_few_cores(ranks, command)):
+        say(warning)
+    return command
+
+
+def _conclude(results: Sequence[Result], ranks: int, command: str, work: Work) -> None:
+    """Say what the verification found, and why the ranks were slow if that was not clear before."""
     say(proof_of(results))
     share = 1.0 if work.emulate or not results else median(result.core_share for result in results)
-    if why := why_slow(ranks, share, targets):
+    if ranks <= cores() and (why := why_slow(ranks, share, command)):
         say(why)
 
 

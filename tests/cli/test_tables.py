@@ -44,7 +44,7 @@ def test_compare_over_micro_batches_shares_one_batch_among_them(pipelab_command)
 )
 def test_slow_ranks_get_a_reason_and_a_command_that_needs_no_cores(monkeypatch, ranks, share, slower, reason):
     monkeypatch.setattr(measuring.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    said = measuring.why_slow(ranks, share, ["gpipe", "1f1b"], slower)
+    said = measuring.why_slow(ranks, share, "pipelab run gpipe 1f1b", slower)
     assert reason in said
     assert ("pipelab run gpipe 1f1b --emulate 20 40" in said) == bool(reason)
 

@@ -66,19 +66,9 @@ class Work:
 
     def jobs(self, plans: Sequence[Plan], shares: Sequence[int]) -> list[Job]:
         """Return what runs; `shares` says into how many micro-batches each plan divides the emulated times."""
-        from pipelab.engine.emulation import emulated
-        from pipelab.labs.running import Job, linear_stack
+        from pipelab.labs.running import make_jobs
 
-        if self.emulate is None:
-            ranks_of_stages = [tuple(plan.replicas.values()) for plan in plans]
-            models = {each: linear_stack(self.width, self.depth, len(each)) for each in set(ranks_of_stages)}
-            shape = (self.batch, self.width)
-            return [Job(plan, models[each], shape) for plan, each in zip(plans, ranks_of_stages, strict=True)]
-        forward, backward = self.emulate
-        return [
-            Job(plan, emulated(plan.stages, forward / share, backward / share), (self.batch, 1))
-            for plan, share in zip(plans, shares, strict=True)
-        ]
+        return make_jobs(plans, shares, self.width, self.depth, self.batch, self.emulate)
 
 
 def measure(names: Sequence[str], plans: Sequence[Plan], work: Work) -> tuple[Comparison, list[Result]]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import figure, wording
@@ -101,7 +102,8 @@ class Table:
             blank = ("",) * len(blocks[0][0])
             blocks = [[row for block in blocks for row in (*block, blank)][:-1]]
         lines = [line.rstrip() for block in blocks for line in wording.columns(block, width)]
-        return "\n".join([*lines, *(["", *self.notes] if self.notes else [])])
+        notes = [fill(note, width, break_on_hyphens=False) for note in self.notes]
+        return "\n".join([*lines, *(["", *notes] if notes else [])])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format. Return the path.

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from pipelab.engine.emulation import EmulatedStage, instantly
+from pipelab.engine.emulation import EmulatedStage, emulated, instantly
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.verify.verify import Verification
 from pipelab.errors import SplitError
@@ -19,7 +19,7 @@ from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
-__all__ = ["Job", "Result", "core_share", "has_gpu", "linear_stack", "run_all"]
+__all__ = ["Job", "Result", "core_share", "has_gpu", "linear_stack", "make_jobs", "run_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,35 @@ def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
         raise SplitError(f"{depth} layers are too few for {stages} stages: use --depth {stages} or more")
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
+
+
+def make_jobs(
+    plans: Sequence[Plan],
+    shares: Sequence[int],
+    width: int = 1024,
+    depth: int = 8,
+    batch: int = 256,
+    emulate: tuple[float, float] | None = None,
+) -> list[Job]:
+    """Return what runs plans on a stack of linear layers, or on emulated devices.
+
+    Args:
+        plans: the plans.
+        shares: for each plan, into how many micro-batches it divides the emulated times.
+        width: features of every layer.
+        depth: how many layers.
+        batch: rows of the batch.
+        emulate: milliseconds that a stage's forward and backward take on emulated devices; `None` for real layers.
+    """
+    if emulate is None:
+        placements = [tuple(plan.replicas.values()) for plan in plans]
+        models = {each: linear_stack(width, depth, len(each)) for each in set(placements)}
+        return [Job(plan, models[each], (batch, width)) for plan, each in zip(plans, placements, strict=True)]
+    forward, backward = emulate
+    return [
+        Job(plan, emulated(plan.stages, forward / share, backward / share), (batch, 1))
+        for plan, share in zip(plans, shares, strict=True)
+    ]
 
 
 def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None] = lambda *_: None) -> list[Result]:

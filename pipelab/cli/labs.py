@@ -124,3 +124,32 @@ def practical9(
         say(f"{note}\n")
     for number, (question, answer) in enumerate(course.answers(rows), start=1):
         say(f"{number}. {question}\n{answer}")
+
+
+@lab.command()
+def hw3(
+    depth: Annotated[str, typer.Option(help="one number of layers or several")] = "6,12,24",
+    devices: Annotated[
+        str | None, typer.Option(help="one number of devices or several; by default all GPUs, without GPUs 2,3,5")
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="features of every layer")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="rows of the batch")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="steps to measure; the median is shown")] = 5,
+    save: SaveTable = None,
+) -> None:
+    """Split a stack of linear layers by hand: which layer lands where, what `.to()` moves, time and memory.
+
+    Each depth runs in two halves (`i < depth // 2`), and spread evenly over each number of devices. Where there are no
+    GPUs, each device is a thread of the processor.
+    """
+    depths, counts = whole_numbers("--depth", depth), whole_numbers("--devices", devices)
+    require_writable(save, TABLE)
+    from pipelab.labs import hw3 as course
+
+    counts = counts or course.usual_devices()
+    made = course.measurements(depths, counts, width=width, batch=batch, steps=steps)
+    rows, whole = finished(made, len(depths) * (1 + len(counts)), "measuring")
+    if rows:
+        show(course.table(rows), save)
+    if not whole:
+        raise typer.Exit(1)

@@ -267,7 +267,7 @@ def table(rows: Sequence[Row]) -> Table:
     def label(row: Row) -> str:
         if row["split"] == "halves":
             return "i < depth // 2"
-        return f"even, {row['devices']} devices" if several else "even"
+        return f"even, {_devices(row)}" if several else "even"
 
     columns = [
         Column("model", "layers placed"),
@@ -286,6 +286,10 @@ def table(rows: Sequence[Row]) -> Table:
     return Table([{"model": label(row), **row} for row in rows], columns, axes=axes, notes=_notes(rows))
 
 
+def _devices(row: Row) -> str:
+    return f"{row['devices']} device{'s' if row['devices'] > 1 else ''}"
+
+
 def _megabytes(values: Sequence[float]) -> str:
     return wording.elided(f"{value:.1f}" for value in values)
 
@@ -296,11 +300,11 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         return []
     last = rows[-1]
     ones = [row for row in rows if row["depth"] == last["depth"]]
-    notes = [f"{row['split']}, {row['devices']} devices: {landing(row['layers'])}" for row in ones if len(ones) < 4]
+    notes = [f"{row['split']}, {_devices(row)}: {landing(row['layers'])}" for row in ones if len(ones) < 4]
     crossings = last["moves"][1]
     notes.append(
         f"Every layer calls .to(), but a call copies only if the tensor is on another device. With {last['depth']} "
-        f"layers on {last['devices']} devices, {sum(last['moves'])} of {last['calls']} calls copy: the input, and "
+        f"layers on {_devices(last)}, {sum(last['moves'])} of {last['calls']} calls copy: the input, and "
         f"{crossings} between devices."
     )
     notes.append(
@@ -320,8 +324,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     if len(alike) > 1:
         ratio = last["step_time_ms"] / alike[0]["step_time_ms"]
         notes.append(
-            f"On {last['devices']} devices, {last['depth']} layers took {ratio:.1f} times as long as "
-            f"{alike[0]['depth']}."
+            f"On {_devices(last)}, {last['depth']} layers took {ratio:.1f} times as long as {alike[0]['depth']}."
         )
     notes.append(
         "MB: parameters, gradients, and what a forward of the whole batch saves for its backward, counted from the "

@@ -24,6 +24,7 @@ from pipelab.catalogue import DelayedBackward, GPipe, Naive, OneFOneB
 from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.engine.stage.batch import row_counts
+from pipelab.errors import UsageError
 from pipelab.labs.running import Result, make_jobs, run_all
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import Cost, simulate
@@ -75,7 +76,10 @@ def measurements(
     Raises:
         BatchError: if the batch has fewer rows than micro-batches.
         SplitError: if there are fewer layers than ranks.
+        UsageError: if the emulated stages take no time.
     """
+    if emulate is not None and not sum(emulate) > 0:
+        raise UsageError(f"emulate={emulate}: a step without any time has nothing to compare")
     for count in counts:
         row_counts(batch, count)
     names = [(WHOLE, 1), *((method, count) for count in counts for method in _KINDS)]
@@ -151,10 +155,11 @@ def surprise(rows: Sequence[Row]) -> str:
     if not found:
         return ""
     slow, fast = found[-1]
+    others = f" (and in {len(found) - 1} more pairs)" if len(found) > 1 else ""
     return (
         f"With {slow['microbatches']} micro-batches, {slow['method']} was measured faster than {fast['method']}, "
-        f"{_ms(slow)} against {_ms(fast)}: here, something other than the schedule decided"
-        f"{f' (and in {len(found) - 1} more pairs)' if len(found) > 1 else ''}. Trust the predictions, or emulate."
+        f"{_ms(slow)} against {_ms(fast)}: here, something other than the schedule decided{others}. Trust the "
+        "predictions; emulated devices and longer actions are disturbed less."
     )
 
 
@@ -165,6 +170,8 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
     few, many = counts[0], counts[-1]
     ranks = rows[0]["ranks"]
     whole, naive, gpipe, loop, true = (at[method, many] for method in METHODS)
+    lead = f"From {few} to {many} of them" if few < many else f"From the whole batch in one piece to {many} of them"
+    start = {method: at[method, few] if few < many else whole for method in _KINDS}
     slow_links = [
         simulate(kind(ranks, many), Cost(forward=1, backward=2, latency=0.5)).makespan for kind in (GPipe, OneFOneB)
     ]
@@ -203,10 +210,10 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ),
         (
             "Do more micro-batches always help?",
-            f"No. From {few} to {many} of them, B's bubble shrinks, and its step goes from {_ms(at[GPIPE, few])} to "
-            f"{_ms(gpipe)}. A's bubble stays: {_ms(at[ONE_BY_ONE, few])}, then {_ms(naive)}; the difference is what "
+            f"No. {lead}, B's bubble shrinks, and its step goes from {_ms(start[GPIPE])} to "
+            f"{_ms(gpipe)}. A's bubble stays: {_ms(start[ONE_BY_ONE])}, then {_ms(naive)}; the difference is what "
             "small micro-batches cost in addition. C, the single loop often taught as 1F1B, goes from "
-            f"{_ms(at[LOOP, few])} to {_ms(loop)}, {wording.percent(loop['predicted_ms'] / naive['predicted_ms'])} of "
+            f"{_ms(start[LOOP])} to {_ms(loop)}, {wording.percent(loop['predicted_ms'] / naive['predicted_ms'])} of "
             "A's predicted time: every rank is one forward ahead, where the first ranks would have to be several.",
         ),
         (

@@ -11,7 +11,7 @@ import pytest
 
 import pipelab
 from pipelab.cli import labs, measuring
-from pipelab.errors import BatchError
+from pipelab.errors import BatchError, UsageError
 from pipelab.labs import practical9
 from pipelab.labs.practical9 import GPIPE, LOOP, METHODS, TRUE, WHOLE
 
@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).parents[2] / "tutorials" / "practical9"
 
 def rows_as_predicted(ranks: int = 4, counts: tuple[int, ...] = (2, 4, 8)) -> list[dict[str, object]]:
     """Return the rows of a machine on which every step takes exactly the predicted time."""
-    measured = practical9.measurements(ranks, counts, emulate=(0.0, 0.0), batch=8, steps=1)
+    measured = practical9.measurements(ranks, counts, emulate=(0.001, 0.001), batch=8, steps=1)
     rows = []
     for row in measured:
         kind = {WHOLE: pipelab.Naive, GPIPE: pipelab.GPipe, LOOP: pipelab.DelayedBackward, TRUE: pipelab.OneFOneB}
@@ -62,6 +62,16 @@ def test_more_micro_batches_than_rows_are_refused_before_any_work():
         next(practical9.measurements(2, (2, 8), emulate=(1, 1), batch=4))
 
 
+def test_stages_that_take_no_time_are_refused():
+    with pytest.raises(UsageError, match="without any time"):
+        next(practical9.measurements(2, (2,), emulate=(0, 0)))
+
+
+def test_a_single_number_of_micro_batches_is_compared_with_the_whole_batch():
+    answered = dict(practical9.answers(rows_as_predicted(counts=(8,))))
+    assert "From the whole batch in one piece to 8 of them" in answered["Do more micro-batches always help?"]
+
+
 def test_each_question_is_answered_with_numbers_of_the_table():
     answered = dict(practical9.answers(rows_as_predicted()))
     assert len(answered) == 8
@@ -101,6 +111,21 @@ def test_the_command_prints_the_table_and_eight_answers_and_saves_both_kinds(pip
     assert [row["peak_activations"] for row in table if row["method"] == TRUE] == ["2 1", "2 1"]
     assert Path("plot.svg").read_text().count("<svg") == 1
     assert "9 of 10" in progress
+
+
+def test_ctrl_c_keeps_and_saves_the_rows_that_are_done(pipelab_command, folder, monkeypatch):
+    done = list(practical9.measurements(2, (2, 4), emulate=(1, 1), batch=4, steps=1))[:3]
+
+    def stopped(*_: object, **__: object):
+        yield from done
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(practical9, "measurements", stopped)
+    code, output, progress = pipelab_command("lab", "practical9", "-m", "2,4", "-o", "table.csv")
+    assert code == 1
+    assert "3 of 10 rows are done" in progress
+    assert len(Path("table.csv").read_text().splitlines()) == 1 + 3
+    assert "Does GPipe remove the bubble?" not in output  # without all rows there is no answer
 
 
 def test_fewer_cores_than_ranks_emulate_by_default_and_warn_before_real_layers(pipelab_command, monkeypatch):

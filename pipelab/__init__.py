@@ -49,6 +49,7 @@ from pipelab.catalogue import (
     schedules,
 )
 from pipelab.checking.checker import check
+from pipelab.draw.table import Column, Table
 from pipelab.errors import (
     BatchError,
     CostError,
@@ -88,6 +89,7 @@ __all__ = [
     "Action",
     "B",
     "BatchError",
+    "Column",
     "Comparison",
     "Cost",
     "CostError",
@@ -121,6 +123,7 @@ __all__ = [
     "StageError",
     "Step",
     "StepTimeoutError",
+    "Table",
     "Trace",
     "Transfer",
     "UsageError",

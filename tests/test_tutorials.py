@@ -15,7 +15,7 @@ from pipelab import Action, B, F
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TUTORIALS = sorted(Path(__file__).parents[1].glob("tutorials/*.py"))
+TUTORIALS = sorted(Path(__file__).parents[1].glob("tutorials/**/*.py"))
 
 
 @pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks

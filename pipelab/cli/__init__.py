@@ -6,6 +6,7 @@
 - `sweeping`: tables over numbers of micro-batches
 - `measuring`: `pipelab run`
 - `showing`: `pipelab demo`
+- `labs`: `pipelab lab`
 - `conformance`: `pipelab conformance`
 - `printing`: results written to the terminal and to files
 """

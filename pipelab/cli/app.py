@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from rich.text import Text
 import pipelab
 from pipelab import files
 from pipelab.checking.checker import as_plan
-from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of, why_slow
+from pipelab.cli.labs import lab
+from pipelab.cli.measuring import Work, cores, measure, measure_sweep, proof_of, too_few_cores, why_slow
 from pipelab.cli.options import (
     RunSizes,
     Save,
@@ -48,7 +50,7 @@ from pipelab.cli.printing import (
     write_any_letter,
     wrote,
 )
-from pipelab.cli.sweeping import Cell, Table, sweep
+from pipelab.cli.sweeping import Cell, sweep, table_of
 from pipelab.draw import text
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import ranges
@@ -62,6 +64,9 @@ __all__ = ["app", "main"]
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+app.add_typer(lab, name="lab")
 
 
 @app.callback(invoke_without_command=True)
@@ -161,7 +166,7 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
         f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "
         f"{number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''} for all of it."
     )
-    show(Table(made.cells, targets, counts, made.refusals), save)
+    show(table_of(made.cells, made.refusals), save)
 
 
 @app.command()
@@ -176,29 +181,41 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     require_writable(save, TABLE if len(counts) > 1 else COMPARISON if len(targets) > 1 else RUN)
     if len(counts) <= 1:
         plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
-        comparison, results = measure(targets, plans, work)
         ranks = max(plan.ranks for plan in plans)
+        command = _warned(ranks, targets, sizes, work)
+        comparison, results = measure(targets, plans, work)
         say(f"{', '.join(plan.name for plan in plans)} on this machine")
         traces = [path for path in save or [] if path.suffix.lower() == ".json"]
         show(comparison, [path for path in save or [] if path not in traces])
-        _conclude(results, ranks, targets, work)
+        _conclude(results, ranks, command, work)
         for path in traces:
             wrote(results[0].measured.save(path))
         return
+    ranks = (sizes.ranks or work.usual_ranks) * sizes.replicas
+    command = _warned(ranks, targets, sizes, work)
     table, results = measure_sweep(
         targets, counts, lambda name, count: sizes.schedule(name, count, work.usual_ranks).plan(), work
     )
-    ranks = sizes.ranks or work.usual_ranks
-    say(f"One batch on this machine, {ranks} ranks; median of {work.steps} steps")
+    say(f"One batch on this machine, {ranks} ranks; median of {work.measured_steps} steps")
     show(table, save)
-    _conclude(results, ranks, targets, work)
+    _conclude(results, ranks, command, work)
 
 
-def _conclude(results: Sequence[Result], ranks: int, targets: Sequence[str], work: Work) -> None:
-    """Say what the verification found, and why the ranks were slow if they were."""
+def _warned(ranks: int, targets: Sequence[str], sizes: RunSizes, work: Work) -> str:
+    """Warn before the work if there are too few cores for it; return the command without its options for the model."""
+    own = {"-r": sizes.ranks, "-m": sizes.microbatches, "--replicas": sizes.replicas if sizes.replicas > 1 else None}
+    words = [word for name, value in own.items() if value for word in (name, str(value))]
+    command = shlex.join(["pipelab", "run", *targets, *words, *(f"--set={each}" for each in sizes.sets or [])])
+    if not work.emulate and (warning := too_few_cores(ranks, command)):
+        say(warning)
+    return command
+
+
+def _conclude(results: Sequence[Result], ranks: int, command: str, work: Work) -> None:
+    """Say what the verification found, and why the ranks were slow if that was not clear before."""
     say(proof_of(results))
     share = 1.0 if work.emulate or not results else median(result.core_share for result in results)
-    if why := why_slow(ranks, share, targets):
+    if ranks <= cores() and (why := why_slow(ranks, share, command)):
         say(why)
 
 

@@ -11,16 +11,26 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from pipelab.cli.sweeping import Cell, Table, sweep
+from pipelab.cli.sweeping import Cell, sweep, table_of
+from pipelab.draw.table import Table
 from pipelab.plan.plan import Plan
 from pipelab.simulation.comparison import Comparison, compare
 
 if TYPE_CHECKING:
     from pipelab.labs.running import Job, Result
 
-__all__ = ["Work", "measure", "measure_sweep", "proof_of", "why_slow"]
+__all__ = [
+    "Work",
+    "cores",
+    "measure",
+    "measure_sweep",
+    "proof_of",
+    "too_few_cores",
+    "why_slow",
+]
 
 _SEVERAL_RANKS, _TWO_RANKS = 4, 2
+_STEPS, _EMULATED_STEPS = 5, 3
 _CROWDED = 0.8
 """If the ranks have a core for a smaller fraction of their working time than this, they hold each other up."""
 
@@ -32,7 +42,10 @@ class Work:
     width: Annotated[int, typer.Option(min=1, help="features of every layer")] = 1024
     depth: Annotated[int, typer.Option(min=1, help="layers of the model, Linear and ReLU each")] = 8
     batch: Annotated[int, typer.Option(min=1, help="rows of the batch")] = 256
-    steps: Annotated[int, typer.Option(min=1, help="steps to measure; the one of median length is shown")] = 5
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="steps to measure; the one of median length is shown; by default 5, with --emulate 3"),
+    ] = None
     emulate: Annotated[
         tuple[float, float] | None,
         typer.Option(
@@ -46,26 +59,21 @@ class Work:
         """The default number of ranks: two on real tensors, so that a laptop has a core for each."""
         return _SEVERAL_RANKS if self.emulate else _TWO_RANKS
 
+    @property
+    def measured_steps(self) -> int:
+        """How many steps of each schedule are measured: emulated ones differ little."""
+        return self.steps or (_EMULATED_STEPS if self.emulate else _STEPS)
+
     def jobs(self, plans: Sequence[Plan], shares: Sequence[int]) -> list[Job]:
         """Return what runs; `shares` says into how many micro-batches each plan divides the emulated times."""
-        from pipelab.engine.emulation import emulated
-        from pipelab.labs.running import Job, linear_stack
+        from pipelab.labs.running import make_jobs
 
-        if self.emulate is None:
-            models = {
-                stages: linear_stack(self.width, self.depth, stages) for stages in {plan.stages for plan in plans}
-            }
-            return [Job(plan, models[plan.stages], (self.batch, self.width)) for plan in plans]
-        forward, backward = self.emulate
-        return [
-            Job(plan, emulated(plan.stages, forward / share, backward / share), (self.batch, 1))
-            for plan, share in zip(plans, shares, strict=True)
-        ]
+        return make_jobs(plans, shares, self.width, self.depth, self.batch, self.emulate)
 
 
 def measure(names: Sequence[str], plans: Sequence[Plan], work: Work) -> tuple[Comparison, list[Result]]:
     """Run plans and return their steps side by side; a single plan's step stands beside its prediction."""
-    results = _run(work.jobs(plans, [1] * len(plans)), work.steps)
+    results = _run(work.jobs(plans, [1] * len(plans)), work.measured_steps)
     if len(results) == 1:
         (only,) = results
         names = ["predicted from its own action times", "measured"]
@@ -79,9 +87,9 @@ def measure_sweep(
     """Run every schedule with every number of micro-batches, always on the same batch."""
     plans = sweep(names, counts, plan_of)
     jobs = work.jobs(list(plans.cells.values()), [count for _, count in plans.cells])
-    results = _run(jobs, work.steps)
+    results = _run(jobs, work.measured_steps)
     cells = dict(zip(plans.cells, (Cell(result.measured, result.loss) for result in results), strict=True))
-    return Table(cells, names, counts, plans.refusals), results
+    return table_of(cells, plans.refusals), results
 
 
 def proof_of(results: Sequence[Result]) -> str:
@@ -96,24 +104,49 @@ def proof_of(results: Sequence[Result]) -> str:
     )
 
 
-def why_slow(ranks: int, core_share: float, names: Sequence[str], slower: bool = False) -> str:
+def too_few_cores(ranks: int, command: str) -> str:
+    """Return a warning that ranks which share cores can turn the order of schedules around; "" if each has a core.
+
+    Args:
+        ranks: how many there are.
+        command: the command, to which the warning adds what needs no cores.
+    """
+    from pipelab.labs.running import has_gpu
+
+    if ranks <= cores() or has_gpu():
+        return ""
+    return (
+        f"{ranks} ranks take turns on {_counted_cores()}: the order of the schedules measured here can be the opposite "
+        f"of the order on {ranks} devices. Emulated devices need no cores: {command} --emulate 20 40"
+    )
+
+
+def why_slow(ranks: int, core_share: float, command: str, slower: bool = False) -> str:
     """Say in one line why ranks on this processor held each other up, and what to do; empty if they did not.
 
     Args:
         ranks: how many there are.
         core_share: for which fraction of their working time they had a core.
-        names: the schedules, for the command that needs no cores.
+        command: the command, to which the line adds what needs no cores.
         slower: whether a pipelined step took longer than plain training's: then there is a reason in any case.
     """
     if core_share >= _CROWDED and not slower:
         return ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     why = "all cores busy at once slow each other down here"
-    if ranks > cores:
-        why = f"{ranks} ranks take turns on {cores} core{'s' if cores > 1 else ''}"
+    if ranks > cores():
+        why = f"{ranks} ranks take turns on {_counted_cores()}"
     elif core_share < _CROWDED:
         why = f"the ranks had a core for only {100 * core_share:.0f} % of their work (other programs, or short actions)"
-    return f"Slow because {why}. Emulated devices need no cores: pipelab run {' '.join(names)} --emulate 20 40"
+    return f"Slow because {why}. Emulated devices need no cores: {command} --emulate 20 40"
+
+
+def cores() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _counted_cores() -> str:
+    return f"{cores()} core{'s' if cores() > 1 else ''}"
 
 
 def _run(jobs: Sequence[Job], steps: int) -> list[Result]:

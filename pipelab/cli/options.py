@@ -47,14 +47,18 @@ Save = Annotated[
 ]
 SaveComparison = Annotated[
     list[Path] | None,
-    typer.Option("--save", "-o", help="a file to write: html svg png pdf txt csv; a table: csv txt; repeatable"),
+    typer.Option(
+        "--save",
+        "-o",
+        help="a file to write: html svg png pdf txt csv; a table also: md tex; repeatable",
+    ),
 ]
 SaveRun = Annotated[
     list[Path] | None,
     typer.Option(
         "--save",
         "-o",
-        help="a file to write: html svg png pdf txt csv; for one run also json; a table: csv txt; repeatable",
+        help="a file to write: html svg png pdf txt csv; for one run also json; a table also: md tex; repeatable",
     ),
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]

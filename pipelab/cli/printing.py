@@ -14,9 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as Columns
 
 from pipelab import draw, files
-from pipelab.cli.sweeping import SUFFIXES as TABLE_SUFFIXES
-from pipelab.cli.sweeping import Table
-from pipelab.draw import graph, text, wording
+from pipelab.draw import graph, table, text, wording
+from pipelab.draw.table import Table
 from pipelab.errors import clean, require_suffix
 from pipelab.simulation.comparison import Comparison
 from pipelab.trace.trace import Trace
@@ -47,7 +46,7 @@ _PLAIN = dict(zip("│┆▏─┄┬┴┐└┘┤┌▲·…", "|||--+++++++^
 TIMELINE = ("a timeline", (*draw.TRACE_SUFFIXES, ".csv"))
 RUN = ("a run", (*draw.COMPARISON_SUFFIXES, ".json"))
 COMPARISON = ("a comparison", draw.COMPARISON_SUFFIXES)
-TABLE = ("a table of sizes", TABLE_SUFFIXES)
+TABLE = ("a table", table.SUFFIXES)
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 

@@ -55,7 +55,8 @@ def show_demo(folder: Path, steps: int) -> None:
         "naive's action times. peak: micro-batches whose activations a rank holds at once.[/]\n"
     )
     slower = any(each.speed_up < 1 for each in trained[1:])
-    if why := why_slow(setting.ranks, median(each.core_share for each in trained), _TRAINED, slower):
+    command = f"pipelab run {' '.join(_TRAINED)}"
+    if why := why_slow(setting.ranks, median(each.core_share for each in trained), command, slower):
         console.print(f"{why}\n", markup=False, highlight=False)
     console.print(
         f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters are "

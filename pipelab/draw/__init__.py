@@ -8,6 +8,7 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `graph`: the dependency graph, by Graphviz
 - `bars`: a trace as lanes of bars: what all of them draw
 - `labels`: which labels fit into the bars of a figure
+- `table`: tables of results, for a terminal, a report and a plot
 - `ruler`: the ruler under a text timeline
 - `wording`: headlines and tables in words
 - `colours`: the palette

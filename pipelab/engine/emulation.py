@@ -6,7 +6,8 @@ A laptop with two cores can then show eight ranks truly side by side.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from pipelab.engine.device.clocks import here, since
 from pipelab.engine.stage.autograd import will_run
 from pipelab.errors import CostError, require_size
 
-__all__ = ["EmulatedStage", "emulated"]
+__all__ = ["EmulatedStage", "emulated", "instantly"]
 
 
 _LATE_NANOSECONDS = 200_000
@@ -158,6 +159,29 @@ def emulated(
         if part > whole:
             raise CostError(f"input_grad_ms={part:g} is more than backward_ms={whole:g}, of which it is a part")
     return nn.Sequential(*(EmulatedStage(*times) for times in zip(forward, backward, inputs, strict=True)))
+
+
+@contextmanager
+def instantly(model: nn.Module) -> Iterator[None]:
+    """Let a model's emulated stages take no time: a warm-up or a verification then costs only its real work.
+
+    Example:
+        >>> model = emulated(2, forward_ms=20, backward_ms=40)
+        >>> with instantly(model):
+        ...     print(model[0])
+        EmulatedStage(forward_ms=0, backward_ms=0)
+        >>> model[0]
+        EmulatedStage(forward_ms=20, backward_ms=40)
+    """
+    stages = [each for each in model.modules() if isinstance(each, EmulatedStage)]
+    times = [(each.forward_ms, each.backward_ms, each.input_grad_ms) for each in stages]
+    for each in stages:
+        each.forward_ms = each.backward_ms = each.input_grad_ms = 0.0
+    try:
+        yield
+    finally:
+        for each, of_each in zip(stages, times, strict=True):
+            each.forward_ms, each.backward_ms, each.input_grad_ms = of_each
 
 
 def _each(name: str, value: float | Sequence[float], stages: int) -> list[float]:

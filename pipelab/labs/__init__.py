@@ -1,6 +1,8 @@
 """What a course runs and measures: plain data, which the command line prints.
 
 - `demo`: one model, trained plainly and with three schedules
+- `practical9`: three ways to run a split model, and true 1F1B
+- `hw3`: a stack of linear layers over several devices
 - `running`: plans on models of equal layers, measured, predicted and verified
 - `language_model`: a byte-level language model, and a text to learn
 """

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipelab.catalogue import schedules
 from pipelab.conformance.workload import one_thread
-from pipelab.engine.emulation import emulated
+from pipelab.engine.emulation import emulated, instantly
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
@@ -171,8 +171,10 @@ def emulate(
     """Run a schedule on emulated devices, and simulate it with the same times."""
     plan = schedules[name](ranks, microbatches).plan()
     rows = torch.ones(microbatches, 1)
-    with Pipeline(emulated(ranks, forward_ms, backward_ms), plan, nn.functional.mse_loss, ["cpu"] * ranks) as pipe:
-        pipe.step(rows, 2 * rows)  # the first step warms up
+    model = emulated(ranks, forward_ms, backward_ms)
+    with Pipeline(model, plan, nn.functional.mse_loss, ["cpu"] * ranks) as pipe:
+        with instantly(model):
+            pipe.step(rows, 2 * rows)  # the first step warms up
         measured = pipe.step(rows, 2 * rows).trace
     return Emulation(name, measured, simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms")))
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import nn
 
+from pipelab.engine.emulation import EmulatedStage, emulated, instantly
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.verify.verify import Verification
 from pipelab.errors import SplitError
@@ -16,12 +19,15 @@ from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
-__all__ = ["Job", "Result", "core_share", "linear_stack", "run_all"]
+__all__ = ["Job", "Result", "core_share", "has_gpu", "linear_stack", "make_jobs", "run_all"]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A plan to run on a model with a batch of a given shape. Jobs may share a model."""
+    """A plan to run on a model with a batch of a given shape.
+
+    Jobs that run together may share a model if their plans have its stages on the same ranks.
+    """
 
     plan: Plan
     model: nn.Module
@@ -31,6 +37,11 @@ class Job:
         """Return inputs and targets, the same every time."""
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*self.shape, generator=generator), torch.randn(*self.shape, generator=generator)
+
+    def pipeline(self) -> Pipeline:
+        """Return the pipeline that runs the plan on this machine's devices; emulated stages need no GPU."""
+        sleeps = any(isinstance(layer, EmulatedStage) for layer in self.model.modules())
+        return Pipeline(self.model, self.plan, nn.functional.mse_loss, ["cpu"] * self.plan.ranks if sleeps else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,11 @@ def core_share(processor_seconds: float, traces: Sequence[Trace]) -> float:
     return min(1.0, processor_seconds / working_seconds) if working_seconds else 1.0
 
 
+def has_gpu() -> bool:
+    """Return whether ranks run on GPUs here."""
+    return torch.cuda.is_available()
+
+
 def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
     """Return `depth` layers of Linear and ReLU, grouped so that no stage begins with a ReLU."""
     if depth < stages:
@@ -66,41 +82,71 @@ def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 
 
-def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None]) -> list[Result]:
+def make_jobs(
+    plans: Sequence[Plan],
+    shares: Sequence[int],
+    width: int = 1024,
+    depth: int = 8,
+    batch: int = 256,
+    emulate: tuple[float, float] | None = None,
+) -> list[Job]:
+    """Return what runs plans on a stack of linear layers, or on emulated devices.
+
+    Args:
+        plans: the plans.
+        shares: for each plan, into how many micro-batches it divides the emulated times.
+        width: features of every layer.
+        depth: how many layers.
+        batch: rows of the batch.
+        emulate: milliseconds that a stage's forward and backward take on emulated devices; `None` for real layers.
+    """
+    if emulate is None:
+        placements = [tuple(plan.replicas.values()) for plan in plans]
+        models = {each: linear_stack(width, depth, len(each)) for each in set(placements)}
+        return [Job(plan, models[each], (batch, width)) for plan, each in zip(plans, placements, strict=True)]
+    forward, backward = emulate
+    return [
+        Job(plan, emulated(plan.stages, forward / share, backward / share), (batch, 1))
+        for plan, share in zip(plans, shares, strict=True)
+    ]
+
+
+def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None] = lambda *_: None) -> list[Result]:
     """Run each job for several steps, and return the step of median length of each.
 
-    Several jobs take turns, one step each, so that other programs on the machine disturb all of them alike.
+    Several jobs take turns, one step each, so that other programs on the machine disturb all of them alike. Emulated
+    stages take time only in the measured steps, not in the warm-up and in the verification.
 
     Args:
         jobs: the jobs.
-        steps: how many steps of each are measured, after one warm-up step of each new pipeline.
+        steps: how many steps of each are measured, after one step to warm up.
         report: called before each turn with its name and the finished fraction of all turns, from 0 to 1.
     """
     turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
     traces: list[list[Trace]] = [[] for _ in jobs]
-    processor_seconds = [0.0 for _ in jobs]
+    losses, processor_seconds = [0.0 for _ in jobs], [0.0 for _ in jobs]
     share = 1 / (len(jobs) * (turns + 1))  # and one turn to verify the gradients
-    for turn in range(turns):
-        for index, job in enumerate(jobs):
+    results: list[Result] = []
+    with ExitStack() as stack:
+        pipes = [stack.enter_context(job.pipeline()) for job in jobs]
+        for turn, (index, job) in product(range(turns), enumerate(jobs)):
             report(job.plan.name, (turn * len(jobs) + index) * share)
             x, y = job.batch()
-            with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
-                pipe.step(x, y)  # the first step warms up
-                began = time.process_time()
-                traces[index].extend(pipe.step(x, y).trace for _ in range(each))
-                processor_seconds[index] += time.process_time() - began
-    results: list[Result] = []
-    for index, job in enumerate(jobs):
-        report(f"verifying {job.plan.name}", (turns * len(jobs) + index) * share)
-        cores = 1.0 if torch.cuda.is_available() else core_share(processor_seconds[index], traces[index])
-        results.append(_result(job, traces[index], cores))
+            if turn == 0:
+                with instantly(job.model):
+                    pipes[index].step(x, y)  # the first step warms up
+            began = time.process_time()
+            for _ in range(each):
+                step = pipes[index].step(x, y)
+                traces[index].append(step.trace)
+                losses[index] = step.loss.item()
+            processor_seconds[index] += time.process_time() - began
+        for index, (job, pipe) in enumerate(zip(jobs, pipes, strict=True)):
+            report(f"verifying {job.plan.name}", (turns * len(jobs) + index) * share)
+            x, y = job.batch()
+            with instantly(job.model):
+                proof = pipe.verify(x, y)
+            measured = sorted(traces[index], key=lambda trace: trace.makespan)[len(traces[index]) // 2]
+            cores = 1.0 if has_gpu() else core_share(processor_seconds[index], traces[index])
+            results.append(Result(measured, simulate(job.plan, Cost.fit(measured)), losses[index], proof, cores))
     return results
-
-
-def _result(job: Job, traces: list[Trace], cores: float) -> Result:
-    x, y = job.batch()
-    with Pipeline(job.model, job.plan, nn.functional.mse_loss) as pipe:
-        loss = pipe.step(x, y).loss.item()
-        proof = pipe.verify(x, y)
-    measured = sorted(traces, key=lambda trace: trace.makespan)[len(traces) // 2]
-    return Result(measured, simulate(job.plan, Cost.fit(measured)), loss, proof, cores)

@@ -11,7 +11,9 @@ from rich.console import Console
 
 import pipelab
 from pipelab.cli import measuring
-from pipelab.labs.running import core_share
+from pipelab.cli.measuring import Work
+from pipelab.engine import emulation
+from pipelab.labs.running import core_share, run_all
 
 
 def test_run_executes_verifies_and_draws(pipelab_command, folder):
@@ -87,6 +89,32 @@ def test_run_shows_on_a_terminal_how_far_it_is_and_is_quiet_in_a_pipe(pipelab_co
     assert "Naive(ranks=2, microbatches=2)" in shown
     assert "verifying GPipe(ranks=2, microbatches=4)" in shown  # the gradients' turn is part of it
     assert "100%" in shown
+
+
+@pytest.mark.parametrize("counts", ["2", "2,4"])
+def test_too_few_cores_are_reported_before_the_results_with_what_needs_none(pipelab_command, monkeypatch, counts):
+    monkeypatch.setattr(measuring, "cores", lambda: 2)
+    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", counts)
+    _, output, _ = pipelab_command("run", "naive", "gpipe", *work, "-r", "4")
+    prose = " ".join(output.split())
+    assert prose.startswith("4 ranks take turns on 2 cores")
+    assert f"pipelab run naive gpipe -r 4 -m {counts} --emulate 20 40" in prose
+    assert "take turns" not in prose.partition("bubble")[2]
+    assert "take turns" not in pipelab_command("run", "gpipe", *work, "-r", "2")[1]
+    assert "take turns" not in pipelab_command("run", "gpipe", *work, "-r", "4", "--emulate", "1", "1")[1]
+
+
+def test_emulated_time_passes_only_in_the_measured_steps():
+    jobs = Work(emulate=(2, 4), batch=4).jobs([pipelab.Naive(2, 2).plan(), pipelab.GPipe(2, 2).plan()], [1, 1])
+    slept: list[float] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(emulation, "_sleep_until", lambda moment: slept.append(moment))
+        patched.setattr(emulation, "since", lambda: 0)
+        results = run_all(jobs, steps=3)
+    one_step_ns = 2 * 2 * (2 + 4) * 10**6
+    assert sum(slept) == 2 * 3 * one_step_ns
+    assert all(result.proof.exact for result in results)
+    assert repr(jobs[0].model[0]) == "EmulatedStage(forward_ms=2, backward_ms=4)"  # as before
 
 
 def test_ranks_that_share_a_core_have_it_for_half_of_their_work():

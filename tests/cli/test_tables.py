@@ -44,7 +44,7 @@ def test_compare_over_micro_batches_shares_one_batch_among_them(pipelab_command)
 )
 def test_slow_ranks_get_a_reason_and_a_command_that_needs_no_cores(monkeypatch, ranks, share, slower, reason):
     monkeypatch.setattr(measuring.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    said = measuring.why_slow(ranks, share, ["gpipe", "1f1b"], slower)
+    said = measuring.why_slow(ranks, share, "pipelab run gpipe 1f1b", slower)
     assert reason in said
     assert ("pipelab run gpipe 1f1b --emulate 20 40" in said) == bool(reason)
 
@@ -96,7 +96,16 @@ def test_a_number_without_an_option_is_no_schedule(pipelab_command):
     assert error.startswith("4: a number is not a schedule")
 
 
-def test_a_table_is_no_picture(pipelab_command, folder):
-    code, _, error = pipelab_command("compare", "gpipe", "-m", "2,4", "-o", "table.svg")
+def test_a_table_is_saved_as_a_plot_and_for_a_report(pipelab_command, folder):
+    names = [f"table.{suffix}" for suffix in ("csv", "txt", "md", "tex", "svg", "png", "pdf")]
+    code, output, _ = pipelab_command(
+        "compare", "gpipe", "-m", "2,4", *(word for name in names for word in ("-o", name))
+    )
+    assert code == 0
+    assert all(f"wrote {name}" in output and (folder / name).stat().st_size for name in names)
+
+
+def test_a_table_is_no_page(pipelab_command, folder):
+    code, _, error = pipelab_command("compare", "gpipe", "-m", "2,4", "-o", "table.html")
     assert code == 1
-    assert "use one of .csv .txt" in error
+    assert "use one of .csv .txt .md .tex .png .svg .pdf" in error

@@ -1,0 +1,155 @@
+"""What `pipelab lab` shows: the course's experiments, row by row."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
+from pipelab.cli.options import grouped, whole_numbers
+from pipelab.cli.printing import TABLE, require_writable, say, show
+from pipelab.errors import UsageError
+
+__all__ = ["finished", "lab"]
+
+Row = TypeVar("Row", bound=Mapping[str, Any])
+
+SaveTable = Annotated[
+    list[Path] | None,
+    typer.Option("--save", "-o", help="a file to write: csv md tex txt; png svg pdf: the plot; repeatable"),
+]
+
+lab = typer.Typer(help="Run an experiment of the course, and make its table.", no_args_is_help=True)
+
+
+def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], bool]:
+    """Collect rows as they are made, with progress and an estimate on stderr; Ctrl-C keeps those that are done.
+
+    Args:
+        rows: makes one row after the other.
+        total: how many rows there will be.
+        what: what is being made, for the progress.
+
+    Returns:
+        The rows, and whether all of them were made.
+    """
+    console = Console(stderr=True)
+    found: list[Row] = []
+    began = time.monotonic()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} of {task.total}, left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    try:
+        with bar as progress:
+            task = progress.add_task(what, total=total)
+            for row in rows:
+                found.append(row)
+                progress.advance(task)
+                if not console.is_terminal and len(found) < total:
+                    left = (time.monotonic() - began) / len(found) * (total - len(found))
+                    sys.stderr.write(f"{what}: {len(found)} of {total}, about {left:.0f} s left\n")
+                    sys.stderr.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{what}: stopped; {len(found)} of {total} rows are done\n")
+        return found, False
+    return found, True
+
+
+@lab.command()
+@grouped
+def practical9(
+    work: Work,
+    ranks: Annotated[int, typer.Option("--ranks", "-r", min=2, help="workers of the pipeline")] = 2,
+    microbatches: Annotated[
+        str, typer.Option("--microbatches", "-m", help="the numbers of micro-batches to compare")
+    ] = "2,4,8",
+    real: Annotated[bool, typer.Option("--real", help="real layers, even with fewer cores than ranks")] = False,
+    save: SaveTable = None,
+) -> None:
+    """Compare naive, GPipe, the single loop and true 1F1B: the table, and the eight questions answered from it.
+
+    Emulated times are those of the whole batch. If there are fewer cores than ranks, the default is `--emulate 20 40`.
+    """
+    counts = whole_numbers("--microbatches", microbatches)
+    require_writable(save, TABLE)
+    if real and work.emulate:
+        raise UsageError("--real and --emulate: choose one, real layers or emulated devices")
+    from pipelab.labs import practical9 as course
+
+    command = f"pipelab lab practical9 -r {ranks} -m {microbatches}"
+    warning = "" if work.emulate else too_few_cores(ranks, command)
+    if warning and not real:
+        work = replace(work, emulate=(20.0, 40.0))
+        say(f"{ranks} ranks on {cores()} cores would take turns, so the devices are emulated; --real runs real layers.")
+    elif warning:
+        say(warning)
+    rows, whole = finished(
+        course.measurements(
+            ranks,
+            counts,
+            width=work.width,
+            depth=work.depth,
+            batch=work.batch,
+            emulate=work.emulate,
+            steps=work.measured_steps,
+        ),
+        len(course.METHODS) * len(counts),
+        "measuring",
+    )
+    devices = "{:g} ms forward and {:g} ms backward".format(*work.emulate) if work.emulate else "real layers"
+    say(f"One batch through {ranks} stages, {devices}; median of {work.measured_steps} steps")
+    if rows:
+        show(course.table(rows), save)
+    if not whole:
+        raise typer.Exit(1)
+    share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
+    if not warning and (why := why_slow(ranks, share, command)):
+        say(f"{why}\n")
+    if note := course.surprise(rows):
+        say(f"{note}\n")
+    for number, (question, answer) in enumerate(course.answers(rows), start=1):
+        say(f"{number}. {question}\n{answer}")
+
+
+@lab.command()
+def hw3(
+    depth: Annotated[str, typer.Option(help="one number of layers or several")] = "6,12,24",
+    devices: Annotated[
+        str | None, typer.Option(help="one number of devices or several; by default all GPUs, without GPUs 2,3,5")
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="features of every layer")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="rows of the batch")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="steps to measure; the median is shown")] = 5,
+    save: SaveTable = None,
+) -> None:
+    """Split a stack of linear layers by hand: which layer lands where, what `.to()` moves, time and memory.
+
+    Each depth runs in two halves (`i < depth // 2`), and spread evenly over each number of devices. Where there are no
+    GPUs, each device is a thread of the processor.
+    """
+    depths, counts = whole_numbers("--depth", depth), whole_numbers("--devices", devices)
+    require_writable(save, TABLE)
+    from pipelab.labs import hw3 as course
+
+    counts = counts or course.usual_devices()
+    made = course.measurements(depths, counts, width=width, batch=batch, steps=steps)
+    rows, whole = finished(made, len(depths) * (1 + len(counts)), "measuring")
+    if rows:
+        show(course.table(rows), save)
+    if not whole:
+        raise typer.Exit(1)

@@ -1,0 +1,256 @@
+"""Practical 9: three ways to run a split model, and the true 1F1B beside them, measured.
+
+Examples:
+    >>> rows = list(measurements(ranks=2, counts=(2, 4), emulate=(4, 8), steps=1))
+    >>> [row["method"] for row in rows if row["microbatches"] == 4]
+    ['A naive, whole batch', 'A naive, one by one', 'B GPipe', 'C single loop', 'true 1F1B']
+    >>> [row["predicted_ms"] for row in rows if row["microbatches"] == 4]
+    [24.0, 24.0, 15.0, 21.0, 15.0]
+    >>> [row["peak_activations"] for row in rows if row["microbatches"] == 4]
+    [(1, 1), (1, 1), (4, 4), (2, 2), (2, 1)]
+    >>> table(rows).axes
+    ('microbatches', ('step_time_ms', 'bubble', 'peak_share'))
+    >>> len(answers(rows))
+    8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from pipelab.catalogue import DelayedBackward, GPipe, Naive, OneFOneB
+from pipelab.draw import wording
+from pipelab.draw.table import Column, Table
+from pipelab.engine.stage.batch import row_counts
+from pipelab.errors import UsageError
+from pipelab.labs.running import Result, make_jobs, run_all
+from pipelab.schedule import Schedule
+from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.comparison import compare
+from pipelab.trace.trace import Trace
+
+__all__ = ["METHODS", "answers", "measurements", "surprise", "table"]
+
+WHOLE, ONE_BY_ONE, GPIPE, LOOP, TRUE = METHODS = (
+    "A naive, whole batch",
+    "A naive, one by one",
+    "B GPipe",
+    "C single loop",
+    "true 1F1B",
+)
+"""The methods: `Naive(ranks, 1)`, `Naive(ranks, M)`, `GPipe`, `DelayedBackward` and `OneFOneB`."""
+
+_KINDS: dict[str, type[Schedule]] = {ONE_BY_ONE: Naive, GPIPE: GPipe, LOOP: DelayedBackward, TRUE: OneFOneB}
+_CLEARLY = 1.1
+"""From this ratio on, two predicted times differ clearly."""
+
+Row = Mapping[str, Any]
+
+
+def measurements(
+    ranks: int = 2,
+    counts: Sequence[int] = (2, 4, 8),
+    *,
+    width: int = 1024,
+    depth: int = 8,
+    batch: int = 256,
+    emulate: tuple[float, float] | None = None,
+    steps: int = 5,
+) -> Iterator[dict[str, Any]]:
+    """Measure every method with every number of micro-batches, always on the same batch; yield a row for each.
+
+    The whole batch at once is measured one time, and its row is repeated for each number of micro-batches.
+
+    Args:
+        ranks: how many ranks there are.
+        counts: the numbers of micro-batches.
+        width: features of every layer.
+        depth: how many layers.
+        batch: rows of the batch.
+        emulate: milliseconds that a stage takes forward and backward for the whole batch, on emulated devices; `None`
+            for real layers.
+        steps: how many steps are measured; the row shows the one of median length.
+
+    Raises:
+        BatchError: if the batch has fewer rows than micro-batches.
+        SplitError: if there are fewer layers than ranks.
+        UsageError: if the emulated stages take no time.
+    """
+    if emulate is not None and not sum(emulate) > 0:
+        raise UsageError(f"emulate={emulate}: a step without any time has nothing to compare")
+    for count in counts:
+        row_counts(batch, count)
+    names = [(WHOLE, 1), *((method, count) for count in counts for method in _KINDS)]
+    plans = [(_KINDS.get(method, Naive))(ranks, count).plan() for method, count in names]
+    jobs = make_jobs(plans, [count for _, count in names], width, depth, batch, emulate)
+    alone: dict[int, Trace] = {}
+    for (method, count), job in zip(names, jobs, strict=True):
+        (result,) = run_all([job], steps)
+        if method in (WHOLE, ONE_BY_ONE):  # one rank works at a time, so that none disturbs another
+            alone[count] = result.measured
+        cost = Cost.fit(alone[count])
+        if emulate is not None:
+            cost = Cost(forward=emulate[0] / count, backward=emulate[1] / count, unit="ms")
+        row = _row(result, simulate(job.plan, cost))
+        for shown in counts if method == WHOLE else [count]:
+            yield {"method": method, "microbatches": shown, "ranks": ranks, **row}
+
+
+def _row(result: Result, predicted: Trace) -> dict[str, Any]:
+    measured = result.measured
+    (shares,) = compare(measured).rows
+    backwards = [event.start for event in measured.events if event.action.kind == "B"]
+    return {
+        "step_time_ms": measured.makespan,
+        "predicted_ms": predicted.makespan,
+        "loss": result.loss,
+        "utilisation": shares.busy_share,
+        "bubble": measured.bubble,
+        "predicted_bubble": predicted.bubble,
+        "first_backward_ms": min(backwards) - measured.start,
+        "peak_activations": measured.peak_activations,
+        "peak_share": max(shares.peak_share),
+        "core_share": result.core_share,
+        "gradients_exact": result.proof.exact,
+        "whole_batch_difference": result.proof.whole_batch_difference,
+    }
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the table of measured rows, the numbers of micro-batches side by side."""
+    columns = [
+        Column("method"),
+        Column("microbatches", "micro-batches"),
+        Column("step_time_ms", "time of a step, ms", wording.number),
+        Column("predicted_ms", "predicted, ms", wording.number),
+        Column("loss", show="{:.6f}".format),
+        Column("utilisation", "utilisation of each rank", wording.percents),
+        Column("bubble", show=wording.percent),
+        Column("predicted_bubble", "bubble, predicted", wording.percent),
+        Column("first_backward_ms", "first backward after, ms", wording.number),
+        Column("peak_activations", "peak activations of each rank", wording.elided),
+        Column("peak_share", "peak, share of the batch", lambda share: wording.percents([share])),
+    ]
+    exact = all(row["gradients_exact"] for row in rows)
+    off = max((row["whole_batch_difference"] or 0.0 for row in rows), default=0.0)
+    notes = [
+        "A naive, whole batch: the batch in one piece, measured once. Its 1 activation is of the whole batch; the "
+        "other methods' activations are of one micro-batch each.",
+        f"The gradients match plain training with the same micro-batches {'bit for bit' if exact else 'to rounding'}. "
+        f"Against the whole batch at once they differ by at most {off:.1e}.",
+    ]
+    return Table(rows, columns, "microbatches", ("microbatches", ("step_time_ms", "bubble", "peak_share")), notes)
+
+
+def surprise(rows: Sequence[Row]) -> str:
+    """Return a sentence if the measured order of two methods is the opposite of a clear prediction; "" if none is."""
+    found = []
+    for one, other in combinations(rows, 2):
+        slow, fast = sorted((one, other), key=lambda row: -row["predicted_ms"])
+        clear = slow["predicted_ms"] > _CLEARLY * fast["predicted_ms"]
+        if one["microbatches"] == other["microbatches"] and clear and slow["step_time_ms"] < fast["step_time_ms"]:
+            found.append((slow, fast))
+    if not found:
+        return ""
+    slow, fast = found[-1]
+    others = f" (and in {len(found) - 1} more pairs)" if len(found) > 1 else ""
+    return (
+        f"With {slow['microbatches']} micro-batches, {slow['method']} was measured faster than {fast['method']}, "
+        f"{_ms(slow)} against {_ms(fast)}: here, something other than the schedule decided{others}. Trust the "
+        "predictions; emulated devices and longer actions are disturbed less."
+    )
+
+
+def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return the practical's eight questions, each with an answer from the numbers of a whole table."""
+    at = {(row["method"], row["microbatches"]): row for row in rows}
+    counts = sorted({row["microbatches"] for row in rows})
+    few, many = counts[0], counts[-1]
+    ranks = rows[0]["ranks"]
+    whole, naive, gpipe, loop, true = (at[method, many] for method in METHODS)
+    lead = f"From {few} to {many} of them" if few < many else f"From the whole batch in one piece to {many} of them"
+    start = {method: at[method, few] if few < many else whole for method in _KINDS}
+    slow_links = [
+        simulate(kind(ranks, many), Cost(forward=1, backward=2, latency=0.5)).makespan for kind in (GPipe, OneFOneB)
+    ]
+    affordable = 4 * many
+    return [
+        (
+            "Do the devices work at the same time?",
+            f"With A they do not: on average {_working(naive):.2f} of {ranks} ranks work, because each waits for the "
+            f"result of the one before it. With B, all forwards follow one another, and {_working(gpipe):.2f} ranks "
+            f"work at a time ({many} micro-batches).",
+        ),
+        (
+            "Where is the idle time?",
+            f"With A, everywhere: a rank waits while any other works, {wording.percent(naive['bubble'])} of the step. "
+            f"With B, it is where the pipeline fills and drains: the last rank waits at the start and at the end, rank "
+            f"0 in the middle; {wording.percent(gpipe['bubble'])} of the step. With C, between all actions: "
+            f"{wording.percent(loop['bubble'])}.",
+        ),
+        (
+            "Why are forward and backward separated?",
+            "A rank that need not wait for a micro-batch's backward can begin the next forward at once. The work is "
+            f"the same, only its order differs: {_ms(naive)} one by one, {_ms(gpipe)} with all forwards first.",
+        ),
+        (
+            "Does GPipe remove the bubble?",
+            f"No, it makes it smaller: {_bubble(gpipe)}. With equal stages and free transfers it is (P - 1) / "
+            f"(M + P - 1) = {wording.percent((ranks - 1) / (many + ranks - 1))}. For true 1F1B the formula is "
+            "the same, though many courses say that its bubble is smaller, and its timeline looks fuller: "
+            f"{_bubble(true)}.",
+        ),
+        (
+            "When does the first backward start?",
+            f"With B, after the last rank's last forward: {wording.number(gpipe['first_backward_ms'])} ms after the "
+            f"start. With true 1F1B, after its first: {wording.number(true['first_backward_ms'])} ms. "
+            "That does not make the step shorter than GPipe's, but activations are released earlier.",
+        ),
+        (
+            "Do more micro-batches always help?",
+            f"No. {lead}, B's bubble shrinks, and its step goes from {_ms(start[GPIPE])} to "
+            f"{_ms(gpipe)}. A's bubble stays: {_ms(start[ONE_BY_ONE])}, then {_ms(naive)}; the difference is what "
+            "small micro-batches cost in addition. C, the single loop often taught as 1F1B, goes from "
+            f"{_ms(start[LOOP])} to {_ms(loop)}, {wording.percent(loop['predicted_ms'] / naive['predicted_ms'])} of "
+            "A's predicted time: every rank is one forward ahead, where the first ranks would have to be several.",
+        ),
+        (
+            "Which method gains most?",
+            "B and true 1F1B: equally, if stages are equal and transfers free. Against the whole batch in one "
+            "piece, the step is "
+            + ", ".join(
+                f"{whole['step_time_ms'] / row['step_time_ms']:.2f} times as fast with {row['method']} (predicted "
+                f"{whole['predicted_ms'] / row['predicted_ms']:.2f})"
+                for row in (gpipe, true, loop, naive)
+            )
+            + ".",
+        ),
+        (
+            "Which would you use at scale?",
+            f"True 1F1B, for its memory: with {many} micro-batches its ranks hold {_peaks(true)} activations, and "
+            f"GPipe's {_peaks(gpipe)}. That does not grow with their number, so you can afford more of them, and that "
+            f"shrinks the bubble: with {affordable} it is {wording.percent((ranks - 1) / (affordable + ranks - 1))}, "
+            f"and rank 0 holds {min(affordable, ranks)}. If transfers are slow, 1F1B takes longer than GPipe: "
+            f"simulated with half a forward for each, {wording.number(slow_links[1])} forwards against "
+            f"{wording.number(slow_links[0])}.",
+        ),
+    ]
+
+
+def _working(row: Row) -> float:
+    """Return how many ranks work at a time, on average."""
+    return float(sum(row["utilisation"]))
+
+
+def _ms(row: Row) -> str:
+    return f"{wording.number(row['step_time_ms'])} ms (predicted {wording.number(row['predicted_ms'])})"
+
+
+def _bubble(row: Row) -> str:
+    return f"{wording.percent(row['bubble'])} measured, {wording.percent(row['predicted_bubble'])} predicted"
+
+
+def _peaks(row: Row) -> str:
+    return wording.elided(row["peak_activations"])

@@ -1,0 +1,168 @@
+"""Practical 9: its table, its answers, and the scripts that a student starts from."""
+
+from __future__ import annotations
+
+import csv
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import pipelab
+from pipelab.cli import labs, measuring
+from pipelab.errors import BatchError, UsageError
+from pipelab.labs import practical9
+from pipelab.labs.practical9 import GPIPE, LOOP, METHODS, TRUE, WHOLE
+
+SCRIPTS = Path(__file__).parents[2] / "tutorials" / "practical9"
+
+
+def rows_as_predicted(ranks: int = 4, counts: tuple[int, ...] = (2, 4, 8)) -> list[dict[str, object]]:
+    """Return the rows of a machine on which every step takes exactly the predicted time."""
+    measured = practical9.measurements(ranks, counts, emulate=(0.001, 0.001), batch=8, steps=1)
+    rows = []
+    for row in measured:
+        kind = {WHOLE: pipelab.Naive, GPIPE: pipelab.GPipe, LOOP: pipelab.DelayedBackward, TRUE: pipelab.OneFOneB}
+        pieces = 1 if row["method"] == WHOLE else row["microbatches"]
+        plan = kind.get(row["method"], pipelab.Naive)(ranks, pieces)
+        trace = pipelab.simulate(plan, pipelab.Cost(forward=80 / pieces, backward=160 / pieces))
+        rows.append(row | {"bubble": trace.bubble, "predicted_bubble": trace.bubble})
+        rows[-1] |= {"step_time_ms": trace.makespan, "predicted_ms": trace.makespan, "utilisation": (0.25,) * ranks}
+    return rows
+
+
+def test_every_method_is_measured_with_every_number_and_the_whole_batch_once():
+    rows = list(practical9.measurements(2, (2, 4), emulate=(8, 16), batch=8, steps=1))
+    assert [(row["method"], row["microbatches"]) for row in rows] == [
+        (WHOLE, 2), (WHOLE, 4), *((method, count) for count in (2, 4) for method in METHODS[1:])
+    ]  # fmt: skip
+    assert len({row["step_time_ms"] for row in rows}) == len(rows) - 1
+    assert all(row["step_time_ms"] >= row["predicted_ms"] for row in rows)
+    assert len({round(row["loss"], 5) for row in rows}) == 1
+    assert all(row["gradients_exact"] for row in rows)
+    at = {(row["method"], row["microbatches"]): row for row in rows}
+    assert [at[method, 4]["predicted_ms"] for method in METHODS] == [48, 48, 30, 42, 30]
+    assert [at[method, 4]["peak_activations"] for method in METHODS] == [(1, 1), (1, 1), (4, 4), (2, 2), (2, 1)]
+    assert [at[method, 4]["peak_share"] for method in METHODS] == [1, 0.25, 1, 0.5, 0.5]
+    assert at[GPIPE, 4]["first_backward_ms"] >= 5 * 2  # five forwards of 2 ms, then the last rank turns around
+    assert at[TRUE, 4]["first_backward_ms"] >= 2 * 2
+
+
+def test_real_layers_are_predicted_from_the_naive_actions_where_no_rank_disturbs_another():
+    rows = list(practical9.measurements(2, (2,), width=8, depth=4, batch=8, steps=1))
+    one_by_one, gpipe, loop, true = rows[1:]
+    assert one_by_one["predicted_ms"] > max(gpipe["predicted_ms"], true["predicted_ms"])
+    assert loop["predicted_ms"] == gpipe["predicted_ms"]  # with two micro-batches, C is GPipe but for its last actions
+    assert len({row["loss"] for row in rows[1:]}) == 1
+
+
+def test_more_micro_batches_than_rows_are_refused_before_any_work():
+    with pytest.raises(BatchError, match="8 micro-batches"):
+        next(practical9.measurements(2, (2, 8), emulate=(1, 1), batch=4))
+
+
+def test_stages_that_take_no_time_are_refused():
+    with pytest.raises(UsageError, match="without any time"):
+        next(practical9.measurements(2, (2,), emulate=(0, 0)))
+
+
+def test_a_single_number_of_micro_batches_is_compared_with_the_whole_batch():
+    answered = dict(practical9.answers(rows_as_predicted(counts=(8,))))
+    assert "From the whole batch in one piece to 8 of them" in answered["Do more micro-batches always help?"]
+
+
+def test_each_question_is_answered_with_numbers_of_the_table():
+    answered = dict(practical9.answers(rows_as_predicted()))
+    assert len(answered) == 8
+    assert all(re.search(r"\d", answer) for answer in answered.values())
+    bubble = answered["Does GPipe remove the bubble?"]
+    assert bubble.startswith("No")
+    assert bubble.count("27.3 %") == 5  # the formula's, and measured and predicted of both: GPipe and 1F1B are equal
+    gains = answered["Which method gains most?"]
+    assert "2.91 times as fast with B GPipe" in gains
+    assert "2.91 times as fast with true 1F1B" in gains
+    assert "1.10 times as fast with C single loop" in gains
+    assert "90.6 % of A's" in answered["Do more micro-batches always help?"]
+    scale = answered["Which would you use at scale?"]
+    assert "4 3 2 1" in scale
+    assert "8 8 8 8" in scale
+    assert "41 forwards against 36" in scale
+
+
+def test_a_measured_order_against_the_prediction_is_reported():
+    rows = rows_as_predicted()
+    assert practical9.surprise(rows) == ""
+    rows[-1]["step_time_ms"] = 2000  # 1F1B with 8 micro-batches, slower than A
+    said = practical9.surprise(rows)
+    assert f"{LOOP} was measured faster than {TRUE}" in said
+    assert "2 more pairs" in said
+
+
+def test_the_command_prints_the_table_and_eight_answers_and_saves_both_kinds(pipelab_command, folder):
+    code, output, progress = pipelab_command(
+        "lab", "practical9", "-m", "2,4", "--emulate", "2", "4", "--steps", "1", "--batch", "8",
+        "-o", "table.csv", "-o", "plot.svg",
+    )  # fmt: skip
+    assert code == 0
+    assert [line[0] for line in output.splitlines() if re.match(r"\d\. .*\?$", line)] == list("12345678")
+    assert all(output.count(method) >= 9 for method in METHODS)
+    table = list(csv.DictReader(Path("table.csv").read_text().splitlines()))
+    assert [row["peak_activations"] for row in table if row["method"] == TRUE] == ["2 1", "2 1"]
+    assert Path("plot.svg").read_text().count("<svg") == 1
+    assert "9 of 10" in progress
+
+
+def test_ctrl_c_keeps_and_saves_the_rows_that_are_done(pipelab_command, folder, monkeypatch):
+    done = list(practical9.measurements(2, (2, 4), emulate=(1, 1), batch=4, steps=1))[:3]
+
+    def stopped(*_: object, **__: object):
+        yield from done
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(practical9, "measurements", stopped)
+    code, output, progress = pipelab_command("lab", "practical9", "-m", "2,4", "-o", "table.csv")
+    assert code == 1
+    assert "3 of 10 rows are done" in progress
+    assert len(Path("table.csv").read_text().splitlines()) == 1 + 3
+    assert "Does GPipe remove the bubble?" not in output  # without all rows there is no answer
+
+
+def test_fewer_cores_than_ranks_emulate_by_default_and_warn_before_real_layers(pipelab_command, monkeypatch):
+    for module in (labs, measuring):
+        monkeypatch.setattr(module, "cores", lambda: 2)
+    small = ("lab", "practical9", "-r", "3", "-m", "2", "--width", "4", "--batch", "4", "--steps", "1")
+    _, emulated, _ = pipelab_command(*small)
+    assert emulated.startswith("3 ranks on 2 cores would take turns")
+    assert "20 ms forward and 40 ms backward" in emulated
+    _, real, _ = pipelab_command(*small, "--real")
+    prose = " ".join(real.split())
+    assert prose.startswith("3 ranks take turns on 2 cores")
+    assert "pipelab lab practical9 -r 3 -m 2 --emulate 20 40" in prose
+    assert "real layers" in prose
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-m", "2,x"), "--microbatches 2,x"),
+        (("-o", "table.html"), "use one of .csv"),
+        (("-o", "nowhere/table.csv"), "there is no folder nowhere"),
+        (("--real", "--emulate", "1", "1"), "--real and --emulate"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_work(pipelab_command, folder, monkeypatch, words, said):
+    monkeypatch.setattr(practical9, "measurements", lambda *_, **__: pytest.fail("it worked"))
+    code, _, error = pipelab_command("lab", "practical9", *words)
+    assert code == 1
+    assert said in error
+
+
+@pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks
+@pytest.mark.parametrize(
+    ("script", "kind"), [("a_naive", "Naive"), ("b_gpipe", "GPipe"), ("c_single_loop", "DelayedBackward")]
+)
+def test_a_script_runs_the_order_of_its_method_for_the_same_loss(capsys, script, kind):
+    schedule = runpy.run_path(str(SCRIPTS / f"{script}.py"))["schedule"]
+    assert schedule.plan() == getattr(pipelab, kind)(schedule.ranks, schedule.microbatches).plan()
+    assert "loss 1.0" in capsys.readouterr().out

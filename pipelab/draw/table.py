@@ -154,7 +154,7 @@ class Table:
                     clip_on=False,
                     markersize=max(8.0 - order, 3.0),
                 )
-            if any(column.key == y and column.show is wording.percent for column in self.columns):
+            if any(column.key == y and "%" in column.cell(self.rows[0]) for column in self.columns):
                 ax.yaxis.set_major_formatter(PercentFormatter(1.0))
             ax.set_xticks(list(dict.fromkeys(row[x] for row in self.rows)))
             ax.set_xlabel(titles.get(x, x))

@@ -8,7 +8,7 @@ import processes
 
 ODD = ("raises", "exits", "leaves", "hangs", "freezes", "SIGKILL", "SIGTERM", "SIGSEGV", "SIGINT")
 SECONDS = 50.0
-"""Within which all ranks end: they start, wait for `timeout=3`, and say who is missing."""
+"""Within which all ranks end: they start, wait for `timeout=6`, and say who is missing."""
 
 
 def fuzz_processes(number: int) -> str | None:

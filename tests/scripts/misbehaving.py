@@ -64,6 +64,6 @@ class Layer(nn.Linear):
 torch.manual_seed(0)
 stages = [nn.Sequential(Layer(6, 6)) for _ in range(ranks)]
 plan = pipelab.OneFOneB(ranks, 4)
-with pipelab.Pipeline(stages, plan, nn.functional.mse_loss, engine="torch", timeout=3) as pipe:
+with pipelab.Pipeline(stages, plan, nn.functional.mse_loss, engine="torch", timeout=6) as pipe:
     for _ in range(3):
         pipe.step(*plain.batch(8))

@@ -6,14 +6,15 @@ import errno
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from pipelab.errors import FormatError
 
 __all__ = ["read_text", "require_writable", "write"]
 
-_MOST_BYTES = 1 << 28
-"""No plan or trace is larger: such a file has some millions of actions, and something else ends the memory."""
+_MOST_BYTES = 1 << 30
+"""The trace of the largest plan has about half as many."""
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:
@@ -81,20 +82,20 @@ def write(path: str | os.PathLike[str], data: str | bytes) -> Path:
     target = _target(path)
     beside = target.with_name(f".pipelab-{secrets.token_hex(8)}")
     try:
-        if _is_direct(path, target):
-            path.write_bytes(data)
-            return path
-        try:
-            with beside.open("xb") as file:
-                file.write(data)
-            if target.exists():
-                shutil.copymode(target, beside)
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+        if not _is_direct(path, target):
+            try:
+                with beside.open("xb") as file:
+                    file.write(data)
+                if target.exists():
+                    shutil.copymode(target, beside)
+                with suppress(PermissionError):  # another user's file in /tmp
+                    beside.replace(target)
+                    return path
+            finally:
+                beside.unlink(missing_ok=True)
+        path.write_bytes(data)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # the user knows this one only
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows this path only
     return path
 
 
@@ -105,5 +106,7 @@ def _target(path: Path) -> Path:
 
 def _is_direct(path: Path, target: Path) -> bool:
     """Return whether a path is written directly: nothing can take the place of what it names."""
-    names_stream = path.absolute().parts[1:2] in (("dev",), ("proc",))
-    return names_stream or (path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)))
+    if path.absolute().parts[1:2] in (("dev",), ("proc",)):
+        return True
+    replaceable = path.is_file() and os.access(target.parent, os.W_OK)
+    return path.exists() and (not replaceable or target.is_mount() or target.stat().st_nlink > 1)

@@ -140,3 +140,10 @@ def test_a_file_larger_than_the_limit_is_not_read(tmp_path):
 def test_an_endless_file_is_refused_too():
     with pytest.raises(FormatError, match="more than 1,000 bytes"):
         files.read_text("/dev/zero", 1000)
+
+
+def test_a_file_with_another_name_keeps_it(tmp_path):
+    (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "b.txt").hardlink_to(tmp_path / "a.txt")
+    files.write(tmp_path / "a.txt", "new")
+    assert (tmp_path / "b.txt").read_text() == "new"

@@ -29,7 +29,7 @@ Place = Callable[[int, int], int]
 """Which rank runs a stage: `(microbatch, stage) -> rank`."""
 
 StagesOfRank = dict["int | None", "tuple[int, ...] | int"]
-"""For one rank: micro-batch -> its stage there (several: a tuple), for actions without a stage; `None`: for an `R`."""
+"""For one rank: micro-batch -> its stage there (several: a tuple), for actions without a stage; an `R` takes all."""
 
 NO_RANK = -1
 

@@ -55,7 +55,7 @@ class Fault:
         action: the action concerned, in the form in which it was written.
         message: the fact, with its cause; the first line is the summary.
         hint: the next move.
-        excerpt: the columns around the place; of ten thousand faults with the same code, the others have none.
+        excerpt: the columns around the place; empty after the first ten thousand faults with the same code.
 
     Example:
         >>> import pipelab

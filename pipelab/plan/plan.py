@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING
 
 from pipelab.errors import FormatError, UsageError, require_size, require_slots
@@ -56,8 +55,8 @@ class Plan:
         True
 
     Raises:
-        UsageError: if `stages` or `microbatches` is given and is not a positive whole number, if `name` is not a text,
-            or if the plan is too large: at most 4,194,304 stages times micro-batches, and 16,777,216 actions.
+        UsageError: if `stages` or `microbatches` is given and is not a positive whole number, or if the plan is too
+            large: at most 4,194,304 stages times micro-batches, and 16,777,216 actions.
         FormatError: if the rows are texts; `Plan.parse` reads those.
     """
 
@@ -90,8 +89,6 @@ class Plan:
             limit = endless_limit(stages, microbatches) + 1
         if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
             raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
-        if not isinstance(name, (str, NoneType)):
-            raise UsageError(f"name={shorten(name)}: expected a text")
         taken: list[tuple[tuple[object, ...], bool]] = []
         room = MOST_ACTIONS
         for row in rows:
@@ -108,7 +105,7 @@ class Plan:
         require_slots(stages, microbatches)
         written = tuple(row for row, _ in taken)
         vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place)
-        vars(self).update(name=name or repr(self))
+        vars(self).update(name=str(name or repr(self)))
 
     @classmethod
     def parse(cls, rows: Iterable[str], name: str | None = None) -> Plan:

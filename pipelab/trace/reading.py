@@ -121,13 +121,16 @@ def _list(data: dict[str, Any], key: str) -> Sequence[Any]:
 
 
 def _is(value: Any, kind: type, words: str, where: str) -> Any:
-    """Return a value of exactly this type: `True` is not a whole number."""
-    if type(value) is not kind:
+    """Return a value of this type: `True` is not a whole number, and a tuple is a list."""
+    if kind is list and isinstance(value, tuple):
+        return value
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise FormatError(f"{where} is {shorten(value)}: expected {words}")
     return value
 
 
 def _time(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or not (value == 0 or _LEAST <= abs(value) <= _MOST):  # nor is NaN
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (value == 0 or _LEAST <= abs(value) <= _MOST):  # nor is NaN
         raise FormatError(f"{where} is {shorten(value)}: expected a time, 0 or between {_LEAST:g} and {_MOST:g}")
     return float(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -134,9 +136,8 @@ def test_a_cost_of_a_wrong_type_is_refused_when_it_is_made(wrong):
         Cost(**wrong)
 
 
-def test_a_plans_name_is_a_text():
-    with pytest.raises(pipelab.UsageError, match="name=5"):
-        Plan([[F(0), B(0)]], name=5)
+def test_a_plans_name_becomes_a_text():
+    assert pipelab.Plan.parse(["0F0 0B0"], name=Path("plan.csv")).name == "plan.csv"
 
 
 @pytest.mark.parametrize("rows", [[3], [None], 5, None, [["0F0"]]])

@@ -290,10 +290,10 @@ def _differ(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool((ours - theirs).abs().float().norm() > 1e-3 * theirs.abs().float().norm())
 
 
-def _plain_attributes(model: nn.Module) -> dict[str, object]:
-    """Return the numbers and texts among the attributes of a model's layers, by name."""
+def _plain_attributes(model: nn.Module) -> dict[str, str]:
+    """Return the numbers and texts among the attributes of a model's layers, by name, in words: NaN is not NaN."""
     return {
-        f"{layer}.{name}" if layer else name: value
+        f"{layer}.{name}" if layer else name: repr(value)
         for layer, part in model.named_modules()
         for name, value in vars(part).items()
         if isinstance(value, (int, float, str))

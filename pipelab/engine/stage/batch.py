@@ -91,7 +91,7 @@ def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> l
 def _weight(given: Any, microbatch: int) -> float:
     try:
         weight = float(given)
-    except (TypeError, ValueError, RuntimeError):  # of None, a text, a tensor of several numbers, a complex one
+    except Exception:  # noqa: BLE001 - of None, a text, a tensor of several numbers, a complex one
         weight = math.nan
     if not 0 <= weight < math.inf:
         raise BatchError(

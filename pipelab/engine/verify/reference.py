@@ -53,28 +53,16 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
 
 
-def sequential(
-    pipe: Pipeline, x: Any, y: Any, only: int | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Run one micro-batch after another, forward and backward, or one alone.
-
-    Returns:
-        Copies of the gradients, and for each the sum of the norms of what the micro-batches added to it.
-    """
+def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:
+    """Run one micro-batch after another, forward and backward, or one alone; return copies of the gradients."""
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
     through = _through_model if pipe.stages.is_traced else _through_stages
-    gradients = gradients_of(pipe)
-    added = dict.fromkeys(gradients, 0.0)
     for microbatch, value in enumerate(split_batch(x, counts)):
         if only in (None, microbatch):
-            before = gradients
             _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
-            gradients = gradients_of(pipe)
-            for name, gradient in gradients.items():
-                added[name] += _norm(gradient - before[name])
-    return gradients, added
+    return gradients_of(pipe)
 
 
 def full_batch(pipe: Pipeline, x: Any, y: Any) -> Any:

@@ -43,9 +43,11 @@ _MOST_NAMES = 4
 
 _NEARBY = 5
 """With how many other weights to look again. By chance a ReLU's input is near zero in a few per cent of the largest
-models that a test would verify: five times in a row, it is a fault."""
+models that a test would verify: with most of five, it is a fault."""
 
-_WITH_OTHER_WEIGHTS = ", with slightly different weights: with the present ones, rounding decides the gradients."
+_WITH_OTHER_WEIGHTS = (
+    " with slightly different weights. With the present ones they differ by more, as they do where rounding decides."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def whole_batch_difference(
 
     Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
     input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
-    difference is a fault if it is too large with every one of some other weights.
+    difference is a fault if it is too large with most of some other weights.
 
     Returns:
         The difference; whether it is that with other weights; and what is wrong, "" if nothing is.
@@ -122,14 +124,17 @@ def whole_batch_difference(
     difference, wrong = _difference_at_once(pipe, x, y, reference)
     if not wrong:
         return difference, False, ""
+    looks: list[tuple[float, str]] = []
     for seed in range(_NEARBY):
         with nearby_weights(pipe, seed):
             rewind()
-            nearby, _ = sequential(pipe, x, y)
+            nearby = sequential(pipe, x, y)
             rewind()
-            difference, wrong = _difference_at_once(pipe, x, y, nearby)
-        if not wrong:
+            looks.append(_difference_at_once(pipe, x, y, nearby))
+        alike = [each for each in looks if bool(each[1]) == bool(looks[-1][1])]
+        if len(alike) > _NEARBY // 2:
             break
+    difference, wrong = alike[0]
     return difference, True, wrong
 
 
@@ -210,11 +215,12 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         ours = gradients_of(pipe)
         rewind()
         before = RandomSnapshot()
-        reference, added = _alike(pipe, lambda: (sequential(pipe, x, y), ""))
+        reference = _alike(pipe, lambda: (sequential(pipe, x, y), ""))
         idle = tuple(name for name, parameter in learning(pipe) if parameter.grad is None and not ours[name].any())
         draws = RandomSnapshot() != before
         rewind()
         exact = all(torch.equal(gradient, reference[name]) for name, gradient in ours.items())
+        added = _alike(pipe, lambda: (norms_of(reference) if exact else _added_up(pipe, x, y, rewind), ""))
         off = differences(ours, reference, added)
         wrong = [name for name, gradient in ours.items() if not off[name] <= tolerance(pipe, gradient)]
         worst = max(off.values(), default=0.0)
@@ -231,6 +237,16 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
             whole, nearby, unproven = _alike(pipe, lambda: _at_once(pipe, x, y, reference, rewind))
     compared = not wrong
     return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven, idle, compared, nearby)
+
+
+def _added_up(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> dict[str, float]:
+    """Return, for each gradient, the sum of the norms of what the micro-batches add to it."""
+    added = dict.fromkeys((name for name, _ in learning(pipe)), 0.0)
+    for microbatch in range(pipe.plan.microbatches):
+        for name, norm in norms_of(sequential(pipe, x, y, microbatch)).items():
+            added[name] += norm
+        rewind()
+    return added
 
 
 def _at_once(
@@ -279,7 +295,8 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
         pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
         rewind()
-        off = differences(ours, *sequential(pipe, x, y, microbatch))
+        alone = sequential(pipe, x, y, microbatch)
+        off = differences(ours, alone, norms_of(alone))
         rewind()
         wrong = [name for name, each in off.items() if not each <= tolerance(pipe, ours[name])]
         seen = f"micro-batch {microbatch} is the first that differs, at {wrong[0]}" if wrong else ""
@@ -300,7 +317,7 @@ def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: G
     fact = f"the gradient of {name} is {kind}, in the plain model too: there is nothing to compare"
     batches = split_batch(x, row_counts(rows_of(x, "x"), pipe.plan.microbatches))
     for microbatch, value in enumerate(batches):
-        found = not all(map(_finite, sequential(pipe, x, y, microbatch)[0].values()))
+        found = not all(map(_finite, sequential(pipe, x, y, microbatch).values()))
         rewind()
         if found:
             given = "" if all(map(_finite, tensors_of(value))) else ", and its rows of x are not finite"

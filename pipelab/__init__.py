@@ -22,6 +22,7 @@ The parts, in reading order:
 - `conformance`: the comparison with PyTorch's own schedules
 - `labs`: what a course runs and measures
 - `cli`: the command `pipelab`
+- `files`: files written whole or not at all
 - `errors`: one class for each kind of mistake
 """
 

@@ -30,6 +30,7 @@ __all__ = [
     "StepTimeoutError",
     "UsageError",
     "VerificationError",
+    "clean",
     "require_caps",
     "require_size",
     "require_suffix",
@@ -76,7 +77,7 @@ class ScheduleError(PipelabError):
     def __str__(self) -> str:
         """Return the number of faults, then the faults, numbered; of many with the same code, the first few."""
         count = len(self.faults)
-        lines = [f"{count} fault{'s' if count != 1 else ''} in {self.subject}"]
+        lines = [f"{count} fault{'s' if count != 1 else ''} in {clean(self.subject)}"]
         all_of = Counter(fault.code for fault in self.faults)
         shown: Counter[str] = Counter()
         for number, fault in enumerate(self.faults, 1):
@@ -147,6 +148,24 @@ class RankError(EngineError):
 
 class VerificationError(EngineError):
     """The pipeline's gradients differ from the plain model's."""
+
+
+def clean(text: str, keep: str = "") -> str:
+    r"""Return a text for a terminal or a page: unprintable characters, such as escape codes, are spelled out.
+
+    Args:
+        text: what may come from a file: a name, a unit, a message with either.
+        keep: unprintable characters that stay, such as line ends.
+
+    Example:
+        >>> clean("red \x1b[31m\n")
+        'red \\x1b[31m\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def require_size(name: str, value: Any) -> int:

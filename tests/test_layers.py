@@ -32,8 +32,10 @@ LAYERS: list[list[str]] = [
     ["pipelab.catalogue", "pipelab.draw", "pipelab.engine"],
     ["pipelab.simulation"],
     ["pipelab.schedule"],
-    ["pipelab.checking", "pipelab.trace"],
+    ["pipelab.trace"],
+    ["pipelab.checking"],
     ["pipelab.plan"],
+    ["pipelab.files"],
     ["pipelab.errors", "pipelab._version"],
 ]
 ENGINE: list[list[str]] = [

@@ -17,6 +17,7 @@ from rich.table import Table as Columns
 from rich.text import Text
 
 import pipelab
+from pipelab import files
 from pipelab.checking.checker import as_plan
 from pipelab.cli.labs import lab
 from pipelab.cli.measuring import Work, measure, measure_sweep, proof_of, why_slow
@@ -40,13 +41,14 @@ from pipelab.cli.printing import (
     RUN,
     TABLE,
     TIMELINE,
+    echo,
     folded,
     number,
-    require_folder,
     require_writable,
     save_timeline,
     say,
     show,
+    write_any_letter,
     wrote,
 )
 from pipelab.cli.sweeping import Cell, sweep, table_of
@@ -158,7 +160,7 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
     """Print a schedule's timeline, its bubble and its memory."""
     require_writable(save, TIMELINE)
     trace = simulate(untimed(sizes.find(target)), times.cost())
-    typer.echo(text.timeline(trace))
+    echo(text.timeline(trace))
     for path in save or []:
         wrote(save_timeline(trace, path))
 
@@ -292,7 +294,7 @@ def conformance(
     from pipelab.conformance.references import Grid
 
     if save is not None:
-        require_folder(save)
+        files.require_writable(save)
     sizes: dict[str, Any] = {
         "ranks": whole_numbers("--ranks", ranks),
         "microbatches": SweepSizes(microbatches=microbatches).counts_beside(schedules or []),
@@ -306,12 +308,13 @@ def conformance(
 
 def main() -> None:
     """Run the command line. pipelab's own errors are printed without a traceback."""
+    write_any_letter()
     try:
         app()
     except PipelabError as error:
         lead = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-        typer.echo(folded(f"{lead}{error}"), err=True)
+        echo(folded(f"{lead}{error}"), error=True)
         sys.exit(1)
     except OSError as error:
-        typer.echo(f"{error.filename or 'a file'}: {error.strerror or error}", err=True)
+        echo(folded(f"{error.filename or 'a file'}: {error.strerror or error}"), error=True)
         sys.exit(1)

@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from pipelab.cli.printing import titled
+from pipelab.cli.printing import titled, wrote
 from pipelab.conformance.references import Grid
 from pipelab.conformance.report import Line, Report, conformance, count
+from pipelab.files import write
 
 __all__ = ["markdown", "show_conformance"]
 
@@ -48,8 +49,7 @@ def show_conformance(
         if more > 0:
             console.print(f"… and {more} more sizes of {line.schedule}")
     if save is not None:
-        save.write_text(markdown(report), encoding="utf-8")
-        console.print(f"wrote {save}", soft_wrap=True)
+        wrote(write(save, markdown(report)))
     return report
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import errno
+import codecs
+import io
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as Columns
 
-from pipelab import draw
+from pipelab import draw, files
 from pipelab.draw import graph, table, text, wording
 from pipelab.draw.table import Table
-from pipelab.errors import require_suffix
+from pipelab.errors import clean, require_suffix
 from pipelab.simulation.comparison import Comparison
 from pipelab.trace.trace import Trace
 
@@ -26,16 +26,22 @@ __all__ = [
     "RUN",
     "TABLE",
     "TIMELINE",
+    "echo",
     "folded",
     "number",
-    "require_folder",
     "require_writable",
     "save_timeline",
     "say",
     "show",
     "titled",
+    "write_any_letter",
     "wrote",
 ]
+
+_LAYOUT = "\n\t"
+"""The control characters that messages and tables are laid out with."""
+_PLAIN = dict(zip("│┆▏─┄┬┴┐└┘┤┌▲·…", "|||--+++++++^..", strict=True))
+"""What stands for a letter of drawings and messages where the encoding lacks it."""
 
 TIMELINE = ("a timeline", (*draw.TRACE_SUFFIXES, ".csv"))
 RUN = ("a run", (*draw.COMPARISON_SUFFIXES, ".json"))
@@ -53,21 +59,36 @@ def require_writable(paths: Sequence[Path] | None, kind: tuple[str, Sequence[str
 
     Raises:
         FormatError: if a file has another suffix.
-        FileNotFoundError: if a folder does not exist.
+        OSError: if a file cannot be written, for example because its folder does not exist.
     """
     for path in paths or []:
         require_suffix(path, *kind)
-        require_folder(path)
+        files.require_writable(path)
 
 
-def require_folder(path: Path) -> None:
-    """Refuse a file in a folder that does not exist.
+def write_any_letter() -> None:
+    """Let the terminal's encoding not end a command: letters that it lacks are replaced, lines and dots by their like.
 
-    Raises:
-        FileNotFoundError: naming the folder.
+    A timeline can so be read in ASCII, in Latin-1 and on a Windows code page.
     """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}", str(path))
+    codecs.register_error("pipelab", _replaced)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="pipelab")
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    """Return what is written instead of letters that an encoding lacks, one for one, so that columns stay."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(letter, "?") for letter in lacking), error.end
+
+
+def echo(shown: str, error: bool = False) -> None:
+    """Print a text as it is."""
+    stream = sys.stderr if error else sys.stdout
+    stream.write(f"{shown}\n")
+    stream.flush()
 
 
 def save_timeline(trace: Trace, path: Path) -> Path:
@@ -78,16 +99,17 @@ def save_timeline(trace: Trace, path: Path) -> Path:
 def show(shown: Comparison | Table, save: list[Path] | None) -> None:
     """Print a comparison or a table, and write it to files."""
     if isinstance(shown, Table):
-        typer.echo(f"\n{shown.text(_width())}\n")
+        echo(f"\n{clean(shown.text(_width()), keep=_LAYOUT)}\n")
     else:
-        typer.echo(text.comparison(shown))
+        echo(text.comparison(shown))
     for path in save or []:
         wrote(shown.save(path))
 
 
 def say(sentence: str) -> None:
     """Print prose with lines broken between words."""
-    typer.echo("\n".join(textwrap.fill(line, _width()) for line in sentence.splitlines()))
+    lines = clean(sentence, keep=_LAYOUT).splitlines()
+    echo("\n".join(textwrap.fill(line, _width()) for line in lines))
 
 
 def _width() -> int:
@@ -101,7 +123,11 @@ def number(value: float | Sequence[float]) -> str:
 
 
 def folded(message: str) -> str:
-    """Return a message for a terminal: long lines are wrapped and indented, rows of actions are not."""
+    """Return a message for a terminal: long lines are wrapped and indented, rows of actions are not.
+
+    It may quote a file, so control characters are spelled out.
+    """
+    message = clean(message, keep=_LAYOUT)
     if not sys.stderr.isatty():
         return message
     width = shutil.get_terminal_size().columns
@@ -122,4 +148,4 @@ def titled(title: str) -> Columns:
 
 def wrote(path: Path) -> None:
     """Print which file was written."""
-    typer.echo(f"wrote {path}")
+    echo(clean(f"wrote {path}"))

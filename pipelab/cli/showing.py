@@ -11,7 +11,8 @@ from rich.table import Table
 
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import why_slow
-from pipelab.cli.printing import titled
+from pipelab.cli.printing import titled, wrote
+from pipelab.files import require_writable
 from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import compare
@@ -24,6 +25,8 @@ _EMULATED = ("naive", "gpipe", "1f1b", "delayed")
 
 def show_demo(folder: Path, steps: int) -> None:
     """Train, print the tables, and write the pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    require_writable(folder / "training.html")
     console = Console()
     setting = Setting(steps=steps)
     model = setting.model()
@@ -72,7 +75,7 @@ def show_demo(folder: Path, steps: int) -> None:
         "nearly as slow as naive.\n"
     )
     for path in _save(folder, trained, emulations):
-        console.print(f"wrote {path}", soft_wrap=True)
+        wrote(path)
     console.print(
         f"\nOpen {folder / 'four-devices.html'} first. Then write a schedule of your own: README.md shows how, and "
         "`pipelab check my_file.py` explains what is wrong with it."
@@ -118,7 +121,6 @@ def _emulation_table(emulations: list[Emulation]) -> Table:
 
 def _save(folder: Path, trained: list[Trained], emulations: list[Emulation]) -> list[Path]:
     """Write the pictures; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     real = compare(*(each.trace for each in trained), names=[f"{each.schedule}, measured" for each in trained])
     four = compare(
         *(trace for each in emulations for trace in (each.predicted, each.measured)),

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from pipelab.draw import figure, text
 from pipelab.draw.page import page
 from pipelab.errors import require_suffix
+from pipelab.files import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,9 +135,7 @@ def _write(
     path = Path(path)
     suffix = require_suffix(path, what, known)
     if suffix == ".html":
-        path.write_text(html(), encoding="utf-8")
-    elif suffix == ".txt":
-        path.write_text(txt() + "\n", encoding="utf-8")
-    else:
-        figure.write(picture(), path)
-    return path
+        return write(path, html())
+    if suffix == ".txt":
+        return write(path, txt() + "\n")
+    return figure.write(picture(), path)

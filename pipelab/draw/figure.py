@@ -6,6 +6,7 @@ import io
 import warnings
 from typing import TYPE_CHECKING
 
+from pipelab import files
 from pipelab.draw import colours, labels, wording
 from pipelab.draw.bars import Bar, Lanes
 from pipelab.plan.actions import KINDS, Action, Kind
@@ -250,8 +251,7 @@ def write(drawing: Axes | Figure, path: Path) -> Path:
     """Write a figure, or the figure of some axes, in the format of the suffix; return the path."""
     buffer = io.BytesIO()
     _save(owner(drawing), buffer, path.suffix.lower().removeprefix("."))
-    path.write_bytes(buffer.getvalue())
-    return path
+    return files.write(path, buffer.getvalue())
 
 
 def _svg(figure: Figure) -> str:

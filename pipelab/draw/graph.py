@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours
-from pipelab.draw.wording import clean
-from pipelab.errors import FormatError, require_suffix
+from pipelab.errors import FormatError, clean, require_suffix
+from pipelab.files import write
 from pipelab.plan.actions import KINDS
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.waits import critical_path
@@ -100,18 +100,15 @@ def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> 
         )
     source = dot(plan, cost)
     if suffix in _TEXT:
-        path.write_text(source, encoding="utf-8")
-        return path
+        return write(path, source)
     try:
-        path.write_bytes(graphviz.Source(source).pipe(format=suffix[1:]))
+        return write(path, graphviz.Source(source).pipe(format=suffix[1:]))
     except graphviz.ExecutableNotFound:
-        text = path.with_suffix(".dot")
-        text.write_text(source, encoding="utf-8")
+        text = write(path.with_suffix(".dot"), source)
         raise FormatError(
             f"{path.name} needs Graphviz's program dot, which is not installed. Its input is written to {text};\n"
             f"install Graphviz and save again, or run: dot -T{suffix[1:]} {text} -o {path}\n{_INSTALL}"
         ) from None
-    return path
 
 
 def _caption(trace: Trace) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import figure, wording
-from pipelab.errors import UsageError, require_suffix
+from pipelab.errors import UsageError, clean, require_suffix
+from pipelab.files import write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +51,7 @@ class Column:
     def cell(self, row: Mapping[str, Any] | None) -> str:
         """Return a row's value as text; `-` if there is none."""
         value = None if row is None else row.get(self.key)
-        return "-" if value is None else wording.clean(self.show(value))
+        return "-" if value is None else clean(self.show(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,7 @@ class Table:
             figure.write(self.plot(), path)
             return path
         written = {".csv": self._csv, ".txt": lambda: self.text() + "\n", ".md": self._markdown, ".tex": self._tex}
-        path.write_text(written[suffix](), encoding="utf-8")
-        return path
+        return write(path, written[suffix]())
 
     def plot(self) -> Figure:
         """Draw the table with matplotlib, one plot for each quantity; return the figure.
@@ -170,7 +170,7 @@ class Table:
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
         return "\n".join(
-            [*map(_html_table, self._blocks()), *(f"<p>{html.escape(wording.clean(note))}</p>" for note in self.notes)]
+            [*map(_html_table, self._blocks()), *(f"<p>{html.escape(clean(note))}</p>" for note in self.notes)]
         )
 
     def _blocks(self) -> list[list[tuple[str, ...]]]:

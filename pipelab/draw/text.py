@@ -12,6 +12,7 @@ from pipelab.draw import colours, wording
 from pipelab.draw.bars import Bar, Lanes
 from pipelab.draw.ruler import Ruler, gap_mark
 from pipelab.draw.wording import columns
+from pipelab.errors import clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,7 +110,7 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
         ruler = common
         if not whole:  # short timelines are still drawn whole
             ruler = Ruler.at(common.scale, [lanes], room) if shared else Ruler.fit([lanes], ranks, room)
-        lines += [wording.clean(name), *_rows(lanes, ruler, gutter, colour)]
+        lines += [clean(name), *_rows(lanes, ruler, gutter, colour)]
         if not whole:
             lines += [*_axis(ruler, gutter, wording.unit(lanes.trace)), ""]
     if whole:

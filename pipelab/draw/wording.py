@@ -7,6 +7,8 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from pipelab.errors import clean
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
 __all__ = [
-    "clean",
     "columns",
     "elided",
     "figures",
@@ -204,13 +205,3 @@ def headline(trace: Trace, name: str | None = None) -> str:
         'GPipe(ranks=4, microbatches=8), simulated'
     """
     return clean(", ".join(filter(None, (trace.name, trace.source, trace.note))) if name is None else name)
-
-
-def clean(name: str) -> str:
-    r"""Return a name with unprintable characters, such as escape codes, spelled out.
-
-    Example:
-        >>> clean("red \x1b[31m\n")
-        'red \\x1b[31m\\n'
-    """
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in name)

@@ -8,9 +8,9 @@ import os
 import re
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
 from pipelab.errors import FormatError
+from pipelab.files import read_text, write
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 
 __all__ = ["read_rows", "write_rows"]
@@ -30,12 +30,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
         FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or if
             the file is not text in UTF-8.
     """
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FormatError(
-            f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as CSV in UTF-8"
-        ) from error
+    text = read_text(path)
     rows: list[list[Item]] = []
     lines = csv.reader(io.StringIO(text, newline=""))
     empty = 0
@@ -71,8 +66,9 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Iterable[object]]) -
             "  try: pipelab.Pipeline(..., engine='torch'), which runs this order; or these forwards in ascending order",
             stacklevel=3,
         )
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([_cell(item) for item in row] or _IDLE for row in rows)
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer).writerows([_cell(item) for item in row] or _IDLE for row in rows)
+    write(path, buffer.getvalue())
 
 
 def _forwards_of_the_last_stage(rows: Iterable[Iterable[object]]) -> list[int]:

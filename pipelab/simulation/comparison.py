@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.errors import CostError, UsageError
+from pipelab.files import write
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate
@@ -83,11 +85,11 @@ class Comparison:
         """
         path = Path(path)
         if path.suffix.lower() == ".csv":
-            with path.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(field.name for field in fields(Row))
-                writer.writerows(map(_cells, self.rows))
-            return path
+            buffer = io.StringIO(newline="")
+            writer = csv.writer(buffer, lineterminator="\n")
+            writer.writerow(field.name for field in fields(Row))
+            writer.writerows(map(_cells, self.rows))
+            return write(path, buffer.getvalue())
         from pipelab import draw
 
         return draw.save_comparison(self, path)

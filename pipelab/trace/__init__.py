@@ -2,5 +2,6 @@
 
 - `trace`: `Trace`: times, and the figures that follow from them
 - `events`: actions and transfers with their start and end
+- `reading`: saved traces, validated
 - `waits`: what each action waited for
 """

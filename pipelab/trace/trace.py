@@ -13,19 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipelab.errors import FormatError, PipelabError
-from pipelab.plan.actions import Action
+from pipelab.errors import FormatError, clean
+from pipelab.files import read_text, write
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
+from pipelab.trace.reading import FORMAT, VERSION, read
 from pipelab.trace.waits import crossings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["Event", "Trace", "Transfer"]
-
-_FORMAT = "pipelab-trace"
-_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -167,8 +165,7 @@ class Trace:
         """
         path = Path(path)
         if path.suffix.lower() == ".json":
-            path.write_text(json.dumps(self.to_dict()) + "\n")
-            return path
+            return write(path, json.dumps(self.to_dict()) + "\n")
         from pipelab import draw
 
         return draw.save(self, path)
@@ -178,18 +175,21 @@ class Trace:
         """Read a trace from a `json` file that `save` wrote.
 
         Raises:
-            FormatError: if the file does not hold a trace.
+            FormatError: if the file does not hold a trace; the message says what is wrong and where.
         """
+        text = read_text(path)
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except (AttributeError, KeyError, TypeError, ValueError, PipelabError) as error:
+            return cls.from_dict(json.loads(text))
+        except RecursionError:
+            raise FormatError(f"{path} is not a trace saved by pipelab: its lists are nested too deeply") from None
+        except (ValueError, FormatError) as error:  # the former: not JSON
             raise FormatError(f"{path} is not a trace saved by pipelab: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as plain data, as in `json` files."""
         return {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": FORMAT,
+            "version": VERSION,
             "name": self.name,
             "source": self.source,
             "unit": self.unit,
@@ -211,23 +211,9 @@ class Trace:
         """Return the trace from the data that `to_dict` made.
 
         Raises:
-            ValueError: if the data are of another format or version.
+            FormatError: if the data are anything else.
         """
-        if data.get("format") != _FORMAT or data.get("version") != _VERSION:
-            raise ValueError(f"expected format {_FORMAT!r}, version {_VERSION}")
-        parsed = Plan.parse(data["rows"])
-        plan = Plan(parsed.written, data["stages"], data["microbatches"], name=data["name"])
-        counts = [len(row) for row in plan.bound.rows]
-        for key in ("starts", "ends"):
-            if [len(times) for times in data[key]] != counts:
-                raise ValueError(f"{key!r} do not match the actions in 'rows'")
-        starts, ends = ([[float(time) for time in times] for times in data[key]] for key in ("starts", "ends"))
-        transfers = [
-            Transfer(source, target, Action.parse(giver), Action.parse(needer), start, end)
-            for source, target, giver, needer, start, end in data["transfers"]
-        ]
-        named = {key: data[key] for key in ("unit", "source", "lanes", "note")}
-        return cls(plan, starts, ends, transfers=transfers, **named)
+        return cls(**read(data))
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the trace with matplotlib, on `ax` or on a new figure; return the axes."""
@@ -258,8 +244,10 @@ class Trace:
         return text.timeline(self, colour=False)
 
     def __repr__(self) -> str:
-        unit = f" {self.unit}" if self.unit else ""
-        return f"<{self.source} trace of {self.name}: makespan {self.makespan:g}{unit}, bubble {self.bubble:.1%}>"
+        unit = f" {clean(self.unit)}" if self.unit else ""
+        return (
+            f"<{self.source} trace of {clean(self.name)}: makespan {self.makespan:g}{unit}, bubble {self.bubble:.1%}>"
+        )
 
     def _repr_svg_(self) -> str:
         """Return the figure that a notebook shows."""

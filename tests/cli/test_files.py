@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import RIGHT
 
 import pipelab
-from pipelab.cli import app
+from pipelab.cli import app, showing
 
 
 @pytest.fixture
@@ -46,6 +49,49 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_comman
     code, _, error = pipelab_command(*command.split(), "--save", f"nowhere/x{known.split()[0]}")
     assert code == 1
     assert "there is no folder nowhere" in error
+    Path("file").write_text("")
+    code, _, error = pipelab_command(*command.split(), "--save", f"file/x{known.split()[0]}")
+    assert code == 1
+    assert "file is a file, not a folder" in error
+
+
+def test_the_demo_refuses_a_folder_that_it_cannot_make_before_it_trains(pipelab_command, folder, monkeypatch):
+    monkeypatch.setattr(showing, "train_plainly", lambda *_: pytest.fail("work before the folder was refused"))
+    Path("file").write_text("")
+    for name in ("file", "file/inside"):
+        code, _, error = pipelab_command("demo", "--folder", name)
+        assert code == 1
+        assert name in error
+
+
+def test_names_from_files_reach_the_terminal_with_their_escape_codes_spelled_out(pipelab_command, folder):
+    plan = pipelab.Plan(pipelab.GPipe(2, 2).plan().rows, name="\x1b[31mred\x9b")
+    pipelab.simulate(plan).save("t.json")
+    Path("\x1b[31m.csv").write_text("0F0 oops")
+    for line in (
+        "check t.json",
+        "simulate t.json",
+        "compare t.json gpipe",
+        "check \x1b[31m.csv",
+        "check t.json --memory-cap 1",
+    ):
+        _, output, error = pipelab_command(*line.split())
+        assert "\x1b" not in output + error
+        assert "\x9b" not in output + error
+        assert "\\x1b[31m" in output + error or "compare" in line
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_a_timeline_can_be_read_in_any_encoding(encoding):
+    code = "from pipelab.cli.app import main; import sys; sys.argv[1:] = ['simulate', '1f1b']; main()"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=60, check=True)
+    timeline = result.stdout.decode(encoding)
+    assert "?" not in timeline
+    lines, drawn = timeline.splitlines(), str(pipelab.simulate(pipelab.OneFOneB(4, 8))).splitlines()
+    assert list(map(len, lines)) == list(map(len, drawn))
+    mark = "│" if encoding == "utf-8" else "|"
+    assert [line[7] for line in lines[1:5]] == [mark] * 4
 
 
 def test_a_plan_is_written_as_pytorch_loads_it(pipelab_command, folder):

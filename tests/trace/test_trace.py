@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from fuzz.files import fuzz_injection, fuzz_trace_file
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import catalogue_plans, costs, legal_cases
@@ -218,7 +219,7 @@ def test_a_file_that_holds_no_trace_is_refused_by_name(tmp_path, text):
 def test_a_binary_file_is_refused_too(tmp_path):
     path = tmp_path / "trace.json"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FormatError, match="is not a trace saved by pipelab"):
+    with pytest.raises(FormatError, match="is not text in UTF-8"):
         Trace.load(path)
 
 
@@ -230,3 +231,48 @@ def test_a_file_that_is_not_there_is_an_error_of_the_system(tmp_path):
 def test_an_all_reduce_is_an_event_of_every_rank_that_lists_it():
     trace = simulate(Plan.parse(["0F0 0B0 0R", "0F1 0B1 0R"]), Cost(all_reduce=1))
     assert [event.rank for event in trace.events if event.action == R(0)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"starts": [[10, float("nan")], [11, 12.5]]}, "'starts', rank 0, position 1 is nan"),
+        ({"starts": [[10, 14], [float("-inf"), 12.5]]}, "'starts', rank 1, position 0 is -inf"),
+        ({"ends": [[11, 10**400], [12, 13.5]]}, "'ends', rank 0, position 1 is 1000"),
+        ({"ends": [[11, 16], [12, 1e308]]}, "'ends', rank 1, position 1 is 1e[+]308"),
+        ({"ends": [[11, 16], [12, True]]}, "'ends', rank 1, position 1 is True"),
+        ({"ends": [[11, 13], [12, 13.5]]}, "rank 0, position 1 ends at 13.0, before its start at 14"),
+        ({"ends": [[11, 16], 5]}, "'ends', rank 1 is 5"),
+        ({"name": 5}, "'name' is 5"),
+        ({"unit": ["ms"]}, "'unit' is"),
+        ({"source": "guessed"}, "'source' is 'guessed'"),
+        ({"lanes": ["a", 3]}, "'lanes', rank 1 is 3"),
+        ({"stages": 10**9}, "'rows' hold 4 actions, which cannot be 1000000000 stages'"),
+        ({"microbatches": -1}, "-1 micro-batches"),
+        ({"rows": ["0F0 0F0", "1F0 1B0"]}, "its plan has faults: 0F0 appears again on rank 0"),
+        ({"rows": ["0B0 0F0", "1F0 1B0"]}, "its plan has faults: 0B0 on rank 0, position 0 comes before"),
+        ({"rows": ["0F0 0B0", 7]}, "'rows', rank 1 is 7"),
+        ({"transfers": [[0, -1, "0F0", "1F0", 1, 2]]}, "'transfers', number 0 names 1F0 on rank -1"),
+        ({"transfers": [[0, 1, "0F0", "1F9", 1, 2]]}, "names 1F9 on rank 1, which does not list it"),
+        ({"transfers": [[0, 1, "0F0", "1F0", 1, None]]}, "'transfers', number 0 is None: expected a time"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_in_a_trace_is_named_with_its_place(fields, words):
+    with pytest.raises(FormatError, match=words):
+        Trace.from_dict(measured().to_dict() | fields)
+
+
+def test_a_trace_nested_too_deeply_is_refused(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="nested too deeply"):
+        Trace.load(path)
+
+
+def test_broken_traces_are_refused_or_drawn():
+    assert [fuzz_trace_file(seed) for seed in range(80)] == [None] * 80
+
+
+def test_what_a_traces_texts_hide_never_comes_out_raw():
+    assert [fuzz_injection(seed) for seed in range(12)] == [None] * 12

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours, text, wording
 from pipelab.draw.bars import Lanes
+from pipelab.errors import clean
 from pipelab.plan.actions import KINDS, Action
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.waits import half, waits
@@ -132,7 +133,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         for rank, (row, waited) in enumerate(zip(bound.rows, waits(trace), strict=True))
     ]
     return {
-        "name": wording.clean(name),
+        "name": clean(name),
         "unit": wording.unit(trace),
         "span": short(trace.end),
         "namesStages": lanes.names_stages,

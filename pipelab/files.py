@@ -1,0 +1,109 @@
+"""Files: refused before any work if they cannot be written, written whole or not at all, and read within bounds."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from pipelab.errors import FormatError
+
+__all__ = ["read_text", "require_writable", "write"]
+
+_MOST_BYTES = 1 << 28
+"""No plan or trace is larger: such a file has some millions of actions, and something else ends the memory."""
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:
+    """Return the text of a file in UTF-8, whatever the locale.
+
+    Raises:
+        FormatError: if it is not text in UTF-8, or larger than `most_bytes`.
+    """
+    with Path(path).open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise FormatError(
+            f"{path} has more than {most_bytes:,} bytes, which pipelab does not read: is it the right file?"
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as text in UTF-8"
+        ) from error
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that cannot be written; call this before the work whose result it shall hold.
+
+    Raises:
+        OSError: with the path and the reason: its folder does not exist or is a file, it is a folder itself, or the
+            user may not write it.
+    """
+    path = Path(path)
+    folder = path.parent
+    number, why = 0, ""
+    if path.is_dir():
+        number, why = errno.EISDIR, "it is a folder: name a file in it"
+    elif not folder.exists():
+        number, why = errno.ENOENT, f"there is no folder {folder}"
+    elif not folder.is_dir():
+        number, why = errno.ENOTDIR, f"{folder} is a file, not a folder"
+    elif not os.access(path if path.exists() else _target(path).parent, os.W_OK):
+        number, why = errno.EACCES, "you may not write there: name a file in a folder of your own"
+    if why:
+        raise OSError(number, why, str(path))
+
+
+def write(path: str | os.PathLike[str], data: str | bytes) -> Path:
+    """Write a whole file, text as UTF-8; return the path. If that fails, the old file stays as it was.
+
+    The data go to a new file beside, which then replaces the old one and has its permissions. If the path is a link,
+    the file that it points to is replaced. Devices and pipes, such as `/dev/stdout`, are written directly, and so is a
+    file in a folder where the user may not make others.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write(Path(folder) / "plan.csv", "0F0,0B0").read_text(encoding="utf-8")
+        '0F0,0B0'
+
+    Raises:
+        OSError: if the file cannot be written, with its path.
+    """
+    path = Path(path)
+    # A name from a file may hold what UTF-8 lacks: half of a surrogate pair.
+    data = data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace")
+    require_writable(path)
+    target = _target(path)
+    beside = target.with_name(f".pipelab-{secrets.token_hex(8)}")
+    try:
+        if _is_direct(path, target):
+            path.write_bytes(data)
+            return path
+        try:
+            with beside.open("xb") as file:
+                file.write(data)
+            if target.exists():
+                shutil.copymode(target, beside)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # the user knows this one only
+        raise
+    return path
+
+
+def _target(path: Path) -> Path:
+    """Return the file that a path means: of a link, the one that it points to."""
+    return Path(os.path.realpath(path))
+
+
+def _is_direct(path: Path, target: Path) -> bool:
+    """Return whether a path is written directly: nothing can take the place of what it names."""
+    names_stream = path.absolute().parts[1:2] in (("dev",), ("proc",))
+    return names_stream or (path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)))

@@ -1,0 +1,133 @@
+"""Read a trace from plain data: everything is looked at before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipelab.checking.checker import require_legal
+from pipelab.errors import FormatError, ScheduleError
+from pipelab.plan.actions import Action
+from pipelab.plan.fault import shorten
+from pipelab.plan.plan import Plan
+from pipelab.trace.events import Transfer
+
+__all__ = ["FORMAT", "VERSION", "read"]
+
+FORMAT = "pipelab-trace"
+VERSION = 1
+
+_LEAST, _MOST = 1e-30, 1e30
+"""How near to 0 and how far from it a time is, unless it is 0: sums and scales of such times are numbers too."""
+_SOURCES = ("simulated", "measured")
+_PARTS = ("source", "target", "giver", "needer", "start", "end")
+
+
+def read(data: object) -> dict[str, Any]:
+    """Return the arguments of `Trace` from the data that `Trace.to_dict` made.
+
+    Raises:
+        FormatError: if they are anything else; the message says what is wrong and where.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
+        raise FormatError(f"expected format {FORMAT!r}, version {VERSION}")
+    name, unit, note, source = (_field(data, key, str, "a text") for key in ("name", "unit", "note", "source"))
+    if source not in _SOURCES:
+        raise FormatError(f"'source' is {shorten(source)}: expected {' or '.join(_SOURCES)}")
+    plan = _plan(data, name)
+    starts, ends = (_times(data, key, plan) for key in ("starts", "ends"))
+    for rank, both in enumerate(zip(starts, ends, strict=True)):
+        for position, (start, end) in enumerate(zip(*both, strict=True)):
+            if end < start:
+                raise FormatError(f"rank {rank}, position {position} ends at {end}, before its start at {start}")
+    lanes = [_is(lane, str, "a text", f"'lanes', rank {rank}") for rank, lane in enumerate(_list(data, "lanes"))]
+    transfers = _transfers(data, plan)
+    return {
+        "plan": plan,
+        "starts": starts,
+        "ends": ends,
+        "unit": unit,
+        "source": source,
+        "transfers": transfers,
+        "lanes": lanes,
+        "note": note,
+    }
+
+
+def _plan(data: dict[str, Any], name: str) -> Plan:
+    """Return the plan, which has no faults."""
+    stages, microbatches = (_field(data, key, int, "a whole number") for key in ("stages", "microbatches"))
+    rows = [
+        _is(row, str, "a text with actions", f"'rows', rank {rank}") for rank, row in enumerate(_list(data, "rows"))
+    ]
+    written = Plan.parse(rows).written
+    actions = sum(map(len, written))
+    # Before tables of that size are made. A pair is one item and two actions.
+    if stages < 1 or microbatches < 1 or stages * microbatches > actions:
+        raise FormatError(
+            f"'rows' hold {actions} actions, which cannot be {shorten(stages)} stages' with {shorten(microbatches)} "
+            "micro-batches"
+        )
+    plan = Plan(written, stages, microbatches, name=name)
+    try:
+        require_legal(plan)
+    except ScheduleError as error:
+        raise FormatError(f"its plan has faults: {error.faults[0].message}") from error
+    return plan
+
+
+def _times(data: dict[str, Any], key: str, plan: Plan) -> list[list[float]]:
+    """Return every rank's starts or ends, one for each action."""
+    listed = _list(data, key)
+    if len(listed) != plan.ranks:
+        raise FormatError(f"{key!r} have {len(listed)} lists for {plan.ranks} ranks")
+    for rank, (times, row) in enumerate(zip(listed, plan.bound.rows, strict=True)):
+        count = len(_is(times, list, "a list of times", f"{key!r}, rank {rank}"))
+        if count != len(row):
+            raise FormatError(f"{key!r}, rank {rank} has {count} times for {len(row)} actions")
+    return [
+        [_time(time, f"{key!r}, rank {rank}, position {position}") for position, time in enumerate(times)]
+        for rank, times in enumerate(listed)
+    ]
+
+
+def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
+    """Return the transfers, each between two ranks that list its actions."""
+    codes = plan.bound.codes
+    listed = [{codes.action(code) for code in row} for row in plan.bound.rows]
+    transfers: list[Transfer] = []
+    for number, each in enumerate(_list(data, "transfers")):
+        where = f"'transfers', number {number}"
+        if len(_is(each, list, "a list", where)) != len(_PARTS):
+            raise FormatError(f"{where} is {shorten(each)}: expected {', '.join(_PARTS)}")
+        ranks, ends = each[:2], [Action.parse(_is(text, str, "an action", where)) for text in each[2:4]]
+        for rank, action in zip(ranks, ends, strict=True):
+            if not 0 <= _is(rank, int, "a rank", where) < plan.ranks or action not in listed[rank]:
+                raise FormatError(f"{where} names {shorten(action)} on rank {shorten(rank)}, which does not list it")
+        times = [_time(time, where) for time in each[4:]]
+        transfers.append(Transfer(*ranks, *ends, *times))
+    return transfers
+
+
+def _field(data: dict[str, Any], key: str, kind: type, words: str) -> Any:
+    if key not in data:
+        raise FormatError(f"{key!r} is missing")
+    return _is(data[key], kind, words, repr(key))
+
+
+def _list(data: dict[str, Any], key: str) -> Sequence[Any]:
+    found: Sequence[Any] = _field(data, key, list, "a list")
+    return found
+
+
+def _is(value: Any, kind: type, words: str, where: str) -> Any:
+    """Return a value of exactly this type: `True` is not a whole number."""
+    if type(value) is not kind:
+        raise FormatError(f"{where} is {shorten(value)}: expected {words}")
+    return value
+
+
+def _time(value: Any, where: str) -> float:
+    if type(value) not in (int, float) or not (value == 0 or _LEAST <= abs(value) <= _MOST):  # nor is NaN
+        raise FormatError(f"{where} is {shorten(value)}: expected a time, 0 or between {_LEAST:g} and {_MOST:g}")
+    return float(value)

@@ -1,0 +1,269 @@
+"""Broken and hostile files: whatever one holds, it is read or refused, and nothing raw of it reaches a reader.
+
+Each function does one experiment, which its seed decides, and returns what went wrong, or `None`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pipelab
+from pipelab.cli import app
+from pipelab.draw import figure, graph, text
+from pipelab.draw.page.page import page
+from pipelab.errors import FormatError, PipelabError
+from pipelab.trace.waits import critical_path, waits
+
+SLOW = 20
+"""Seconds after which a file of some kilobytes took too long: far more than any takes on a busy machine."""
+
+KINDS = (pipelab.OneFOneB, pipelab.ZBH1, pipelab.DualPipeV, pipelab.Interleaved1F1B)
+
+STRANGE: tuple[Any, ...] = (
+    *(math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 1e-300, 10**400, 10**9, 2**63, -1, 0, 1.5, -0.0),
+    *(None, True, "", "a", "0F0", "0F99999999999", "R", "\x1b[31m", "\ud800", "\0", "1", "0B0 " * 9),
+    *([], [[]], [None], {}, {"a": 1}, [1, 2, 3, 4, 5, 6], [[[[]]]]),
+)
+NAMES = (
+    "\x1b[31mred\x1b[0m",
+    "\x1b]0;title\x07",
+    "\x9b31m",
+    "a\r\nb\tc",
+    "\u202eright to left",
+    "\ud800 half of a pair",
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<!-- ]]> & \" ' {{data}}",
+    "$\\frac{1$ %s {0} [red]markup[/red]",
+    "\x00\x08\x7f",
+    "x" * 3000,
+)
+TAGS = ("<script>alert", "<img src=x", "]]> &")
+
+
+def good(chance: random.Random, name: str = "a trace", unit: str = "") -> dict[str, Any]:
+    """Return a right trace as plain data."""
+    kind = chance.choice(KINDS)
+    plan = pipelab.Plan(kind(2, chance.choice((2, 4, 6))).plan().rows, name=name)
+    cost = pipelab.Cost(latency=chance.choice((0, 0.5)), unit=unit, pair=chance.choice((None, 2)))
+    return pipelab.simulate(plan, cost).to_dict()
+
+
+def places(data: Any) -> list[tuple[Any, Any]]:
+    """Return every place in plain data, as a list or dict and a key of it."""
+    found: list[tuple[Any, Any]] = []
+    keys = data.keys() if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    for key in keys:
+        found.append((data, key))
+        found.extend(places(data[key]))
+    return found
+
+
+def mutated(chance: random.Random, data: dict[str, Any]) -> bytes:
+    """Return the JSON of a trace with some changes, of its values or of its bytes."""
+    if chance.random() < 0.2:
+        scale = chance.choice((1e-320, 1e-29, 1e-9, 1e9, 1e28, 1e307))
+        for key in ("starts", "ends"):
+            data[key] = [[time * scale for time in times] for times in data[key]]
+    for _ in range(chance.choice((0, 1, 1, 2, 5))):
+        # A key of the outermost dict as often as one of the many times.
+        where, key = chance.choice(
+            (places(data) or [(data, 0)]) if chance.random() < 0.8 else [(data, key) for key in [*data] or [0]]
+        )
+        how = chance.randrange(6)
+        if how == 0 and isinstance(where, dict):
+            where.pop(key, None)
+        elif how == 1 and isinstance(where, list):
+            where.insert(key, where[key])
+        elif how == 2 and isinstance(where, list):
+            other = chance.randrange(len(where))
+            where[key], where[other] = where[other], where[key]
+        elif how == 3 and isinstance(where[key], int | float):
+            where[key] = float(min(where[key], 1e9)) * chance.choice((-1, 1e-12, 1e12, 1e29, 1e-320, 0))
+        else:
+            where[key] = chance.choice(STRANGE)
+    written = json.dumps(data).encode()
+    how = chance.randrange(16)
+    if how == 0:
+        written = written[: chance.randrange(len(written))]
+    elif how == 1:
+        flipped = bytearray(written)
+        for _ in range(chance.choice((1, 3, 30))):
+            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+        written = bytes(flipped)
+    elif how == 2:
+        deep = chance.choice((10, 100_000))
+        at = written.find(b": ", chance.randrange(len(written))) + 2
+        written = written[:at] + b"[" * deep + b"]" * chance.choice((deep, 0)) + written[at:]
+    return written
+
+
+def shown(trace: pipelab.Trace, chance: random.Random) -> dict[str, str]:
+    """Show a trace in text, as a page, and now and then as a figure."""
+    critical_path(trace)
+    waits(trace)
+    other = pipelab.compare(trace, trace)
+    drawn = {
+        "repr": repr(trace),
+        "text": text.timeline(trace, colour=False),
+        "narrow text": text.timeline(trace, 40, colour=True),
+        "comparison": text.comparison(other, colour=False),
+        "page": page(trace),
+    }
+    if chance.random() < 0.05:
+        drawn["figure"] = figure.svg(trace)
+    return drawn
+
+
+def failure(what: str, error: BaseException) -> str:
+    return f"{what}: {''.join(traceback.format_exception(error, limit=-4)).strip()}"
+
+
+def fuzz_trace_file(seed: int) -> str | None:
+    """Break a trace's file: it is refused with a FormatError, or it loads and is drawn."""
+    chance = random.Random(seed)  # noqa: S311 - the same on every run, which is the point
+    written = mutated(chance, good(chance, unit=chance.choice(("", "ms"))))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        path.write_bytes(written)
+        began = time.monotonic()
+        try:
+            trace = pipelab.Trace.load(path)
+        except FormatError:
+            trace = None
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
+            return failure(f"seed {seed}, load", error)
+        try:
+            if trace is not None:
+                shown(trace, chance)
+                if pipelab.Trace.load(trace.save(path)) != trace:
+                    return f"seed {seed}: another trace after saving and loading"
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
+            return failure(f"seed {seed}, drawing", error)
+    took = time.monotonic() - began
+    return f"seed {seed}: {took:.0f} s" if took > SLOW else None
+
+
+CELLS = ("0F0", "1F0", "0B0", "F0", "B1", "R", "0R", "2REDUCE_GRAD", "(0F3;3B1)OVERLAP_F_B", "0I0", "0W0", "", '""')
+STRANGE_CELLS = (
+    *(
+        "0F99999999999",
+        f"{'9' * 5000}F0",
+        f"F{'9' * 4299}",
+        "3F100000",
+        "500F0",
+        "-1F0",
+        "0F0 0B0",
+        "0f0",
+        "x" * 200_000,
+    ),
+    *('"', '"0F0', ";", "0F0;0B0", "\x1b[31m", "\x00", "\ufeff", "(0F0;0F1)OVERLAP_F_B", "1_0F0", "٣F٣", "\u2028"),
+)
+
+
+def fuzz_csv(seed: int) -> str | None:
+    """Break a plan's file: it is refused with a FormatError, or it is read, checked, and perhaps simulated."""
+    chance = random.Random(seed)  # noqa: S311 - the same on every run, which is the point
+    if chance.random() < 0.5:
+        rows = [list(map(str, row)) for row in chance.choice(KINDS)(2, 4).plan().rows]
+    else:
+        lengths = (0, 1, 5, 40)
+        rows = [chance.choices(CELLS, k=chance.choice(lengths)) for _ in range(chance.choice((0, 1, 2, 4, 3000)))]
+    for row in rows[:5]:
+        if row and chance.random() < 0.3:
+            row[chance.randrange(len(row))] = chance.choice(STRANGE_CELLS)
+        if row and chance.random() < 0.1:
+            del row[chance.randrange(len(row))]
+        chance.shuffle(row) if chance.random() < 0.1 else None
+    empty = chance.choice(("", '""', '""'))
+    written = chance.choice(("\n", "\r\n", "\r")).join(",".join(row) or empty for row in rows).encode()
+    if written and chance.random() < 0.2:
+        flipped = bytearray(written)
+        for _ in range(chance.choice((1, 3, 30))):
+            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+        written = bytes(flipped)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.csv"
+        path.write_bytes(written)
+        try:
+            plan = pipelab.Plan.from_csv(path)
+            str(plan)
+            if not pipelab.check(plan):
+                shown(pipelab.simulate(plan), chance)
+                if pipelab.Plan.from_csv(plan.to_csv(path)) != plan:
+                    return f"seed {seed}: another plan after writing and reading"
+        except FormatError:
+            pass
+        except UserWarning:  # of the losses' order
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
+            return failure(f"seed {seed}", error)
+    took = time.monotonic() - began
+    return f"seed {seed}: {took:.0f} s for {len(written)} bytes" if took > SLOW else None
+
+
+def command(*arguments: str) -> str:
+    """Run the command in this process; return all that it printed."""
+    out = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["pipelab", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        contextlib.suppress(SystemExit),
+    ):
+        app.main()
+    return out.getvalue()
+
+
+def fuzz_injection(seed: int) -> str | None:
+    """Hide escape codes and scripts in every text of a trace: none comes out raw, in text, pages, figures, messages."""
+    chance = random.Random(seed)  # noqa: S311 - the same on every run, which is the point
+    data = good(chance)
+    for key in ("name", "unit", "note"):
+        if chance.random() < 0.7:
+            data[key] = "".join(chance.sample(NAMES, chance.choice((1, 1, 2))))
+    data["lanes"] = chance.choices(NAMES, k=2)
+    faulty = chance.random() < 0.3
+    if faulty:
+        key = chance.choice(("rows", "source", "starts", "stages", "transfers"))
+        data[key] = chance.choice((NAMES[seed % len(NAMES)], [NAMES[seed % len(NAMES)]] * 2))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        path.write_text(json.dumps(data), encoding="utf-8")
+        seen: dict[str, str] = {}
+        try:
+            for name in ("check", "simulate", "compare", "draw"):
+                save = ("-o", f"{folder}/out.{chance.choice(('html', 'txt', 'csv', 'svg'))}") if name == "draw" else ()
+                seen[name] = command(name, str(path), *save)
+            seen |= {file.name: file.read_text("utf-8") for file in Path(folder).glob("out.*") if file.suffix != ".csv"}
+            if not faulty:
+                trace = pipelab.Trace.load(path)
+                seen |= {name: drawn for name, drawn in shown(trace, chance).items() if name != "narrow text"}
+                plan = pipelab.Plan(trace.plan.rows[:1], name=trace.name)
+                try:
+                    pipelab.simulate(plan)
+                except PipelabError as error:
+                    seen["faults"] = str(error)
+                seen["graph"] = graph.dot(trace.plan)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
+            return failure(f"seed {seed}", error)
+    for where, out in seen.items():
+        is_markup = where in ("page", "figure") or where.endswith(("html", "svg"))
+        layout = "\n\t" if is_markup or where == "graph" else "\n"
+        raw = [each for each in TAGS if is_markup and each in out]
+        raw += [each for each in set(out) - set(layout) if not each.isprintable()]
+        if raw:
+            return f"seed {seed}: {where} holds {raw[0]!r} raw"
+    return None

@@ -7,7 +7,8 @@ deadlock: `check` names it before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import html
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol, get_args, runtime_checkable
 
@@ -15,7 +16,7 @@ from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
-from pipelab.errors import ScheduleError, require_caps
+from pipelab.errors import ScheduleError, clean, require_caps
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
@@ -23,7 +24,7 @@ from pipelab.plan.fault import Code, Fault, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
 
-__all__ = ["ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
+__all__ = ["Faults", "ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
 
 _WORST_FIRST: tuple[Code, ...] = get_args(Code)
 _OF_ONE_ITEM: tuple[Code, ...] = ("not-an-action", "endless")
@@ -38,6 +39,24 @@ class ScheduleLike(Protocol):
         """Return the plan, unchecked."""
 
 
+class Faults(list[Fault]):
+    """What `check` returns: a list of faults. `print` and notebooks show them numbered, or that there is none."""
+
+    def __init__(self, faults: Iterable[Fault], subject: str) -> None:
+        """Keep the faults, and the name of the plan or schedule."""
+        super().__init__(faults)
+        self.subject = subject
+
+    def __str__(self) -> str:
+        """Return what `ScheduleError` says about these faults."""
+        return str(ScheduleError(self, self.subject)) if self else f"{clean(self.subject)} is right: no fault"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        shown = html.escape(clean(str(self), keep="\n"))
+        return f"<pre>{shown}</pre>"
+
+
 def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int] | None = None) -> list[Fault]:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
 
@@ -49,6 +68,8 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
         >>> import pipelab
         >>> pipelab.check(pipelab.GPipe(ranks=4, microbatches=8))
         []
+        >>> print(pipelab.check(pipelab.GPipe(ranks=4, microbatches=8)))
+        GPipe(ranks=4, microbatches=8) is right: no fault
         >>> for fault in pipelab.check(pipelab.GPipe(ranks=2, microbatches=8), memory_cap=[8, 4]):
         ...     print(fault)
         memory-cap: 1F4 would be activation 5 in flight on rank 1 (cap 4)
@@ -63,10 +84,10 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
     try:
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
-        return error.faults
+        return Faults(error.faults, error.subject)
     mistake, meant, found = diagnose(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
     faults = [with_excerpt(meant, fault) for fault in found]
-    return faults if mistake is None else [with_excerpt(plan, mistake), *faults]
+    return Faults(faults if mistake is None else [with_excerpt(plan, mistake), *faults], plan.name)
 
 
 def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:

@@ -252,6 +252,12 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan(ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches})"
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the name, and the rows in the colours of drawings."""
+        from pipelab import draw
+
+        return draw.plan_html(self)
+
     def __str__(self) -> str:
         """Return the rows, one line per rank, with the middle of long ones left out."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))

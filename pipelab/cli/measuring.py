@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -114,7 +115,7 @@ def why_slow(ranks: int, core_share: float, names: Sequence[str], slower: bool =
         why = f"{ranks} ranks take turns on {cores} core{'s' if cores > 1 else ''}"
     elif core_share < _CROWDED:
         why = f"the ranks had a core for only {100 * core_share:.0f} % of their work (other programs, or short actions)"
-    return f"Slow because {why}. Emulated devices need no cores: pipelab run {' '.join(names)} --emulate 20 40"
+    return f"Slow because {why}. Emulated devices need no cores: pipelab run {shlex.join(names)} --emulate 20 40"
 
 
 def _run(jobs: Sequence[Job], steps: int) -> list[Result]:

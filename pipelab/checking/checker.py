@@ -20,6 +20,7 @@ from pipelab.errors import ScheduleError, clean, require_caps
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
+from pipelab.plan.csv_notation import is_plan
 from pipelab.plan.fault import Code, Fault, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
@@ -162,6 +163,8 @@ def as_plan(plan_or_schedule: Plan | ScheduleLike) -> Plan:
 
 def _how_to_make(other: object) -> str:
     """Return an object that is not a schedule in words, and how to make one from it: a name, rows or another class."""
+    if isinstance(other, str) and is_plan(other):
+        return f"{shorten(other)}: make a plan with Plan.parse({shorten(other)})"
     if isinstance(other, str):
         return f"{shorten(other)}: make a schedule with pipelab.schedules[{other!r}](ranks=4, microbatches=8)"
     if isinstance(other, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in other):

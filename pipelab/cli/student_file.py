@@ -26,7 +26,7 @@ _STILL_IMPORTING = (
     "{} is still being imported, which runs it from its first line to its last: put training under "
     'if __name__ == "__main__", or the schedule in a file of its own\n'
 )
-_FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchaudio", "torchvision", "transformers"} - {"__main__"}
+_FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchaudio", "torchvision", "transformers"}
 """Packages whose classes do not derive from `Schedule`."""
 
 

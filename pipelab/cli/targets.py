@@ -147,7 +147,10 @@ def _read(target: str, given: dict[str, Any]) -> Plan | Trace:
     if target == _STDIN:
         if sys.stdin.isatty():
             sys.stderr.write("a plan, one line for each rank; Ctrl-D ends it:\n")
-        found: Plan | Trace = Plan(read_rows(text_of(sys.stdin.buffer, "stdin"), "stdin"), name="stdin")
+        rows = read_rows(text_of(sys.stdin.buffer, "stdin"), "stdin")
+        if not rows:
+            raise UsageError("stdin holds no plan: write pipelab check - < plan.csv, or pipe one line for each rank")
+        found: Plan | Trace = Plan(rows, name="stdin")
     elif is_plan(target):
         found = Plan.parse(target)
     else:

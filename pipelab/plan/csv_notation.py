@@ -21,7 +21,7 @@ _IDLE = ("",)
 _IS_PAIR = re.compile(r"\([^()]*\)OVERLAP_F_B")
 _WORD = re.compile(r"\([^()]*\)[^\s,]*|[^\s,]+")
 """An action, or an overlapped pair, which may have blanks between its parentheses."""
-_LINE_END = re.compile(r"[\n;](?![^()\n]*\))")
+_LINE_END = re.compile(r"\n|;(?![^();\n]*\))")
 """What separates ranks in one text; the semicolon in an overlapped pair does not."""
 _RANK = re.compile(r"\s*rank\s+([0-9]+)\s*[|│]")
 """How a printed row begins."""

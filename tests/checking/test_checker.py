@@ -842,3 +842,8 @@ def test_what_check_returns_is_a_list_that_explains_itself():
     assert "&lt;mine&gt;" in wrong._repr_html_()
     assert "<b>" not in wrong._repr_html_()
     assert str(check(pipelab.DualPipe(3, 2))).startswith("1 fault in DualPipe(ranks=3, microbatches=2)")
+
+
+def test_a_plans_text_is_told_to_parse():
+    with pytest.raises(TypeError, match=r"make a plan with Plan\.parse\('0F0 0B0; 1F0 1B0'\)"):
+        check("0F0 0B0; 1F0 1B0")

@@ -275,6 +275,7 @@ def test_a_plan_is_read_from_stdin(pipelab_command, monkeypatch, content):
 
     assert "stdin is right: 8 actions" in piped(content.encode())[1]
     assert "stdin, line 2, column" in piped(content.replace("1F1", "1X1").encode())[2]
+    assert "stdin holds no plan" in piped(b"\n")[2]
     assert "stdin is not text in UTF-8" in piped(content.encode("utf-16"))[2]
 
 

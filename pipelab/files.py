@@ -8,10 +8,11 @@ import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from pipelab.errors import FormatError
 
-__all__ = ["read_text", "require_writable", "write"]
+__all__ = ["read_text", "require_writable", "text_of", "write"]
 
 _MOST_BYTES = 1 << 30
 """The trace of the largest plan has about half as many."""
@@ -24,7 +25,12 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> st
         FormatError: if it is not text in UTF-8, or larger than `most_bytes`.
     """
     with Path(path).open("rb") as file:
-        data = file.read(most_bytes + 1)
+        return text_of(file, path, most_bytes)
+
+
+def text_of(file: BinaryIO, path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:
+    """Return the text of an open file; messages call it `path`. It raises what `read_text` raises."""
+    data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise FormatError(
             f"{path} has more than {most_bytes:,} bytes, which pipelab does not read: is it the right file?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -10,7 +11,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
 
-from pipelab.checking.checker import as_plan, require_legal
+from pipelab.checking.checker import Faults, as_plan, require_legal
 from pipelab.errors import ScheduleError, require_size, require_slots
 from pipelab.plan.actions import Action, Item, Pair
 from pipelab.plan.bound import MOST_ACTIONS, endless_limit
@@ -69,6 +70,12 @@ class Schedule(ABC):
 
     `P` ranks, `M` micro-batches, `v` stages per rank, rank `r`, longest round `L`; `F`, `B`, `I`, `W` and `FB` are the
     times of a rank's share of the model: forward, backward, its two halves, an overlapped pair.
+    """
+
+    needs: ClassVar[Mapping[str, str]] = {}
+    """What the schedule needs to exist, in words, each with its formula: `{"an even number of ranks": "P % 2 == 0"}`.
+
+    The letters are those of `closed_forms`. A schedule without needs accepts any size.
     """
 
     stages_per_rank: int = 1
@@ -187,10 +194,31 @@ class Schedule(ABC):
         except Exception:  # noqa: BLE001 - a student's code, or one that has not set its sizes
             return type(self).__name__
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the plan, or why there is none."""
+        try:
+            return self.draft()._repr_html_()
+        except ScheduleError as error:
+            return Faults(error.faults, self._name())._repr_html_()
+
     def __repr__(self) -> str:
-        """Return the schedule's name and sizes."""
-        per_rank = f", stages_per_rank={self.stages_per_rank}" if self.stages_per_rank != 1 else ""
-        return f"{type(self).__name__}(ranks={self.ranks}, microbatches={self.microbatches}{per_rank})"
+        """Return the schedule's name, its sizes, and its own parameters that differ from their defaults."""
+        shown = [f"ranks={self.ranks}", f"microbatches={self.microbatches}"]
+        if self.stages_per_rank != 1:
+            shown.append(f"stages_per_rank={self.stages_per_rank}")
+        for name, parameter in inspect.signature(type(self).__init__).parameters.items():
+            value = vars(self).get(name, vars(self).get(f"_{name}", parameter.default))
+            # Compared as text, because arrays have no single answer to `==`.
+            if name not in ("ranks", "microbatches", "stages_per_rank") and _argument(value) != _argument(
+                parameter.default
+            ):
+                shown.append(f"{name}={_argument(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _argument(value: object) -> str:
+    """Return an argument as text on one line: a function's name, or the object's `repr`."""
+    return str(getattr(value, "__name__", "")) or shorten(value)
 
 
 def _at(message: str, where: str | Callable[..., object], hint: str) -> Fault:

@@ -63,13 +63,14 @@ DISPLAYS = {
     "pipelab.simulation.comparison:Comparison.__str__",
     "pipelab.simulation.comparison:Comparison._repr_svg_",
     "pipelab.plan.plan:Plan.save_graph",
+    "pipelab.plan.plan:Plan._repr_html_",
 }
 
 # What could hide an import, and the modules that use it for something else.
 HIDING_PLACES = {
     "sys.modules": {
         "pipelab.draw",  # is this a notebook, which has loaded IPython?
-        "pipelab.cli.targets",  # a student's file is registered there
+        "pipelab.cli.student_file",  # it is registered there
     },
     "import_module": {
         "pipelab",  # the torch half's names, loaded when they are first used

@@ -423,6 +423,43 @@ def test_a_schedule_shows_its_name_and_sizes():
     assert pipelab.GPipe(2, 3).plan().name == "GPipe(ranks=2, microbatches=3)"
 
 
+class Lagged(pipelab.GPipe):
+    """A schedule with parameters of its own, each kept in another way."""
+
+    def __init__(self, ranks, microbatches, lag=1, *, order=(0, 1), how=max, unused=None):
+        super().__init__(ranks, microbatches)
+        self.lag = lag
+        self._order = np.array(order)
+        self.how = how
+
+
+def test_a_schedule_shows_its_own_parameters_that_differ_from_their_defaults():
+    assert repr(Lagged(2, 3, how=min, lag=3)) == (
+        "Lagged(ranks=2, microbatches=3, lag=3, order=array([0, 1]), how=min)"
+    )
+    both = pipelab.compare(pipelab.Interleaved1F1B(4, 8), pipelab.Interleaved1F1B(4, 8, stages_per_rank=4))
+    first, second = both.names
+    assert first != second
+    assert "stages_per_rank=4" in second
+
+
+def test_a_notebook_shows_a_schedules_plan_or_why_there_is_none():
+    shown = pipelab.OneFOneB(2, 2)._repr_html_()
+    assert shown == pipelab.OneFOneB(2, 2).plan()._repr_html_()
+    assert "<b>OneFOneB(ranks=2, microbatches=2)</b>\nrank 0 | <span" in shown
+    assert "1 fault in DualPipe(ranks=3, microbatches=2)" in pipelab.DualPipe(3, 2)._repr_html_()
+
+
+def test_a_notebook_shows_what_a_plan_holds_as_text():
+    plan = pipelab.Plan([["<b>", F(0), B(0), F("<i>"), F(1) & B(1)], [F(0)] * 1000], name="<script>")
+    shown = plan._repr_html_()
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
+    assert "&#x27;&lt;b&gt;&#x27;" in shown
+    assert "<i>" not in shown
+    assert "… 800 more …" in shown
+
+
 def test_a_schedule_without_actions_cannot_be_made():
     class Empty(pipelab.Schedule):
         pass

@@ -26,6 +26,8 @@ class SingleStage(Schedule):
         UsageError: if a number is not a positive whole number, or if `stages_per_rank` is not 1.
     """
 
+    needs = {"1 stage per rank": "v == 1"}
+
     looping: ClassVar[str] = "looped-bfs"
     """The similar schedule with several stages per rank, which the error suggests."""
 
@@ -98,6 +100,8 @@ class VShaped(Schedule):
     Raises:
         UsageError: if `stages_per_rank` is not 2.
     """
+
+    needs = {"2 stages per rank": "v == 2"}
 
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 2) -> None:
         """Keep the sizes."""

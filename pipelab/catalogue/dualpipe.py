@@ -60,6 +60,12 @@ class DualPipe(Schedule):
         ),
         "peak": "P + 1",
     }
+    needs = {
+        "an even number of ranks": "P % 2 == 0",
+        "an even number of micro-batches": "M % 2 == 0",
+        "at least twice as many micro-batches as ranks": "M >= 2 * P",
+        "1 stage per rank": "v == 1",
+    }
 
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
         """Keep the sizes."""

@@ -117,7 +117,7 @@ class Greedy(Schedule):
         if memory_cap is not None:
             caps = require_caps(memory_cap, self.ranks)
             self.memory_cap = tuple(caps) if isinstance(memory_cap, Sequence) else caps[0]
-        self.cost = cost or Cost()
+        self.cost = cost
         self.split = split
 
     def actions(self, rank: int) -> Iterator[Action]:
@@ -152,17 +152,9 @@ class Greedy(Schedule):
         bound = blank.bound
         if bound.faults:  # of `place`
             raise ScheduleError(bound.faults)
-        lasts = bound.codes.by_code(self.cost.times(blank))
-        delays = bound.codes.by_value(*self.cost.transfer_times(blank))
+        cost = self.cost or Cost()
+        lasts = bound.codes.by_code(cost.times(blank))
+        delays = bound.codes.by_value(*cost.transfer_times(blank))
         priority = self.priority if callable(self.priority) else policies[self.priority]
         caps = None if self.memory_cap is None else require_caps(self.memory_cap, self.ranks)
         return list_schedule(bound, lasts, delays, priority, caps, self.split)
-
-    def __repr__(self) -> str:
-        """Return the schedule's name, its sizes, and the arguments that differ from the defaults."""
-        shown = super().__repr__().removesuffix(")")
-        if self.priority != "backward-first":
-            shown += f", priority={getattr(self.priority, '__name__', repr(self.priority))}"
-        if self.memory_cap is not None:
-            shown += f", memory_cap={self.memory_cap}"
-        return f"{shown}, split=True)" if self.split else f"{shown})"

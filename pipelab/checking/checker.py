@@ -7,7 +7,8 @@ deadlock: `check` names it before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import html
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol, get_args, runtime_checkable
 
@@ -15,15 +16,16 @@ from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
-from pipelab.errors import ScheduleError, require_caps
+from pipelab.errors import ScheduleError, clean, require_caps
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
+from pipelab.plan.csv_notation import is_plan
 from pipelab.plan.fault import Code, Fault, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
 
-__all__ = ["ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
+__all__ = ["Faults", "ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
 
 _WORST_FIRST: tuple[Code, ...] = get_args(Code)
 _OF_ONE_ITEM: tuple[Code, ...] = ("not-an-action", "endless")
@@ -40,6 +42,24 @@ class ScheduleLike(Protocol):
         """Return the plan, unchecked."""
 
 
+class Faults(list[Fault]):
+    """What `check` returns: a list of faults. `print` and notebooks show them numbered, or that there is none."""
+
+    def __init__(self, faults: Iterable[Fault], subject: str) -> None:
+        """Keep the faults, and the name of the plan or schedule."""
+        super().__init__(faults)
+        self.subject = subject
+
+    def __str__(self) -> str:
+        """Return what `ScheduleError` says about these faults."""
+        return str(ScheduleError(self, self.subject)) if self else f"{clean(self.subject)} is right: no fault"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        shown = html.escape(clean(str(self), keep="\n"))
+        return f"<pre>{shown}</pre>"
+
+
 def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int] | None = None) -> list[Fault]:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
 
@@ -51,6 +71,8 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
         >>> import pipelab
         >>> pipelab.check(pipelab.GPipe(ranks=4, microbatches=8))
         []
+        >>> print(pipelab.check(pipelab.GPipe(ranks=4, microbatches=8)))
+        GPipe(ranks=4, microbatches=8) is right: no fault
         >>> for fault in pipelab.check(pipelab.GPipe(ranks=2, microbatches=8), memory_cap=[8, 4]):
         ...     print(fault)
         memory-cap: 1F4 would be activation 5 in flight on rank 1 (cap 4)
@@ -65,7 +87,7 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
     try:
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
-        return error.faults
+        return Faults(error.faults, error.subject)
     mistake, meant, found = diagnose(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
     of_code: dict[str, list[Fault]] = {}
     for fault in found:
@@ -73,7 +95,7 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
     faults = [] if mistake is None else [with_excerpt(plan, mistake)]
     for alike in of_code.values():  # worst kind first, as they are sorted
         faults += [*(with_excerpt(meant, fault) for fault in alike[:_MOST_EXCERPTS]), *alike[_MOST_EXCERPTS:]]
-    return faults
+    return Faults(faults, plan.name)
 
 
 def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
@@ -148,6 +170,8 @@ def as_plan(plan_or_schedule: Plan | ScheduleLike) -> Plan:
 
 def _how_to_make(other: object) -> str:
     """Return an object that is not a schedule in words, and how to make one from it: a name, rows or another class."""
+    if isinstance(other, str) and is_plan(other):
+        return f"{shorten(other)}: make a plan with Plan.parse({shorten(other)})"
     if isinstance(other, str):
         return f"{shorten(other)}: make a schedule with pipelab.schedules[{other!r}](ranks=4, microbatches=8)"
     if isinstance(other, (list, tuple)) and any(isinstance(row, (list, tuple)) for row in other):

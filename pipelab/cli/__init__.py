@@ -2,7 +2,8 @@
 
 - `app`: the subcommands
 - `options`: the options that several of them share
-- `targets`: a schedule by name, a student's file, a plan or a trace in a file
+- `targets`: a schedule by name, a student's file, a plan as text, a plan or a trace in a file
+- `student_file`: a student's file, imported if it can hold a schedule
 - `sweeping`: tables over numbers of micro-batches
 - `measuring`: `pipelab run`
 - `showing`: `pipelab demo`

@@ -83,12 +83,20 @@ def options(
 
 @app.command()
 def schedules() -> None:
-    """List the schedules that come with pipelab."""
-    table = Columns("name", "what it does, and its source", box=None, pad_edge=False)
+    """List the schedules that come with pipelab, the sizes that they accept, and their sources."""
+    table = Columns("name", "what it does, which sizes it accepts, and its source", box=None, pad_edge=False)
     for name, kind in pipelab.schedules.items():
         table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0])
+        table.add_row("", Padding(Text(f"accepts {_sizes_of(kind)}"), (0, 0, 0, 2)))
         table.add_row("", Padding(Text(kind.source, style="dim"), (0, 0, 0, 2)))
     Console().print(table)
+
+
+def _sizes_of(kind: type[pipelab.Schedule]) -> str:
+    """Return which sizes a schedule accepts, in words."""
+    letters = set("".join(kind.needs.values()))
+    sizes = [] if letters & {"P", "M"} else ["any number of ranks and micro-batches"]
+    return ", ".join([*sizes, *kind.needs, *([] if "v" in letters else ["any number of stages per rank"])])
 
 
 @app.command()
@@ -153,6 +161,7 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
     column.
     """
     counts = sizes.counts_beside(targets)
+    targets = sizes.with_settings(targets)
     require_writable(save, COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)
@@ -178,6 +187,7 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     cores. Several numbers of micro-batches (`-m 2,4,8`) make a table over one batch.
     """
     counts = sizes.counts_beside(targets)
+    targets = sizes.with_settings(targets, work.usual_ranks)
     require_writable(save, TABLE if len(counts) > 1 else COMPARISON if len(targets) > 1 else RUN)
     if len(counts) <= 1:
         plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
@@ -196,6 +206,7 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     table, results = measure_sweep(
         targets, counts, lambda name, count: sizes.schedule(name, count, work.usual_ranks).plan(), work
     )
+    ranks = max((result.measured.plan.ranks for result in results), default=0)
     say(f"One batch on this machine, {ranks} ranks; median of {work.measured_steps} steps")
     show(table, save)
     _conclude(results, ranks, command, work)

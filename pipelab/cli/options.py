@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from pipelab.cli.targets import find, has_sizes, settings
+from pipelab.cli.targets import find, has_sizes, settings, with_settings
 from pipelab.errors import UsageError
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
@@ -36,10 +36,19 @@ __all__ = [
 ]
 
 Target = Annotated[
-    str, typer.Argument(help="a schedule's name, my_file.py:MySchedule, plan.csv or trace.json", show_default=False)
+    str,
+    typer.Argument(
+        help='a schedule\'s name, my_file.py:MySchedule, plan.csv, trace.json, or a plan: "0F0 0B0; 1F0 1B0", or - for '
+        "one on stdin",
+        show_default=False,
+    ),
 ]
 Targets = Annotated[
-    list[str], typer.Argument(help="one or more of: a name, my_file.py:MySchedule, plan.csv", show_default=False)
+    list[str],
+    typer.Argument(
+        help='one or more of: a name, "interleaved-1f1b(stages_per_rank=4)", my_file.py:MySchedule, plan.csv',
+        show_default=False,
+    ),
 ]
 Save = Annotated[
     list[Path] | None,
@@ -50,7 +59,7 @@ SaveComparison = Annotated[
     typer.Option(
         "--save",
         "-o",
-        help="a file to write: html svg png pdf txt csv; a table also: md tex; repeatable",
+        help="a file to write: html svg png pdf txt csv md tex; repeatable",
     ),
 ]
 SaveRun = Annotated[
@@ -58,14 +67,17 @@ SaveRun = Annotated[
     typer.Option(
         "--save",
         "-o",
-        help="a file to write: html svg png pdf txt csv; for one run also json; a table also: md tex; repeatable",
+        help="a file to write: html svg png pdf txt csv md tex; for one run also json; repeatable",
     ),
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
 _Replicas = Annotated[
     int, typer.Option("--replicas", min=1, help="copies of the pipeline, each with its own ranks and micro-batches")
 ]
-_Sets = Annotated[list[str] | None, typer.Option("--set", help="name=value, a parameter of the schedule; repeatable")]
+_Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="name=value, a parameter of the schedule; of several, all that accept it; repeatable"),
+]
 _Costs = Annotated[
     list[str] | None,
     typer.Option(
@@ -104,7 +116,8 @@ class Sizes:
 
     def find(self, target: str) -> Schedule | Plan | Trace:
         """Return the schedule, plan or trace that a target names, at this size."""
-        return _replicated(find(target, self.ranks, self.microbatches, settings(self.sets or [])), self.replicas)
+        (target,) = with_settings([target], self.sets or [], self.ranks, self.microbatches)
+        return _replicated(find(target, self.ranks, self.microbatches), self.replicas)
 
 
 @dataclass(frozen=True)
@@ -142,14 +155,17 @@ class SweepSizes:
             )
         return self.counts
 
+    def with_settings(self, targets: Sequence[str], usual_ranks: int = 4) -> list[str]:
+        """Return the targets, each with the parameters that `--set` gives it."""
+        return with_settings(targets, self.sets or [], self.ranks, next(iter(self.counts), None), usual_ranks)
+
     def find(self, targets: Sequence[str], usual_ranks: int = 4) -> list[Schedule | Plan | Trace]:
-        """Return what the targets name; files among several targets keep their own sizes."""
+        """Return what the targets name; plans and traces among several targets keep their own sizes."""
         count = next(iter(self.counts), None)
-        options = settings(self.sets or [])
         return [
-            find(target, None, None, {})
+            find(target)
             if len(targets) > 1 and has_sizes(target)
-            else _replicated(find(target, self.ranks, count, options, usual_ranks), self.replicas)
+            else _replicated(find(target, self.ranks, count, usual_ranks), self.replicas)
             for target in targets
         ]
 
@@ -159,7 +175,7 @@ class SweepSizes:
         Raises:
             UsageError: if it is a file with a plan, which has its own number of micro-batches.
         """
-        found = find(target, self.ranks, microbatches, settings(self.sets or []), usual_ranks)
+        found = find(target, self.ranks, microbatches, usual_ranks)
         assert isinstance(found, Schedule)  # a file refuses other sizes than its own
         return found if self.replicas == 1 else replicate(found, self.replicas)
 

@@ -1,30 +1,32 @@
-"""Find a command's target: a schedule by name, a student's file, or a plan or a trace in a file."""
+"""Find a command's target: a schedule by name, a student's file, a plan as text, or a plan or a trace in a file."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pipelab.catalogue import schedules
+from pipelab.cli.student_file import MOST_BYTES, class_in, existing
 from pipelab.errors import PipelabError, UsageError
+from pipelab.files import text_of
+from pipelab.plan.csv_notation import is_plan, lines_of, read_rows
 from pipelab.plan.fault import line_of_function, students_line
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace.trace import Trace
 
-__all__ = ["find", "has_sizes", "settings"]
+__all__ = ["find", "has_sizes", "settings", "with_settings"]
 
 _MICROBATCHES = 8
-
-_MOST_BYTES = 1 << 20
-"""No schedule is a longer file of Python."""
+_STDIN = "-"
+_CALL = re.compile(r"(.*?\w)\((.*)\)", re.DOTALL)
+"""A target with parameters, such as `mine.py:Lagged(lag=3)`."""
 
 _PICTURE = "it is a picture, or text; save the trace as .json, or the plan as .csv, and give that"
 _NO_SCHEDULES = dict.fromkeys((".html", ".svg", ".png", ".pdf", ".txt"), _PICTURE) | dict.fromkeys(
@@ -36,52 +38,149 @@ _CLASSES = {kind.__name__: kind for kind in schedules.values()}
 
 
 def find(
-    target: str, ranks: int | None, microbatches: int | None, options: dict[str, Any], usual_ranks: int = 4
+    target: str, ranks: int | None = None, microbatches: int | None = None, usual_ranks: int = 4
 ) -> Schedule | Plan | Trace:
     """Return the schedule, plan or trace that a command line names.
 
     Args:
-        target: a registered name, `file.py:Name`, `file.py` (if it holds one schedule), `plan.csv` or `trace.json`;
-            also a schedule's class (`GPipe`) and a module (`file:Name`, `file.Name`).
-        ranks: how many ranks; `None` for the default. A file's plan has its own number.
-        microbatches: how many micro-batches; `None` for the default. A file's plan has its own number.
-        options: keyword arguments for the schedule.
+        target: a registered name, `file.py:Name`, `file.py` (if it holds one schedule), `plan.csv` or `trace.json`; a
+            plan's rows, or `-` for those on stdin; also a schedule's class (`GPipe`) and a module (`file:Name`,
+            `file.Name`). A schedule's parameters may follow in parentheses.
+        ranks: how many ranks; `None` for the default. A plan has its own number.
+        microbatches: how many micro-batches; `None` for the default. A plan has its own number.
         usual_ranks: the default number of ranks.
 
     Raises:
         UsageError: if the target does not exist; the message lists what does.
     """
     if has_sizes(target):
-        return _read(target, {"--ranks": ranks, "--microbatches": microbatches, "--set": options})
-    sizes = (ranks or usual_ranks, microbatches or _MICROBATCHES, options)
-    kind = schedules.get(target) or _CLASSES.get(target.removeprefix("pipelab."))
-    if kind is not None:
-        return _make(kind, *sizes)
-    suffix = Path(target).suffix
-    if suffix in _NO_SCHEDULES:
-        raise UsageError(f"{_existing(target)} holds no schedule: {_NO_SCHEDULES[suffix]}")
-    file = _student_file(target)
-    if file is not None:
-        path, name = file
-        return _make(_schedule_in(_load(_existing(path)), name, path), *sizes)
-    raise UsageError(
-        f"{target!r} is not a schedule{_guess(target)}\n  registered: {', '.join(schedules)}\n"
-        "  or your own file: my_file.py:MySchedule, plan.csv"
-    )
+        return _read(target, {"--ranks": ranks, "--microbatches": microbatches})
+    name, own = _parameters(target)
+    for size, option in (("ranks", ranks), ("microbatches", microbatches)):
+        if size in own and option is not None and option != own[size]:
+            raise UsageError(f"{target} has its own number of {size}: leave out --{size} {option}")
+    ranks, microbatches = own.pop("ranks", ranks or usual_ranks), own.pop("microbatches", microbatches or _MICROBATCHES)
+    return _make(_class_of(name), ranks, microbatches, own)
 
 
-def _read(path: str, given: dict[str, Any]) -> Plan | Trace:
-    """Return the plan or the trace of a file, which has its own sizes; refuse others."""
-    file = _existing(path)
-    found = Plan.from_csv(file) if path.endswith(".csv") else Trace.load(file)
+def with_settings(
+    targets: Sequence[str], texts: Iterable[str], ranks: int | None, microbatches: int | None, usual_ranks: int = 4
+) -> list[str]:
+    """Return the targets with the parameters that `--set` gives; of several targets, those that accept a parameter.
+
+    If none does, all that have it get it: making them then explains what is wrong.
+
+    Example:
+        >>> with_settings(["1f1b", "interleaved-1f1b"], ["stages_per_rank=4"], ranks=4, microbatches=8)
+        ['1f1b', 'interleaved-1f1b(stages_per_rank=4)']
+
+    Raises:
+        UsageError: if every target is a plan or a trace, or has another value between its parentheses.
+    """
+    given = settings(texts)
+    calls = [(target, {}) if has_sizes(target) else _parameters(target) for target in targets]
+    for name, value in given.items():
+        open_to = [(target, own) for target, own in calls if not has_sizes(target) and name not in own]
+        if not open_to:
+            raise UsageError(f"{' and '.join(map(_title, targets))} has its own parameters: leave out --set {name}")
+        reached = [own for _, own in open_to]
+        if len(calls) > 1:
+            having: list[dict[str, Any]] = []
+            accepting: list[dict[str, Any]] = []
+            for target, own in open_to:
+                taken = inspect.signature(_class_of(target)).parameters
+                if name in taken:
+                    having.append(own)
+                    tried = _title(target, {each: given[each] for each in given if each in taken} | own)
+                    if _accepts(tried, ranks, microbatches, usual_ranks):
+                        accepting.append(own)
+            reached = accepting or having or reached
+        for own in reached:
+            own[name] = value
+    return [_title(target, own) for target, own in calls]
+
+
+def _accepts(target: str, *sizes: Any) -> bool:
+    """Return whether a schedule accepts its parameters: 1F1B has `stages_per_rank`, but it must be 1."""
+    try:
+        find(target, *sizes)
+    except UsageError:
+        return False
+    return True
+
+
+def _title(target: str, own: dict[str, Any] | None = None) -> str:
+    """Return a target on one line, with its parameters in parentheses."""
+    if is_plan(target):
+        return "; ".join(map(str.strip, lines_of(target)))
+    return f"{target}({', '.join(f'{name}={value!r}' for name, value in own.items())})" if own else target
+
+
+def _parameters(target: str) -> tuple[str, dict[str, Any]]:
+    """Return a target without its parameters, and the parameters: values are Python literals, or text.
+
+    Example:
+        >>> _parameters("mine.py:Lagged(lag=3, policy=eager)")
+        ('mine.py:Lagged', {'lag': 3, 'policy': 'eager'})
+
+    Raises:
+        UsageError: if what stands in the parentheses is anything else.
+    """
+    match = _CALL.fullmatch(target)
+    if match is None:
+        return target, {}
+    source = f"_({match[2]})"
+    try:
+        call = ast.parse(source, mode="eval").body
+    except SyntaxError:
+        call = None
+    simple = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
+    if not isinstance(call, ast.Call) or not simple or not all(each.arg for each in call.keywords):
+        raise UsageError(
+            f"{target}: expected name=value between the parentheses, such as {match[1]}(stages_per_rank=2)"
+        )
+    return match[1], {str(each.arg): _value(ast.get_source_segment(source, each.value) or "") for each in call.keywords}
+
+
+def _read(target: str, given: dict[str, Any]) -> Plan | Trace:
+    """Return a plan or a trace, which has its own sizes; refuse others."""
+    if target == _STDIN:
+        if sys.stdin.isatty():
+            sys.stderr.write("a plan, one line for each rank; Ctrl-D ends it:\n")
+        rows = read_rows(text_of(sys.stdin.buffer, "stdin"), "stdin")
+        if not rows:
+            raise UsageError("stdin holds no plan: write pipelab check - < plan.csv, or pipe one line for each rank")
+        found: Plan | Trace = Plan(rows, name="stdin")
+    elif is_plan(target):
+        found = Plan.parse(target)
+    else:
+        file = existing(target)
+        found = Plan.from_csv(file) if target.endswith(".csv") else Trace.load(file)
     superfluous = [option for option, value in given.items() if value]
     if superfluous:
         plan = found if isinstance(found, Plan) else found.plan
         raise UsageError(
-            f"{path} has its own sizes, {plan.ranks} ranks and {plan.microbatches} micro-batches: "
+            f"{_title(target)} has its own sizes, {plan.ranks} ranks and {plan.microbatches} micro-batches: "
             f"leave out {' and '.join(superfluous)}"
         )
     return found
+
+
+def _class_of(target: str) -> type[Schedule]:
+    """Return the class that a target names: a registered schedule's, or one in a student's file."""
+    kind = schedules.get(target) or _CLASSES.get(target.removeprefix("pipelab."))
+    if kind is not None:
+        return kind
+    suffix = Path(target).suffix
+    if suffix in _NO_SCHEDULES:
+        raise UsageError(f"{existing(target)} holds no schedule: {_NO_SCHEDULES[suffix]}")
+    named = _student_file(target)
+    if named is None:
+        raise UsageError(
+            f"{target!r} is not a schedule{_guess(target)}\n  registered: {', '.join(schedules)}\n"
+            '  or your own file: my_file.py:MySchedule, plan.csv; or a plan: "0F0 0B0; 1F0 1B0"'
+        )
+    return class_in(*named)
 
 
 def _student_file(target: str) -> tuple[str, str] | None:
@@ -103,18 +202,18 @@ def _guess(target: str) -> str:
     if close := schedules.nearest(target):
         return f"; did you mean {close}?"
     for path in files.values():
-        if path.stat().st_size <= _MOST_BYTES and f"\nclass {target}(" in path.read_text("utf-8", "replace"):
+        if path.stat().st_size <= MOST_BYTES and f"\nclass {target}(" in path.read_text("utf-8", "replace"):
             return f"; did you mean {path}:{target}?"
     stems = get_close_matches(re.split(r"[.]", word.lower())[0], files, n=1)
     return f"; did you mean {files[stems[0]]}?" if stems else ""
 
 
 def has_sizes(target: str) -> bool:
-    """Return whether a target is a file that has its own numbers of ranks and micro-batches."""
-    return target.endswith((".csv", ".json"))
+    """Return whether a target is a plan or a trace, which has its own numbers of ranks and micro-batches."""
+    return target.endswith((".csv", ".json")) or target == _STDIN or is_plan(target)
 
 
-def settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
+def settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """Return `name=value` texts as keyword arguments; values are Python literals, or text.
 
     Example:
@@ -129,74 +228,16 @@ def settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"{option} {text}: expected name=value, such as {option} stages_per_rank=2")
-        try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = value
+        found[name] = _value(value)
     return found
 
 
-def _existing(path: str) -> Path:
-    file = Path(path)
-    if file.exists() and not file.is_file():
-        what = "a folder" if file.is_dir() else "a pipe or a device"
-        raise UsageError(f"{path} is {what}, not a file: name a file, my_file.py:MySchedule, plan.csv or trace.json")
-    if not file.is_file():
-        here = {found.name.lower(): found.name for found in sorted(file.parent.glob(f"*{file.suffix}"))}
-        close = [here[name] for name in get_close_matches(file.name.lower(), here, n=1)]
-        beside = f"; beside it: {', '.join([*here.values()][:8])}" if here else ""
-        raise UsageError(
-            f"there is no file {path}" + (f"; did you mean {file.with_name(close[0])}?" if close else beside)
-        )
-    return file
-
-
-def _load(path: Path) -> ModuleType:
-    """Import a student's file; report its line if it cannot be imported."""
-    size = path.stat().st_size
-    if size > _MOST_BYTES:
-        raise UsageError(f"{path} has {size:,} bytes, a schedule at most {_MOST_BYTES:,}: is it the right file?")
-    with path.open("rb") as file:
-        if b"\0" in file.read():
-            raise UsageError(f"{path} is not text, but a binary file: give a file of Python, my_file.py:MySchedule")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path} cannot be imported as Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.parent.resolve()))
+def _value(text: str) -> Any:
+    """Return a Python literal's value, or the text itself."""
     try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        line = (error.text or "").rstrip()
-        caret = f"\n    {' ' * ((error.offset or 1) - 1)}^" if line else ""
-        raise UsageError(f"{error.filename}, line {error.lineno}: {error.msg}\n    {line}{caret}") from error
-    except (Exception, SystemExit) as error:
-        where = f"\n  at {students_line(error)}"
-        raise UsageError(f"importing {path} raised {type(error).__name__}: {error}{where}") from error
-    finally:
-        sys.path.remove(str(path.parent.resolve()))
-    return module
-
-
-def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
-    """Return the schedule class with this name, or the only one."""
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Schedule) and value.__module__ == module.__name__
-    }
-    if name in own:
-        return own[name]
-    if not name and len(own) == 1:
-        return next(iter(own.values()))
-    if name and name in vars(module):
-        raise UsageError(f"{name} in {path} is not a schedule: write class {name}(pipelab.Schedule)")
-    there = f"it holds {', '.join(own)}" if own else "it holds no class that derives from pipelab.Schedule"
-    close = get_close_matches(name, own, n=1) if name else []
-    name_one = f"; name one: {path}:{next(iter(own))}" if own else ""
-    move = f"; did you mean {path}:{close[0]}?" if close else name_one
-    raise UsageError(f"{path} has no schedule {name!r}: {there}{move}" if name else f"{path}: {there}{move}")
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
@@ -227,7 +268,7 @@ def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dic
     strangers = [name for name in options if name not in taken]
     if strangers and not any(each.kind is each.VAR_KEYWORD for each in parameters):
         raise UsageError(
-            f"{kind.__name__} takes no {', '.join(strangers)}\n  --set takes: {', '.join(taken) or 'nothing'}"
+            f"{kind.__name__} takes no {', '.join(strangers)}\n  it takes: {', '.join(taken) or 'nothing'}"
         )
     place = line_of_function(kind.__init__)
     try:

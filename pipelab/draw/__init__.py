@@ -16,16 +16,21 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 
 from __future__ import annotations
 
+import html
 import sys
 import tempfile
 import webbrowser
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.draw import figure, text
+from pipelab.draw import colours, figure, text, wording
 from pipelab.draw.page import page
-from pipelab.errors import require_suffix
+from pipelab.draw.table import Column, Table
+from pipelab.errors import clean, require_suffix
 from pipelab.files import write
+from pipelab.plan.actions import Action, Pair
+from pipelab.plan.fault import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,17 +38,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from pipelab.plan.plan import Plan
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
-__all__ = ["COMPARISON_SUFFIXES", "TRACE_SUFFIXES", "save", "save_comparison", "show"]
+__all__ = ["COMPARISON_SUFFIXES", "TRACE_SUFFIXES", "plan_html", "save", "save_comparison", "show"]
 
 _FIGURES = (".svg", ".png", ".pdf")
 _DRAWN = (".html", *_FIGURES, ".txt")
 TRACE_SUFFIXES = (*_DRAWN, ".json")
 """The formats of `Trace.save`, which writes `json` itself."""
-COMPARISON_SUFFIXES = (*_DRAWN, ".csv")
-"""The formats of `Comparison.save`, which writes `csv` itself."""
+_MOST_CELLS = 200
+"""How many actions of a rank a notebook shows."""
+COMPARISON_SUFFIXES = (*_DRAWN, ".csv", ".md", ".tex")
+"""The formats of `Comparison.save`."""
 
 
 def save(trace: Trace, path: str | Path) -> Path:
@@ -73,7 +81,7 @@ def save(trace: Trace, path: str | Path) -> Path:
 
 
 def save_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Draw a comparison to a file; its suffix is `html`, `svg`, `png`, `pdf` or `txt`.
+    """Draw a comparison to a file, or write its table; the suffix is one of `COMPARISON_SUFFIXES`.
 
     Returns:
         The path.
@@ -81,6 +89,12 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
     Raises:
         FormatError: if it has another suffix.
     """
+    suffix = Path(path).suffix.lower()
+    if suffix == ".csv":
+        return Table([asdict(row) for row in comparison.rows], []).save(path)
+    if suffix in (".md", ".tex"):
+        heads, *lines = wording.table(comparison)
+        return Table([dict(zip(heads, line, strict=True)) for line in lines], list(map(Column, heads))).save(path)
     return _write(
         path,
         "a comparison",
@@ -108,6 +122,28 @@ def show(trace: Trace) -> Path | None:
     if not webbrowser.open(path.as_uri()):
         sys.stdout.write(f"No web browser was found; the timeline is in {path}\n")
     return path
+
+
+def plan_html(plan: Plan) -> str:
+    """Return a plan's name and rows for a notebook; of long rows, the middle is left out."""
+    lines = [f"<b>{html.escape(clean(plan.name))}</b>"]
+    for rank, row in enumerate(plan.rows):
+        cells = [_cell(item) for item in row]
+        if len(cells) > _MOST_CELLS:
+            half = _MOST_CELLS // 2
+            cells = [*cells[:half], f"… {len(cells) - 2 * half} more …", *cells[-half:]]
+        lines.append(f"rank {rank} | {' '.join(cells)}")
+    return "\n".join(['<pre style="overflow-x: auto; white-space: pre">', *lines, "</pre>"])
+
+
+def _cell(item: object) -> str:
+    """Return an item of a row as HTML; what is not an action has no colour."""
+    first = item.forward if isinstance(item, Pair) else item
+    shown = html.escape(str(item) if isinstance(item, (Action, Pair)) else shorten(item))
+    if not isinstance(first, Action) or type(first.microbatch) not in (int, type(None)):
+        return shown
+    paper = colours.of(first)
+    return f'<span style="background: {paper}; color: {colours.ink(paper)}">{shown}</span>'
 
 
 def _in_notebook() -> bool:

@@ -41,6 +41,8 @@ _LOWERED = re.compile(r"[0-9]*(UNSHARD|RESHARD|(SEND|RECV)_[FB])[0-9]*")
 def _try(text: str) -> str:
     """Return a hint for a text that is not an action, if it is clear what was meant."""
     text = text.strip().upper()
+    if text == "…":
+        return "\n  try: Plan.to_csv, which writes all; what print shows leaves out the middle of long rows"
     if _LOWERED.fullmatch(text):
         return "\n  try: leave it out: it belongs to PyTorch's compute_comms format, and pipelab reads compute_only"
     return f"\n  try: {reprlib.repr(text)}, in capital letters" if _NOTATION.fullmatch(text) else ""

@@ -1,4 +1,4 @@
-"""Plans as files in PyTorch's CSV notation (`compute_only`): one line for each rank, one cell for each action."""
+"""Plans as text: in PyTorch's CSV notation (`compute_only`), one line per rank, and as `print` shows them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,93 @@ import warnings
 from collections.abc import Iterable
 
 from pipelab.errors import FormatError
-from pipelab.files import read_text, write
+from pipelab.files import write
 from pipelab.plan.actions import Action, Item, Pair, parse_item
+from pipelab.plan.fault import shorten
 
-__all__ = ["read_rows", "write_rows"]
+__all__ = ["is_plan", "lines_of", "parse_row", "read_rows", "write_rows"]
 
 _IDLE = ("",)
 """The cells of a rank without actions, which is written `""`: an empty line would look like the end of the file."""
 
 _IS_PAIR = re.compile(r"\([^()]*\)OVERLAP_F_B")
+_WORD = re.compile(r"\([^()]*\)[^\s,]*|[^\s,]+")
+"""An action, or an overlapped pair, which may have blanks between its parentheses."""
+_LINE_END = re.compile(r"\n|;(?![^();\n]*\))")
+"""What separates ranks in one text; the semicolon in an overlapped pair does not."""
+_RANK = re.compile(r"\s*rank\s+([0-9]+)\s*[|│]")
+"""How a printed row begins."""
 _MOST_SHOWN = 8
 """How many micro-batches a message lists."""
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
-    """Read every rank's actions. Empty cells are idle; empty lines at the end of the file are ignored.
+def is_plan(text: str) -> bool:
+    """Return whether a text is a plan, and not the name of a file: several words, and one of them an action.
+
+    Example:
+        >>> is_plan("0F0 0B0; 1F0 1B0"), is_plan("0F0 oops"), is_plan("W1 homework/mine.py"), is_plan("gpipe")
+        (True, True, False, False)
+    """
+    words = _WORD.findall(_LINE_END.sub(" ", text))
+    return len(words) > 1 and "." not in text and any(map(_is_item, words))
+
+
+def _is_item(word: str) -> bool:
+    try:
+        parse_item(word, "")
+    except FormatError:
+        return False
+    return True
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the rows of a plan in one text, which stand on lines of their own or between semicolons.
+
+    Example:
+        >>> lines_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1; 1F0 1B0 1F1 1B1")
+        ['0F0 (0F1;0B0)OVERLAP_F_B 0B1', ' 1F0 1B0 1F1 1B1']
+    """
+    return [line for line in _LINE_END.split(text) if line.strip()]
+
+
+def parse_row(text: object, rank: int) -> list[Item]:
+    """Read the actions of one rank, separated by blanks or commas; `rank 0 |` may come first, as `print(plan)` has it.
 
     Raises:
-        FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or if
-            the file is not text in UTF-8.
+        FormatError: if it is not a text, if a word is not an action, or if the row names another rank.
     """
-    text = read_text(path)
+    if not isinstance(text, str):
+        raise FormatError(
+            f"Plan.parse takes a text, or a list with one text per rank; of rank {rank} is {shorten(text)}"
+        )
+    words = [word for word in _WORD.findall(_unnumbered(text, rank, f"row {rank}")) if word != '""']
+    return [parse_item(word, f"rank {rank}, position {at}") for at, word in enumerate(words)]
+
+
+def _unnumbered(text: str, rank: int, where: str) -> str:
+    """Return a row without the `rank 0 |` at its beginning.
+
+    Raises:
+        FormatError: if it names another rank.
+    """
+    match = _RANK.match(text)
+    if match is None:
+        return text
+    if int(match[1]) != rank:
+        raise FormatError(f"{where} says rank {match[1]}, but it is the row of rank {rank}: write the ranks in order")
+    return text[match.end() :]
+
+
+def read_rows(text: str, name: str) -> list[list[Item]]:
+    """Read every rank's actions. Empty cells are idle; empty lines at the end are ignored; a cell may hold several.
+
+    Args:
+        text: what the file holds.
+        name: what messages call the file.
+
+    Raises:
+        FormatError: if a cell is not an action, with its line and column; if a line between others is empty.
+    """
     rows: list[list[Item]] = []
     lines = csv.reader(io.StringIO(text, newline=""))
     empty = 0
@@ -40,13 +106,14 @@ def read_rows(path: str | os.PathLike[str]) -> list[list[Item]]:
                 empty = empty or lines.line_num
             elif empty:
                 raise FormatError(
-                    f"{path}, line {empty} is empty, and other lines follow it: is it a rank?\n"
+                    f"{name}, line {empty} is empty, and other lines follow it: is it a rank?\n"
                     '  try: write "" for a rank without actions; otherwise remove the line'
                 )
             else:
-                rows.append(_items(cells, f"{path}, line {lines.line_num}"))
+                where = f"{name}, line {lines.line_num}"
+                rows.append(_items([_unnumbered(cells[0], len(rows), where), *cells[1:]], where))
     except csv.Error as error:
-        raise FormatError(f"{path}, line {lines.line_num}: {error}") from error
+        raise FormatError(f"{name}, line {lines.line_num}: {error}") from error
     return rows
 
 
@@ -93,7 +160,12 @@ def _is_empty(cells: list[str]) -> bool:
 def _items(cells: list[str], where: str) -> list[Item]:
     if len(cells) == 1 and ";" in cells[0] and "," not in cells[0] and not _IS_PAIR.fullmatch(cells[0].strip()):
         raise FormatError(f"{where}: its cells are separated by semicolons\n  try: save it with commas between cells")
-    return [parse_item(cell, f"{where}, column {column}") for column, cell in enumerate(cells, 1) if cell.strip()]
+    items: list[Item] = []
+    for column, cell in enumerate(cells, 1):
+        words = _WORD.findall(cell)
+        for number, word in enumerate(words, 1):
+            items.append(parse_item(word, f"{where}, column {column}{f', word {number}' * (len(words) > 1)}"))
+    return items
 
 
 def _cell(item: object) -> str:

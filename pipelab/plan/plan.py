@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.errors import FormatError, UsageError, require_size, require_slots
-from pipelab.plan.actions import Action, Item, Pair, parse_item
+from pipelab.files import read_text
+from pipelab.plan.actions import Action, Item, Pair
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import Place
 from pipelab.plan.bound import MOST_ACTIONS, BoundPlan, endless_limit, named_sizes
-from pipelab.plan.csv_notation import read_rows, write_rows
+from pipelab.plan.csv_notation import lines_of, parse_row, read_rows, write_rows
 from pipelab.plan.fault import readable, shorten
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class Plan:
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1
         if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
-            raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({_texts(rows)}) reads it")
+            text = shorten(rows if isinstance(rows, str) else list(rows))
+            raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({text}) reads it")
         taken: list[tuple[tuple[object, ...], bool]] = []
         room = MOST_ACTIONS
         for row in rows:
@@ -108,39 +110,35 @@ class Plan:
         vars(self).update(name=str(name or repr(self)))
 
     @classmethod
-    def parse(cls, rows: Iterable[str], name: str | None = None) -> Plan:
-        """Read a plan from one text per rank, in PyTorch's notation, separated by blanks or commas.
+    def parse(cls, rows: str | Iterable[str], name: str | None = None) -> Plan:
+        """Read a plan in PyTorch's notation, from one text per rank, or from one text as `print(plan)` shows it.
+
+        Blanks or commas separate actions. In one text, line ends or semicolons separate ranks.
 
         Example:
             >>> Plan.parse(["0F0 0B0", "1F0 1B0"]).stages
             2
+            >>> Plan.parse("rank 0 | 0F0 0B0; rank 1 | 1F0 1B0") == Plan.parse("0F0 0B0; 1F0 1B0")
+            True
 
         Raises:
-            FormatError: if a word is not an action, with its rank and position; or if `rows` is one text, not a list.
+            FormatError: if a word is not an action, with its rank and position; or if a row names another rank.
         """
-        if isinstance(rows, str):
-            raise FormatError(f"Plan.parse takes a list with one text per rank: Plan.parse({_texts(rows)})")
-        rows = list(rows) if isinstance(rows, Iterable) else [rows]
-        for rank, text in enumerate(rows):
-            if not isinstance(text, str):
-                raise FormatError(f"Plan.parse takes a list with one text per rank; of rank {rank} is {shorten(text)}")
-        parsed: list[list[Item]] = []
-        for rank, text in enumerate(rows):
-            words = text.replace(",", " ").split()
-            parsed.append([parse_item(word, f"rank {rank}, position {at}") for at, word in enumerate(words)])
-        return cls(parsed, name=name)
+        lines = lines_of(rows) if isinstance(rows, str) else list(rows) if isinstance(rows, Iterable) else [rows]
+        return cls([parse_row(line, rank) for rank, line in enumerate(lines)], name=name)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a file in PyTorch's CSV notation (`compute_only`): one line per rank; empty cells are idle.
 
-        A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are ignored.
+        A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are ignored. Blanks
+        may stand instead of commas, and `rank 0 |` before the first action, as in what `print(plan)` shows.
 
         Raises:
             FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or
                 if the file is not text in UTF-8.
         """
-        return cls(read_rows(path), name=Path(path).name)
+        return cls(read_rows(read_text(path), str(path)), name=Path(path).name)
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan in PyTorch's CSV notation (`compute_only`), which `from_csv` reads back; return the path.
@@ -265,14 +263,15 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan(ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches})"
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the name, and the rows in the colours of drawings."""
+        from pipelab import draw
+
+        return draw.plan_html(self)
+
     def __str__(self) -> str:
         """Return the rows, one line per rank, with the middle of long ones left out."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
-
-
-def _texts(rows: str | Sequence[object]) -> str:
-    """Return texts as the list that `Plan.parse` reads, with one text per line if there is one text."""
-    return shorten(rows.strip().splitlines() if isinstance(rows, str) else list(rows))
 
 
 def _take(row: Iterable[object], limit: int, room: int) -> tuple[tuple[object, ...], bool]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.errors import CostError, UsageError
-from pipelab.files import write
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import Cost, simulate
@@ -76,23 +73,18 @@ class Comparison:
         return figure.plot_comparison(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the comparison; the suffix is the format: `html`, `svg`, `png`, `pdf`, `txt` or `csv`. Return the path.
+        """Write the comparison; the suffix is the format. Return the path.
 
-        A `csv` file holds the table `rows`: one line per trace; a cell with figures per rank separates them by blanks.
+        `html`, `svg`, `png`, `pdf` and `txt` hold table and timelines. `md` and `tex` hold the table as readers see it
+        (`tex` needs the package booktabs), and `csv` has all values of `rows` in full: one line per trace; a cell with
+        figures per rank separates them by blanks.
 
         Raises:
             FormatError: if the suffix is another one.
         """
-        path = Path(path)
-        if path.suffix.lower() == ".csv":
-            buffer = io.StringIO(newline="")
-            writer = csv.writer(buffer, lineterminator="\n")
-            writer.writerow(field.name for field in fields(Row))
-            writer.writerows(map(_cells, self.rows))
-            return write(path, buffer.getvalue())
         from pipelab import draw
 
-        return draw.save_comparison(self, path)
+        return draw.save_comparison(self, Path(path))
 
     def __str__(self) -> str:
         """Return the table and the timelines as text, without colour."""
@@ -163,9 +155,3 @@ def _row(trace: Trace, name: str) -> Row:
     peak_share = tuple(peak / count if count else 0.0 for peak, count in zip(peaks, forwards, strict=True))
     busy_share = tuple(busy / makespan if makespan else 0.0 for busy in trace.busy)
     return Row(name, trace.source, makespan, trace.unit, trace.bubble, peaks, peak_share, busy_share, trace.spans)
-
-
-def _cells(row: Row) -> list[str]:
-    """Return a row's figures as text, figures per rank with blanks between."""
-    figures = (getattr(row, field.name) for field in fields(row))
-    return [" ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in figures]

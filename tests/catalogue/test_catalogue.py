@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import oracle
@@ -18,23 +19,6 @@ import pipelab
 from pipelab import Cost, ScheduleError, schedules, simulate
 from pipelab.catalogue.bases import Looped, SingleStage, VShaped
 from pipelab.errors import UsageError
-
-# Which sizes up to 6 ranks x 12 micro-batches a schedule accepts.
-ACCEPTS = {
-    "naive": lambda *_: True,
-    "gpipe": lambda *_: True,
-    "1f1b": lambda *_: True,
-    "delayed": lambda *_: True,
-    "interleaved-1f1b": lambda *_: True,
-    "looped-bfs": lambda *_: True,
-    "zb-h1": lambda *_: True,
-    "zb-h2": lambda *_: True,
-    "interleaved-zb": lambda *_: True,
-    "zbv": lambda *_: True,
-    "dualpipev": lambda *_: True,
-    "greedy": lambda *_: True,
-    "dualpipe": lambda ranks, microbatches: ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
-}
 
 
 def any_times():
@@ -69,15 +53,17 @@ def accepted(name):
 every_schedule = pytest.mark.parametrize("name", sorted(schedules))
 
 
-def test_every_schedule_has_a_line_in_the_table_of_sizes():
-    assert set(ACCEPTS) == set(schedules)
+def meets_its_needs(kind, ranks, microbatches, per_rank):
+    values = {"P": ranks, "M": microbatches, "v": per_rank}
+    return all(eval(formula, {}, values) for formula in kind.needs.values())  # noqa: S307 - our own formulas
 
 
 @every_schedule
-def test_every_schedule_accepts_the_sizes_of_the_table_and_no_others(name):
+def test_every_schedule_accepts_the_sizes_that_meet_its_needs_and_no_others(name):
     kind = schedules[name]
-    for size in SIZES:
-        accepts = ACCEPTS[name](*size)
+    usual = kind(4, 8).stages_per_rank
+    for size in product(range(1, 9), range(1, 17)):
+        accepts = meets_its_needs(kind, *size, usual)
         reason = kind.refusal(*size)
         assert (reason is None) == accepts, f"{name} at {size}: {reason}"
         if accepts:
@@ -87,6 +73,17 @@ def test_every_schedule_accepts_the_sizes_of_the_table_and_no_others(name):
             with pytest.raises(ScheduleError) as refusal:
                 kind(*size).plan()
             assert [(fault.code, fault.message) for fault in refusal.value.faults] == [("refused", reason)]
+
+
+@every_schedule
+@pytest.mark.parametrize("per_rank", range(1, 5))
+def test_every_schedule_accepts_the_stages_per_rank_that_meet_its_needs(name, per_rank):
+    kind = schedules[name]
+    if meets_its_needs(kind, 4, 8, per_rank):
+        assert kind(4, 8, per_rank).plan().ranks == 4
+    else:
+        with pytest.raises(UsageError, match=f"stages_per_rank={per_rank}"):
+            kind(4, 8, per_rank)
 
 
 @every_schedule

@@ -828,3 +828,22 @@ def test_the_oracle_knows_a_deadlock_from_a_plan_that_runs():
     assert oracle.legal([[F(0, 0), F(1, 0), B(0, 0), B(1, 0)], [F(0, 1), B(0, 1), F(1, 1), B(1, 1)]], 2, 2)
     assert not oracle.legal([[F(0, 0), B(0, 0), F(1, 0), B(1, 0)], [F(0, 1), F(1, 1), B(0, 1), B(1, 1)]], 2, 2)
     assert not oracle.legal([[F(0, 0), W(0, 0), I(0, 0)]], 1, 1)
+
+
+def test_what_check_returns_is_a_list_that_explains_itself():
+    right, wrong = check(pipelab.GPipe(2, 2)), check(Plan([["<b>"], [F(0, 1)]], name="<mine>"))
+    assert right == []
+    assert str(right) == "GPipe(ranks=2, microbatches=2) is right: no fault"
+    assert right._repr_html_() == f"<pre>{right}</pre>"
+    assert isinstance(wrong, list)
+    with pytest.raises(ScheduleError) as refusal:
+        simulate(Plan([["<b>"], [F(0, 1)]], name="<mine>"))
+    assert str(wrong) == str(refusal.value)
+    assert "&lt;mine&gt;" in wrong._repr_html_()
+    assert "<b>" not in wrong._repr_html_()
+    assert str(check(pipelab.DualPipe(3, 2))).startswith("1 fault in DualPipe(ranks=3, microbatches=2)")
+
+
+def test_a_plans_text_is_told_to_parse():
+    with pytest.raises(TypeError, match=r"make a plan with Plan\.parse\('0F0 0B0; 1F0 1B0'\)"):
+        check("0F0 0B0; 1F0 1B0")

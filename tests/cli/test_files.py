@@ -33,10 +33,10 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         ("simulate gpipe", ".html .svg .png .pdf .txt .json .csv"),
         ("draw gpipe", ".html .svg .png .pdf .txt .json .csv"),
         ("draw gpipe --graph", ".dot .gv .svg .png .pdf"),
-        ("compare gpipe 1f1b", ".html .svg .png .pdf .txt .csv"),
+        ("compare gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
         ("compare gpipe -m 2,4", ".csv .txt .md .tex .png .svg .pdf"),
-        ("run gpipe", ".html .svg .png .pdf .txt .csv .json"),
-        ("run gpipe 1f1b", ".html .svg .png .pdf .txt .csv"),
+        ("run gpipe", ".html .svg .png .pdf .txt .csv .md .tex .json"),
+        ("run gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
         ("run gpipe -m 2,4", ".csv .txt .md .tex .png .svg .pdf"),
     ],
 )
@@ -110,6 +110,9 @@ def test_a_comparison_is_written_as_a_table_of_its_figures(pipelab_command, fold
     first, second = csv.DictReader(Path("c.csv").read_text().splitlines())
     assert (first["name"], first["source"], first["makespan"]) == ("gpipe", "simulated", "33.0")
     assert second["peak_activations"] == "4 3 2 1"
+    assert pipelab_command("compare", "gpipe", "1f1b", "-o", "c.md", "-o", "c.tex")[0] == 0
+    assert "| 1f1b | 33 units | 27.3 % | 4 3 2 1 |" in Path("c.md").read_text()
+    assert r"1f1b & 33 units & 27.3 \% & 4 3 2 1 &" in Path("c.tex").read_text()
 
 
 @pytest.mark.dot

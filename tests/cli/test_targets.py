@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from commands import RIGHT
 
 import pipelab
-from pipelab.cli import targets
+from pipelab.cli import student_file, targets
 from pipelab.errors import UsageError
 
 
@@ -18,7 +20,7 @@ def test_parameters_of_a_schedule_are_set_by_name(pipelab_command, folder):
     assert "Chatty(many)" in pipelab_command("check", "mine.py:Chatty", "--set", "words=many")[1]
     code, _, error = pipelab_command("check", "mine.py:Chatty", "--set", "word=many")
     assert code == 1
-    assert "--set takes: words" in error
+    assert "it takes: words" in error
     assert "expected name=value" in pipelab_command("check", "gpipe", "--set", "words")[2]
 
 
@@ -37,8 +39,8 @@ def test_a_faulty_file_gets_its_faults_and_a_hint_but_no_traceback(pipelab_comma
     ("text", "line", "words"),
     [
         ("import pipelab\nclass Broken(pipelab.Schedule)\n    pass\n", 2, "expected ':'"),
-        ("import pipelab\nx = 1 / 0\n", 2, "ZeroDivisionError: division by zero"),
-        ("import pipelap\n", 1, "No module named 'pipelap'"),
+        ("import pipelab\nx = 1 / 0\nclass Broken(pipelab.GPipe): ...\n", 2, "ZeroDivisionError: division by zero"),
+        ("import pipelap\nclass Broken(pipelap.Schedule): ...\n", 1, "No module named 'pipelap'"),
     ],
 )
 def test_a_file_that_cannot_be_imported_gets_its_line(pipelab_command, folder, text, line, words):
@@ -70,7 +72,7 @@ def test_a_folder_or_a_pipe_with_a_files_name_is_refused(pipelab_command, folder
         (b"x = '\xff'\n", "broken.py, line 1"),
         (b"#" * (1 << 20) + b"\n", "broken.py has 1,048,577 bytes"),
         (b"", "no class that derives"),
-        (b"x = '\x1b[31m'; 1 / 0", "ZeroDivisionError"),
+        (b"x = '\x1b[31m'; 1 / 0; from mine import *\nclass A(B): pass", "ZeroDivisionError"),
         (b"(" * 500, "broken.py, line 1"),
     ],
     ids=["binary", "latin-1", "huge", "empty", "escape", "nested"],
@@ -275,3 +277,183 @@ def test_an_init_that_takes_no_sizes_gets_its_line(pipelab_command, folder):
     assert error.startswith("pipelab calls Chatty(ranks, microbatches), but it is written Chatty(ranks)")
     assert "mine.py, line 15, in __init__: def __init__(self, ranks):" in error
     assert "try: write def __init__(self, ranks, microbatches)" in error
+
+
+# Plans as text
+
+ROWS = "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"
+
+
+@pytest.mark.parametrize(
+    "text", [ROWS, ROWS.replace("; ", "\n"), "rank 0 | 0F0,0F1,0B0,0B1\nrank 1 | 1F0 1B0 1F1 1B1\n"]
+)
+def test_a_plan_is_given_in_the_command_itself(pipelab_command, folder, text):
+    code, output, _ = pipelab_command("check", text)
+    assert code == 0
+    assert "Plan(ranks=2, stages=2, microbatches=2) is right: 8 actions" in output
+    assert pipelab_command("draw", text, "-o", "plan.csv")[0] == 0
+    assert pipelab.Plan.from_csv("plan.csv") == pipelab.Plan.parse(text)
+    code, output, _ = pipelab_command("compare", text, "gpipe", "-r", "2", "-m", "2")
+    assert code == 0
+    assert output.count("9 units") == 2
+    assert "rank 1, position 4: 'oops' is not an action" in pipelab_command("check", f"{ROWS} oops")[2]
+    error = pipelab_command("check", text, "-r", "3")[2]
+    assert "2 ranks and 2 micro-batches: leave out --ranks" in error
+
+
+@pytest.mark.parametrize("content", [ROWS.replace("; ", "\n").replace(" ", ","), ROWS.replace("; ", "\n")])
+def test_a_plan_is_read_from_stdin(pipelab_command, monkeypatch, content):
+    def piped(content):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        return pipelab_command("check", "-")
+
+    assert "stdin is right: 8 actions" in piped(content.encode())[1]
+    assert "stdin, line 2, column" in piped(content.replace("1F1", "1X1").encode())[2]
+    assert "stdin holds no plan" in piped(b"\n")[2]
+    assert "stdin is not text in UTF-8" in piped(content.encode("utf-16"))[2]
+
+
+def test_a_folder_that_is_named_like_an_action_is_no_plan(pipelab_command, folder):
+    Path("F1 homework").mkdir()
+    Path("F1 homework/mine.py").write_text(RIGHT)
+    assert "is right" in pipelab_command("check", "F1 homework/mine.py:MySchedule")[1]
+
+
+# Parameters
+
+LAGGED = (
+    RIGHT.split("class Chatty", maxsplit=1)[0]
+    + """
+class Lagged(MySchedule):
+    def __init__(self, ranks, microbatches, lag=1):
+        if lag > 9:
+            raise pipelab.UsageError(f"lag={lag}: at most 9")
+        super().__init__(ranks, microbatches)
+        self.lag = lag
+
+
+class Needy(Lagged):
+    def __init__(self, ranks, microbatches, words, lag):
+        super().__init__(ranks, microbatches, lag)
+"""
+)
+
+
+def test_a_target_may_have_its_parameters_in_parentheses(pipelab_command, folder):
+    Path("mine.py").write_text(LAGGED)
+    assert "Lagged(ranks=4, microbatches=8, lag=3) is right" in pipelab_command("check", "mine.py:Lagged(lag=3)")[1]
+    found = targets.find("greedy(priority=forward-first, memory_cap=[3, 2], split=True)", 2, 4)
+    assert repr(found) == repr(pipelab.Greedy(2, 4, 1, "forward-first", [3, 2], None, True))
+    shown = "Interleaved1F1B(ranks=2, microbatches=3, stages_per_rank=4)"
+    assert f"{shown} is right" in pipelab_command("check", shown)[1]
+    assert "has its own number of ranks: leave out --ranks 4" in pipelab_command("check", shown, "-r", "4")[2]
+    for wrong in ("(3)", "(lag=)", "(**x)", "(lag=1)(lag=2)"):
+        assert "expected name=value between the parentheses" in pipelab_command("check", f"mine.py:Lagged{wrong}")[2]
+
+
+def test_one_schedule_is_compared_with_itself_at_other_parameters(pipelab_command, folder):
+    both = ("interleaved-1f1b", "interleaved-1f1b(stages_per_rank=4)")
+    code, output, _ = pipelab_command("compare", *both, "-o", "c.csv")
+    assert code == 0
+    assert [line.split(",")[0] for line in Path("c.csv").read_text().splitlines()[1:]] == list(both)
+    assert "28.5 units" in output
+    assert "26.25 units" in output
+    assert both[1] in pipelab_command("compare", *both, "-m", "4,8")[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "sets", "found"),
+    [
+        (["1f1b", "interleaved-1f1b"], ["stages_per_rank=4"], ["1f1b", "interleaved-1f1b(stages_per_rank=4)"]),
+        (["mine.py:Lagged", "gpipe"], ["lag=3"], ["mine.py:Lagged(lag=3)", "gpipe"]),
+        (["mine.py:Lagged(lag=2)", "mine:Lagged"], ["lag=3"], ["mine.py:Lagged(lag=2)", "mine:Lagged(lag=3)"]),
+        (
+            ["mine.py:Lagged", "looped-bfs"],
+            ["lag=3", "stages_per_rank=1"],
+            ["mine.py:Lagged(lag=3)", "looped-bfs(stages_per_rank=1)"],
+        ),
+        (["plan.csv", "greedy"], ["priority=oldest-first"], ["plan.csv", "greedy(priority='oldest-first')"]),
+        (["gpipe"], ["lag=3"], ["gpipe(lag=3)"]),
+        (["greedy(ranks=3)", "gpipe"], ["memory_cap=[3, 2, 1]"], ["greedy(ranks=3, memory_cap=[3, 2, 1])", "gpipe"]),
+        (["mine:Needy", "mine:Lagged"], ["lag=2", "words=a"], ["mine:Needy(lag=2, words='a')", "mine:Lagged(lag=2)"]),
+        (["gpipe", "mine:Lagged"], ["lag=10"], ["gpipe", "mine:Lagged(lag=10)"]),
+    ],
+)
+def test_set_reaches_those_targets_that_accept_the_parameter(folder, given, sets, found):
+    Path("mine.py").write_text(LAGGED.replace("class MySchedule", "class _Base").replace("(MySchedule)", "(_Base)"))
+    assert targets.with_settings(given, sets, 4, 8) == found
+
+
+def test_a_parameter_that_no_target_has_is_refused(pipelab_command, folder):
+    code, _, error = pipelab_command("compare", "gpipe", "greedy", "--set", "lag=3")
+    assert code == 1
+    assert "takes no lag" in error
+    assert "memory_cap='many'" in pipelab_command("compare", "gpipe", "greedy", "--set", "memory_cap=many")[2]
+    pipelab.OneFOneB(2, 3).plan().to_csv("plan.csv")
+    assert (
+        "plan.csv has its own parameters: leave out --set lag"
+        in pipelab_command("check", "plan.csv", "--set", "lag=3")[2]
+    )
+
+
+# Files that run when they are imported
+
+MARK = "open('it ran', 'w').close()\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "import torch.nn as nn\nclass Net(nn.Module): ...\nclass Deep(Net): ...\n",
+        "from torch.utils.data import Dataset\nfrom typing import Generic\nclass Data(Dataset, Generic[T]): ...\n",
+        "import pipelab\nclass Mistake(ValueError): ...\nprint(type(pipelab))\n",
+        "class MySchedule:\n    def actions(self, rank): ...\n",
+    ],
+)
+def test_a_script_that_can_hold_no_schedule_does_not_run(pipelab_command, folder, text):
+    Path("mine.py").write_text(MARK + text)
+    code, _, error = pipelab_command("check", "mine.py")
+    assert code == 1
+    assert "mine.py: it holds no class that derives from pipelab.Schedule" in error
+    if "class MySchedule" in text:
+        assert "write class MySchedule(pipelab.Schedule)" in pipelab_command("check", "mine.py:MySchedule")[2]
+    assert not Path("it ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pipelab as p\nclass Mine(p.GPipe): ...\n",
+        "from pipelab import GPipe as G\nclass Mine(G): ...\n",
+        "from pipelab import *\nclass Mine(GPipe): ...\n",
+        "from base import *\nclass Mine(Base): ...\n",
+        "import sched\nclass Mine(sched.Base): ...\n",
+        "from base import Base\nclass _Middle(Base): ...\nclass Mine(_Middle): ...\ndel _Middle\n",
+        "import pipelab\nobject = pipelab.GPipe\nclass Mine(object): ...\n",
+        "import pipelab\nexec('class Mine(pipelab.GPipe): ...')\n",
+        "import pipelab\ndef make(base):\n    class Mine(base): ...\n    return Mine\nMine = make(pipelab.GPipe)\n",
+    ],
+)
+def test_a_schedule_is_found_however_its_base_is_named(pipelab_command, folder, monkeypatch, text):
+    for name in ("base", "sched"):  # the second hides a module of Python
+        Path(f"{name}.py").write_text("import pipelab\nBase = pipelab.GPipe\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    Path("mine.py").write_text(MARK + text)
+    _, output, error = pipelab_command("check", "mine.py")
+    assert "Mine(ranks=4, microbatches=8) is right" in output, error
+    assert Path("it ran").exists()
+
+
+def test_a_file_is_imported_once_for_a_whole_table(pipelab_command, folder):
+    Path("mine.py").write_text("with open('log', 'a') as log:\n    log.write('x')\n" + LAGGED)
+    assert pipelab_command("compare", "mine.py:Lagged", "mine.py:MySchedule", "-m", "2,4,8", "--set", "lag=2")[0] == 0
+    assert Path("log").read_text() == "x"
+
+
+def test_a_long_import_says_that_it_runs_the_file(pipelab_command, folder, monkeypatch):
+    monkeypatch.setattr(student_file, "_LONG_IMPORT", 0.01)
+    Path("mine.py").write_text("import time\ntime.sleep(0.3)\n" + LAGGED)
+    code, _, error = pipelab_command("check", "mine.py:Lagged")
+    assert code == 0
+    assert "mine.py is still being imported" in error

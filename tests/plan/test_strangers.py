@@ -142,7 +142,7 @@ def test_a_plans_name_becomes_a_text():
 
 @pytest.mark.parametrize("rows", [[3], [None], 5, None, [["0F0"]]])
 def test_what_is_not_a_list_of_texts_is_not_parsed(rows):
-    with pytest.raises(pipelab.FormatError, match=r"Plan\.parse takes a list with one text per rank"):
+    with pytest.raises(pipelab.FormatError, match="a list with one text per rank"):
         Plan.parse(rows)
 
 

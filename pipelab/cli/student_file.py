@@ -1,0 +1,171 @@
+"""A student's Python file: whether it can hold a schedule, its import, and the class in it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from pipelab.errors import UsageError
+from pipelab.plan.fault import students_line
+from pipelab.schedule import Schedule
+
+__all__ = ["MOST_BYTES", "class_in", "existing"]
+
+_LONG_IMPORT = 3.0
+"""After so many seconds of importing a student's file, a line says what is happening."""
+_STILL_IMPORTING = (
+    "{} is still being imported, which runs it from its first line to its last: put training under "
+    'if __name__ == "__main__", or the schedule in a file of its own\n'
+)
+MOST_BYTES = 1 << 20
+"""No schedule is a longer file of Python."""
+_FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchaudio", "torchvision", "transformers"}
+"""Packages whose classes do not derive from `Schedule`."""
+
+
+def class_in(path: str, name: str) -> type[Schedule]:
+    """Return the schedule with this name in a student's file, or the only one if the name is empty.
+
+    Raises:
+        UsageError: if there is no such file or schedule, or if the file cannot be imported.
+    """
+    file = existing(path)
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise UsageError(f"{path} has {size:,} bytes, a schedule at most {MOST_BYTES:,}: is it the right file?")
+    content = file.read_bytes()
+    if b"\0" in content:
+        raise UsageError(f"{path} is not text, but a binary file: give a file of Python, my_file.py:MySchedule")
+    if (bound := _names_without_schedule(file, content)) is not None:
+        raise _not_there(path, name, (), bound)
+    return _schedule_in(_load(file, file.resolve(), content), name, path)
+
+
+def existing(path: str) -> Path:
+    """Return the path of a file.
+
+    Raises:
+        UsageError: if there is none; the message names those beside it.
+    """
+    file = Path(path)
+    if file.exists() and not file.is_file():
+        what = "a folder" if file.is_dir() else "a pipe or a device"
+        raise UsageError(f"{path} is {what}, not a file: name a file, my_file.py:MySchedule, plan.csv or trace.json")
+    if not file.is_file():
+        here = {found.name.lower(): found.name for found in sorted(file.parent.glob(f"*{file.suffix}"))}
+        close = [here[name] for name in get_close_matches(file.name.lower(), here, n=1)]
+        beside = f"; beside it: {', '.join([*here.values()][:8])}" if here else ""
+        raise UsageError(
+            f"there is no file {path}" + (f"; did you mean {file.with_name(close[0])}?" if close else beside)
+        )
+    return file
+
+
+def _names_without_schedule(file: Path, content: bytes) -> set[str] | None:
+    """Return the names in a student's file if none of its classes can derive from `Schedule`, and otherwise `None`.
+
+    So a training script does not run only to find out that it holds no schedule. A base class is in doubt unless it is
+    a builtin, or comes from this file or from a package known to have no schedules.
+    """
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):
+        return None  # the import reports the line
+    foreign, doubtful = set(dir(builtins)), set[str]()
+    classes: list[ast.ClassDef] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                module = f"{'.' * node.level}{node.module or ''}" if isinstance(node, ast.ImportFrom) else alias.name
+                name = alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else module.split(".")[0])
+                (foreign if _is_foreign(module, file.parent) else doubtful).add(name)
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            doubtful.add(node.id)
+        elif isinstance(node, ast.Call) and _root(node.func) == "exec":
+            return None  # it may make a class
+    plain = ({each.name for each in classes} | foreign) - doubtful
+    for _ in classes:  # a class is in doubt if a base is, whatever their order
+        plain -= {each.name for each in classes if not all(_root(base) in plain for base in each.bases)}
+    return plain | doubtful if all(each.name in plain for each in classes) else None
+
+
+def _root(base: ast.expr) -> str:
+    """Return the first name in a base class such as `torch.nn.Module` or `Generic[T]`; empty if it is computed."""
+    while isinstance(base, (ast.Attribute, ast.Subscript)):
+        base = base.value
+    return base.id if isinstance(base, ast.Name) else ""
+
+
+def _is_foreign(module: str, folder: Path) -> bool:
+    """Return whether a module has no schedules: a known package's, and no file of the student of the same name."""
+    top = module.partition(".")[0]
+    return top in _FOREIGN and not (folder / top).exists() and not (folder / f"{top}.py").exists()
+
+
+@cache
+def _load(path: Path, absolute: Path, content: bytes) -> ModuleType:  # noqa: ARG001 - both tell apart what is cached
+    """Import a student's file, once for each place and content; report its line if it cannot be imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.parent.resolve()))
+    slow = threading.Timer(_LONG_IMPORT, sys.stderr.write, [_STILL_IMPORTING.format(path)])
+    slow.daemon = True
+    slow.start()
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        line = (error.text or "").rstrip()
+        caret = f"\n    {' ' * ((error.offset or 1) - 1)}^" if line else ""
+        raise UsageError(f"{error.filename}, line {error.lineno}: {error.msg}\n    {line}{caret}") from error
+    except (Exception, SystemExit) as error:
+        where = f"\n  at {students_line(error)}"
+        raise UsageError(f"importing {path} raised {type(error).__name__}: {error}{where}") from error
+    finally:
+        slow.cancel()
+        sys.path.remove(str(path.parent.resolve()))
+    return module
+
+
+def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
+    """Return the schedule class with this name, or the only one."""
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Schedule) and value.__module__ == module.__name__
+    }
+    if name in own:
+        return own[name]
+    if not name and len(own) == 1:
+        return next(iter(own.values()))
+    raise _not_there(path, name, list(own), vars(module))
+
+
+def _not_there(path: str, name: str, own: Sequence[str], bound: Collection[str]) -> UsageError:
+    """Return the error of a file without the schedule that was asked for.
+
+    Args:
+        path: the file.
+        name: the name that was asked for, if any.
+        own: the schedules in the file.
+        bound: all names in the file.
+    """
+    if name and name in bound:
+        return UsageError(f"{name} in {path} is not a schedule: write class {name}(pipelab.Schedule)")
+    there = f"it holds {', '.join(own)}" if own else "it holds no class that derives from pipelab.Schedule"
+    close = get_close_matches(name, own, n=1) if name else []
+    name_one = f"; name one: {path}:{own[0]}" if own else ""
+    move = f"; did you mean {path}:{close[0]}?" if close else name_one
+    return UsageError(f"{path} has no schedule {name!r}: {there}{move}" if name else f"{path}: {there}{move}")

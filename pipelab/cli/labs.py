@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipelab.errors import UsageError
+from pipelab.labs.grading.tasks import HOMEWORK, start_homework
 
 __all__ = ["finished", "lab"]
 
@@ -55,3 +59,15 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
         sys.stderr.write(f"{what}: stopped; {len(found)} of {total} rows are done\n")
         return found, False
     return found, True
+
+
+@lab.command()
+def hw4(
+    folder: Annotated[Path, typer.Argument(help="where to; it is made if need be", show_default=False)] = Path(),
+    start: Annotated[bool, typer.Option("--start", help="write the file with its three holes")] = False,
+) -> None:
+    """Homework 4, write 1F1B yourself: `--start` writes pipeline_homework.py. It never overwrites yours."""
+    if not start:
+        raise UsageError(f"pipelab lab hw4 --start writes {HOMEWORK}; pipelab grade {HOMEWORK} grades it")
+    path = start_homework(folder)
+    typer.echo(f"wrote {path}\n\n  python {path}         runs it\n  pipelab grade {path}  grades what it runs")

@@ -2,5 +2,6 @@
 
 - `demo`: one model, trained plainly and with three schedules
 - `running`: plans on models of equal layers, measured, predicted and verified
+- `grading`: submissions, run and graded by what they ran
 - `language_model`: a byte-level language model, and a text to learn
 """

@@ -1,0 +1,128 @@
+"""What a submission may not do in its process: memory, files outside its folder, processes, replaced functions."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import inspect
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["Guard", "RefusedError", "allow_memory", "limit_memory", "watch_functions"]
+
+
+class RefusedError(PermissionError):
+    """A submission did what the grader does not allow."""
+
+
+@dataclass
+class Guard:
+    """An audit hook: Python calls it before it opens files, starts processes and sends signals.
+
+    Python cannot remove it. Reading is allowed, writing only within the submission's folder.
+    """
+
+    folder: str
+    programs: int
+    refused: str = ""
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        """Refuse what is not allowed."""
+        if event in ("os.fork", "os.forkpty", "os.exec", "os.kill", "os.killpg", "pty.spawn"):
+            self._refuse(f"calls {event}")
+        elif event in ("subprocess.Popen", "os.system", "os.posix_spawn", "os.spawn"):
+            self.programs -= 1
+            if self.programs < 0:
+                self._refuse("starts too many programs")
+        elif event == "open":
+            path, _, flags = args
+            if not isinstance(path, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                self._require_inside(path)
+        elif event in (
+            "os.remove",
+            "os.rename",
+            "os.rmdir",
+            "os.mkdir",
+            "os.truncate",
+            "os.chmod",
+            "os.symlink",
+            "os.link",
+        ):
+            for path in args[:2] if event in ("os.rename", "os.symlink", "os.link") else args[:1]:
+                if not isinstance(path, int):
+                    self._require_inside(path)
+
+    def _require_inside(self, path: Any) -> None:
+        real = os.path.realpath(os.fsdecode(path))
+        if real != os.devnull and not real.startswith(self.folder + os.sep):
+            self._refuse(f"writes outside its folder, to {real}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        self.refused = self.refused or what
+        raise RefusedError(f"the submission {what}, which the grader does not allow")
+
+
+def watch_functions() -> Callable[[], str]:
+    """Return a function that names what has replaced PyTorch's or the grader's functions since now."""
+    holders: dict[str, Any] = {
+        module.__name__: module
+        for module in (
+            torch,
+            torch.autograd,
+            torch.nn,
+            torch.nn.functional,
+            torch.overrides,
+            builtins,
+            inspect,
+            json,
+            os,
+        )
+    }
+    holders |= {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "pipelab"}
+    for name, module in list(holders.items()):
+        if name.startswith("pipelab"):
+            own = (
+                (key, each) for key, each in vars(module).items() if inspect.isclass(each) and each.__module__ == name
+            )
+            holders |= {f"{name}.{key}": each for key, each in own}
+    holders |= {"torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module, "torch.nn.Linear": torch.nn.Linear}
+
+    def functions(holder: Any) -> dict[str, Any]:
+        kinds = (property, classmethod, staticmethod)
+        return {name: value for name, value in vars(holder).items() if callable(value) or isinstance(value, kinds)}
+
+    before = {name: (holder, functions(holder)) for name, holder in holders.items()}
+
+    def replaced() -> str:
+        for place, (holder, were) in before.items():
+            now = functions(holder)
+            inherited = holder.__mro__[1:] if isinstance(holder, type) else ()
+            shadows = (name for name in now.keys() - were.keys() if any(name in vars(base) for base in inherited))
+            for name in (*(name for name, value in were.items() if now.get(name) is not value), *shadows):
+                return f"{place}.{name}"
+        return ""
+
+    return replaced
+
+
+def limit_memory(megabytes: int) -> None:
+    """Allow so much memory on top of what the imports need, on Linux."""
+    with contextlib.suppress(OSError, ValueError):
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        most = int(status["VmData"].split()[0]) * 1024 + (megabytes << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def allow_memory() -> None:
+    """Lift the limit, so that the grader can report what has filled the memory."""
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

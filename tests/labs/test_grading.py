@@ -214,3 +214,9 @@ def test_hints_do_not_give_the_answer_away():
     assert not [task.name for task in HOMEWORK4 if any(answer in task.hint for answer in answers)]
     assert sum(task.points for task in HOMEWORK4) == 100
     json.dumps([task.hint for task in HOMEWORK4])
+
+
+def test_an_error_names_the_line_even_if_it_divides(tmp_path):
+    note = judged(changed((BACKWARD, "loss_fn(outputs[0], 1 / 0 / 2)")), tmp_path).note
+    assert note.startswith("with 4 micro-batches: ZeroDivisionError")
+    assert "handed_in.py, line 60" in note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -214,6 +215,48 @@ def test_a_folder_with_a_helper_is_one_submission(tmp_path):
     (handed_in / "helper.py").write_text("import sys\n")
     (found,) = grade(submissions(tmp_path / "all"), Assignment())
     assert (found.submission, found.passed) == ("ada", True)
+
+
+def test_a_submission_that_cannot_be_read_fails_and_the_next_goes_on(tmp_path):
+    (tmp_path / "a.py").mkdir()
+    (tmp_path / "a.py" / "pipeline_homework.py").symlink_to(tmp_path / "gone.py")
+    (tmp_path / "b.py").write_text(SOLUTION)
+    found = {each.submission: each for each in grade(submissions(tmp_path), Assignment())}
+    assert not found["a.py"].passed
+    assert found["b.py"].passed
+
+
+def test_ctrl_c_keeps_the_grades_that_are_done_and_leaves_nothing_running(tmp_path):
+    folder = tmp_path / "all"
+    folder.mkdir()
+    (folder / "a.py").write_text(SOLUTION)
+    (folder / "b.py").write_text(first("import time; time.sleep(600)"))
+    command = [
+        sys.executable,
+        "-m",
+        "pipelab",
+        "grade",
+        "all",
+        "--workers",
+        "1",
+        "--seconds",
+        "500",
+        "--save",
+        "all.csv",
+    ]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("a.py")
+            listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, check=True)
+            (server,) = listed.stdout.decode().split()
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 2
+    assert (tmp_path / "all.csv").read_text().count("\n") == 2
+    assert not Path(f"/proc/{server}").exists()
 
 
 def test_the_grader_says_so_when_its_own_process_does_not_start(tmp_path, monkeypatch):

@@ -173,7 +173,10 @@ def _serve(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipelab-grade-", ignore_cleanup_errors=True) as made:
         folder = Path(made).resolve()
-        name = _copy(Path(request["source"]), folder, request["main"])
+        try:
+            name = _copy(Path(request["source"]), folder, request["main"])
+        except OSError as error:
+            return {"reason": f"it cannot be read: {error.strerror or error}"}
         nonce = secrets.token_hex(16)
         results, pipe = os.pipe()
         outputs, output = os.pipe()

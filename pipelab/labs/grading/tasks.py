@@ -195,7 +195,8 @@ HOMEWORK4: Sequence[Task] = (
 def raised(error: BaseException, function: Callable[..., object] | None = None) -> str:
     """Return what a submission raised, and at which of its lines, on one line."""
     said = " ".join(str(error).split())
-    where = students_line(error, function).rpartition("/")[2]
+    file, line, code = students_line(error, function).partition(", line ")
+    where = f"{Path(file).name}{line}{code}"
     return f"{type(error).__name__}: {said if len(said) <= 120 else said[:119] + '…'} ({where})"
 
 

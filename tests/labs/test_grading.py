@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from homework import BACKWARD, LAST, MOVE, ROOT, SOLUTION, changed
+import torch
+from homework import BACKWARD, LAST, MOVE, ROOT, SOLUTION, changed, first
 
 from pipelab.labs.grading import homework4
 from pipelab.labs.grading.tasks import HOMEWORK4, TEMPLATE, Grade
@@ -167,6 +168,14 @@ MISTAKES = {
         {"order", "last backward", "no second backward", "gradients", "training", "hidden sizes"},
     ),
     "half a loss": (changed((").backward()", ").mul(0.3).backward()")), {"gradients", "training", "hidden sizes"}),
+    "not a number": (
+        changed((").backward()", ").mul(float('nan')).backward()")),
+        {"gradients", "training", "hidden sizes"},
+    ),
+    "no gradients wanted": (
+        first("import torch; torch.set_grad_enabled(False)"),
+        {"order", "last backward", "no second backward", "gradients", "training", "hidden sizes"} | {"forwards"},
+    ),
     "a generator": (changed((BACKWARD, f"yield {BACKWARD}")), {task.name for task in HOMEWORK4}),
     "nothing": (TEMPLATE.read_text(encoding="utf-8"), {task.name for task in HOMEWORK4}),
     "seven at most": (changed(("enumerate(micro_batches)", "enumerate(micro_batches[:4])")), {"hidden sizes"}),
@@ -177,6 +186,7 @@ MISTAKES = {
 def test_a_mistake_fails_its_tasks_and_no_others(name, tmp_path):
     text, tasks = MISTAKES[name]
     grade = judged(text, tmp_path)
+    torch.set_grad_enabled(True)
     assert failed(grade) == tasks
     for mark in grade.marks:
         assert mark.passed or all((mark.expected, mark.found, mark.effect, mark.task.hint))

@@ -75,6 +75,13 @@ HOSTILE: dict[str, tuple[str, str]] = {
         first("import torch; torch.Tensor.backward = lambda *a, **k: None"),
         "Tensor.backward",
     ),
+    "replaces_backward_in_disguise": (
+        first(
+            "import functools, torch\n@functools.wraps(torch.autograd.backward)\ndef f(*a, **k): pass\n"
+            "torch.autograd.backward = f"
+        ),
+        "torch.autograd.backward",
+    ),
     "replaces_to": (first("import torch; torch.Tensor.to = lambda self, *a, **k: self"), "torch.Tensor.to"),
     "replaces_the_judge": (
         first("from pipelab.labs.grading import homework4\nhomework4.judge = lambda *a: ([], 'all right')"),
@@ -139,6 +146,9 @@ RIGHT = {
     "right_with_a_thread": first("import threading, time; threading.Thread(target=time.sleep, args=(600,)).start()"),
     "right_and_writes_beside": first("open('log.txt', 'w').write('here'); import tempfile; tempfile.mkstemp()"),
     "right_and_starts_a_program": first("import subprocess; subprocess.run(['true'])"),
+    "right_and_trains_on_import": SOLUTION + "\nmain()\n",
+    "right_in_double": first("import torch; torch.set_default_dtype(torch.float64)"),
+    "right_and_plots": first("import matplotlib.pyplot as plt; plt.plot([1, 2]); plt.savefig('a.png')"),
     "right_and_prints": inside("print('F0', i := 0)"),
     "random": SOLUTION,  # named like a module of Python's
     "with blanks-and.dots": SOLUTION,

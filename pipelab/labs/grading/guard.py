@@ -23,6 +23,9 @@ class RefusedError(PermissionError):
     """A submission did what the grader does not allow."""
 
 
+_TORCH = Path(torch.__file__).parent
+
+
 @dataclass
 class Guard:
     """An audit hook: Python calls it before it opens files, starts processes and sends signals.
@@ -44,7 +47,7 @@ class Guard:
                 self._refuse("starts too many programs")
         elif event == "open":
             path, _, flags = args
-            if not isinstance(path, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            if not isinstance(path, int) and (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 self._require_inside(path)
         elif event in (
             "os.remove",
@@ -106,11 +109,21 @@ def watch_functions() -> Callable[[], str]:
             now = functions(holder)
             inherited = holder.__mro__[1:] if isinstance(holder, type) else ()
             shadows = (name for name in now.keys() - were.keys() if any(name in vars(base) for base in inherited))
-            for name in (*(name for name, value in were.items() if now.get(name) is not value), *shadows):
-                return f"{place}.{name}"
+            others = (name for name, value in were.items() if now.get(name) is not value)
+            for name in (*others, *shadows):
+                if not (place.startswith("torch") and _is_torchs(now.get(name))):
+                    return f"{place}.{name}"
         return ""
 
     return replaced
+
+
+def _is_torchs(value: Any) -> bool:
+    """Tell whether PyTorch has put a value there: it replaces a few of its functions when they are first used."""
+    if isinstance(value, type):
+        return value.__module__.partition(".")[0] == "torch"
+    code = getattr(value, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(_TORCH)
 
 
 def limit_memory(megabytes: int) -> None:

@@ -24,6 +24,12 @@ class RefusedError(PermissionError):
 
 
 _TORCH = Path(torch.__file__).parent
+_FORBIDDEN = frozenset({"os.fork", "os.forkpty", "os.exec", "os.kill", "os.killpg", "pty.spawn"})
+_PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.posix_spawn", "os.spawn"})
+_WRITES = dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown"), 1)
+_WRITES |= dict.fromkeys(("os.rename", "os.symlink", "os.link"), 2)
+"""Events that change files, and how many of their first arguments are paths."""
+_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 @dataclass
@@ -39,27 +45,14 @@ class Guard:
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
         """Refuse what is not allowed."""
-        if event in ("os.fork", "os.forkpty", "os.exec", "os.kill", "os.killpg", "pty.spawn"):
+        if event in _FORBIDDEN:
             self._refuse(f"calls {event}")
-        elif event in ("subprocess.Popen", "os.system", "os.posix_spawn", "os.spawn"):
+        elif event in _PROGRAMS:
             self.programs -= 1
             if self.programs < 0:
                 self._refuse("starts too many programs")
-        elif event == "open":
-            path, _, flags = args
-            if not isinstance(path, int) and (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                self._require_inside(path)
-        elif event in (
-            "os.remove",
-            "os.rename",
-            "os.rmdir",
-            "os.mkdir",
-            "os.truncate",
-            "os.chmod",
-            "os.symlink",
-            "os.link",
-        ):
-            for path in args[:2] if event in ("os.rename", "os.symlink", "os.link") else args[:1]:
+        elif event in _WRITES or (event == "open" and (args[2] or 0) & _TO_WRITE):
+            for path in args[: _WRITES.get(event, 1)]:
                 if not isinstance(path, int):
                     self._require_inside(path)
 
@@ -75,27 +68,12 @@ class Guard:
 
 def watch_functions() -> Callable[[], str]:
     """Return a function that names what has replaced PyTorch's or the grader's functions since now."""
-    holders: dict[str, Any] = {
-        module.__name__: module
-        for module in (
-            torch,
-            torch.autograd,
-            torch.nn,
-            torch.nn.functional,
-            torch.overrides,
-            builtins,
-            inspect,
-            json,
-            os,
-        )
-    }
+    modules = (torch, torch.autograd, torch.nn, torch.nn.functional, torch.overrides, builtins, inspect, json, os)
+    holders: dict[str, Any] = {module.__name__: module for module in modules}
     holders |= {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "pipelab"}
-    for name, module in list(holders.items()):
-        if name.startswith("pipelab"):
-            own = (
-                (key, each) for key, each in vars(module).items() if inspect.isclass(each) and each.__module__ == name
-            )
-            holders |= {f"{name}.{key}": each for key, each in own}
+    for name, module in [each for each in holders.items() if each[0].startswith("pipelab")]:
+        classes = {key: each for key, each in vars(module).items() if inspect.isclass(each)}
+        holders |= {f"{name}.{key}": each for key, each in classes.items() if each.__module__ == name}
     holders |= {"torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module, "torch.nn.Linear": torch.nn.Linear}
 
     def functions(holder: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 
 from pipelab.cli.labs import finished
 from pipelab.cli.options import Times, grouped
-from pipelab.cli.printing import TABLE, folded, require_folder, require_writable, show, wrote
+from pipelab.cli.printing import folded, require_folder, require_writable, show, wrote
 from pipelab.cli.targets import settings
 from pipelab.errors import PipelabError, UsageError
 from pipelab.labs.grading import report
@@ -61,7 +61,7 @@ def grade_command(
     runs in a process with limits; this is no sandbox against malice.
     """
     try:
-        require_writable(save, TABLE)
+        require_writable(save, ("a table of grades", (".csv", ".txt", ".md", ".tex")))
         for path in filter(None, (json, classroom50)):
             require_folder(path)
         where, name = _split(target)

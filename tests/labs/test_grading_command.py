@@ -66,13 +66,14 @@ def test_a_right_file_passes_and_a_wrong_one_fails(pipelab_command, folder):
         ("a.py:X", "--par", "makespan=fast"),
         (".", "--gradescope", "out"),
         (".", "--save", "a.xlsx"),
+        (".", "--save", "a.png"),
     ],
 )
 def test_what_cannot_be_graded_has_exit_code_2(arguments, pipelab_command, folder):
     (folder / "empty").mkdir()
     (folder / "a.py").write_text("")
-    code, _, err = pipelab_command("grade", *arguments)
-    assert (code, "could not grade" in err) == (2, True)
+    code, out, err = pipelab_command("grade", *arguments)
+    assert (code, out, "could not grade" in err) == (2, "", True)
 
 
 def test_a_folder_has_a_line_for_each_a_summary_and_a_table(pipelab_command, folder):

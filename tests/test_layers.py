@@ -71,10 +71,13 @@ HIDING_PLACES = {
     "sys.modules": {
         "pipelab.draw",  # is this a notebook, which has loaded IPython?
         "pipelab.cli.student_file",  # it is registered there
+        "pipelab.labs.grading.guard",  # the grader's own functions, which a submission may not replace
+        "pipelab.labs.grading.server",  # a submission's file must not have the name of a loaded module
     },
     "import_module": {
         "pipelab",  # the torch half's names, loaded when they are first used
         "pipelab.engine.torchrun.runtime",  # the door to PyTorch's private names
+        "pipelab.labs.grading.server",  # a submission
     },
     "__import__": set(),
     "__self__": {

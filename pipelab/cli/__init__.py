@@ -8,6 +8,7 @@
 - `measuring`: `pipelab run`
 - `showing`: `pipelab demo`
 - `labs`: `pipelab lab`
+- `grading`: `pipelab grade`
 - `conformance`: `pipelab conformance`
 - `printing`: results written to the terminal and to files
 """

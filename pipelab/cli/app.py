@@ -18,6 +18,7 @@ from rich.text import Text
 import pipelab
 from pipelab import files
 from pipelab.checking.checker import as_plan
+from pipelab.cli.grading import grade_command
 from pipelab.cli.labs import lab
 from pipelab.cli.measuring import Work, cores, measure, measure_sweep, proof_of, too_few_cores, why_slow
 from pipelab.cli.options import (
@@ -67,6 +68,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 app.add_typer(lab, name="lab")
+app.command(name="grade")(grade_command)
 
 
 @app.callback(invoke_without_command=True)

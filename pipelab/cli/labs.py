@@ -16,8 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import grouped, whole_numbers
-from pipelab.cli.printing import TABLE, require_writable, say, show
+from pipelab.cli.printing import TABLE, echo, require_writable, say, show
 from pipelab.errors import UsageError
+from pipelab.labs.grading.tasks import HOMEWORK, start_homework
 
 __all__ = ["finished", "lab"]
 
@@ -153,3 +154,15 @@ def hw3(
         show(course.table(rows), save)
     if not whole:
         raise typer.Exit(1)
+
+
+@lab.command()
+def hw4(
+    folder: Annotated[Path, typer.Argument(help="where to; it is made if need be", show_default=False)] = Path(),
+    start: Annotated[bool, typer.Option("--start", help="write the file with its three holes")] = False,
+) -> None:
+    """Homework 4, write 1F1B yourself: `--start` writes pipeline_homework.py. It never overwrites yours."""
+    if not start:
+        raise UsageError(f"pipelab lab hw4 --start writes {HOMEWORK}; pipelab grade {HOMEWORK} grades it")
+    path = start_homework(folder)
+    echo(f"wrote {path}\n\n  python {path}         runs it\n  pipelab grade {path}  grades what it runs")

@@ -1,0 +1,151 @@
+"""What `pipelab grade` shows and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelab import files
+from pipelab.cli.labs import finished
+from pipelab.cli.options import Times, grouped
+from pipelab.cli.printing import echo, folded, require_writable, show, wrote
+from pipelab.cli.targets import settings
+from pipelab.errors import PipelabError, UsageError, clean
+from pipelab.labs.grading import report
+from pipelab.labs.grading.runner import Limits, grade, submissions
+from pipelab.labs.grading.tasks import HOMEWORK, Assignment, Grade
+from pipelab.simulation.cost import Cost
+
+__all__ = ["grade_command"]
+
+_Json = Annotated[Path | None, typer.Option("--json", help="write everything about the grade, or the grades, as JSON")]
+_Gradescope = Annotated[
+    Path | None, typer.Option(help="write results.json and the bundle that Gradescope takes into this folder")
+]
+_Classroom = Annotated[Path | None, typer.Option("--classroom50", help="write Classroom 50's result.json to this file")]
+_Save = Annotated[
+    list[Path] | None, typer.Option("--save", "-o", help="write a table of the grades: csv txt md tex; repeatable")
+]
+
+
+@grouped
+def grade_command(
+    times: Times,
+    target: Annotated[
+        str | None,
+        typer.Argument(help=f"{HOMEWORK}, my_file.py:MySchedule, or a folder of submissions", show_default=False),
+    ] = None,
+    par: Annotated[
+        list[str] | None,
+        typer.Option(help="name=number, a par for a schedule: makespan, peak or bubble; repeatable"),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="the schedule's size that the pars are for")] = 4,
+    microbatches: Annotated[
+        int, typer.Option("--microbatches", "-m", min=1, help="the schedule's size that the pars are for")
+    ] = 8,
+    seed: Annotated[int, typer.Option(help="of the data and the hidden sizes; keep yours to yourself")] = 0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="time for each submission")] = 5.0,
+    memory: Annotated[int, typer.Option(min=64, help="megabytes for each submission, beside PyTorch's")] = 1024,
+    workers: Annotated[int, typer.Option(min=1, help="submissions of a folder that run at the same time")] = 2,
+    json: _Json = None,
+    gradescope: _Gradescope = None,
+    classroom50: _Classroom = None,
+    save: _Save = None,
+) -> None:
+    """Grade homework 4, or a schedule against its pars: by what it runs, never by what it prints.
+
+    The exit code is 0 if everything passed, 1 if something failed, and 2 if nothing could be graded. The submission
+    runs in a process with limits; this is no sandbox against malice.
+    """
+    try:
+        require_writable(save, ("a table of grades", (".csv", ".txt", ".md", ".tex")))
+        for path in filter(None, (json, classroom50)):
+            files.require_writable(path)
+        where, name = _split(target)
+        pars = settings(par or [], "--par")
+        assignment = Assignment(name if par or name else None, pars, ranks, microbatches, asdict(times.cost()), seed)
+        limits = Limits(seconds, memory)
+        several = where is not None and where.is_dir()
+        if several and (gradescope or classroom50):
+            raise UsageError(f"{where} is a folder: --gradescope and --classroom50 describe one submission")
+        if gradescope is not None:
+            gradescope.mkdir(parents=True, exist_ok=True)
+            for path in report.write_bundle(gradescope, name, _options(assignment, limits)):
+                wrote(path)
+        elif where is None:
+            raise UsageError(f"name a file, such as pipelab grade {HOMEWORK}")
+        if where is None:
+            return
+        found = submissions(where)
+        width = max(len(each.name) for each in found) if several else 0
+        rows, complete = finished(_shown(grade(found, assignment, limits, workers), width), len(found), "graded")
+        grades = [row["grade"] for row in rows]
+        if grades:
+            _write(grades if several else grades[0], json, gradescope, classroom50)
+        if several:
+            show(report.failures(grades), None)
+        for path in save or []:
+            wrote(report.table(grades).save(path))
+    except (PipelabError, OSError) as error:
+        echo(folded(f"could not grade: {error}"), error=True)
+        if gradescope is not None and gradescope.is_dir():  # without it, Gradescope shows an error of its own
+            failed = Grade(target or "no file", reason=f"could not grade: {error}")
+            report.write_json(gradescope / "results.json", report.gradescope(failed))
+        raise typer.Exit(2) from error
+    if not (complete and all(each.passed for each in grades)):
+        raise typer.Exit(1 if complete else 2)
+
+
+def _write(
+    graded: Grade | Sequence[Grade], json: Path | None, gradescope: Path | None, classroom50: Path | None
+) -> None:
+    """Write one grade, or all of a folder, to the files that were asked for."""
+    if json is not None:
+        value = report.as_json(graded) if isinstance(graded, Grade) else [*map(report.as_json, graded)]
+        wrote(report.write_json(json, value))
+    if isinstance(graded, Grade) and gradescope is not None:
+        wrote(report.write_json(gradescope / "results.json", report.gradescope(graded)))
+    if isinstance(graded, Grade) and classroom50 is not None:
+        wrote(report.write_json(classroom50, report.classroom50(graded)))
+
+
+def _split(target: str | None) -> tuple[Path | None, str]:
+    """Return the path in a target, and the name of a schedule if it has one.
+
+    Example:
+        >>> _split("my.py:MySchedule")[1], _split("handed_in/:MySchedule")[1], _split("pipeline_homework.py")[1]
+        ('MySchedule', 'MySchedule', '')
+    """
+    if target is None:
+        return None, ""
+    path, colon, name = target.rpartition(":")
+    return (Path(path), name) if colon and name.isidentifier() and not Path(target).exists() else (Path(target), "")
+
+
+def _options(assignment: Assignment, limits: Limits) -> list[str]:
+    """Return the options that grade in the same way again, on Gradescope."""
+    options = {"--seed": assignment.seed, "--seconds": limits.seconds, "--memory": limits.memory}
+    if assignment.schedule is not None:
+        options |= {"--ranks": assignment.ranks, "--microbatches": assignment.microbatches}
+    usual = asdict(Cost())
+    repeated = [("--par", each) for each in assignment.pars.items()]
+    repeated += [("--cost", (name, value)) for name, value in assignment.cost.items() if value != usual[name]]
+    words = [word for option, value in options.items() for word in (option, str(value))]
+    return words + [word for option, (name, value) in repeated for word in (option, f"{name}={value}")]
+
+
+def _shown(grades: Iterator[Grade], width: int) -> Iterator[dict[str, Grade]]:
+    """Print each grade as soon as it is there: in one line, after a name of this width, or in full if it is 0."""
+    for each in grades:
+        if width:
+            failed = [mark.task.name for mark in each.marks if not mark.passed]
+            why = each.reason or (f"failed: {', '.join(failed)}" if failed else "")
+            result = "passed" if each.passed else why
+            echo(clean(f"{each.submission:{width}}  {each.score:5g} of {each.max_score:g}  {result}"))
+        else:
+            echo(clean(report.as_text(each), keep="\n"))
+        yield {"grade": each}

@@ -1,0 +1,119 @@
+"""What a submission may not do in its process: memory, files outside its folder, processes, replaced functions."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import inspect
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["Guard", "RefusedError", "allow_memory", "limit_memory", "watch_functions"]
+
+
+class RefusedError(PermissionError):
+    """A submission did what the grader does not allow."""
+
+
+_TORCH = Path(torch.__file__).parent
+_FORBIDDEN = frozenset({"os.fork", "os.forkpty", "os.exec", "os.kill", "os.killpg", "pty.spawn"})
+_PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.posix_spawn", "os.spawn"})
+_WRITES = dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown"), 1)
+_WRITES |= dict.fromkeys(("os.rename", "os.symlink", "os.link"), 2)
+"""Events that change files, and how many of their first arguments are paths."""
+_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+@dataclass
+class Guard:
+    """An audit hook: Python calls it before it opens files, starts processes and sends signals.
+
+    Python cannot remove it. Reading is allowed, writing only within the submission's folder.
+    """
+
+    folder: str
+    programs: int
+    refused: str = ""
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        """Refuse what is not allowed."""
+        if event in _FORBIDDEN:
+            self._refuse(f"calls {event}")
+        elif event in _PROGRAMS:
+            self.programs -= 1
+            if self.programs < 0:
+                self._refuse("starts too many programs")
+        elif event in _WRITES or (event == "open" and (args[2] or 0) & _TO_WRITE):
+            for path in args[: _WRITES.get(event, 1)]:
+                if not isinstance(path, int):
+                    self._require_inside(path)
+
+    def _require_inside(self, path: Any) -> None:
+        real = os.path.realpath(os.fsdecode(path))
+        if real != os.devnull and not f"{real}{os.sep}".startswith(self.folder + os.sep):
+            self._refuse(f"writes outside its folder, to {real}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        self.refused = self.refused or what
+        raise RefusedError(f"the submission {what}, which the grader does not allow")
+
+
+def watch_functions() -> Callable[[], str]:
+    """Return a function that names what has replaced PyTorch's or the grader's functions since now."""
+    modules = (torch, torch.autograd, torch.nn, torch.nn.functional, torch.overrides, builtins, inspect, json, os)
+    holders: dict[str, Any] = {module.__name__: module for module in modules}
+    holders |= {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "pipelab"}
+    for name, module in [each for each in holders.items() if each[0].startswith("pipelab")]:
+        classes = {key: each for key, each in vars(module).items() if inspect.isclass(each)}
+        holders |= {f"{name}.{key}": each for key, each in classes.items() if each.__module__ == name}
+    holders |= {"torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module, "torch.nn.Linear": torch.nn.Linear}
+
+    def functions(holder: Any) -> dict[str, Any]:
+        kinds = (property, classmethod, staticmethod)
+        return {name: value for name, value in vars(holder).items() if callable(value) or isinstance(value, kinds)}
+
+    before = {name: (holder, functions(holder)) for name, holder in holders.items()}
+
+    def replaced() -> str:
+        for place, (holder, were) in before.items():
+            now = functions(holder)
+            inherited = holder.__mro__[1:] if isinstance(holder, type) else ()
+            shadows = (name for name in now.keys() - were.keys() if any(name in vars(base) for base in inherited))
+            others = (name for name, value in were.items() if now.get(name) is not value)
+            for name in (*others, *shadows):
+                if not (place.startswith("torch") and _is_torchs(now.get(name))):
+                    return f"{place}.{name}"
+        return ""
+
+    return replaced
+
+
+def _is_torchs(value: Any) -> bool:
+    """Tell whether PyTorch has put a value there: it replaces a few of its functions when they are first used."""
+    if isinstance(value, type):
+        return value.__module__.partition(".")[0] == "torch"
+    code = getattr(value, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(_TORCH)
+
+
+def limit_memory(megabytes: int) -> None:
+    """Allow so much memory on top of what the imports need, on Linux."""
+    with contextlib.suppress(OSError, ValueError):
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        most = int(status["VmData"].split()[0]) * 1024 + (megabytes << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def allow_memory() -> None:
+    """Lift the limit, so that the grader can report what has filled the memory."""
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

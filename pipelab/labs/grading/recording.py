@@ -1,0 +1,240 @@
+"""One call of homework 4's function: what ran, on two emulated devices, and what it left in the gradients."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from pipelab.labs.grading.tasks import TEMPLATE, raised
+
+__all__ = ["ANYWHERE", "FIRST", "HOST", "SECOND", "TOLERANCE", "Recorded", "Run"]
+
+TOLERANCE = 1e-3
+"""Relative differences below it are rounding."""
+
+# ── Two devices on one processor ────────────────────────────────────────────────────────────────────────────────────
+#
+# On a GPU, a loss whose target is on another device raises. A processor has one device, where any code would do. So
+# while a submission runs, every tensor carries the name of the device where it would be:
+#
+#     cpu:0  the batch, before it is moved      cpu:1  the model's first half      cpu:2  its second half
+#
+# `.device` returns that name, and `.to(...)` records it. cuda:0 and cuda:1 are other names of cpu:1 and cpu:2. A bare
+# "cpu" is what code for either machine finds here (`"cuda:1" if torch.cuda.is_available() else "cpu"`); it is accepted.
+
+HOST, FIRST, SECOND = (torch.device("cpu", index) for index in range(3))
+ANYWHERE = torch.device("cpu")
+
+
+def _place(tensor: torch.Tensor) -> torch.device:
+    found = vars(tensor).get("_place", HOST)
+    assert isinstance(found, torch.device)
+    return found
+
+
+def _put(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    vars(tensor)["_place"] = place
+    return tensor
+
+
+class _Devices(TorchFunctionMode):
+    """While it is active, tensors are on the emulated devices above."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == torch.Tensor.device.__get__:
+            return _place(args[0])
+        if func is torch.Tensor.get_device:
+            return (_place(args[0]).index or 0) - 1
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        goal = _goal(func, args, kwargs)
+        if goal is not None:
+            others = {name: value for name, value in kwargs.items() if name not in ("device", "other")}
+            moved = args[0].to(*(each for each in args[1:] if not _is_device(each)), **others)
+            moved = moved.view_as(moved) if moved is args[0] else moved
+            return _put(moved, goal)
+        result = func(*args, **kwargs)
+        placed = max((_place(each) for each in tensors), key=lambda device: device.index or 0, default=HOST)
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
+                _put(each, placed)
+        return result
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device | str | torch.Tensor) or type(value) is int
+
+
+def _goal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
+    """Return where a call moves its tensor, or `None` if it does not move it."""
+    if func is torch.Tensor.cpu:
+        return ANYWHERE
+    if func not in (torch.Tensor.to, torch.Tensor.cuda):
+        return None
+    given = [each for each in (*args[1:], *kwargs.values()) if _is_device(each)]
+    if not given:
+        return FIRST if func is torch.Tensor.cuda else None
+    if isinstance(given[0], torch.Tensor):
+        return _place(given[0])
+    device = torch.device("cuda", given[0]) if type(given[0]) is int else torch.device(given[0])
+    if device.type == "cuda":
+        return torch.device("cpu", (device.index or 0) + 1)
+    return device if device.type == "cpu" else None  # another kind of device raises, as it does without us
+
+
+# ── One call ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Run:
+    """What a submission did in one call of its function.
+
+    Attributes:
+        rows: how many rows each micro-batch has.
+        events: forwards and backwards in the order in which they ran, such as `("F", 0)`.
+        targets: the device of each micro-batch's target when the loss was computed.
+        weights: how often each micro-batch's own gradient is in the gradients that are left.
+        rest: the share of these gradients that no micro-batch explains; 1 if there are none.
+        changed: whether the function changed the model's weights.
+        error: what it raised, and where.
+    """
+
+    rows: tuple[int, ...]
+    events: list[tuple[str, int]] = field(default_factory=list)
+    targets: dict[int, torch.device] = field(default_factory=dict)
+    weights: list[float] = field(default_factory=list)
+    rest: float = 1.0
+    changed: bool = False
+    error: str = ""
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches there are."""
+        return len(self.rows)
+
+    def times(self, kind: str) -> list[int]:
+        """Return how often each micro-batch's forward or backward ran."""
+        return [self.events.count((kind, m)) for m in range(self.count)]
+
+    def kind(self) -> str:
+        """Return what the gradients are of, or nothing if they are of neither a sum nor a mean."""
+        total = sum(self.rows)
+        kinds = {
+            "the sum of the micro-batches' losses": [1.0] * self.count,
+            "the mean of the micro-batches' losses": [1 / self.count] * self.count,
+            "the mean over all rows": [rows / total for rows in self.rows],
+        }
+        if self.rest < TOLERANCE and self.weights and not self.changed:
+            for name, weights in kinds.items():
+                if all(abs(a - b) < TOLERANCE for a, b in zip(self.weights, weights, strict=True)):
+                    return name
+        return ""
+
+
+class Recorded:
+    """A model on emulated devices, its data, and everything that a function does with them."""
+
+    def __init__(self, rows: tuple[int, ...], seed: int) -> None:
+        torch.manual_seed(seed)
+        self.run = Run(rows)
+        self.model: nn.Module = runpy.run_path(str(TEMPLATE))["TwoStages"]()
+        self.model.devices = [FIRST, SECOND]
+        width = next(self.model.parameters()).shape[1]
+        x = torch.randn(sum(rows), width)
+        y = torch.sin(x.sum(dim=1, keepdim=True))
+        self.x, self.y = x.split(rows), y.split(rows)
+        # Losses of micro-batches that differ in rows only add up to the whole batch's if the loss is a sum.
+        self.loss_fn = _Loss("mean" if len(set(rows)) == 1 else "sum", self._loss)
+        self.own = [self._gradient(m) for m in range(len(rows))]
+        for half, device in ((self.model.first, FIRST), (self.model.second, SECOND)):
+            for parameter in half.parameters():
+                _put(parameter, device)
+        self.model.second.register_forward_hook(self._forward)
+
+    def call(self, function: Callable[..., object]) -> None:
+        """Call a submission's function once, on emulated devices; an error ends the call, not the grading."""
+        pairs = [(x.clone(), y.clone()) for x, y in zip(self.x, self.y, strict=True)]
+        try:
+            with _Devices():
+                returned = function(self.model, pairs, self.loss_fn)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if "can't allocate memory" in str(error):  # PyTorch's own words for it
+                raise MemoryError from error
+            self.run.error = raised(error, function)
+        else:
+            if inspect.isgenerator(returned) or inspect.iscoroutine(returned):
+                self.run.error = f"a {type(returned).__name__} was returned, and nothing ran: remove yield or async"
+
+    def measure(self, function: Callable[..., object]) -> Run:
+        """Call the function once; return what ran, and what the gradients consist of."""
+        before = self._flat(self.model.parameters())
+        self.call(function)
+        self.run.changed = not torch.equal(before, self._flat(self.model.parameters()))
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
+        found = self._flat(gradients).double()
+        own = torch.stack(self.own).double().T
+        if not found.isfinite().all():
+            self.run.error = self.run.error or "the gradients are infinite or not a number"
+        elif found.norm() > 0:
+            weights = torch.linalg.lstsq(own, found).solution
+            self.run.weights = weights.tolist()
+            self.run.rest = float((own @ weights - found).norm() / found.norm())
+        return self.run
+
+    def whole_loss(self) -> float:
+        """Return the mean loss of all rows."""
+        with torch.no_grad():
+            return nn.functional.mse_loss(self.model(torch.cat(self.x)), torch.cat(self.y)).item()
+
+    @torch.enable_grad()  # whatever a submission has set
+    def _gradient(self, m: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.model(self.x[m]), self.y[m], reduction=self.loss_fn.reduction)
+        return self._flat(torch.autograd.grad(loss, list(self.model.parameters())))
+
+    @staticmethod
+    def _flat(tensors: Any) -> torch.Tensor:
+        return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+    def _which(self, value: torch.Tensor, among: Sequence[torch.Tensor]) -> int:
+        """Return which micro-batch a value belongs to, -1 for none."""
+        alike = (m for m, each in enumerate(among) if value.shape == each.shape)
+        return next((m for m in alike if torch.allclose(value.detach(), among[m], atol=1e-5)), -1)
+
+    def _forward(self, module: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        del module
+        with torch.no_grad():
+            hidden = [self.model.first(x) for x in self.x]  # type: ignore[operator]
+        m = self._which(given[0], hidden)
+        self.run.events.append(("F", m))
+        if output.requires_grad:
+            output.register_hook(lambda _: self.run.events.append(("B", m)))
+
+    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        m = self._which(target, self.y)
+        if m < 0 and (m := self._which(output, self.y)) >= 0:
+            target = output
+        if m >= 0:
+            self.run.targets[m] = _place(target)
+
+
+class _Loss(nn.MSELoss):
+    """The mean squared error, and a look at where its target is."""
+
+    def __init__(self, reduction: str, look: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__(reduction=reduction)
+        self._look = look
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
+        self._look(input, target)
+        return super().forward(input, target)

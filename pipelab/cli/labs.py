@@ -61,7 +61,7 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
             for row in rows:
                 found.append(row)
                 progress.advance(task)
-                if not console.is_terminal and len(found) < total:
+                if not console.is_terminal:
                     left = (time.monotonic() - began) / len(found) * (total - len(found))
                     sys.stderr.write(f"{what}: {len(found)} of {total}, about {left:.0f} s left\n")
                     sys.stderr.flush()
@@ -124,7 +124,7 @@ def practical9(
     if note := course.surprise(rows):
         say(f"{note}\n")
     for number, (question, answer) in enumerate(course.answers(rows), start=1):
-        say(f"{number}. {question}\n{answer}")
+        say(f"{number}. {question}\n{answer}\n")
 
 
 @lab.command()

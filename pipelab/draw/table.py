@@ -209,7 +209,7 @@ class Table:
         return "\n\n".join([*parts, *self.notes]) + "\n"
 
     def _tex(self) -> str:
-        parts: list[str] = []
+        parts = [r"% \usepackage{booktabs}"]
         for heads, *rows in self._blocks():
             first, *lines = [" & ".join(map(_tex_cell, line)) + r" \\" for line in (heads, *rows)]
             begin = rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}"

@@ -153,13 +153,26 @@ def surprise(rows: Sequence[Row]) -> str:
         if one["microbatches"] == other["microbatches"] and clear and slow["step_time_ms"] < fast["step_time_ms"]:
             found.append((slow, fast))
     if not found:
-        return ""
+        return _longer_than_predicted(rows)
     slow, fast = found[-1]
     others = f" (and in {len(found) - 1} more pairs)" if len(found) > 1 else ""
     return (
         f"With {slow['microbatches']} micro-batches, {slow['method']} was measured faster than {fast['method']}, "
         f"{_ms(slow)} against {_ms(fast)}: here, something other than the schedule decided{others}. Trust the "
         "predictions; emulated devices and longer actions are disturbed less."
+    )
+
+
+def _longer_than_predicted(rows: Sequence[Row]) -> str:
+    """Say which step took longest compared with its prediction, if that is much longer."""
+    worst = max(rows, key=lambda row: row["step_time_ms"] / row["predicted_ms"])
+    times = worst["step_time_ms"] / worst["predicted_ms"]
+    if times < _CLEARLY:
+        return ""
+    return (
+        f"{worst['method']} with {worst['microbatches']} micro-batches took {times:.2f} times as long as predicted: "
+        "ranks that compute at the same time, or other programs, held it up. Run it again on a quiet machine, or with "
+        "--emulate 20 40."
     )
 
 
@@ -179,15 +192,16 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [
         (
             "Do the devices work at the same time?",
-            f"With A they do not: on average {_working(naive):.2f} of {ranks} ranks work, because each waits for the "
-            f"result of the one before it. With B, all forwards follow one another, and {_working(gpipe):.2f} ranks "
-            f"work at a time ({many} micro-batches).",
+            f"With A, one by one, they do not: on average {_working(naive):.2f} of {ranks} ranks work, because each "
+            "waits for the result of the one before it. With B, all forwards follow one another, and "
+            f"{_working(gpipe):.2f} ranks work at a time ({many} micro-batches).",
         ),
         (
             "Where is the idle time?",
-            f"With A, everywhere: a rank waits while any other works, {wording.percent(naive['bubble'])} of the step. "
-            f"With B, it is where the pipeline fills and drains: the last rank waits at the start and at the end, rank "
-            f"0 in the middle; {wording.percent(gpipe['bubble'])} of the step. With C, between all actions: "
+            "With A, one by one, everywhere: a rank waits while any other works, "
+            f"{wording.percent(naive['bubble'])} of the step. With B, it is where the pipeline fills and drains: the "
+            "last rank waits at the start and at the end, rank 0 in the middle; "
+            f"{wording.percent(gpipe['bubble'])} of the step. With C, between all actions: "
             f"{wording.percent(loop['bubble'])}.",
         ),
         (
@@ -211,21 +225,22 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
         (
             "Do more micro-batches always help?",
             f"No. {lead}, B's bubble shrinks, and its step goes from {_ms(start[GPIPE])} to "
-            f"{_ms(gpipe)}. A's bubble stays: {_ms(start[ONE_BY_ONE])}, then {_ms(naive)}; the difference is what "
-            "small micro-batches cost in addition. C, the single loop often taught as 1F1B, goes from "
-            f"{_ms(start[LOOP])} to {_ms(loop)}, {wording.percent(loop['predicted_ms'] / naive['predicted_ms'])} of "
-            "A's predicted time: every rank is one forward ahead, where the first ranks would have to be several.",
+            f"{_ms(gpipe)}. The bubble of A, one by one, stays: {_ms(start[ONE_BY_ONE])}, then {_ms(naive)}; the "
+            "difference is what small micro-batches cost in addition. C, the single loop often taught as 1F1B, goes "
+            f"from {_ms(start[LOOP])} to {_ms(loop)}, {wording.percent(loop['predicted_ms'] / naive['predicted_ms'])} of "
+            "A's predicted time: each rank begins one forward before it waits for a backward; rank 0 would need one "
+            "for each rank.",
         ),
         (
             "Which method gains most?",
-            "B and true 1F1B: equally, if stages are equal and transfers free. Against the whole batch in one "
-            "piece, the step is "
+            "B and true 1F1B: equally, if stages are equal and transfers free; the predictions show it. With "
+            f"{many} micro-batches, against the whole batch in one piece, the step was measured "
             + ", ".join(
                 f"{whole['step_time_ms'] / row['step_time_ms']:.2f} times as fast with {row['method']} (predicted "
                 f"{whole['predicted_ms'] / row['predicted_ms']:.2f})"
                 for row in (gpipe, true, loop, naive)
             )
-            + ".",
+            + ". Below 1 it is slower: small micro-batches cost extra.",
         ),
         (
             "Which would you use at scale?",
@@ -233,7 +248,7 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
             f"GPipe's {_peaks(gpipe)}. That does not grow with their number, so you can afford more of them, and that "
             f"shrinks the bubble: with {affordable} it is {wording.percent((ranks - 1) / (affordable + ranks - 1))}, "
             f"and rank 0 holds {min(affordable, ranks)}. If transfers are slow, 1F1B takes longer than GPipe: "
-            f"simulated with half a forward for each, {wording.number(slow_links[1])} forwards against "
+            f"simulated with transfers of half a forward's time each, {wording.number(slow_links[1])} forwards against "
             f"{wording.number(slow_links[0])}.",
         ),
     ]

@@ -6,6 +6,7 @@ HYPOTHESIS_PROFILE=thorough python -m pytest tests        many more examples, ne
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from hypothesis import HealthCheck, settings
 from pipelab.cli import app
 
 collect_ignore = ["scripts", "fuzz"]  # other processes run the first, test_fuzz.py the second
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; processes inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("COLUMNS", None)  # whoever runs the tests may have it: text drawings would be as wide
 
 settings.register_profile(

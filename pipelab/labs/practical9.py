@@ -228,7 +228,8 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
             f"{_ms(gpipe)}. The bubble of A, one by one, stays: {_ms(start[ONE_BY_ONE])}, then {_ms(naive)}; the "
             "difference is what small micro-batches cost in addition. C, the single loop often taught as 1F1B, goes "
             f"from {_ms(start[LOOP])} to {_ms(loop)}, "
-            f"{wording.percent(loop['predicted_ms'] / naive['predicted_ms'])} of A's predicted time: each rank begins one forward before it waits for a backward; rank 0 would need one "
+            f"{wording.percent(loop['predicted_ms'] / naive['predicted_ms'])} of A's predicted time: each rank begins "
+            "one forward before it waits for a backward; rank 0 would need one "
             "for each rank.",
         ),
         (

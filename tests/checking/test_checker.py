@@ -91,7 +91,7 @@ def test_simulate_refuses_exactly_what_check_finds_fault_with(case):
     if faults:
         with pytest.raises(ScheduleError) as refusal:
             simulate(case.plan)
-        assert refusal.value.faults == faults
+        assert list(map(repr, refusal.value.faults)) == list(map(repr, faults))  # NaN is no action, and not itself
     else:
         assert simulate(case.plan).makespan > 0
 

@@ -426,7 +426,7 @@ def test_a_script_that_can_hold_no_schedule_does_not_run(pipelab_command, folder
     [
         "import pipelab as p\nclass Mine(p.GPipe): ...\n",
         "from pipelab import GPipe as G\nclass Mine(G): ...\n",
-        "from pipelab import *\nclass Mine(GPipe): ...\n",
+        "from pipelab.catalogue import *\nclass Mine(GPipe): ...\n",
         "from base import *\nclass Mine(Base): ...\n",
         "import sched\nclass Mine(sched.Base): ...\n",
         "from base import Base\nclass _Middle(Base): ...\nclass Mine(_Middle): ...\ndel _Middle\n",

@@ -19,6 +19,8 @@ collect_ignore = ["scripts", "fuzz"]  # other processes run the first, test_fuzz
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("COLUMNS", None)  # whoever runs the tests may have it: text drawings would be as wide
+# PyTorch asks for the name of every address that it connects to: a name server that does not answer would cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 settings.register_profile(
     "ci", max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

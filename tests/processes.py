@@ -92,8 +92,8 @@ def _said(path: Path) -> str:
 
 
 def without_gloo(text: str) -> str:
-    """Return what was printed without what PyTorch says of every connection, or of a store that answers late."""
-    return re.sub(r"^(\[Gloo\] |\[rank\d+\]:\[W\S* \S* socket\.cpp).*\n", "", text, flags=re.MULTILINE)
+    """Return what was printed without what PyTorch says of connections, or of stores and name servers that are late."""
+    return re.sub(r"^(\[Gloo\] |(\[rank\d+\]:)?\[W\S* \S* socket\.cpp).*\n", "", text, flags=re.MULTILINE)
 
 
 class Started:

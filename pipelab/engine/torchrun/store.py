@@ -135,7 +135,12 @@ def open_store(rank: int, size: int, timeout: float | None) -> list[Any]:
     def connect() -> list[Any]:
         # PyTorch's own rendezvous would wait here for all processes, and not name the missing ones.
         store = present or make(host, int(port), size, holds, limit, wait_for_workers=False, multi_tenant=True)
-        return [store, store.clone(), store.clone()]
+        if _opened:  # it has the timeout of an earlier pipeline
+            store.set_timeout(limit + timedelta(seconds=_CONNECTING_SECONDS))
+        stores = [store, store.clone(), store.clone()]
+        for each in stores if _opened else ():
+            each.set_timeout(limit)
+        return stores
 
     thread = communication_thread("pipelab-connect", threads=1)
     try:
@@ -148,9 +153,7 @@ def open_store(rank: int, size: int, timeout: float | None) -> list[Any]:
         ) from error
     finally:
         thread.end()
-    if _opened:
-        present.set_timeout(limit)
-    elif present is None:
+    if present is None:
         _opened.append(stores[0])
         if torchrun_holds_the_store():
             end_with(os.getppid())

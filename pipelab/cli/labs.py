@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import grouped, whole_numbers
-from pipelab.cli.printing import TABLE, echo, require_writable, say, show
-from pipelab.errors import UsageError
+from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, show
+from pipelab.errors import PipelabError, UsageError
 from pipelab.labs.grading.tasks import HOMEWORK, start_homework
 
 __all__ = ["finished", "lab"]
@@ -33,7 +33,7 @@ lab = typer.Typer(help="Run an experiment of the course, and make its table.", n
 
 
 def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], bool]:
-    """Collect rows as they are made, with progress and an estimate on stderr; Ctrl-C keeps those that are done.
+    """Collect rows as they are made, with progress and an estimate on stderr; Ctrl-C or an error keeps those done.
 
     Args:
         rows: makes one row after the other.
@@ -42,6 +42,9 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
 
     Returns:
         The rows, and whether all of them were made.
+
+    Raises:
+        PipelabError: if making the first row did.
     """
     console = Console(stderr=True)
     found: list[Row] = []
@@ -67,6 +70,11 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
                     sys.stderr.flush()
     except KeyboardInterrupt:
         sys.stderr.write(f"{what}: stopped; {len(found)} of {total} rows are done\n")
+        return found, False
+    except PipelabError as error:
+        if not found:
+            raise
+        sys.stderr.write(f"{folded(str(error))}\n{what}: {len(found)} of {total} rows are done\n")
         return found, False
     return found, True
 
@@ -166,3 +174,62 @@ def hw4(
         raise UsageError(f"pipelab lab hw4 --start writes {HOMEWORK}; pipelab grade {HOMEWORK} grades it")
     path = start_homework(folder)
     echo(f"wrote {path}\n\n  python {path}         runs it\n  pipelab grade {path}  grades what it runs")
+
+
+@lab.command()
+def hw1(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="small (1024 x 2), laptop (2048 x 4), large (8192 x 8, 2 GB of parameters), or width x depth, such as "
+            "512x4; repeatable; by default small and laptop"
+        ),
+    ] = None,
+    processes: Annotated[str, typer.Option("--processes", "-p", help="the numbers of processes to compare")] = "1,2,4",
+    experiment: Annotated[
+        str | None,
+        typer.Option(
+            help="instead: delay (10 ms more in each step), batch (32 to 256 rows), or straggler (20 ms on rank 0)"
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="rows of the global batch, which the processes share")] = 64,
+    steps: Annotated[int, typer.Option(min=7, help="steps of each run; the first 5 are dropped")] = 35,
+    seed: Annotated[int, typer.Option(help="of the weights and the data")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="threads of each process: cores that it may use")] = 1,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds that each run may take")] = 600,
+    save: SaveTable = None,
+) -> None:
+    """Measure data parallelism: DDP over 1, 2 and 4 processes, Amdahl's law, and DataParallel against DDP.
+
+    All processes share one batch. Times are those of rank 0.
+    """
+    counts = whole_numbers("--processes", processes)
+    require_writable(save, TABLE)
+    from pipelab.labs import hw1 as course
+
+    planned = course.runs(
+        model or ("small", "laptop"),
+        counts,
+        experiment=experiment,
+        batch=batch,
+        steps=steps,
+        seed=seed,
+        threads=threads,
+    )
+    most, each = max(counts), f"{threads} thread{'s' if threads > 1 else ''}"
+    if most * threads > cores() and not planned[0].job.gpus:
+        fitting = [str(count) for count in counts if count * threads <= cores()]
+        say(
+            f"{most} processes of {each} take turns on {cores()} cores: where there are more processes than cores, the "
+            f"times show the turns, not data parallelism. With a core for each: --processes {','.join(fitting) or 1}"
+        )
+    rows, whole = finished(course.measurements(planned, timeout), len(planned), "measuring")
+    say(
+        f"{'Batches' if experiment == 'batch' else f'One batch of {batch} rows'} shared by all processes, seed {seed}, "
+        f"{'a GPU' if planned[0].job.gpus else each} for each process, also for a single one. Median, quantiles and "
+        f"standard deviation of {steps - course.DROPPED} steps by rank 0's clock, after {course.DROPPED} dropped ones."
+    )
+    if rows:
+        show(course.table(rows, experiment), save)
+    if not whole:
+        raise typer.Exit(1)

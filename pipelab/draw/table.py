@@ -8,7 +8,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ SUFFIXES = (".csv", ".txt", ".md", ".tex", ".png", ".svg", ".pdf")
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "…": r"\dots{}"}
 _PLOT_WIDTH, _PLOT_HEIGHT = 3.6, 2.8
 """Inches of one plot of a table."""
+_STYLES = (("dashed", "--"), ("dotted", ":"))
+"""How a plot's further curves are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Table:
         axes: what `plot` draws: the key along the x-axis, and for each plot a key along its y-axis. There is one line
             for each value of the first column, unless that is the x-axis itself.
         notes: sentences below the table.
+        curves: for a key along the y-axis, one or two more keys whose values `plot` adds as thin lines.
 
     Example:
         >>> rows = [
@@ -93,6 +96,7 @@ class Table:
     across: str | None = None
     axes: tuple[str, Sequence[str]] | None = None
     notes: Sequence[str] = ()
+    curves: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def text(self, width: int = 80) -> str:
         """Return the table as text, in lines of at most `width` characters if its cells allow."""
@@ -142,23 +146,29 @@ class Table:
         # Lines that lie on one another, as GPipe's and 1F1B's step times do, are each narrower than the one below.
         for place, y in enumerate(ys, start=1):
             ax = drawing.add_subplot(1, len(ys), place)
+            more = self.curves.get(y, ())
             for order, name in enumerate(dict.fromkeys(None if side == x else row[side] for row in self.rows)):
                 points = [row for row in self.rows if name is None or row[side] == name]
                 points = [row for row in points if row.get(y) is not None]
-                ax.plot(
+                (line,) = ax.plot(
                     [row[x] for row in points],
                     [row[y] for row in points],
                     label=name,
                     linewidth=max(5.0 - order, 1.0),
                     marker="o",
-                    clip_on=False,
+                    clip_on=not points,  # an empty line that is not clipped would take all the room
                     markersize=max(8.0 - order, 3.0),
                 )
+                for (_, style), key in zip(_STYLES, more, strict=False):
+                    added = [row for row in points if row.get(key) is not None]
+                    xs, values = [row[x] for row in added], [row[key] for row in added]
+                    ax.plot(xs, values, style, color=line.get_color(), linewidth=1.0)
             if any(column.key == y and "%" in column.cell(self.rows[0]) for column in self.columns):
                 ax.yaxis.set_major_formatter(PercentFormatter(1.0))
             ax.set_xticks(list(dict.fromkeys(row[x] for row in self.rows)))
             ax.set_xlabel(titles.get(x, x))
-            ax.set_ylabel(titles.get(y, y))
+            key_of_styles = ", ".join(f"{word}: {key}" for (word, _), key in zip(_STYLES, more, strict=False))
+            ax.set_ylabel(titles.get(y, y) + (f"\n{key_of_styles}" if more else ""))
             ax.set_ylim(bottom=0)
             ax.spines[["top", "right"]].set_visible(False)
             if place == 1 and side != x:

@@ -2,6 +2,8 @@
 
 - `demo`: one model, trained plainly and with three schedules
 - `practical9`: three ways to run a split model, and true 1F1B
+- `hw1`: data parallelism: speed-up, efficiency, Amdahl's law, three experiments
+- `ddp`: the processes that `hw1` times, and the law that it fits
 - `hw3`: a stack of linear layers over several devices
 - `running`: plans on models of equal layers, measured, predicted and verified
 - `grading`: submissions, run and graded by what they ran

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from pipelab.engine.torchrun.store import end_with
 from pipelab.plan.fault import line_of
 
-__all__ = ["decisive", "run_processes", "run_script"]
+__all__ = ["decisive", "end_with_launcher", "loopback_job", "run_processes", "run_script"]
 
 _HOST = "127.0.0.1"
 _LAUNCHER = "PIPELAB_LAUNCHER"
@@ -41,23 +41,7 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
         If a process failed, PyTorch's report and then the short one; else `None`.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    for device in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", device)
-    # PyTorch itself would listen on every device. A script's own init_process_group uses this store too.
-    listener = socket.create_server((_HOST, 0)).detach()
-    make: Any = dist.TCPStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
-    store = make(_HOST, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-    job = {
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": f"pipelab-{os.getpid()}",
-        _LAUNCHER: str(os.getpid()),
-    }
+    _store, job = loopback_job(ranks)
     words = ("-u", "-m", "pipelab.engine.torchrun.launch", script, *arguments)
     envs = {rank: job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)}
     with tempfile.TemporaryDirectory() as folder:
@@ -72,11 +56,42 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
     return None
 
 
+def loopback_job(ranks: int) -> tuple[Any, dict[str, str]]:
+    """Return a store that only this machine can reach, and what its processes need to know of their job.
+
+    The store is there as long as the returned object.
+    """
+    # PyTorch itself would listen on every device. A script's own init_process_group uses this store too.
+    listener = socket.create_server((_HOST, 0)).detach()
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
+    store = make(_HOST, 0, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    job = {
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": f"pipelab-{os.getpid()}",
+        _LAUNCHER: str(os.getpid()),
+    }
+    for device in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+        for kind in ("GLOO", "NCCL"):
+            name = f"{kind}_SOCKET_IFNAME"
+            job[name] = os.environ.get(name, device)
+    return store, job
+
+
+def end_with_launcher() -> None:
+    """End this process soon after its launcher, if `loopback_job` says which it is."""
+    if launcher := os.environ.pop(_LAUNCHER, ""):
+        end_with(int(launcher))
+
+
 @record
 def run_script() -> None:
     """Run the script that the first argument names, as if Python had been started with it; end with the launcher."""
-    if launcher := os.environ.pop(_LAUNCHER, ""):
-        end_with(int(launcher))
+    end_with_launcher()
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,375 @@
+"""Homework 1: data parallelism, measured: speed-up, efficiency, Amdahl's law, and three experiments.
+
+Examples:
+    >>> fit = fit_amdahl({1: 100.0, 2: 60.0, 4: 40.0})
+    >>> f"{fit.serial:.0%}, {fit.speed_up(4):.2f} times as fast, at most {fit.limit:.1f}, residual {fit.residual:.2f}"
+    '20%, 2.50 times as fast, at most 5.0, residual 0.00'
+    >>> [run.label for run in runs(["small"], [1, 2])]
+    ['small, DDP', 'small, DDP', 'small, DataParallel']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, quantiles, stdev
+from typing import Any
+
+import torch
+
+from pipelab.draw import wording
+from pipelab.draw.table import Column, Table
+from pipelab.errors import UsageError
+from pipelab.labs.ddp import DROPPED, Amdahl, Job, fit_amdahl, free_memory, memory_needed, run_job
+
+__all__ = [
+    "DROPPED",
+    "EXPERIMENTS",
+    "PRESETS",
+    "Amdahl",
+    "Run",
+    "fit_amdahl",
+    "measurements",
+    "memory_needed",
+    "runs",
+    "table",
+]
+
+Row = Mapping[str, Any]
+
+PRESETS = {"small": (1024, 2), "laptop": (2048, 4), "large": (8192, 8)}
+"""The width and depth of each model; large has 2 GB of parameters, and laptop is what a laptop has time for instead."""
+
+EXPERIMENTS = {
+    "delay": "every process sleeps 10 ms in each step: Amdahl's law",
+    "batch": "batches of 32 to 256 on the largest number of processes",
+    "straggler": "rank 0 alone sleeps 20 ms in each step",
+}
+"""The three experiments."""
+
+_DELAY_MS, _STRAGGLER_MS = 10.0, 20.0
+_BATCHES = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row to measure: a name for what is compared, and the job."""
+
+    label: str
+    model: str
+    job: Job
+
+
+def shape_of(model: str) -> tuple[int, int]:
+    """Return the width and the depth of a model: a preset's name, or both as in `512x4`.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    if found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", model):
+        return int(found[1]), int(found[2])
+    if model not in PRESETS:
+        known = ", ".join(f"{name} ({width} x {depth})" for name, (width, depth) in PRESETS.items())
+        raise UsageError(f"model {model!r}: expected {known}, or width x depth, such as 512x4")
+    return PRESETS[model]
+
+
+def runs(
+    models: Sequence[str] = ("small", "laptop"),
+    processes: Sequence[int] = (1, 2, 4),
+    *,
+    experiment: str | None = None,
+    batch: int = 64,
+    steps: int = 35,
+    seed: int = 0,
+    threads: int = 1,
+) -> list[Run]:
+    """Return what is measured, row by row.
+
+    Args:
+        models: presets' names, or width x depth, such as `512x4`.
+        processes: the numbers of processes; 1, to which the others are compared, is always among them.
+        experiment: one of `EXPERIMENTS`; `None` for strong scaling, and DataParallel against DDP.
+        batch: rows of the global batch, which the processes share.
+        steps: how many steps, of which the first five are dropped.
+        seed: of weights and data.
+        threads: how many threads each process computes with.
+
+    Raises:
+        UsageError: if a size is not possible, or the machine has too little memory.
+    """
+    if experiment is not None and experiment not in EXPERIMENTS:
+        raise UsageError(f"experiment {experiment!r}: expected one of {', '.join(EXPERIMENTS)}")
+    if steps < DROPPED + 2:
+        raise UsageError(f"steps={steps}: {DROPPED} are dropped, and 2 must be left; the homework asks for 30 or more")
+    counts = sorted({1, *processes})
+    most = counts[-1]
+    for rows in _BATCHES if experiment == "batch" else (batch,):
+        if odd := [count for count in counts if rows % count]:
+            raise UsageError(
+                f"a batch of {rows} cannot be shared equally by {odd[0]} processes: DDP averages their gradients, "
+                "which is right for equal shares only"
+            )
+    gpus = torch.cuda.device_count() >= most
+    planned: list[Run] = []
+    for model in dict.fromkeys(models):
+        width, depth = shape_of(model)
+        if not gpus:
+            _require_memory(model, counts)
+        job = Job(most, width, depth, batch, steps, seed, threads, gpus=gpus)
+        scaling = [Run(f"{model}, DDP", model, replace(job, processes=count)) for count in counts]
+        if experiment is None:
+            alone = replace(job, processes=1, data_parallel=True)
+            planned += [*scaling, Run(f"{model}, DataParallel", model, alone)]
+        elif experiment == "delay":
+            label = f"{model}, DDP + {_DELAY_MS:g} ms"
+            slow = [Run(label, model, replace(run.job, delay_ms=_DELAY_MS)) for run in scaling]
+            planned += [*scaling, *slow]
+        elif experiment == "batch":
+            planned += [Run(f"{model}, DDP", model, replace(job, batch=rows)) for rows in _BATCHES]
+        else:
+            late = replace(job, delay_ms=_STRAGGLER_MS, delayed=0)
+            planned += [scaling[-1], Run(f"{model}, rank 0 + {_STRAGGLER_MS:g} ms", model, late)]
+    return planned
+
+
+def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dict[str, Any]]:
+    """Measure runs one after another; yield a row for each.
+
+    Args:
+        planned: what `runs` returned.
+        timeout: seconds that each run may take.
+
+    Raises:
+        EngineError: if a process fails or is killed, naming its rank; or if a run takes too long.
+    """
+    ones: dict[tuple[str, float], float] = {}  # the step time of one process, by model and delay
+    for run in planned:
+        job, found = run.job, run_job(run.job, timeout)
+        times = found["times_ms"]
+        step_ms = median(times)
+        alone_ms = median(found["alone_ms"]) if found["alone_ms"] else None
+        deciles = quantiles(times, n=10, method="inclusive")
+        one = ones.get((run.model, job.delay_ms))
+        if job.processes == 1:
+            one = ones.setdefault((run.model, job.delay_ms), step_ms)
+        speed_up = one / step_ms if one else None
+        yield {
+            "run": run.label,
+            "model": run.model,
+            "width": job.width,
+            "depth": job.depth,
+            "processes": job.processes,
+            "batch": job.batch,
+            "step_ms": step_ms,
+            "p10_ms": deciles[0],
+            "p90_ms": deciles[-1],
+            "stdev_ms": stdev(times),
+            "speed_up": speed_up,
+            "efficiency": speed_up / job.processes if speed_up and not job.data_parallel else None,
+            "rows_per_s": 1e3 * job.batch / step_ms,
+            "alone_ms": alone_ms,
+            "communication": None if alone_ms is None else max(0.0, 1 - alone_ms / step_ms),
+            "utilisation": None if job.gpus else tuple(found["utilisation"]),
+            "memory_mb": max(found["memory_mb"]),
+            "rank_ms": tuple(found["rank_ms"]),
+            "loss": found["loss"],
+            "steps": job.steps - DROPPED,
+            "seed": job.seed,
+            "threads": job.threads,
+            "delay_ms": job.delay_ms,
+            "data_parallel_devices": found["devices"],
+        }
+
+
+def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
+    """Return the table of measured rows, with sentences that explain it.
+
+    Its plot shows the measured speed-up, Amdahl's law as fitted, and the ideal, over the number of processes; of the
+    experiment `batch`, the time of a step and the throughput over the batch.
+    """
+    fits = {row["run"]: fit for row in rows if (fit := _fit(rows, row["run"]))}
+    shown = [
+        {
+            **row,
+            "amdahl": fits[row["run"]].speed_up(row["processes"]) if row["run"] in fits else None,
+            "ideal": row["processes"] if row["run"] in fits else None,
+        }
+        for row in rows
+    ]
+    scaling, by_batch = experiment in (None, "delay"), experiment == "batch"
+    columns = [
+        Column("run"),
+        Column("processes"),
+        *([Column("batch")] if by_batch else []),
+        Column("step_ms", "time of a step, ms", wording.number),
+        Column("p10_ms", "p10", wording.number),
+        Column("p90_ms", "p90", wording.number),
+        Column("stdev_ms", "stdev", wording.number),
+        *([Column("speed_up", "speed-up", "{:.2f}".format)] if scaling else []),
+        *([Column("efficiency", show=wording.percent)] if scaling else []),
+        *([Column("rows_per_s", "rows per second", lambda value: wording.number(round(value)))] if by_batch else []),
+        Column("communication", "all-reduce", wording.percent),
+        Column("utilisation", "utilisation of each", wording.percents),
+        *([Column("rank_ms", "each rank's step, ms", _each_ms)] if experiment == "straggler" else []),
+        Column("memory_mb", "MB, each", lambda value: wording.number(round(value))),
+    ]
+    columns = [column for column in columns if any(row[column.key] is not None for row in shown)]
+    axes: tuple[str, Sequence[str]] = (
+        ("processes", ("speed_up", "efficiency")) if scaling else ("processes", ["step_ms"])
+    )
+    if by_batch:
+        axes = ("batch", ("step_ms", "rows_per_s"))
+    curves = {"speed_up": ("amdahl", "ideal")} if scaling else {}
+    return Table(shown, columns, axes=axes, curves=curves, notes=_notes(rows, experiment, fits))
+
+
+def _each_ms(values: Sequence[float]) -> str:
+    return wording.elided(f"{value:.1f}" for value in values)
+
+
+def _fit(rows: Sequence[Row], label: str) -> Amdahl | None:
+    return fit_amdahl({row["processes"]: row["step_ms"] for row in rows if row["run"] == label})
+
+
+def _require_memory(model: str, counts: Sequence[int]) -> None:
+    """Refuse a model for which the machine's free memory is too small, counted for every process."""
+    each, free = memory_needed(*shape_of(model)), free_memory()
+    if counts[-1] * each <= free:
+        return
+    fitting = [str(count) for count in counts if count * each <= free]
+    instead = f"--processes {','.join(fitting)}, or " if len(fitting) > 1 else ""
+    raise UsageError(
+        f"{model} needs {counts[-1] * each / 1e9:.1f} GB in {counts[-1]} processes, and {free / 1e9:.1f} GB are free: "
+        f"each process holds {each / 1e9:.1f} GB of parameters, gradients, momentum and DDP's buckets; use {instead}"
+        "--model laptop"
+    )
+
+
+def _notes(rows: Sequence[Row], experiment: str | None, fits: Mapping[str, Amdahl]) -> list[str]:
+    """Return what the rows show, in sentences with their numbers."""
+    notes = [_of_fit(label, fit, rows) for label, fit in fits.items()]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        if experiment != "batch":
+            notes += _of_communication(model, mine)
+        explain = {None: _of_data_parallel, "delay": _of_delay, "batch": _of_batch, "straggler": _of_straggler}
+        notes += explain[experiment](model, mine)
+        losses = [row["loss"] for row in mine]
+        if experiment != "batch" and len(mine) > 1:
+            notes.append(
+                f"{model}: the loss of the last step was {losses[0]:.6f}, and differs by at most "
+                f"{max(losses) - min(losses):.1e} among these rows: all did the same training."
+            )
+    return notes
+
+
+def _ms(value: float) -> str:
+    return f"{wording.number(value)} ms"
+
+
+def _of_fit(label: str, fit: Amdahl, rows: Sequence[Row]) -> str:
+    one, *_, last = [row for row in rows if row["run"] == label]
+    missed = (
+        ""
+        if fit.residual is None
+        else (
+            f" The fit misses the measured times by {_ms(fit.residual * one['step_ms'])} (root mean square), "
+            f"{wording.percent(fit.residual)} of one process's time."
+        )
+    )
+    head = f"{label}: Amdahl's law fits best with a serial fraction of {wording.percent(fit.serial)}"
+    if fit.serial >= 1:
+        return (
+            f"{head}. More than 100 % means that more processes were slower: {_ms(one['step_ms'])} on 1, "
+            f"{_ms(last['step_ms'])} on {last['processes']}. The all-reduce is work that one process does not have, "
+            f"and the law has no term for it.{missed}"
+        )
+    limit = f"at most {wording.number(fit.limit)} times as fast" if fit.serial > 0 else "without any limit"
+    return f"{head}: {limit}, however many processes there are.{missed}"
+
+
+def _of_communication(model: str, rows: Sequence[Row]) -> list[str]:
+    found = [row for row in rows if row["processes"] > 1 and row["delay_ms"] == 0]
+    if not found:
+        return []
+    row = max(found, key=lambda each: each["processes"])
+    megabytes = 4 * row["depth"] * (row["width"] ** 2 + row["width"]) / 1e6
+    more = "communication" if row["communication"] > 0.5 else "computation"
+    return [
+        f"{model}: of {_ms(row['step_ms'])} on {row['processes']} processes, "
+        f"{_ms(row['communication'] * row['step_ms'])} are the all-reduce and waiting for it ({more} dominates): "
+        f"without it (DDP.no_sync) a step took {_ms(row['alone_ms'])}. Each process all-reduces {megabytes:.1f} MB of "
+        "gradients in every step, whatever its share of the batch."
+    ]
+
+
+def _of_data_parallel(model: str, rows: Sequence[Row]) -> list[str]:
+    single = next((row for row in rows if row["data_parallel_devices"] is not None), None)
+    if single is None:
+        return []
+    one, *_, last = [row for row in rows if row is not single]
+    devices = single["data_parallel_devices"]
+    what = (
+        f"DataParallel shared the batch among {devices} GPU{'s' if devices > 1 else ''}"
+        if devices
+        else "DataParallel found no GPU, and on a processor it does nothing: it calls the model"
+    )
+    note = (
+        f"{model}: {what}. A step took {_ms(single['step_ms'])} (variance {wording.number(single['stdev_ms'] ** 2)} "
+        f"ms²), DDP's with 1 process {_ms(one['step_ms'])} ({wording.number(one['stdev_ms'] ** 2)} ms²), and with "
+        f"{last['processes']} processes {_ms(last['step_ms'])} ({wording.number(last['stdev_ms'] ** 2)} ms²)."
+    )
+    if single["utilisation"]:
+        busy, all_busy = (sum(row["utilisation"]) * row["threads"] for row in (single, last))
+        note += f" DataParallel kept {busy:.1f} cores busy, DDP's {last['processes']} processes {all_busy:.1f}."
+    return [
+        f"{note} Training added {single['memory_mb']:.0f} MB to its memory, and {last['memory_mb']:.0f} MB to each of "
+        f"DDP's processes, {last['memory_mb'] * last['processes']:.0f} MB together."
+    ]
+
+
+def _of_delay(model: str, rows: Sequence[Row]) -> list[str]:
+    plain, slow = ([row for row in rows if (row["delay_ms"] > 0) == delayed] for delayed in (False, True))
+    before, after = (fit_amdahl({row["processes"]: row["step_ms"] for row in each}) for each in (plain, slow))
+    if before is None or after is None:
+        return []
+    one, count = plain[0]["step_ms"], slow[-1]["processes"]
+    predicted = replace(before, serial=(before.serial * one + _DELAY_MS) / (one + _DELAY_MS))
+    return [
+        f"{model}: a delay of {_DELAY_MS:g} ms in every step is work that no other process takes over. By Amdahl's law "
+        f"it raises the serial fraction from {wording.percent(before.serial)} to (s T + d) / (T + d) = "
+        f"{wording.percent(predicted.serial)}, with T = {_ms(one)}, and makes {count} processes "
+        f"{predicted.speed_up(count):.2f} times as fast as one. Measured: {wording.percent(after.serial)}, and "
+        f"{slow[-1]['speed_up']:.2f} times as fast ({plain[-1]['speed_up']:.2f} without the delay)."
+    ]
+
+
+def _of_batch(model: str, rows: Sequence[Row]) -> list[str]:
+    first, last = rows[0], rows[-1]
+    if first is last:
+        return []
+    more, longer = last["batch"] / first["batch"], last["step_ms"] / first["step_ms"]
+    return [
+        f"{model}: {more:.0f} times the batch made the step {longer:.2f} times as long on {last['processes']} "
+        f"processes, and the throughput {more / longer:.2f} times as high. The all-reduce moves the same gradients for "
+        f"every batch: its share fell or rose from {wording.percent(first['communication'])} of the step at "
+        f"{first['batch']} rows to {wording.percent(last['communication'])} at {last['batch']}."
+    ]
+
+
+def _of_straggler(model: str, rows: Sequence[Row]) -> list[str]:
+    if len(rows) < 2:
+        return []
+    plain, late = rows
+    longer = late["step_ms"] - plain["step_ms"]
+    others = [after - before for before, after in zip(plain["rank_ms"][1:], late["rank_ms"][1:], strict=True)]
+    note = f"{model}: rank 0 alone slept {_STRAGGLER_MS:g} ms, and its step became {_ms(longer)} longer."
+    if others:
+        note += (
+            f" The other {len(others)} ranks did not sleep, and their steps became {_ms(min(others))} to "
+            f"{_ms(max(others))} longer: the all-reduce ends only when the last rank's gradients are there, so "
+            "everybody waits for the slowest."
+        )
+    return [note]

@@ -1,0 +1,175 @@
+"""Homework 1: data parallelism, measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipelab
+from pipelab.labs import ddp, hw1
+
+
+def row(processes, step_ms, **more):
+    """Return a measured row."""
+    figures = {"p10_ms": step_ms, "p90_ms": step_ms, "stdev_ms": 1.0, "speed_up": 100 / step_ms, "loss": 1.0}
+    return {"run": "m, DDP", "model": "m", "processes": processes, "step_ms": step_ms, **figures, **more}
+
+
+SHOWN = {
+    "efficiency": None,
+    "communication": 0.5,
+    "utilisation": (0.9,),
+    "memory_mb": 50,
+    "delay_ms": 0,
+    "data_parallel_devices": None,
+    "alone_ms": 1,
+    "width": 8,
+    "depth": 2,
+}
+
+
+@pytest.mark.parametrize("serial", [0.0, 0.25, 1.0, 1.5])
+def test_the_fit_finds_the_serial_fraction_of_times_that_follow_the_law(serial):
+    fit = ddp.fit_amdahl({n: 80 * (serial + (1 - serial) / n) for n in (1, 2, 4, 8)})
+    assert fit.serial == pytest.approx(serial)
+    assert fit.residual == pytest.approx(0, abs=1e-12)
+    assert fit.speed_up(4) == pytest.approx(1 / (serial + (1 - serial) / 4))
+
+
+def test_the_fit_is_the_best_of_all_and_its_residual_is_what_it_misses():
+    times = {1: 100.0, 2: 70.0, 4: 40.0}
+
+    def miss(serial):
+        return (sum((serial + (1 - serial) / n - times[n] / 100) ** 2 for n in (2, 4)) / 2) ** 0.5
+
+    fit = ddp.fit_amdahl(times)
+    assert fit.residual == pytest.approx(miss(fit.serial))
+    assert all(fit.residual <= miss(fit.serial + step) for step in (-0.01, 0.01))
+
+
+def test_one_point_is_no_fit_and_two_have_no_residual():
+    assert ddp.fit_amdahl({1: 3.0}) is None
+    assert ddp.fit_amdahl({2: 3.0, 4: 2.0}) is None
+    assert ddp.fit_amdahl({1: 4.0, 2: 3.0}).residual is None
+
+
+def test_both_plots_have_room_where_a_run_has_no_efficiency():
+    rows = [row(1, 100, **SHOWN), row(2, 60, **SHOWN), row(1, 90, **SHOWN | {"run": "m, DataParallel"})]
+    drawing = hw1.table(rows).plot()
+    drawing.draw_without_rendering()
+    assert all(ax.get_position().width > 0.3 for ax in drawing.axes)
+
+
+def test_models_are_presets_or_a_width_and_a_depth():
+    assert hw1.shape_of("large") == (8192, 8)
+    assert hw1.shape_of("64x3") == (64, 3)
+    for wrong in ("huge", "64", "0x3", "64x"):
+        with pytest.raises(pipelab.UsageError, match="width x depth"):
+            hw1.shape_of(wrong)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_sizes(monkeypatch):
+    monkeypatch.setattr(hw1, "free_memory", lambda: 20e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(pipelab.UsageError, match=r"large needs 35\.\d GB in 4 processes.*--processes 1,2"):
+        hw1.runs(["large"], [1, 2, 4])
+
+
+def test_a_batch_that_processes_cannot_share_is_refused():
+    with pytest.raises(pipelab.UsageError, match="3"):
+        hw1.runs(["8x2"], [1, 3], batch=64)
+
+
+@pytest.mark.dist
+def test_rows_of_one_and_two_processes_did_the_same_training():
+    rows = list(hw1.measurements(hw1.runs(["16x2"], [1, 2], batch=8, steps=9), timeout=60))
+    assert [(each["run"], each["processes"]) for each in rows] == [
+        ("16x2, DDP", 1),
+        ("16x2, DDP", 2),
+        ("16x2, DataParallel", 1),
+    ]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    assert rows[2]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
+    assert all(each["p10_ms"] <= each["step_ms"] <= each["p90_ms"] for each in rows)
+    assert rows[1]["speed_up"] == pytest.approx(rows[0]["step_ms"] / rows[1]["step_ms"])
+    assert rows[1]["efficiency"] == pytest.approx(rows[1]["speed_up"] / 2)
+    assert "DataParallel" in str(hw1.table(rows))
+
+
+@pytest.mark.dist
+def test_a_delay_on_rank_0_alone_makes_all_ranks_wait():
+    late = ddp.run_job(ddp.Job(2, 16, 2, batch=8, steps=9, delay_ms=30, delayed=0), timeout=60)
+    assert min(late["times_ms"]) >= 30
+    assert len(late["rank_ms"]) == 2
+    assert min(late["rank_ms"]) >= 30
+
+
+def children(pid):
+    """Return the processes that a process has started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(word) for task in tasks for word in (task / "children").read_text().split()]
+
+
+def alive(pid):
+    """Return whether a process runs: one that nobody has asked for its exit code has ended too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(there, seconds=40):
+    """Wait until something is there; return it."""
+    deadline = time.monotonic() + seconds
+    while not (found := there()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.dist
+def test_a_killed_process_is_named_and_leaves_no_other():
+    known = set(children(os.getpid()))
+    seen = []
+
+    def kill():
+        workers = wait_for(lambda: len(new := sorted(set(children(os.getpid())) - known)) == 2 and new)
+        seen.extend(workers)
+        os.kill(workers[1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(pipelab.EngineError, match=r"rank \d"):
+        ddp.run_job(ddp.Job(2, 16, 2, batch=8, steps=8, delay_ms=1000), timeout=60)
+    killer.join()
+    assert not set(seen) & set(children(os.getpid()))
+
+
+@pytest.mark.dist
+def test_a_run_that_takes_too_long_is_ended():
+    with pytest.raises(pipelab.EngineError, match="did not end within 1 s"):
+        ddp.run_job(ddp.Job(2, 16, 2, batch=8, steps=100, delay_ms=1000), timeout=1)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("number", "code", "lines"), [(signal.SIGINT, 1, 2), (signal.SIGKILL, -9, None)])
+def test_a_command_that_is_ended_keeps_its_rows_and_leaves_no_process(tmp_path, number, code, lines):
+    command = [sys.executable, "-m", "pipelab", "lab", "hw1", "--model", "16x2", "--processes", "1,2", "--steps", "8"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--save", "t.csv"], cwd=tmp_path, **pipes, text=True) as process:
+        assert process.stderr.readline().startswith("measuring: 1 of 3")
+        workers = wait_for(lambda: children(process.pid))
+        process.send_signal(number)
+        process.communicate(timeout=40)
+    assert process.returncode == code
+    if lines is not None:
+        assert len((tmp_path / "t.csv").read_text().splitlines()) == lines
+    wait_for(lambda: not any(map(alive, workers)))

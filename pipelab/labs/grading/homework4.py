@@ -75,16 +75,13 @@ def _targets(run: Run) -> _Found:
     names = {HOST: "not moved", FIRST: "on the first device", SECOND: "on the second device", ANYWHERE: "on the cpu"}
     found = [f"{m} {names.get(place, place)}" for m, (place, _) in sorted(run.targets.items())]
     seen = len(run.targets)
-    return _Found(
-        not wrong and (seen > 0 or run.count == 1),
-        "every target on the output's device when the loss is computed",
-        ", ".join(found) or "no loss of an output and its target was computed",
-        f"on two GPUs the first loss raises an error: {seen - len(wrong)} of {run.count} micro-batches could be "
-        "trained on"
-        if wrong
-        else f"{seen} of {run.count} micro-batches have a loss",
-        reached=bool(seen),
-    )
+    effect = f"{seen} of {run.count} micro-batches have a loss"
+    if wrong:
+        could = f"{seen - len(wrong)} of {run.count} micro-batches could be trained on"
+        effect = f"on two GPUs the first loss raises an error: {could}"
+    wanted = "every target on the output's device when the loss is computed"
+    said = ", ".join(found) or "no loss of an output and its target was computed"
+    return _Found(not wrong and (seen > 0 or run.count == 1), wanted, said, effect, reached=bool(seen))
 
 
 def _right_order(run: Run) -> _Found:
@@ -115,18 +112,15 @@ def _once(run: Run) -> _Found:
     stops = "second time" in run.error
     found = f"a second backward of {', '.join(map(str, twice))}" if twice else "no backward at all"
     ran = any(times) or run.count == 1  # the only backward of 1 micro-batch is the last
-    return _Found(
-        not twice and not stops and ran,
-        "at most one backward of each micro-batch",
-        found if twice or not ran else _names([event for event in run.events if event[0] == "B"]),
-        "PyTorch stops with an error: no step of training ends"
-        if stops
-        else f"{len(twice)} of {run.count} micro-batches count more than once",
-        "In the first round i is 0. Which element of a list has the index i - 1 then?"
-        if run.events[1:2] == [("B", 0)] and 0 in twice
-        else "",
-        reached=ran or stops,
-    )
+    if ran and not twice:
+        found = _names([event for event in run.events if event[0] == "B"])
+    effect = f"{len(twice)} of {run.count} micro-batches count more than once"
+    if stops:
+        effect = "PyTorch stops with an error: no step of training ends"
+    first = run.events[1:2] == [("B", 0)] and 0 in twice
+    hint = "In the first round i is 0. Which element of a list has the index i - 1 then?" if first else ""
+    wanted = "at most one backward of each micro-batch"
+    return _Found(ran and not twice and not stops, wanted, found, effect, hint, reached=ran or stops)
 
 
 def _gradients(run: Run) -> _Found:
@@ -185,15 +179,9 @@ def _training(function: Callable[..., object], run: Run, seed: int) -> _Found:
 
 
 def judge(module: ModuleType, seed: int, at: Callable[[str], None]) -> tuple[list[Mark], str]:
-    """Run a submission at every size; return a mark for each task, and what its gradients are of.
+    """Run an imported submission at every size; return a mark for each task, and what its gradients are of.
 
-    Args:
-        module: the submission, imported.
-        seed: of the weights, the data and the hidden sizes.
-        at: called with what is about to run.
-
-    Raises:
-        LookupError: if the module has no function of the right name and parameters.
+    `at` is called with what is about to run. A LookupError says that the module has no such function.
     """
     function = _function(module)
     runs = []
@@ -255,11 +243,7 @@ def _of_shown(runs: Sequence[Run], training: _Found) -> dict[str, _Found]:
 
 
 def _function(module: ModuleType) -> Callable[..., object]:
-    """Return the submission's function.
-
-    Raises:
-        LookupError: if there is none, or if it cannot be called as the homework says.
-    """
+    """Return the submission's function; a LookupError says that there is none that can be called as it should."""
     function: Any = vars(module).get(FUNCTION)
     if not callable(function):
         own = {name.lower(): name for name, each in vars(module).items() if inspect.isfunction(each)}

@@ -108,29 +108,17 @@ def _goal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.devic
 
 @dataclass
 class Run:
-    """What a submission did in one call of its function.
+    """What a submission did in one call of its function."""
 
-    Attributes:
-        rows: how many rows each micro-batch has.
-        events: forwards and backwards in the order in which they ran, such as `("F", 0)`.
-        targets: the device of each micro-batch's target when a loss was computed, and whether the output was there.
-        weights: how often each micro-batch's own gradient is in the gradients that are left.
-        rest: the share of these gradients that no micro-batch explains; 1 if there are none.
-        changed: whether the function changed the model's weights.
-        own_loss: whether there was a loss, though `loss_fn` was not called.
-        bad: what makes the gradients no numbers.
-        error: what it raised, and where.
-    """
-
-    rows: tuple[int, ...]
-    events: list[tuple[str, int]] = field(default_factory=list)
-    targets: dict[int, tuple[torch.device, bool]] = field(default_factory=dict)
-    weights: list[float] = field(default_factory=list)
-    rest: float = 1.0
-    changed: bool = False
-    own_loss: bool = False
-    bad: str = ""
-    error: str = ""
+    rows: tuple[int, ...]  # of each micro-batch
+    events: list[tuple[str, int]] = field(default_factory=list)  # what ran, in order, such as ("F", 0)
+    targets: dict[int, tuple[torch.device, bool]] = field(default_factory=dict)  # where at a loss, and is it right
+    weights: list[float] = field(default_factory=list)  # how often each micro-batch's own gradient is in what is left
+    rest: float = 1.0  # the share of the gradients that no micro-batch explains; 1 if there are none
+    changed: bool = False  # the weights, by the function
+    own_loss: bool = False  # there was a loss, though `loss_fn` was not called
+    bad: str = ""  # what makes the gradients no numbers
+    error: str = ""  # what it raised, and where
 
     @property
     def count(self) -> int:

@@ -52,16 +52,15 @@ def _word(passed: bool) -> str:
 
 def as_json(grade: Grade) -> dict[str, Any]:
     """Return everything that is known about a grade."""
-    tasks = []
-    for mark in grade.marks:
-        known = asdict(mark)
-        del known["task"], known["reached"]
-        known |= {"name": mark.task.name, "status": mark.status, "passed": mark.passed}
-        tasks.append(known | {"max_score": mark.task.points, "hidden": mark.task.hidden})
     totals = {"passed": grade.passed, "score": grade.score, "max_score": grade.max_score}
-    known = asdict(grade)
-    del known["marks"]
-    return known | totals | {"tasks": tasks}
+    known = {name: value for name, value in asdict(grade).items() if name != "marks"}
+    return known | totals | {"tasks": [_task_as_json(mark) for mark in grade.marks]}
+
+
+def _task_as_json(mark: Mark) -> dict[str, Any]:
+    known = {name: value for name, value in asdict(mark).items() if name not in ("task", "reached")}
+    task = {"name": mark.task.name, "max_score": mark.task.points, "hidden": mark.task.hidden}
+    return task | {"status": mark.status, "passed": mark.passed} | known
 
 
 def table(grades: Sequence[Grade], skipped: Mapping[str, str]) -> Table:
@@ -81,15 +80,9 @@ def table(grades: Sequence[Grade], skipped: Mapping[str, str]) -> Table:
         for grade in sorted(grades, key=lambda grade: grade.submission)
     ]
     rows += [{"submission": name, "reason": f"skipped: {why}"} for name, why in skipped.items()]
-    columns = [
-        Column("submission"),
-        Column("passed"),
-        Column("score", "points"),
-        Column("failed", "failed tasks"),
-        Column("not reached"),
-        Column("reason", "why"),
-    ]
-    return Table(rows, columns)
+    heads = {"score": "points", "failed": "failed tasks", "reason": "why"}
+    shown = ("submission", "passed", "score", "failed", "not reached", "reason")
+    return Table(rows, [Column(key, heads.get(key, "")) for key in shown])
 
 
 def failures(grades: Sequence[Grade]) -> Table:
@@ -131,12 +124,8 @@ def gradescope(grade: Grade) -> dict[str, Any]:
 def write_bundle(folder: Path, schedule: str, options: Sequence[str]) -> Path:
     """Write what Gradescope takes, `autograder.zip`; return its path.
 
-    The archive holds pipelab itself, so Gradescope only has to install what pipelab needs.
-
-    Args:
-        folder: where to.
-        schedule: the name of the schedule's class, if one is graded.
-        options: the options of `pipelab grade` on Gradescope.
+    The archive holds pipelab itself, so Gradescope only has to install what pipelab needs. There it grades the named
+    schedule, or homework 4, with these options of `pipelab grade`.
     """
     target = shlex.quote("/autograder/submission" + f":{schedule}" * bool(schedule))
     package = Path(pipelab.__file__).parent
@@ -182,13 +171,8 @@ def classroom50(grade: Grade, environment: Mapping[str, str] = os.environ) -> di
     owner = told("OWNER", "USERNAME", "GITHUB_ACTOR")
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     tests = [
-        {
-            "test-name": mark.task.name,
-            "passed": mark.passed,
-            "score": mark.score,
-            "max-score": mark.task.points,
-            "status": mark.status,
-        }
+        {"test-name": mark.task.name, "passed": mark.passed, "score": mark.score, "max-score": mark.task.points}
+        | {"status": mark.status}
         for mark in grade.marks
     ]
     return {

@@ -51,13 +51,7 @@ def submissions(target: Path, alone: bool = False) -> tuple[list[Submission], di
 
     A folder is one submission if it holds `pipeline_homework.py`. In any other folder, each Python file is a
     submission, and so is each folder with `pipeline_homework.py` or a single Python file; or those one level deeper.
-
-    Args:
-        target: a file or a folder.
-        alone: whether the folder is one submission whatever its file is called.
-
-    Raises:
-        UsageError: if there is none.
+    If it is `alone`, it is one submission whatever its file is called. A target without submissions is refused.
     """
     if not target.exists():
         raise UsageError(f"there is no file or folder {target}")
@@ -116,19 +110,9 @@ def _of_folder(path: Path, name: str, skipped: dict[str, str], deeper: bool = Tr
 def grade(
     found: Sequence[Submission], assignment: Assignment, limits: Limits | None = None, workers: int = 1
 ) -> Iterator[Grade]:
-    """Grade submissions, several at a time, and yield each grade as soon as it is there.
+    """Grade submissions, `workers` at the same time, and yield each grade as soon as it is there.
 
-    Closing the iterator ends what is running.
-
-    Args:
-        found: the submissions.
-        assignment: what to grade.
-        limits: what each may use.
-        workers: how many run at the same time.
-
-    Raises:
-        UsageError: if the system cannot fork: Windows.
-        GraderError: if the grader's own process does not start.
+    Closing the iterator ends what is running. A system that cannot fork, Windows, is refused.
     """
     if not hasattr(os, "fork"):
         raise UsageError("pipelab grade needs Linux or macOS; on Windows, run it in WSL")
@@ -212,8 +196,9 @@ class _Server:
     def _answer(self, request: bytes, seconds: float) -> dict[str, Any]:
         """Send a request, and return the answer; a process that gives none in time is ended, which ends the line."""
         process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise ValueError
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         timer = Timer(seconds, self._end, [process])
         timer.start()
         try:

@@ -28,15 +28,7 @@ def judge(module: ModuleType, assignment: Assignment, at: Callable[[str], None])
     """Check and simulate a submission's schedule; return a mark for each task, and the first fault.
 
     A quantity above its par earns par / found of the points, rounded down. Nothing else counts for an illegal schedule.
-
-    Args:
-        module: the submission, imported.
-        assignment: the pars, the size they are for, and the costs.
-        at: called with what is about to run.
-
-    Raises:
-        LookupError: if the module does not hold the schedule.
-        AmbiguousError: if it holds several, and none was named.
+    `at` is called with what is about to run. A LookupError says that the module does not hold the schedule.
     """
     kind = _schedule(module, assignment.schedule or "")
     legal, *pars, others = assignment.tasks()

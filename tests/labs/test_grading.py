@@ -108,6 +108,7 @@ DEVICES = "device = 'cuda:1' if torch.cuda.is_available() else 'cpu'\n    output
         changed((MOVE, "targets.append(micro_y.cuda(1))")),
         changed((MOVE, "targets.append(micro_y.to(next(model.second.parameters()).device))")),
         changed((MOVE, "targets.append(micro_y.to(device))"), ("outputs, targets = [], []", DEVICES)),
+        changed(("1], targets", "1].squeeze(), targets"), ("1]).backward()", "1].squeeze()).backward()")),
         changed((MOVE, "print(i); targets.append(micro_y.to(output.device).float())")),
     ],
 )
@@ -222,6 +223,11 @@ def test_a_loss_of_ones_own_is_not_taken_for_a_target_that_was_not_moved(loss, t
     unmoved = judged(changed(("    loss_fn(", f"    {loss}"), (MOVE, "targets.append(micro_y)")), tmp_path)
     assert {"targets"} <= failed(unmoved)
     assert "0 of 4" in mark_of(unmoved, "targets").effect
+
+
+def test_other_targets_are_a_fault_of_the_gradients_and_not_of_a_device(tmp_path):
+    scaled = changed(("targets[i - 1])", "2 * targets[i - 1])"), ("targets[-1])", "2 * targets[-1])"))
+    assert judged(scaled, tmp_path).named("failed") == "gradients"
 
 
 def test_an_output_that_goes_back_to_its_targets_device_is_right(tmp_path):

@@ -238,7 +238,7 @@ def _of_shown(runs: Sequence[Run], training: _Found) -> dict[str, _Found]:
     wrong = [name for name, seen in found.items() if not seen.right]
     if wrong and not any(found[name].reached for name in wrong):  # an error is the only cause
         first, error = found[wrong[0]], "The error above is the cause. What does the line that it names do there?"
-        found[wrong[0]] = replace(first, reached=True, hint=error if wrong_at is runs[0] else first.hint)
+        found[wrong[0]] = replace(first, reached=True, hint=error if runs[0].error else first.hint)
     return found
 
 

@@ -231,9 +231,9 @@ class Recorded:
 
     def _which(self, value: torch.Tensor, among: Sequence[torch.Tensor]) -> int:
         """Return which micro-batch a value belongs to, -1 for none."""
-        alike = [m for m, each in enumerate(among) if value.shape == each.shape]
-        value = value.detach().to(among[0].dtype)
-        return next((m for m in alike if torch.allclose(value, among[m], atol=1e-5)), -1)
+        alike = [m for m, each in enumerate(among) if value.numel() == each.numel()]
+        value = value.detach().flatten().to(among[0].dtype)
+        return next((m for m in alike if torch.allclose(value, among[m].flatten(), atol=1e-5)), -1)
 
     def _forward(self, module: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         del module

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json as notation
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,11 +23,22 @@ from pipelab.simulation.cost import Cost
 
 __all__ = ["grade_command"]
 
+_Par = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="name=number: what a good schedule reaches, as par in golf. Up to it, all points; above it, points x par "
+        "/ found. Names: makespan, peak (micro-batches held by the fullest rank), bubble; repeatable"
+    ),
+]
 _Json = Annotated[Path | None, typer.Option("--json", help="write everything about the grade, or the grades, as JSON")]
 _Gradescope = Annotated[
-    Path | None, typer.Option(help="write results.json and the bundle that Gradescope takes into this folder")
+    Path | None,
+    typer.Option(help="write Gradescope's results.json into this folder; without a target, its autograder.zip"),
 ]
-_Classroom = Annotated[Path | None, typer.Option("--classroom50", help="write Classroom 50's result.json to this file")]
+_Classroom = Annotated[
+    Path | None,
+    typer.Option("--classroom50", help="write Classroom 50's result.json to this file; a failed grade exits with 0"),
+]
 _Save = Annotated[
     list[Path] | None, typer.Option("--save", "-o", help="write a table of the grades: csv txt md tex; repeatable")
 ]
@@ -39,10 +51,7 @@ def grade_command(
         str | None,
         typer.Argument(help=f"{HOMEWORK}, my_file.py:MySchedule, or a folder of submissions", show_default=False),
     ] = None,
-    par: Annotated[
-        list[str] | None,
-        typer.Option(help="name=number, a par for a schedule: makespan, peak or bubble; repeatable"),
-    ] = None,
+    par: _Par = None,
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="the schedule's size that the pars are for")] = 4,
     microbatches: Annotated[
         int, typer.Option("--microbatches", "-m", min=1, help="the schedule's size that the pars are for")
@@ -58,9 +67,10 @@ def grade_command(
 ) -> None:
     """Grade homework 4, or a schedule against its pars: by what it runs, never by what it prints.
 
-    The exit code is 0 if everything passed, 1 if something failed, and 2 if nothing could be graded. The submission
-    runs in a process with limits; this is no sandbox against malice.
+    The exit code is 0 if everything passed, 1 if something failed, and 2 if something could not be graded or Ctrl-C
+    stopped it. The submission runs in a process with limits; this is no sandbox against malice.
     """
+    grades: list[Grade] = []
     try:
         require_writable(save, ("a table of grades", (".csv", ".txt", ".md", ".tex")))
         for path in filter(None, (json, classroom50)):
@@ -69,48 +79,43 @@ def grade_command(
         pars = settings(par or [], "--par")
         assignment = Assignment(name if par or name else None, pars, ranks, microbatches, asdict(times.cost()), seed)
         limits = Limits(seconds, memory)
-        several = where is not None and where.is_dir()
-        if several and (gradescope or classroom50):
-            raise UsageError(f"{where} is a folder: --gradescope and --classroom50 describe one submission")
         if gradescope is not None:
             gradescope.mkdir(parents=True, exist_ok=True)
-            for path in report.write_bundle(gradescope, name, _options(assignment, limits)):
-                wrote(path)
-        elif where is None:
-            raise UsageError(f"name a file, such as pipelab grade {HOMEWORK}")
+            if where is None:
+                wrote(report.write_bundle(gradescope, name, _options(assignment, limits)))
+                return
         if where is None:
-            return
-        found = submissions(where)
+            raise UsageError(f"name a file, such as pipelab grade {HOMEWORK}")
+        alone = gradescope is not None or classroom50 is not None
+        found, skipped = submissions(where, alone)
+        several = not (alone or where.is_file() or (where / HOMEWORK).exists())
+        for each, why in skipped.items():
+            echo(clean(f"skipped: {each} ({why})"))
         width = max(len(each.name) for each in found) if several else 0
         rows, complete = finished(_shown(grade(found, assignment, limits, workers), width), len(found), "graded")
         grades = [row["grade"] for row in rows]
-        if grades:
-            _write(grades if several else grades[0], json, gradescope, classroom50)
+        results = gradescope and gradescope / "results.json"
+        forms = ((json, report.as_json), (results, report.gradescope), (classroom50, report.classroom50))
+        for path, form in [(path, form) for path, form in forms if path is not None and grades]:
+            _write_json(path, [*map(form, grades)] if several else form(grades[0]))
         if several:
             show(report.failures(grades), None)
         for path in save or []:
-            wrote(report.table(grades).save(path))
+            wrote(report.table(grades, skipped).save(path))
     except (PipelabError, OSError) as error:
         echo(folded(f"could not grade: {error}"), error=True)
-        if gradescope is not None and gradescope.is_dir():  # without it, Gradescope shows an error of its own
+        if gradescope is not None and gradescope.is_dir() and not grades:  # or Gradescope shows an error of its own
             failed = Grade(target or "no file", reason=f"could not grade: {error}")
-            report.write_json(gradescope / "results.json", report.gradescope(failed))
+            _write_json(gradescope / "results.json", report.gradescope(failed))
         raise typer.Exit(2) from error
-    if not (complete and all(each.passed for each in grades)):
-        raise typer.Exit(1 if complete else 2)
+    if not complete or any(each.ambiguous for each in grades):
+        raise typer.Exit(2)
+    if classroom50 is None and not all(each.passed for each in grades):  # there, 1 says that the grader has failed
+        raise typer.Exit(1)
 
 
-def _write(
-    graded: Grade | Sequence[Grade], json: Path | None, gradescope: Path | None, classroom50: Path | None
-) -> None:
-    """Write one grade, or all of a folder, to the files that were asked for."""
-    if json is not None:
-        value = report.as_json(graded) if isinstance(graded, Grade) else [*map(report.as_json, graded)]
-        wrote(report.write_json(json, value))
-    if isinstance(graded, Grade) and gradescope is not None:
-        wrote(report.write_json(gradescope / "results.json", report.gradescope(graded)))
-    if isinstance(graded, Grade) and classroom50 is not None:
-        wrote(report.write_json(classroom50, report.classroom50(graded)))
+def _write_json(path: Path, value: Any) -> None:
+    wrote(files.write(path, notation.dumps(value, indent=2, ensure_ascii=False) + "\n"))
 
 
 def _split(target: str | None) -> tuple[Path | None, str]:
@@ -142,10 +147,9 @@ def _shown(grades: Iterator[Grade], width: int) -> Iterator[dict[str, Grade]]:
     """Print each grade as soon as it is there: in one line, after a name of this width, or in full if it is 0."""
     for each in grades:
         if width:
-            failed = [mark.task.name for mark in each.marks if not mark.passed]
-            why = each.reason or (f"failed: {', '.join(failed)}" if failed else "")
-            result = "passed" if each.passed else why
-            echo(clean(f"{each.submission:{width}}  {each.score:5g} of {each.max_score:g}  {result}"))
+            echo(clean(f"{each.submission:{width}}  {report.as_line(each)}"))
+        elif each.ambiguous:
+            echo(folded(f"could not grade: {each.submission}: {each.reason}"), error=True)
         else:
             echo(clean(report.as_text(each), keep="\n"))
         yield {"grade": each}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import shutil
 import sys
 import textwrap
@@ -85,10 +86,13 @@ def _replaced(error: UnicodeError) -> tuple[str, int]:
 
 
 def echo(shown: str, error: bool = False) -> None:
-    """Print a text as it is."""
+    """Print a text as it is. A reader that has gone, as in `| head -1`, ends the output and not the work."""
     stream = sys.stderr if error else sys.stdout
-    stream.write(f"{shown}\n")
-    stream.flush()
+    try:
+        stream.write(f"{shown}\n")
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def save_timeline(trace: Trace, path: Path) -> Path:

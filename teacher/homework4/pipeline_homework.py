@@ -2,7 +2,8 @@
 
 The model is cut into two halves, each on a device of its own. Your function runs its micro-batches in the order that
 the course calls 1F1B: after the forward of micro-batch i comes the backward of micro-batch i - 1, and after the loop
-the backward of the last one.
+the backward of the last one. (True 1F1B is a step further: each rank has an order of its own, and earlier ranks begin
+with more forwards; `pipelab simulate delayed` and `pipelab simulate 1f1b` draw both.)
 
     python pipeline_homework.py            runs this file, with or without your code in the holes
     pipelab grade pipeline_homework.py     grades what your function runs

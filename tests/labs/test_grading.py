@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
-import subprocess
-import sys
+import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from homework import BACKWARD, LAST, MOVE, ROOT, SOLUTION, changed, first
 
 from pipelab.labs.grading import homework4
-from pipelab.labs.grading.tasks import HOMEWORK4, TEMPLATE, Grade
+from pipelab.labs.grading.tasks import HOMEWORK4, TEMPLATE, Grade, Mark
 
 
 def judged(text: str, folder: Path, seed: int = 0) -> Grade:
@@ -30,7 +30,12 @@ def judged(text: str, folder: Path, seed: int = 0) -> Grade:
 
 
 def failed(grade: Grade) -> set[str]:
+    """Return the tasks that failed and those that were not reached."""
     return {mark.task.name for mark in grade.marks if not mark.passed}
+
+
+def mark_of(grade: Grade, name: str) -> Mark:
+    return next(mark for mark in grade.marks if mark.task.name == name)
 
 
 def test_the_solution_earns_all_points(tmp_path):
@@ -60,13 +65,16 @@ def test_the_package_has_neither_solution_nor_notes():
 
 
 @pytest.mark.parametrize("text", [TEMPLATE.read_text(encoding="utf-8"), SOLUTION], ids=["holes", "solution"])
-def test_the_file_runs_with_and_without_its_holes_filled(text, tmp_path):
+def test_the_file_runs_with_and_without_its_holes_filled(text, tmp_path, capsys):
     (tmp_path / "pipeline_homework.py").write_text(text)
-    run = subprocess.run(
-        [sys.executable, "pipeline_homework.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert ("gradient: 4.00 times" in run.stdout) == (text == SOLUTION)
-    assert "step 0" in run.stdout
+    runpy.run_path(str(tmp_path / "pipeline_homework.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert ("gradient: 4.00 times" in printed) == (text == SOLUTION)
+    assert "step 0" in printed
+
+
+def test_the_file_says_kindly_that_its_order_is_not_true_1f1b():
+    assert "True 1F1B" in TEMPLATE.read_text(encoding="utf-8")
 
 
 def test_start_writes_the_file_and_never_overwrites_one(pipelab_command, folder):
@@ -78,6 +86,8 @@ def test_start_writes_the_file_and_never_overwrites_one(pipelab_command, folder)
     code, _, err = pipelab_command("lab", "hw4", "--start", "mine")
     assert (code, path.read_text()) == (1, "my work")
     assert "exists" in err
+    assert f"pipelab grade {Path('mine') / 'pipeline_homework.py'}" in err
+    assert pipelab_command(*re.search(r"pipelab (lab hw4 --start \S+)", err).group(1).split())[0] == 0  # as it advises
 
 
 def test_start_without_a_folder_writes_beside_you(pipelab_command, folder):
@@ -98,6 +108,7 @@ DEVICES = "device = 'cuda:1' if torch.cuda.is_available() else 'cpu'\n    output
         changed((MOVE, "targets.append(micro_y.cuda(1))")),
         changed((MOVE, "targets.append(micro_y.to(next(model.second.parameters()).device))")),
         changed((MOVE, "targets.append(micro_y.to(device))"), ("outputs, targets = [], []", DEVICES)),
+        changed(("1], targets", "1].squeeze(), targets"), ("1]).backward()", "1].squeeze()).backward()")),
         changed((MOVE, "print(i); targets.append(micro_y.to(output.device).float())")),
     ],
 )
@@ -130,66 +141,98 @@ def test_a_sum_and_a_mean_of_the_losses_are_both_right_and_named(old, new, kind,
 
 
 GPIPE = ("        if i > 0:", "    for i in range(1, len(outputs)):\n        if True:")
+OUTSIDE = (
+    ("    outputs, targets = [], []\n", ""),
+    ("def make_data", "outputs, targets = [], []\n\n\ndef make_data"),
+)
+# What the notes for teachers call it, and its file. The notes say which tasks fail and are not reached.
 MISTAKES = {
-    "gpipe": (changed(GPIPE), {"order", "hidden sizes"}),
-    "no last backward": (
-        changed((LAST, "pass")),
-        {"order", "last backward", "gradients", "training", "hidden sizes"},
+    "`micro_y` is not moved": changed((MOVE, "targets.append(micro_y)")),
+    "`micro_y` is moved to `model.devices[0]`": changed((MOVE, "targets.append(micro_y.to(model.devices[0]))")),
+    "all forwards, then all backwards (GPipe)": changed(GPIPE),
+    "the backward of i, not of i - 1": changed((BACKWARD, BACKWARD.replace("i - 1", "i"))),
+    "hole 2 is empty": changed((BACKWARD, "pass")),
+    "hole 3 is empty": changed((LAST, "pass")),
+    "holes 2 and 3 are empty": changed((BACKWARD, "pass"), (LAST, "pass")),
+    "all holes are empty": TEMPLATE.read_text(encoding="utf-8"),
+    "no condition": changed(("if i > 0:", "if True:")),
+    "no condition, and `retain_graph=True`": changed(
+        ("if i > 0:", "if True:"), (BACKWARD, BACKWARD.replace("()", "(retain_graph=True)"))
     ),
-    "no condition": (
-        changed(("if i > 0:", "if True:")),
-        {"forwards", "order", "last backward", "no second backward", "gradients", "training", "hidden sizes"},
+    "`model.zero_grad()` in the loop": changed(
+        ("output = model(micro_x)", "model.zero_grad(); output = model(micro_x)")
     ),
-    "retained": (
-        changed(("if i > 0:", "if True:"), (BACKWARD, BACKWARD.replace("()", "(retain_graph=True)"))),
-        {"order", "no second backward", "gradients", "training", "hidden sizes"},
-    ),
-    "zero_grad in the loop": (
-        changed(("output = model(micro_x)", "model.zero_grad(); output = model(micro_x)")),
-        {"gradients", "training", "hidden sizes"},
-    ),
-    "only 4 micro-batches": (
-        changed((LAST, LAST.replace("-1", "3"))),
-        {"order", "last backward", "gradients", "hidden sizes"},
-    ),
-    "wrong targets": (changed(("targets[i - 1]", "targets[i]")), {"gradients", "training", "hidden sizes"}),
-    "forward twice": (
-        changed(("output = model(micro_x)", "model(micro_x); output = model(micro_x)")),
-        {"forwards", "order", "hidden sizes"},
-    ),
-    "weights changed": (
-        changed((LAST, LAST + "\n    [p.data.mul_(0.9) for p in model.parameters()]")),
-        {"gradients", "training", "hidden sizes"},
-    ),
-    "state of the last call": (
-        changed(
-            ("    outputs, targets = [], []\n", ""), ("def make_data", "outputs, targets = [], []\n\n\ndef make_data")
-        ),
-        {"order", "last backward", "no second backward", "gradients", "training", "hidden sizes"},
-    ),
-    "half a loss": (changed((").backward()", ").mul(0.3).backward()")), {"gradients", "training", "hidden sizes"}),
-    "not a number": (
-        changed((").backward()", ").mul(float('nan')).backward()")),
-        {"gradients", "training", "hidden sizes"},
-    ),
-    "no gradients wanted": (
-        first("import torch; torch.set_grad_enabled(False)"),
-        {"order", "last backward", "no second backward", "gradients", "training", "hidden sizes"} | {"forwards"},
-    ),
-    "a generator": (changed((BACKWARD, f"yield {BACKWARD}")), {task.name for task in HOMEWORK4}),
-    "nothing": (TEMPLATE.read_text(encoding="utf-8"), {task.name for task in HOMEWORK4}),
-    "seven at most": (changed(("enumerate(micro_batches)", "enumerate(micro_batches[:4])")), {"hidden sizes"}),
+    "`range(4)` for the loop": changed(("enumerate(micro_batches)", "zip(range(4), micro_batches)")),
+    "`outputs[3]` in hole 3": changed((LAST, LAST.replace("-1", "3"))),
+    "the target of i with the output of i - 1": changed(("targets[i - 1]", "targets[i]")),
+    "the model runs twice": changed(("output = model(micro_x)", "model(micro_x); output = model(micro_x)")),
+    "the function changes the weights": changed((LAST, LAST + "\n    [p.data.mul_(0.9) for p in model.parameters()]")),
+    "the lists are outside the function": changed(*OUTSIDE),
+    "a loss times 0.3": changed((").backward()", ").mul(0.3).backward()")),
+    "a loss that is not a number": changed((").backward()", ").mul(float('nan')).backward()")),
+    "`torch.set_grad_enabled(False)`": first("import torch; torch.set_grad_enabled(False)"),
+    "`yield`": changed((BACKWARD, f"yield {BACKWARD}")),
+    "an unknown name in hole 1": changed((MOVE, "targets.append(micro_y.to(divice))")),
+    "an unknown name in hole 3": changed((LAST, LAST.replace("outputs", "output_list"))),
+    "`nn.functional.mse_loss` instead of `loss_fn`": changed(("    loss_fn(", "    nn.functional.mse_loss(")),
 }
+NOTES = (ROOT / "teacher" / "homework4" / "NOTES.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
+    folder = tmp_path_factory.mktemp("mistakes")
+    found = {}
+    for name, text in MISTAKES.items():
+        found[name] = judged(text, folder)
+        torch.set_grad_enabled(True)
+    return found
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_fails_its_tasks_and_no_others(name, tmp_path):
-    text, tasks = MISTAKES[name]
-    grade = judged(text, tmp_path)
-    torch.set_grad_enabled(True)
-    assert failed(grade) == tasks
+def test_a_mistake_fails_the_tasks_in_the_teachers_table_and_no_others(name, mistaken):
+    grade = mistaken[name]
+    row = f"| {name} | {grade.named('failed')} | {grade.named('not reached')} | {grade.score} |"
+    assert row in NOTES.splitlines()
+    assert grade.named("failed")  # there is something to begin with
     for mark in grade.marks:
-        assert mark.passed or all((mark.expected, mark.found, mark.effect, mark.task.hint))
+        explained = all((mark.expected, mark.found, mark.effect, mark.hint))
+        assert explained if mark.status == "failed" else not mark.hint
+
+
+def test_the_teachers_table_has_no_other_rows():
+    assert sum(line.startswith("| ") for line in NOTES.splitlines()) == len(MISTAKES) + 1
+
+
+def test_each_cause_has_its_own_hint(mistaken):
+    hints = {
+        name: next(mark.hint for mark in grade.marks if mark.status == "failed") for name, grade in mistaken.items()
+    }
+    assert "i - 1" in hints["no condition"]
+    assert "i - 1" not in hints["the backward of i, not of i - 1"]
+    assert "error" in hints["an unknown name in hole 3"]
+    assert "right with 4" in hints["`outputs[3]` in hole 3"]
+    assert "loss_fn" in hints["`nn.functional.mse_loss` instead of `loss_fn`"]
+
+
+@pytest.mark.parametrize("loss", ["nn.functional.mse_loss(", "(lambda a, b: ((a - b) ** 2).mean())("])
+def test_a_loss_of_ones_own_is_not_taken_for_a_target_that_was_not_moved(loss, tmp_path):
+    grade = judged(changed(("    loss_fn(", f"    {loss}")), tmp_path)
+    assert failed(grade) == {"hidden sizes"}
+    assert "never calls loss_fn" in grade.note
+    unmoved = judged(changed(("    loss_fn(", f"    {loss}"), (MOVE, "targets.append(micro_y)")), tmp_path)
+    assert {"targets"} <= failed(unmoved)
+    assert "0 of 4" in mark_of(unmoved, "targets").effect
+
+
+def test_other_targets_are_a_fault_of_the_gradients_and_not_of_a_device(tmp_path):
+    scaled = changed(("targets[i - 1])", "2 * targets[i - 1])"), ("targets[-1])", "2 * targets[-1])"))
+    assert judged(scaled, tmp_path).named("failed") == "gradients"
+
+
+def test_an_output_that_goes_back_to_its_targets_device_is_right(tmp_path):
+    back = changed((MOVE, "outputs[-1] = output.to(model.devices[0]); targets.append(micro_y.to(model.devices[0]))"))
+    assert judged(back, tmp_path).passed
 
 
 def test_what_is_printed_does_not_count(tmp_path):
@@ -210,6 +253,7 @@ def test_a_missing_backward_is_a_number_of_the_gradient_and_of_the_loss(tmp_path
     marks = {mark.task.name: mark for mark in judged(changed((LAST, "pass")), tmp_path).marks}
     assert "1 1 1 0" in marks["gradients"].found
     assert "25%" in marks["last backward"].effect
+    assert [name for name, mark in marks.items() if mark.status == "failed"] == ["last backward"]
     assert marks["training"].effect.startswith("the loss falls from")
 
 
@@ -229,4 +273,4 @@ def test_hints_do_not_give_the_answer_away():
 def test_an_error_names_the_line_even_if_it_divides(tmp_path):
     note = judged(changed((BACKWARD, "loss_fn(outputs[0], 1 / 0 / 2)")), tmp_path).note
     assert note.startswith("with 4 micro-batches: ZeroDivisionError")
-    assert "handed_in.py, line 60" in note
+    assert "handed_in.py, line 61" in note

@@ -13,14 +13,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from homework import LAST, ROOT, SOLUTION, changed, first
+from homework import LAST, MOVE, ROOT, SOLUTION, changed, first
 
 import pipelab
+from pipelab.errors import UsageError
 from pipelab.labs.grading import report, schedules
 from pipelab.labs.grading.runner import Limits, grade, submissions
 from pipelab.labs.grading.tasks import HOMEWORK4, Assignment, Grade, Mark
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("kept_servers")]
 
 ONE_MORE = """
 import pipelab
@@ -51,8 +52,10 @@ def test_a_right_file_passes_and_a_wrong_one_fails(pipelab_command, folder):
     assert code == 1
     assert "25% of the micro-batches" in out
     found = json.loads((folder / "grade.json").read_text())
-    assert (found["score"], found["passed"], len(found["tasks"])) == (35, False, len(HOMEWORK4))
-    assert all(task["hint"] for task in found["tasks"] if not task["passed"])
+    assert (found["score"], found["passed"], len(found["tasks"])) == (55, False, len(HOMEWORK4))
+    assert [task["name"] for task in found["tasks"] if task["hint"]] == ["last backward"]
+    assert "not reached   0 of 15  gradients" in out
+    assert "Begin with the first" in out
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_a_right_file_passes_and_a_wrong_one_fails(pipelab_command, folder):
         ("a.py", "--json", "nowhere/a.json"),
         ("a.py:X", "--par", "speed=3"),
         ("a.py:X", "--par", "makespan=fast"),
-        (".", "--gradescope", "out"),
+        ("notebook.ipynb",),
         (".", "--save", "a.xlsx"),
         (".", "--save", "a.png"),
     ],
@@ -72,6 +75,7 @@ def test_a_right_file_passes_and_a_wrong_one_fails(pipelab_command, folder):
 def test_what_cannot_be_graded_has_exit_code_2(arguments, pipelab_command, folder):
     (folder / "empty").mkdir()
     (folder / "a.py").write_text("")
+    (folder / "notebook.ipynb").write_text("{}")
     code, out, err = pipelab_command("grade", *arguments)
     assert (code, out, "could not grade" in err) == (2, "", True)
 
@@ -91,12 +95,75 @@ def test_a_folder_has_a_line_for_each_a_summary_and_a_table(pipelab_command, fol
     rows = list(csv.DictReader((folder / "all.csv").read_text().splitlines()))
     assert [(row["submission"], row["score"], row["last backward"]) for row in rows] == [
         ("ada.py", "100", "10"),
-        ("bob.py", "35", "0"),
+        ("bob.py", "55", "0"),
         ("eve.py", "0", "0"),
     ]
-    assert lines["last"].split()[-2:] == ["2", "3"]  # last backward: failed by 2 of 3
-    assert lines["not"].split()[-2:] == ["1", "3"]
+    assert [row["not reached"] for row in rows] == ["", "gradients, training, hidden sizes", ""]
+    assert "not reached: gradients, training" in lines["bob.py"]
+    assert lines["last"].split()[-3:] == ["1", "0", "3"]  # last backward: failed by bob, not reached by none, of 3
+    assert lines["gradients"].split()[-3:] == ["0", "1", "3"]
+    assert lines["not"].split()[2] == "1"  # not gradable
     assert len(json.loads((folder / "all.json").read_text())) == 3
+
+
+def test_each_hand_in_of_a_folder_is_graded_or_skipped_with_the_reason(pipelab_command, folder):
+    ok = ["ada.py", "bob/pipeline_homework.py", "cleo/hw4/pipeline_homework.py", "dan/mine.py", "eve/a/deep.py"]
+    texts = dict.fromkeys(ok, "x = 1") | dict.fromkeys(("dan/notes.txt", "two/a.py", "two/b.py", ".git/config"), "")
+    texts |= dict.fromkeys(("fay.zip", "gus.ipynb", "notes.md", "zip/all.zip", "a/b/c/far.py", "__MACOSX/x.py"), "")
+    for name, text in texts.items():
+        (folder / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "all" / name).write_text(text)
+    (folder / "all" / "empty").mkdir()
+    code, out, _ = pipelab_command("grade", "all", "--save", "all.csv")
+    assert code == 1
+    rows = {row["submission"]: row["reason"] for row in csv.DictReader((folder / "all.csv").read_text().splitlines())}
+    skipped = {name: reason for name, reason in rows.items() if reason.startswith("skipped: ")}
+    assert rows.keys() - skipped.keys() == {"ada.py", "bob", "cleo/hw4", "dan", "eve/a"}
+    reasons = {"fay.zip": "unpack", "gus.ipynb": "notebook", "notes.md": "not a Python file", "empty": "empty folder"}
+    reasons |= {"zip": "unpack", "two": "2 Python files", "a/b": "without a Python file"}
+    assert skipped.keys() == reasons.keys()
+    for name, reason in reasons.items():
+        assert reason in skipped[name]
+        assert f"skipped: {name} ({skipped[name].removeprefix('skipped: ')})" in out
+
+
+def test_a_folder_that_is_a_submission_is_graded_as_one(pipelab_command, folder):
+    (folder / "helper.py").write_text("import torch\n")
+    (folder / "pipeline_homework.py").write_text(first("import helper"))
+    (folder / "notes.txt").write_text("")
+    code, out, _ = pipelab_command("grade", ".")
+    assert code == 0
+    assert out.startswith(f"{folder.name}: 100 of 100")
+
+
+def test_two_schedules_without_a_name_cannot_be_graded(pipelab_command, folder):
+    (folder / "my.py").write_text(ONE_MORE + RIGHT)
+    code, out, err = pipelab_command("grade", "my.py", *PARS, "--gradescope", "out")
+    assert (code, "points" in out) == (2, False)
+    assert "2 schedules" in err
+    assert "my.py:OneMore" in err
+    assert json.loads((folder / "out" / "results.json").read_text())["score"] == 0
+    assert pipelab_command("grade", ".", *PARS)[0] == 2
+
+
+def test_an_illegal_schedule_shows_its_fault_first_and_nothing_else_was_reached(pipelab_command, folder):
+    (folder / "my.py").write_text(RIGHT.replace("self.ranks - rank", "rank + 1"))
+    code, out, _ = pipelab_command("grade", "my.py:Right", *PARS)
+    assert code == 1
+    assert out.split("\n\n")[1].startswith("deadlock")
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("not reached")] == [
+        "makespan",
+        "peak",
+        "sizes",
+    ]
+    assert out.count("hint") == 1
+
+
+def test_points_are_whole_numbers_whatever_the_pars():
+    for pars in ({}, {"peak": 4}, {"makespan": 33, "peak": 4, "bubble": 0.2}):
+        tasks = Assignment("", pars).tasks()
+        assert sum(task.points for task in tasks) == 100
+        assert all(isinstance(task.points, int) for task in tasks)
 
 
 def test_a_schedule_earns_less_in_proportion_above_its_par(pipelab_command, folder):
@@ -114,7 +181,7 @@ WRONG = {
     "deadlock": (RIGHT.replace("self.ranks - rank", "rank + 1"), "deadlock"),
     "missing": (RIGHT.replace("yield F(warmup + m)", "pass"), "missing"),
     "one_size": (RIGHT.replace("self.microbatches - warmup", "8 - warmup"), ""),
-    "two": (ONE_MORE + RIGHT, "it holds OneMore, Right"),
+    "two": (ONE_MORE + RIGHT, "it holds 2 schedules, OneMore, Right"),
     "none": ("x = 1", "no class that derives from pipelab.Schedule"),
     "replaces_simulate": (RIGHT + "\npipelab.simulate = None\n", "replaces pipelab.simulate"),
     "replaces_makespan": (RIGHT + "\nfrom pipelab.trace.trace import Trace\nTrace.makespan = 1\n", "Trace.makespan"),
@@ -124,11 +191,11 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def wrong_schedules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
+def wrong_schedules(kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
     folder = tmp_path_factory.mktemp("schedules")
     for name, (text, _) in WRONG.items():
         (folder / f"{name}.py").write_text(text)
-    found = grade(submissions(folder), Assignment("", {"makespan": 33}), Limits(seconds=4), workers=2)
+    found = grade(submissions(folder)[0], Assignment("", {"makespan": 33}), Limits(seconds=2), workers=2)
     return {each.submission.removesuffix(".py"): each for each in found}
 
 
@@ -172,21 +239,31 @@ GRADESCOPE = {
             "visibility": VISIBILITY,
         }
     ],
-    "leaderboard": [{"name": str, "value": Number, "order": {"asc", "desc"}}],
 }
 CLASSROOM50 = {
     "schema": {"classroom50/result/v1"},
     "classroom": str,
     "assignment": str,
+    "assignment_type": {"individual", "group"},
+    "owner": str,
     "usernames": [str],
     "submission": str,
     "commit": str,
     "release": str,
     "review": str,
     "datetime": str,
-    "score": Number,
-    "max-score": Number,
-    "tests": [{"test-name": str, "passed": bool, "score": Number, "max-score": Number}],
+    "graded_at": str,
+    "score": int,
+    "max-score": int,
+    "tests": [
+        {
+            "test-name": str,
+            "passed": bool,
+            "score": int,
+            "max-score": int,
+            "status": {"passed", "failed", "not reached"},
+        }
+    ],
 }
 
 
@@ -203,16 +280,16 @@ def misfits(value: Any, schema: Any, place: str = "it") -> list[str]:
 
 
 def test_the_schemas_see_a_misfit():
-    assert misfits({"name": 3, "value": 1, "order": "up"}, GRADESCOPE["leaderboard"][0]) == [
-        "it.name: 3",
-        "it.order: 'up'",
-    ]
-    assert misfits({"name": "x"}, GRADESCOPE["leaderboard"][0])
+    schema = {"name": str, "order": {"asc", "desc"}}
+    assert misfits({"name": 3, "order": "up"}, schema) == ["it.name: 3", "it.order: 'up'"]
+    assert misfits({"name": "x"}, schema)
+    assert misfits({"score": 2.5}, {"score": int})
 
 
 GRADES = [
     Grade("right.py", [Mark(task, task.points) for task in HOMEWORK4], note="a sum", seconds=1.5),
-    Grade("half.py", [Mark(task, task.points / 2, "a", "b", "c") for task in HOMEWORK4]),
+    Grade("half.py", [Mark(task, task.points // 2, "a", "b", "c") for task in HOMEWORK4]),
+    Grade("far.py", [Mark(task, 0, reached=task.name == "forwards") for task in HOMEWORK4]),
     Grade("none.py", [Mark(task, 0) for task in HOMEWORK4], reason="it ends the interpreter"),
     Grade("missing.py", reason="could not grade"),
 ]
@@ -233,25 +310,48 @@ def test_hidden_sizes_are_shown_on_gradescope_only_once_published():
     assert {name for name, seen in tests.items() if seen != "visible"} == {"hidden sizes"}
 
 
-def test_classroom50_says_in_the_environment_what_is_graded():
+def test_gradescope_names_what_was_not_reached_and_counts_it_as_failed():
+    tests = report.gradescope(GRADES[2])["tests"]
+    assert {test["status"] for test in tests} == {"failed"}
+    assert [test["name"] for test in tests][:2] == ["forwards", "targets (not reached)"]
+
+
+def test_classroom50_says_in_the_environment_what_is_graded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    committer = {"GIT_COMMITTER_DATE": "2026-06-01T16:32:01+0200"}
+    names = ("-c", "user.name=ada", "-c", "user.email=ada@example.org")
+    for command in (["init", "-q"], [*names, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *command], check=True, env=os.environ | committer)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     environment = {
         "CLASSROOM": "cs50",
         "ASSIGNMENT": "hw4",
-        "GITHUB_ACTOR": "ada",
+        "ASSIGNMENT_TYPE": "group",
+        "OWNER": "ada",
+        "GITHUB_ACTOR": "a-teacher",
+        "GITHUB_SHA": commit,
         "SUBMISSION_TAG": "submit/1",
         "COMMIT_URL": "https://example.org/commit/1",
+        "RELEASE_URL": "https://example.org/releases/1",
     }
     found = report.classroom50(GRADES[0], environment)
-    assert (found["classroom"], found["assignment"], found["usernames"]) == ("cs50", "hw4", ["ada"])
+    assert misfits(found, CLASSROOM50) == []
+    assert (found["classroom"], found["assignment"], found["assignment_type"]) == ("cs50", "hw4", "group")
+    assert (found["owner"], found["usernames"]) == ("ada", ["ada"])
     assert (found["submission"], found["commit"]) == ("submit/1", "https://example.org/commit/1")
+    assert (found["review"], found["release"]) == (found["commit"], "https://example.org/releases/1")
+    assert found["datetime"] == "2026-06-01T14:32:01Z"  # of the commit; grading again does not change it
+    assert found["graded_at"] > found["datetime"]
 
 
-def test_the_command_writes_both_formats(pipelab_command, folder):
+def test_the_command_writes_both_formats_and_nothing_else(pipelab_command, folder):
     (folder / "a.py").write_text(changed((LAST, "pass")))
     code, _, _ = pipelab_command("grade", "a.py", "--gradescope", "out", "--classroom50", "result.json")
-    assert code == 1
+    assert code == 0  # Classroom 50 takes anything else for a failure of the grader
     assert misfits(json.loads((folder / "out" / "results.json").read_text()), GRADESCOPE) == []
     assert misfits(json.loads((folder / "result.json").read_text()), CLASSROOM50) == []
+    assert [path.name for path in (folder / "out").iterdir()] == ["results.json"]
+    assert pipelab_command("grade", "nowhere.py", "--classroom50", "result.json")[0] == 2
 
 
 def test_gradescope_gets_results_even_if_there_is_nothing_to_grade(pipelab_command, folder):
@@ -261,24 +361,53 @@ def test_gradescope_gets_results_even_if_there_is_nothing_to_grade(pipelab_comma
     assert found["score"] == 0
 
 
+def test_a_reader_that_has_gone_does_not_change_the_results(folder):
+    (folder / "a.py").write_text(SOLUTION)
+    command = ["-m", "pipelab", "grade", "a.py", "--gradescope", "out", "--save", "all.csv", "--json", "all.json"]
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(120) == 0
+    assert json.loads((folder / "out" / "results.json").read_text())["score"] == 100
+    assert json.loads((folder / "all.json").read_text())["score"] == 100
+    assert "100,100" in (folder / "all.csv").read_text()
+
+
+def test_a_folder_alone_is_one_submission_whatever_its_file_is_called(folder):
+    for place in ("mine/file.py", "deep/er/file.py", "two/a.py", "two/b.py", "both/x/a.py", "both/y/a.py"):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text("")
+    for name, where in {"mine": "mine", "deep": "deep/er"}.items():
+        ((found,), _) = submissions(folder / name, alone=True)
+        assert (found.folder, found.main) == (folder / where, "file.py")
+    for name in ("two", "both"):
+        with pytest.raises(UsageError):
+            submissions(folder / name, alone=True)
+
+
 def test_the_bundle_grades_as_gradescope_would_run_it(pipelab_command, folder):
     assert pipelab_command("grade", "--gradescope", "bundle", "--seed", "7")[0] == 0
+    assert [path.name for path in (folder / "bundle").iterdir()] == ["autograder.zip"]
     autograder = folder / "autograder"
     with zipfile.ZipFile(folder / "bundle" / "autograder.zip") as archive:
         archive.extractall(autograder / "source")
         names = archive.namelist()
-    assert {"setup.sh", "run_autograder", "pipelab/__init__.py"} <= set(names)
-    assert not [name for name in names if "teacher" in name or "__pycache__" in name]
+        modes = {each.filename: each.external_attr >> 16 & 0o777 for each in archive.infolist()}
+    assert modes["setup.sh"] == modes["run_autograder"] == 0o755
+    assert "pipelab/__init__.py" in names
+    assert not [each for each in names if "teacher" in each or "__pycache__" in each]
     (autograder / "submission").mkdir()
-    (autograder / "submission" / "my_file.py").write_text(SOLUTION)
+    (autograder / "submission" / "helper.py").write_text("def place(y, output): return y.to(output.device)")
+    text = "from helper import place\n" + changed((MOVE, "targets.append(place(micro_y, output))"))
+    (autograder / "submission" / "pipeline_homework.py").write_text(text)
     script = (autograder / "source" / "run_autograder").read_text()
     assert "--seed 7" in script
     script = script.replace("/autograder", str(autograder)).replace("python3", sys.executable)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     subprocess.run(["bash", "-c", script], cwd=autograder, check=True, capture_output=True, env=environment)
     assert json.loads((autograder / "results" / "results.json").read_text())["score"] == 100
-    for name in ("setup.sh", "run_autograder"):
-        subprocess.run(["bash", "-n", str(autograder / "source" / name)], check=True)
+    for each in ("setup.sh", "run_autograder"):
+        subprocess.run(["bash", "-n", str(autograder / "source" / each)], check=True)
 
 
 def test_the_bundle_installs_what_the_project_needs():

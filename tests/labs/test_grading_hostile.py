@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from homework import BACKWARD, SOLUTION, changed, first, inside
 
+from pipelab.labs.grading import runner
 from pipelab.labs.grading.runner import GraderError, Limits, grade, submissions
 from pipelab.labs.grading.tasks import Assignment, Grade
 
 pytestmark = pytest.mark.dist
 
+OWN = runner._Server
 OUTSIDE = Path(__file__).parent / "written_by_a_submission.txt"
 MARK = f"pipelab-left-behind-{os.getpid()}"
 
@@ -97,7 +99,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
             "import contextlib, json, os\nfor fd in range(3, 99):\n    with contextlib.suppress(OSError):\n"
             f"        os.write(fd, json.dumps({RESULT}).encode() + b'\\n')"
         ),
-        "grader's own pipe",
+        "grader's own file",
     ),
     "closes_everything": (first("import os; os.closerange(0, 256)"), "exit code"),
     "writes_outside": (first(f"open({str(OUTSIDE)!r}, 'w').write('here')"), "outside its folder"),
@@ -158,20 +160,20 @@ RIGHT = {
 def graded(texts: dict[str, str], folder: Path, limits: Limits) -> dict[str, Grade]:
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
-    found = grade(submissions(folder), Assignment(), limits, workers=2)
+    found = grade(submissions(folder)[0], Assignment(), limits, workers=2)
     return {each.submission.removesuffix(".py"): each for each in found}
 
 
 @pytest.fixture(scope="module")
-def misbehaved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
+def misbehaved(kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
     texts = {name: text for name, (text, _) in HOSTILE.items()} | RIGHT
     return graded(texts, tmp_path_factory.mktemp("hostile"), Limits(seconds=30))
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
+def endless(kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
     texts = {name: text for name, (text, _) in ENDLESS.items()}
-    return graded(texts, tmp_path_factory.mktemp("endless"), Limits(seconds=1.5))
+    return graded(texts, tmp_path_factory.mktemp("endless"), Limits(seconds=1))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -207,31 +209,36 @@ def test_what_was_printed_is_kept_but_not_all_of_it(misbehaved):
     assert len(misbehaved["prints_a_megabyte"].output) < 10_000
 
 
-def test_closing_the_iterator_ends_what_is_running(tmp_path):
+def test_closing_the_iterator_ends_what_is_running(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text(SOLUTION)
     for name in "bcdef":
         (tmp_path / f"{name}.py").write_text(first("import time; time.sleep(600)"))
-    rows = grade(submissions(tmp_path), Assignment(), Limits(seconds=300), workers=2)
+    monkeypatch.setattr(runner, "_Server", OWN)
+    rows = grade(submissions(tmp_path)[0], Assignment(), Limits(seconds=300), workers=2)
     assert next(rows).submission == "a.py"
     began = time.monotonic()
     rows.close()
     assert time.monotonic() - began < 60
 
 
-def test_a_folder_with_a_helper_is_one_submission(tmp_path):
+def test_a_folder_with_a_helper_is_one_submission(kept_servers, tmp_path):
     handed_in = tmp_path / "all" / "ada"
     handed_in.mkdir(parents=True)
     (handed_in / "pipeline_homework.py").write_text(first("import helper"))
     (handed_in / "helper.py").write_text("import sys\n")
-    (found,) = grade(submissions(tmp_path / "all"), Assignment())
+    (found,) = grade(submissions(tmp_path / "all")[0], Assignment())
     assert (found.submission, found.passed) == ("ada", True)
+    for alone in (handed_in, handed_in / "pipeline_homework.py"):  # as their author grades it
+        (found,) = grade(submissions(alone)[0], Assignment())
+        assert found.passed
+        assert found.submission == alone.name
 
 
-def test_a_submission_that_cannot_be_read_fails_and_the_next_goes_on(tmp_path):
+def test_a_submission_that_cannot_be_read_fails_and_the_next_goes_on(kept_servers, tmp_path):
     (tmp_path / "a.py").mkdir()
     (tmp_path / "a.py" / "pipeline_homework.py").symlink_to(tmp_path / "gone.py")
     (tmp_path / "b.py").write_text(SOLUTION)
-    found = {each.submission: each for each in grade(submissions(tmp_path), Assignment())}
+    found = {each.submission: each for each in grade(submissions(tmp_path)[0], Assignment())}
     assert not found["a.py"].passed
     assert found["b.py"].passed
 
@@ -271,6 +278,7 @@ def test_ctrl_c_keeps_the_grades_that_are_done_and_leaves_nothing_running(tmp_pa
 
 def test_the_grader_says_so_when_its_own_process_does_not_start(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text(SOLUTION)
+    monkeypatch.setattr(runner, "_Server", OWN)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(GraderError):
-        list(grade(submissions(tmp_path), Assignment()))
+        list(grade(submissions(tmp_path)[0], Assignment()))

@@ -53,13 +53,9 @@ class Guard:
                 self._refuse("starts too many programs")
         elif event in _WRITES or (event == "open" and (args[2] or 0) & _TO_WRITE):
             for path in args[: _WRITES.get(event, 1)]:
-                if not isinstance(path, int):
-                    self._require_inside(path)
-
-    def _require_inside(self, path: Any) -> None:
-        real = os.path.realpath(os.fsdecode(path))
-        if real != os.devnull and not f"{real}{os.sep}".startswith(self.folder + os.sep):
-            self._refuse(f"writes outside its folder, to {real}")
+                real = self.folder if isinstance(path, int) else os.path.realpath(os.fsdecode(path))
+                if real != os.devnull and not f"{real}{os.sep}".startswith(self.folder + os.sep):
+                    self._refuse(f"writes outside its folder, to {real}")
 
     def _refuse(self, what: str) -> NoReturn:
         self.refused = self.refused or what
@@ -68,29 +64,29 @@ class Guard:
 
 def watch_functions() -> Callable[[], str]:
     """Return a function that names what has replaced PyTorch's or the grader's functions since now."""
-    modules = (torch, torch.autograd, torch.nn, torch.nn.functional, torch.overrides, builtins, inspect, json, os)
-    holders: dict[str, Any] = {module.__name__: module for module in modules}
-    holders |= {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "pipelab"}
-    for name, module in [each for each in holders.items() if each[0].startswith("pipelab")]:
-        classes = {key: each for key, each in vars(module).items() if inspect.isclass(each)}
-        holders |= {f"{name}.{key}": each for key, each in classes.items() if each.__module__ == name}
-    holders |= {"torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module, "torch.nn.Linear": torch.nn.Linear}
+    own = [module for name, module in sys.modules.items() if name.partition(".")[0] == "pipelab"]
+    classes = [each for module in own for each in vars(module).values() if inspect.isclass(each)]
+    holders: set[Any] = {each for each in classes if each.__module__.startswith("pipelab")} | {*own}
+    holders |= {torch, torch.autograd, torch.nn, torch.nn.functional, torch.overrides, builtins, inspect, json, os}
+    holders |= {torch.Tensor, torch.nn.Module, torch.nn.Linear}
 
-    def functions(holder: Any) -> dict[str, Any]:
+    def functions() -> dict[tuple[Any, str], Any]:
         kinds = (property, classmethod, staticmethod)
-        return {name: value for name, value in vars(holder).items() if callable(value) or isinstance(value, kinds)}
+        members = ((holder, name, value) for holder in holders for name, value in vars(holder).items())
+        return {(holder, name): value for holder, name, value in members if callable(value) or isinstance(value, kinds)}
 
-    before = {name: (holder, functions(holder)) for name, holder in holders.items()}
+    before = functions()
 
     def replaced() -> str:
-        for place, (holder, were) in before.items():
-            now = functions(holder)
-            inherited = holder.__mro__[1:] if isinstance(holder, type) else ()
-            shadows = (name for name in now.keys() - were.keys() if any(name in vars(base) for base in inherited))
-            others = (name for name, value in were.items() if now.get(name) is not value)
-            for name in (*others, *shadows):
-                if not (place.startswith("torch") and _is_torchs(now.get(name))):
-                    return f"{place}.{name}"
+        now = functions()
+        for holder, name in before | now:
+            value = now.get((holder, name))
+            inherited = any(name in vars(base) for base in getattr(holder, "__mro__", ())[1:])
+            changed = before[holder, name] is not value if (holder, name) in before else inherited
+            torchs = getattr(holder, "__module__", holder.__name__).partition(".")[0] == "torch"
+            if changed and not (torchs and _is_torchs(value)):
+                place = f"{holder.__module__}.{holder.__name__}" if isinstance(holder, type) else holder.__name__
+                return f"{place}.{name}"
         return ""
 
     return replaced

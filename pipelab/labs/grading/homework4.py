@@ -10,9 +10,6 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import nn
-
 from pipelab.labs.grading.recording import ANYWHERE, FIRST, HOST, SECOND, TOLERANCE, Recorded, Run
 from pipelab.labs.grading.tasks import HOMEWORK4, Mark
 
@@ -34,10 +31,17 @@ def _hidden(seed: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Found:
+    """What a check found; `reached` is whether the fault is its own, and not a consequence of another one."""
+
     right: bool
     expected: str = ""
     found: str = ""
     effect: str = ""
+    hint: str = ""
+    reached: bool = True
+
+
+# ── The checks of one run ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _names(events: Sequence[tuple[str, int]]) -> str:
@@ -61,167 +65,185 @@ def _forwards(run: Run) -> _Found:
     expected = [("F", m) for m in range(run.count)]
     found = [event for event in run.events if event[0] == "F"]
     once = sum(times == 1 for times in run.times("F"))
+    stopped = bool(run.error) and found == expected[: len(found)]
     effect = f"{once} of {run.count} micro-batches go forward once"
-    return _Found(found == expected, _names(expected), _names(found), effect)
+    return _Found(found == expected, _names(expected), _names(found), effect, reached=not stopped)
 
 
 def _targets(run: Run) -> _Found:
-    right = [m for m, place in run.targets.items() if place in (SECOND, ANYWHERE)]
-    names = {HOST: "not moved", FIRST: "on the first device", SECOND: "on the output's device", ANYWHERE: "on the cpu"}
-    found = [f"{m} {names.get(place, place)}" for m, place in sorted(run.targets.items())]
-    return _Found(
-        len(right) == len(run.targets) and (bool(right) or run.count == 1),
-        "every target on the output's device when loss_fn is called",
-        ", ".join(found) or "loss_fn was not called with a micro-batch's target",
-        f"on two GPUs the first loss raises an error: {len(right)} of {run.count} micro-batches could be trained on",
-    )
+    wrong = [m for m, (_, right) in run.targets.items() if not right]
+    names = {HOST: "not moved", FIRST: "on the first device", SECOND: "on the second device", ANYWHERE: "on the cpu"}
+    found = [f"{m} {names.get(place, place)}" for m, (place, _) in sorted(run.targets.items())]
+    seen = len(run.targets)
+    effect = f"{seen} of {run.count} micro-batches have a loss"
+    if wrong:
+        could = f"{seen - len(wrong)} of {run.count} micro-batches could be trained on"
+        effect = f"on two GPUs the first loss raises an error: {could}"
+    wanted = "every target on the output's device when the loss is computed"
+    said = ", ".join(found) or "no loss of an output and its target was computed"
+    return _Found(not wrong and (seen > 0 or run.count == 1), wanted, said, effect, reached=bool(seen))
 
 
 def _right_order(run: Run) -> _Found:
+    """Judge everything but the last backward, which is a task of its own."""
     expected = _order(run.count)
+    right = run.events in (expected, expected[:-1])
     effect = f"{sum(map(bool, run.times('B')))} of {run.count} micro-batches go backward"
     if all(run.times("B")):
         held, fewest = _peak(run.events), _peak(expected)
         effect = f"activations of up to {held} micro-batches are held at once; the right order holds {fewest}"
-    return _Found(run.events == expected, _names(expected), _names(run.events), effect)
+    # Without repetitions, is it the beginning of the right order? Then they, or an error, are the only fault.
+    firsts, lasts = list(dict.fromkeys(run.events)), list(dict.fromkeys(reversed(run.events)))[::-1]
+    only = any(each == expected[: len(each)] for each in (firsts, lasts) if run.error or each != run.events)
+    return _Found(right, _names(expected), _names(run.events), effect, reached=_forwards(run).right and not only)
 
 
-def _finished(run: Run) -> _Found:
+def _last(run: Run) -> _Found:
     left = [m for m, times in enumerate(run.times("B")) if not times]
     effect = f"{len(left) / run.count:.0%} of the micro-batches are never learned from"
-    found = f"no backward of {', '.join(map(str, left))}" if left else "every backward ran"
-    return _Found(not left, f"a backward of each of the {run.count} micro-batches", found, effect)
+    found = f"no backward of {', '.join(map(str, left))}" if left else "it ran"
+    reached = _forwards(run).right and not run.error
+    return _Found(bool(run.times("B")[-1]), f"a backward of {run.count - 1}", found, effect, reached=reached)
 
 
 def _once(run: Run) -> _Found:
     times = run.times("B")
     twice = [m for m, each in enumerate(times) if each > 1]
-    again = "second time" in run.error
-    found = (
-        f"a second backward of {', '.join(map(str, twice))}"
-        if twice
-        else _names([e for e in run.events if e[0] == "B"])
-    )
-    effect = (
-        "PyTorch stops with an error: no step of training ends"
-        if again
-        else f"{len(twice)} of {run.count} micro-batches count more than once"
-    )
+    stops = "second time" in run.error
+    found = f"a second backward of {', '.join(map(str, twice))}" if twice else "no backward at all"
     ran = any(times) or run.count == 1  # the only backward of 1 micro-batch is the last
-    return _Found(not twice and not again and ran, "at most one backward of each micro-batch", found, effect)
+    if ran and not twice:
+        found = _names([event for event in run.events if event[0] == "B"])
+    effect = f"{len(twice)} of {run.count} micro-batches count more than once"
+    if stops:
+        effect = "PyTorch stops with an error: no step of training ends"
+    first = run.events[1:2] == [("B", 0)] and 0 in twice
+    hint = "In the first round i is 0. Which element of a list has the index i - 1 then?" if first else ""
+    wanted = "at most one backward of each micro-batch"
+    return _Found(ran and not twice and not stops, wanted, found, effect, hint, reached=ran or stops)
 
 
 def _gradients(run: Run) -> _Found:
-    weights = " ".join(f"{round(weight, 3) + 0.0:g}" for weight in run.weights) or "no gradients"
+    weights = " ".join(f"{round(weight, 3) + 0.0:g}" for weight in run.weights) or run.bad or "no gradients"
     if run.rest < TOLERANCE:
         found = f"the micro-batches count {weights} times"
     else:
         found = f"{min(run.rest, 1):.0%} of the gradient comes from no micro-batch" if run.weights else weights
+    missing = run.count - sum(weight > TOLERANCE for weight in run.weights)
+    hint = ""
     if run.changed:
         found += "; the weights were changed"
+        hint = "Your function leaves gradients. Who changes the weights, and when?"
+    elif run.rest < TOLERANCE and missing:
+        hint = "A backward adds to what is in .grad. Which line removes what earlier backwards have added?"
+    elif run.rest < TOLERANCE and run.own_loss:
+        hint = "Your function gets loss_fn. Does it call it?"
+    elif run.rest < TOLERANCE:
+        hint = "By which number is each loss multiplied or divided? Why by that one?"
     wanted = f"each of the {run.count} counts once (a sum) or 1/{run.count} times (a mean); the weights are unchanged"
-    missing = run.count - sum(weight > TOLERANCE for weight in run.weights)
     effect = f"{missing} of {run.count} micro-batches are missing from the gradient" if missing else found
-    return _Found(bool(run.kind()), wanted, found, effect)
+    reached = all(times == 1 for times in run.times("B"))
+    return _Found(bool(run.kind()), wanted, found, effect, hint, reached)
 
 
 _CHECKS: dict[str, Callable[[Run], _Found]] = {
     "forwards": _forwards,
     "targets": _targets,
     "order": _right_order,
-    "last backward": _finished,
+    "last backward": _last,
     "no second backward": _once,
     "gradients": _gradients,
 }
 
 
-def _train(function: Callable[..., object], rows: tuple[int, ...], seed: int, rate: float) -> tuple[float, str]:
-    """Return the whole batch's loss after some steps, and the error that ended them early."""
-    recorded = Recorded(rows, seed)
-    parameters = list(recorded.model.parameters())
-    for step in range(STEPS):
-        for parameter in parameters:
-            parameter.grad = None
-        recorded.call(function)
-        if recorded.run.error:
-            return recorded.whole_loss(), f"; step {step} stopped with {recorded.run.error.partition(':')[0]}"
-        with torch.no_grad():
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.sub_(rate * parameter.grad)
-    return recorded.whole_loss(), ""
-
-
-def _plainly(model: nn.Module, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]], loss_fn: nn.Module) -> None:
-    for x, y in micro_batches:
-        loss_fn(model(x), y.to(SECOND)).backward()
+# ── The whole submission ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _training(function: Callable[..., object], run: Run, seed: int) -> _Found:
-    rate = LEARNING_RATE if "mean" in run.kind() else LEARNING_RATE / run.count
-    right, _ = _train(_plainly, run.rows, seed, LEARNING_RATE / run.count)
-    loss, stopped = _train(function, run.rows, seed, rate)
-    begun = Recorded(run.rows, seed).whole_loss()
+    """Train for some steps, plainly and with the submission, and compare the losses of the whole batch."""
+    recorded, plain = Recorded(run.rows, seed), Recorded(run.rows, seed)
+    begun, stopped = recorded.whole_loss(), ""
+    mean = "mean" in run.kind()
+    for step in range(STEPS):
+        recorded.call(function)
+        if recorded.run.error:
+            stopped = f"; step {step} stopped with {recorded.run.error.partition(':')[0]}"
+            break
+        recorded.descend(LEARNING_RATE if mean else LEARNING_RATE / run.count)
+    for _ in range(STEPS):
+        plain.descend(LEARNING_RATE / run.count, plain.gradients())
+    loss, right = recorded.whole_loss(), plain.whole_loss()
     effect = f"the loss falls from {begun:.3f} to {loss:.3f}, and should fall to {right:.3f}"
     same = abs(loss - right) <= TOLERANCE * right and not stopped
     return _Found(same, f"loss {right:.4f} after {STEPS} steps", f"loss {loss:.4f}{stopped}", effect)
 
 
 def judge(module: ModuleType, seed: int, at: Callable[[str], None]) -> tuple[list[Mark], str]:
-    """Run a submission at every size; return a mark for each task, and what its gradients are of.
+    """Run an imported submission at every size; return a mark for each task, and what its gradients are of.
 
-    Args:
-        module: the submission, imported.
-        seed: of the weights, the data and the hidden sizes.
-        at: called with what is about to run.
-
-    Raises:
-        LookupError: if the module has no function of the right name and parameters.
+    `at` is called with what is about to run. A LookupError says that the module has no such function.
     """
     function = _function(module)
     runs = []
     for rows in SHOWN:
         at(f"with {len(rows)} micro-batches")
         runs.append(Recorded(rows, seed).measure(function))
-    found = {name: _first_wrong(check, runs) for name, check in _CHECKS.items()}
     at(f"in {STEPS} steps of training")
-    found["training"] = _training(function, runs[0], seed)
+    training = _training(function, runs[0], seed)
+    found = _of_shown(runs, training)
     at("with a hidden number of micro-batches")
     hidden = [Recorded(rows, seed).measure(function) for rows in _hidden(seed)]
     wrong = [name for name, check in _CHECKS.items() if not all(check(run).right for run in hidden)]
     right = sum(all(check(run).right for check in _CHECKS.values()) for run in hidden)
+    own_loss = any(run.own_loss for run in runs)
     found["hidden sizes"] = _Found(
         not wrong,
         "everything above, at sizes that are not shown",
         f"wrong there: {', '.join(wrong)}" if wrong else "right there too",
         f"{right} of {len(hidden)} sizes are right",
+        "Your function gets loss_fn, which is another one there. Does it call it?" if own_loss else "",
+        reached=all(each.right for each in found.values()),
     )
-    marks = [
-        Mark(task, task.points * seen.right, seen.expected, seen.found, "" if seen.right else seen.effect)
-        for task in HOMEWORK4
-        for seen in [found[task.name]]
-    ]
-    errors = (f"with {len(run.rows)} micro-batches: {run.error}" for run in runs if run.error)
-    kind = runs[0].kind()
-    return marks, next(errors, f"the gradients are those of {kind}" if kind else "")
+    marks = []
+    for task in HOMEWORK4:
+        seen = found[task.name]
+        words = ("", "") if seen.right else (seen.effect, (seen.hint or task.hint) if seen.reached else "")
+        marks.append(Mark(task, task.points * seen.right, seen.expected, seen.found, *words, seen.reached))
+    errors = (f"with {run.count} micro-batch{'es' * (run.count > 1)}: {run.error}" for run in runs if run.error)
+    notes = [f"the gradients are those of {runs[0].kind()}"] if runs[0].kind() else []
+    notes += ["it computes a loss of its own and never calls loss_fn"] if own_loss else []
+    return marks, next(errors, "; ".join(notes))
 
 
-def _first_wrong(check: Callable[[Run], _Found], runs: Sequence[Run]) -> _Found:
-    """Return the finding at the first size where something is wrong, or at the first size."""
-    for run in runs:
+def _of_shown(runs: Sequence[Run], training: _Found) -> dict[str, _Found]:
+    """Return what each check found at the shown sizes: only what is a cause was reached, and has its hint.
+
+    Causes are sought at the first size where something is wrong. What goes wrong only after a first right call is a
+    matter of the second call, or else of the size.
+    """
+    found: dict[str, _Found] = {}
+    wrong_at = next((run for run in runs if not all(check(run).right for check in _CHECKS.values())), None)
+    for name, check in _CHECKS.items():
+        run = next((run for run in runs if not check(run).right), runs[0])
         seen = check(run)
         if not seen.right:
             said = f"{run.count} micro-batch{'es' * (run.count > 1)}: {seen.found}"
-            return replace(seen, found=f"{said}; then {run.error.partition(':')[0]}" if run.error else said)
-    return check(runs[0])
+            said += f"; then {run.error.partition(':')[0]}" if run.error else ""
+            seen = replace(seen, found=said, reached=seen.reached and run is wrong_at)
+            if wrong_at is not runs[0]:
+                fixed = f"It is right with {runs[0].count} micro-batches. Which number is fixed in it?"
+                seen = replace(seen, hint=fixed, reached=seen.reached and training.right)
+        found[name] = seen
+    found["training"] = replace(training, reached=wrong_at is not runs[0])
+    wrong = [name for name, seen in found.items() if not seen.right]
+    if wrong and not any(found[name].reached for name in wrong):  # an error is the only cause
+        first, error = found[wrong[0]], "The error above is the cause. What does the line that it names do there?"
+        found[wrong[0]] = replace(first, reached=True, hint=error if runs[0].error else first.hint)
+    return found
 
 
 def _function(module: ModuleType) -> Callable[..., object]:
-    """Return the submission's function.
-
-    Raises:
-        LookupError: if there is none, or if it cannot be called as the homework says.
-    """
+    """Return the submission's function; a LookupError says that there is none that can be called as it should."""
     function: Any = vars(module).get(FUNCTION)
     if not callable(function):
         own = {name.lower(): name for name, each in vars(module).items() if inspect.isfunction(each)}

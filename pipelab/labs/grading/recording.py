@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import runpy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,7 +46,11 @@ def _put(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
 
 
 class _Devices(TorchFunctionMode):
-    """While it is active, tensors are on the emulated devices above."""
+    """While it is active, tensors are on the emulated devices above; `look` sees each function of two tensors."""
+
+    def __init__(self, look: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()
+        self._look = look
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -55,19 +60,26 @@ class _Devices(TorchFunctionMode):
             return _place(args[0])
         if func is torch.Tensor.get_device:
             return (_place(args[0]).index or 0) - 1
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        given = (value for each in (*args, *kwargs.values()) for value in _members(each))
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
         goal = _goal(func, args, kwargs)
         if goal is not None:
             others = {name: value for name, value in kwargs.items() if name not in ("device", "other")}
             moved = args[0].to(*(each for each in args[1:] if not _is_device(each)), **others)
             moved = moved.view_as(moved) if moved is args[0] else moved
             return _put(moved, goal)
+        if len(tensors) == 2:
+            self._look(*tensors)
         result = func(*args, **kwargs)
         placed = max((_place(each) for each in tensors), key=lambda device: device.index or 0, default=HOST)
-        for each in result if isinstance(result, tuple | list) else [result]:
+        for each in _members(result):
             if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
                 _put(each, placed)
         return result
+
+
+def _members(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else [value]
 
 
 def _is_device(value: Any) -> bool:
@@ -96,25 +108,17 @@ def _goal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.devic
 
 @dataclass
 class Run:
-    """What a submission did in one call of its function.
+    """What a submission did in one call of its function."""
 
-    Attributes:
-        rows: how many rows each micro-batch has.
-        events: forwards and backwards in the order in which they ran, such as `("F", 0)`.
-        targets: the device of each micro-batch's target when the loss was computed.
-        weights: how often each micro-batch's own gradient is in the gradients that are left.
-        rest: the share of these gradients that no micro-batch explains; 1 if there are none.
-        changed: whether the function changed the model's weights.
-        error: what it raised, and where.
-    """
-
-    rows: tuple[int, ...]
-    events: list[tuple[str, int]] = field(default_factory=list)
-    targets: dict[int, torch.device] = field(default_factory=dict)
-    weights: list[float] = field(default_factory=list)
-    rest: float = 1.0
-    changed: bool = False
-    error: str = ""
+    rows: tuple[int, ...]  # of each micro-batch
+    events: list[tuple[str, int]] = field(default_factory=list)  # what ran, in order, such as ("F", 0)
+    targets: dict[int, tuple[torch.device, bool]] = field(default_factory=dict)  # where at a loss, and is it right
+    weights: list[float] = field(default_factory=list)  # how often each micro-batch's own gradient is in what is left
+    rest: float = 1.0  # the share of the gradients that no micro-batch explains; 1 if there are none
+    changed: bool = False  # the weights, by the function
+    own_loss: bool = False  # there was a loss, though `loss_fn` was not called
+    bad: str = ""  # what makes the gradients no numbers
+    error: str = ""  # what it raised, and where
 
     @property
     def count(self) -> int:
@@ -140,31 +144,34 @@ class Run:
         return ""
 
 
+@cache
+def _template() -> dict[str, Any]:
+    return runpy.run_path(str(TEMPLATE))
+
+
 class Recorded:
     """A model on emulated devices, its data, and everything that a function does with them."""
 
     def __init__(self, rows: tuple[int, ...], seed: int) -> None:
         torch.manual_seed(seed)
         self.run = Run(rows)
-        self.model: nn.Module = runpy.run_path(str(TEMPLATE))["TwoStages"]()
+        self.model: nn.Module = _template()["TwoStages"]()
         self.model.devices = [FIRST, SECOND]
         width = next(self.model.parameters()).shape[1]
         x = torch.randn(sum(rows), width)
         y = torch.sin(x.sum(dim=1, keepdim=True))
         self.x, self.y = x.split(rows), y.split(rows)
         # Losses of micro-batches that differ in rows only add up to the whole batch's if the loss is a sum.
-        self.loss_fn = _Loss("mean" if len(set(rows)) == 1 else "sum", self._loss)
-        self.own = [self._gradient(m) for m in range(len(rows))]
+        self.loss_fn = nn.MSELoss(reduction="mean" if len(set(rows)) == 1 else "sum")
         for half, device in ((self.model.first, FIRST), (self.model.second, SECOND)):
             for parameter in half.parameters():
                 _put(parameter, device)
-        self.model.second.register_forward_hook(self._forward)
 
     def call(self, function: Callable[..., object]) -> None:
         """Call a submission's function once, on emulated devices; an error ends the call, not the grading."""
         pairs = [(x.clone(), y.clone()) for x, y in zip(self.x, self.y, strict=True)]
         try:
-            with _Devices():
+            with _Devices(self._look):
                 returned = function(self.model, pairs, self.loss_fn)
         except MemoryError:
             raise
@@ -179,18 +186,22 @@ class Recorded:
     def measure(self, function: Callable[..., object]) -> Run:
         """Call the function once; return what ran, and what the gradients consist of."""
         before = self._flat(self.model.parameters())
+        own = torch.stack([self._flat(each) for each in self.gradients()]).double().T
+        called: list[object] = []
+        self.loss_fn.register_forward_hook(lambda *_: called.append(None))
+        self.model.get_submodule("second").register_forward_hook(self._forward)
         self.call(function)
+        self.run.own_loss = bool(self.run.targets) and not called
         self.run.changed = not torch.equal(before, self._flat(self.model.parameters()))
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
         found = self._flat(gradients).double()
-        own = torch.stack(self.own).double().T
         if not found.isfinite().all():
-            self.run.error = self.run.error or "the gradients are infinite or not a number"
+            self.run.bad = "the gradients are infinite or not a number"
         elif found.norm() > 0:
             weights = torch.linalg.lstsq(own, found).solution
             self.run.weights = weights.tolist()
             self.run.rest = float((own @ weights - found).norm() / found.norm())
-        return self.run
+        return replace(self.run, events=[*self.run.events])  # a later call may run backwards of this one's outputs
 
     def whole_loss(self) -> float:
         """Return the mean loss of all rows."""
@@ -198,9 +209,21 @@ class Recorded:
             return nn.functional.mse_loss(self.model(torch.cat(self.x)), torch.cat(self.y)).item()
 
     @torch.enable_grad()  # whatever a submission has set
-    def _gradient(self, m: int) -> torch.Tensor:
-        loss = nn.functional.mse_loss(self.model(self.x[m]), self.y[m], reduction=self.loss_fn.reduction)
-        return self._flat(torch.autograd.grad(loss, list(self.model.parameters())))
+    def gradients(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return the gradients of each micro-batch's own loss."""
+        weights = list(self.model.parameters())
+        pairs = zip(self.x, self.y, strict=True)
+        return [torch.autograd.grad(self.loss_fn(self.model(x), y), weights) for x, y in pairs]
+
+    @torch.no_grad()
+    def descend(self, rate: float, gradients: Sequence[tuple[torch.Tensor, ...]] = ()) -> None:
+        """Take a step along the sum of these gradients, or along those that are left; leave none."""
+        for place, parameter in enumerate(self.model.parameters()):
+            if gradients:
+                parameter.sub_(rate * sum(each[place] for each in gradients))
+            elif parameter.grad is not None:
+                parameter.sub_(rate * parameter.grad)
+            parameter.grad = None
 
     @staticmethod
     def _flat(tensors: Any) -> torch.Tensor:
@@ -208,8 +231,9 @@ class Recorded:
 
     def _which(self, value: torch.Tensor, among: Sequence[torch.Tensor]) -> int:
         """Return which micro-batch a value belongs to, -1 for none."""
-        alike = (m for m, each in enumerate(among) if value.shape == each.shape)
-        return next((m for m in alike if torch.allclose(value.detach(), among[m], atol=1e-5)), -1)
+        alike = [m for m, each in enumerate(among) if value.numel() == each.numel()]
+        value = value.detach().flatten().to(among[0].dtype)
+        return next((m for m in alike if torch.allclose(value, among[m].flatten(), atol=1e-5)), -1)
 
     def _forward(self, module: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         del module
@@ -220,21 +244,12 @@ class Recorded:
         if output.requires_grad:
             output.register_hook(lambda _: self.run.events.append(("B", m)))
 
-    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        m = self._which(target, self.y)
-        if m < 0 and (m := self._which(output, self.y)) >= 0:
-            target = output
-        if m >= 0:
-            self.run.targets[m] = _place(target)
-
-
-class _Loss(nn.MSELoss):
-    """The mean squared error, and a look at where its target is."""
-
-    def __init__(self, reduction: str, look: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        super().__init__(reduction=reduction)
-        self._look = look
-
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
-        self._look(input, target)
-        return super().forward(input, target)
+    def _look(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Note where a target is if something is computed from it and an output."""
+        for output, target in ((one, other), (other, one)):
+            if output.shape == target.shape and (m := self._which(target, self.y)) >= 0:
+                if self._which(output, self.y) >= 0:
+                    return
+                place, other_place = _place(target), _place(output)
+                right = place == other_place or ANYWHERE in (place, other_place)
+                self.run.targets[m] = (place, right and self.run.targets.get(m, (place, True))[1])

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+import shutil
+import subprocess
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pipelab
 from pipelab.draw.table import Column, Table
-from pipelab.draw.wording import number
-from pipelab.files import write
-from pipelab.labs.grading.tasks import HOMEWORK, Grade, Mark
+from pipelab.labs.grading.tasks import Grade, Mark
 
-__all__ = ["as_json", "as_text", "classroom50", "failures", "gradescope", "table", "write_bundle", "write_json"]
+__all__ = ["as_json", "as_line", "as_text", "classroom50", "failures", "gradescope", "table", "write_bundle"]
 
 
 def as_text(grade: Grade) -> str:
     """Return a grade for its student: each task, and for those that failed what was expected and found, and a hint."""
-    head = f"{grade.submission}: {_points(grade.score, grade.max_score)} points, {_word(grade.passed)}"
+    head = f"{grade.submission}: {grade.score} of {grade.max_score} points, {_word(grade.passed)}"
     parts = [head, grade.reason, grade.note]
     if not grade.reason:
+        several = sum(not mark.passed for mark in grade.marks) > 1
+        parts.append("Begin with the first task that failed; the others may follow from it." if several else "")
         parts.append("\n".join(line for mark in grade.marks for line in _lines(mark)))
     return "\n\n".join(filter(None, parts))
 
 
+def as_line(grade: Grade) -> str:
+    """Return a grade in one line, for a folder of them."""
+    why = "; ".join(f"{status}: {names}" for status in ("failed", "not reached") if (names := grade.named(status)))
+    return f"{grade.score:3} of {grade.max_score}  {'passed' if grade.passed else grade.reason or why}"
+
+
 def _lines(mark: Mark) -> list[str]:
-    lines = [f"{_word(mark.passed)}  {_points(mark.score, mark.task.points):>7}  {mark.task.name}"]
-    if not mark.passed:
-        explained = {"expected": mark.expected, "found": mark.found, "effect": mark.effect, "hint": mark.task.hint}
+    points = f"{mark.score} of {mark.task.points}"
+    lines = [f"{mark.status:11}  {points:>8}  {mark.task.name}"]
+    if mark.status == "failed":
+        explained = {"expected": mark.expected, "found": mark.found, "effect": mark.effect, "hint": mark.hint}
         lines += [f"    {name:8}  {said}" for name, said in explained.items() if said]
     return lines
-
-
-def _points(score: float, most: float) -> str:
-    return f"{number(score)} of {number(most)}"
 
 
 def _word(passed: bool) -> str:
@@ -47,71 +52,50 @@ def _word(passed: bool) -> str:
 
 def as_json(grade: Grade) -> dict[str, Any]:
     """Return everything that is known about a grade."""
-    return {
-        "submission": grade.submission,
-        "passed": grade.passed,
-        "score": grade.score,
-        "max_score": grade.max_score,
-        "reason": grade.reason,
-        "note": grade.note,
-        "seconds": round(grade.seconds, 3),
-        "tasks": [
-            {
-                "name": mark.task.name,
-                "passed": mark.passed,
-                "score": mark.score,
-                "max_score": mark.task.points,
-                "hidden": mark.task.hidden,
-                "expected": mark.expected,
-                "found": mark.found,
-                "effect": mark.effect,
-                "hint": "" if mark.passed else mark.task.hint,
-            }
-            for mark in grade.marks
-        ],
-        "output": grade.output,
-    }
+    totals = {"passed": grade.passed, "score": grade.score, "max_score": grade.max_score}
+    known = {name: value for name, value in asdict(grade).items() if name != "marks"}
+    return known | totals | {"tasks": [_task_as_json(mark) for mark in grade.marks]}
 
 
-def table(grades: Sequence[Grade]) -> Table:
-    """Return one row for each submission, with the points of each task."""
-    grades = sorted(grades, key=lambda grade: grade.submission)
-    rows = [
+def _task_as_json(mark: Mark) -> dict[str, Any]:
+    known = {name: value for name, value in asdict(mark).items() if name not in ("task", "reached")}
+    task = {"name": mark.task.name, "max_score": mark.task.points, "hidden": mark.task.hidden}
+    return task | {"status": mark.status, "passed": mark.passed} | known
+
+
+def table(grades: Sequence[Grade], skipped: Mapping[str, str]) -> Table:
+    """Return one row for each submission, with the points of each task, and one for each hand-in that was skipped."""
+    rows: list[dict[str, Any]] = [
         {
             "submission": grade.submission,
             "passed": "yes" if grade.passed else "no",
             "score": grade.score,
             "max_score": grade.max_score,
             **{mark.task.name: mark.score for mark in grade.marks},
-            "failed": ", ".join(mark.task.name for mark in grade.marks if not mark.passed and not grade.reason),
+            "failed": grade.named("failed"),
+            "not reached": grade.named("not reached"),
             "reason": grade.reason or grade.note,
             "seconds": round(grade.seconds, 2),
         }
-        for grade in grades
+        for grade in sorted(grades, key=lambda grade: grade.submission)
     ]
-    columns = [
-        Column("submission"),
-        Column("passed"),
-        Column("score", "points", number),
-        Column("failed", "failed tasks"),
-        Column("reason", "why"),
-    ]
-    return Table(rows, columns)
+    rows += [{"submission": name, "reason": f"skipped: {why}"} for name, why in skipped.items()]
+    heads = {"score": "points", "failed": "failed tasks", "reason": "why"}
+    shown = ("submission", "passed", "score", "failed", "not reached", "reason")
+    return Table(rows, [Column(key, heads.get(key, "")) for key in shown])
 
 
 def failures(grades: Sequence[Grade]) -> Table:
-    """Return how many submissions failed each task; those without marks failed all of them."""
-    tasks = {mark.task.name: mark.task for grade in grades for mark in grade.marks}
-    rows = [
-        {
-            "task": name,
-            "failed": sum(not m.passed for g in grades for m in g.marks if m.task.name == name),
-            "of": len(grades),
-        }
-        for name in tasks
+    """Return how many submissions failed each task, and how many did not reach it."""
+    marks = [mark for grade in grades if not grade.reason for mark in grade.marks]
+    names = dict.fromkeys(mark.task.name for grade in grades for mark in grade.marks)
+    rows: list[dict[str, Any]] = [
+        {"task": name, "of": len(grades)}
+        | {each: sum((m.task.name, m.status) == (name, each) for m in marks) for each in ("failed", "not reached")}
+        for name in names
     ]
     rows.append({"task": "not gradable", "failed": sum(bool(grade.reason) for grade in grades), "of": len(grades)})
-    return Table(rows, [Column("task"), Column("failed"), Column("of")])
+    return Table(rows, [Column("task"), Column("failed"), Column("not reached"), Column("of")])
 
 
 def gradescope(grade: Grade) -> dict[str, Any]:
@@ -124,7 +108,7 @@ def gradescope(grade: Grade) -> dict[str, Any]:
         "stdout_visibility": "hidden",
         "tests": [
             {
-                "name": mark.task.name,
+                "name": mark.task.name if mark.reached else f"{mark.task.name} (not reached)",
                 "number": str(place),
                 "score": mark.score,
                 "max_score": mark.task.points,
@@ -134,33 +118,28 @@ def gradescope(grade: Grade) -> dict[str, Any]:
             }
             for place, mark in enumerate(grade.marks, 1)
         ],
-        "leaderboard": [{"name": "points", "value": grade.score, "order": "desc"}],
     }
 
 
-def write_bundle(folder: Path, schedule: str, options: Sequence[str]) -> list[Path]:
-    """Write what Gradescope takes, `autograder.zip`, and the two scripts in it; return their paths.
+def write_bundle(folder: Path, schedule: str, options: Sequence[str]) -> Path:
+    """Write what Gradescope takes, `autograder.zip`; return its path.
 
-    The archive holds pipelab itself, so Gradescope only has to install what pipelab needs.
-
-    Args:
-        folder: where to.
-        schedule: the name of the schedule's class, if one is graded.
-        options: the options of `pipelab grade` on Gradescope.
+    The archive holds pipelab itself, so Gradescope only has to install what pipelab needs. There it grades the named
+    schedule, or homework 4, with these options of `pipelab grade`.
     """
-    target = f'"$work"{shlex.quote(f":{schedule}") if schedule else ""}'
-    run = _RUN.format(homework=HOMEWORK, target=target, options=shlex.join(options))
-    scripts = {"setup.sh": _SETUP, "run_autograder": run}
-    for name, text in scripts.items():
-        write(folder / name, text).chmod(0o755)
+    target = shlex.quote("/autograder/submission" + f":{schedule}" * bool(schedule))
     package = Path(pipelab.__file__).parent
-    with zipfile.ZipFile(folder / "autograder.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in scripts:
-            archive.write(folder / name, name)
-        for path in sorted(package.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                archive.write(path, str(path.relative_to(package.parent)))
-    return [folder / name for name in (*scripts, "autograder.zip")]
+    path = folder / "autograder.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        run = _RUN.format(target=target, options=shlex.join(options))
+        for name, text in (("setup.sh", _SETUP), ("run_autograder", run)):
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = 0o755 << 16
+            archive.writestr(entry, text)
+        for file in sorted(package.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                archive.write(file, file.relative_to(package.parent))
+    return path
 
 
 _SETUP = """#!/usr/bin/env bash
@@ -177,10 +156,6 @@ $pip "numpy" "networkx>=3.2" "graphviz>=0.20" "matplotlib>=3.8" "rich>=13.7" "ty
 _RUN = """#!/usr/bin/env bash
 # Gradescope runs this for each submission.
 export PYTHONPATH=/autograder/source
-work=/autograder/submission/{homework}
-if [ ! -f "$work" ]; then
-    for file in /autograder/submission/*.py; do work="$file"; done
-fi
 mkdir -p /autograder/results
 python3 -m pipelab grade {target} {options} --gradescope /autograder/results
 exit 0  # what was found is in results.json; another exit code would hide it
@@ -189,33 +164,39 @@ exit 0  # what was found is in results.json; another exit code would hide it
 
 def classroom50(grade: Grade, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return a grade as Classroom 50's `result.json`; its runner says in the environment what is graded."""
-    actor = environment.get("GITHUB_ACTOR", "")
-    commit = environment.get("COMMIT_URL") or environment.get("GITHUB_SHA", "")
+
+    def told(*names: str) -> str:
+        return next((environment[name] for name in names if environment.get(name)), "")
+
+    owner = told("OWNER", "USERNAME", "GITHUB_ACTOR")
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     tests = [
-        {
-            "test-name": mark.task.name,
-            "passed": mark.passed,
-            "score": mark.score,
-            "max-score": mark.task.points,
-        }
+        {"test-name": mark.task.name, "passed": mark.passed, "score": mark.score, "max-score": mark.task.points}
+        | {"status": mark.status}
         for mark in grade.marks
     ]
     return {
         "schema": "classroom50/result/v1",
-        "classroom": environment.get("CLASSROOM", ""),
-        "assignment": environment.get("ASSIGNMENT", ""),
-        "usernames": [actor] if actor else [],
-        "submission": environment.get("SUBMISSION_TAG") or grade.submission,
-        "commit": commit,
-        "release": environment.get("RELEASE_URL", ""),
-        "review": environment.get("REVIEW_URL") or commit,
-        "datetime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "classroom": told("CLASSROOM"),
+        "assignment": told("ASSIGNMENT"),
+        "assignment_type": told("ASSIGNMENT_TYPE") or "individual",
+        "owner": owner,
+        "usernames": [owner] if owner else [],
+        "submission": told("SUBMISSION_TAG") or grade.submission,
+        "commit": told("COMMIT_URL", "GITHUB_SHA"),
+        "release": told("RELEASE_URL"),
+        "review": told("REVIEW_URL", "COMMIT_URL", "GITHUB_SHA"),
+        "datetime": (_committed(told("GITHUB_SHA")) if shutil.which("git") else "") or now,
+        "graded_at": now,
         "score": grade.score,
         "max-score": grade.max_score,
         "tests": tests,
     }
 
 
-def write_json(path: Path, value: object) -> Path:
-    """Write a value as JSON; return the path."""
-    return write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def _committed(commit: str) -> str:
+    """Return when a commit was made: the time of the submission, which stays if it is graded again."""
+    form = "--date=format-local:%Y-%m-%dT%H:%M:%SZ"
+    command = ["git", "show", "-s", "--format=%cd", form, "--end-of-options", commit]
+    found = subprocess.run(command, env=os.environ | {"TZ": "UTC"}, capture_output=True, text=True, check=False)  # noqa: S603
+    return found.stdout.strip()

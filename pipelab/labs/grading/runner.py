@@ -6,15 +6,14 @@ import contextlib
 import json
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pipelab
@@ -29,81 +28,94 @@ _START_SECONDS, _GRACE_SECONDS = 120, 30
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a submission may use.
-
-    Attributes:
-        seconds: its time.
-        memory: megabytes on top of what PyTorch and pipelab need; on Linux.
-        output: bytes that it may print.
-        programs: how many other programs it may start; it may not fork.
-    """
+    """What a submission may use."""
 
     seconds: float = 5.0
-    memory: int = 1024
-    output: int = 256_000
-    programs: int = 8
+    memory: int = 1024  # megabytes on top of what PyTorch and pipelab need; on Linux
+    output: int = 256_000  # bytes that it may print
+    programs: int = 8  # how many other programs it may start; it may not fork
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A submission: a file, or a folder with the file `main` and what it needs."""
+    """A submission: the file `main` in a folder, and what tables call it."""
 
-    source: Path
+    name: str
+    folder: Path
     main: str
-
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        return self.source.name
+    copied: str = "all"  # what of the folder it may use: all, its modules or nothing
 
 
-def submissions(target: Path) -> list[Submission]:
-    """Return the submissions in a folder, or the one that is a file.
+def submissions(target: Path, alone: bool = False) -> tuple[list[Submission], dict[str, str]]:
+    """Return the submissions in a folder, or the one that a file or a folder is, and why each other hand-in is skipped.
 
-    Each Python file in a folder is a submission, and so is each folder in it that holds `pipeline_homework.py` or a
-    single Python file.
-
-    Raises:
-        UsageError: if there is none.
+    A folder is one submission if it holds `pipeline_homework.py`. In any other folder, each Python file is a
+    submission, and so is each folder with `pipeline_homework.py` or a single Python file; or those one level deeper.
+    If it is `alone`, it is one submission whatever its file is called. A target without submissions is refused.
     """
-    if target.is_file():
-        return [Submission(target, target.name)]
-    if not target.is_dir():
+    if not target.exists():
         raise UsageError(f"there is no file or folder {target}")
-    found: list[Submission] = []
-    for path in sorted(target.iterdir()):
-        if path.suffix == ".py" and path.is_file():
-            found.append(Submission(path, path.name))
-        elif path.is_dir():
-            files = sorted(file.name for file in path.glob("*.py"))
-            main = HOMEWORK if HOMEWORK in files else files[0] if len(files) == 1 else ""
-            if main:
-                found.append(Submission(path, main))
+    if target.is_file():
+        if why := _no_python(target):
+            raise UsageError(f"{target} is {why}")
+        return [Submission(target.name, target.parent, target.name, "modules")], {}
+    skipped: dict[str, str] = {}
+    if alone or (target / HOMEWORK).exists():
+        found = list(_of_folder(target, target.resolve().name, skipped))
+    else:
+        found = [each for path in _within(target) for each in _of(path, skipped)]
+    if len(found) > 1 and alone:
+        raise UsageError(f"{target} holds {', '.join(each.name for each in found)}: name the one to grade")
     if not found:
-        raise UsageError(f"{target} holds no submission: no Python file, and no folder with {HOMEWORK}")
-    return found
+        whys = "".join(f"\n  {name}: {why}" for name, why in skipped.items())
+        raise UsageError(f"{target} holds no submission: no Python file, and no folder with {HOMEWORK}{whys}")
+    return found, skipped
+
+
+def _within(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
+
+
+def _no_python(path: Path) -> str:
+    """Return why a file is no submission; nothing for a Python file."""
+    kinds = {".py": "", ".ipynb": "a notebook: save it as .py", ".zip": "an archive: unpack it"}
+    return kinds.get(path.suffix.lower(), "not a Python file")
+
+
+def _of(path: Path, skipped: dict[str, str]) -> Iterator[Submission]:
+    if path.is_dir():
+        yield from _of_folder(path, path.name, skipped)
+    elif why := _no_python(path):
+        skipped[path.name] = why
+    else:
+        yield Submission(path.name, path.parent, path.name, "nothing")
+
+
+def _of_folder(path: Path, name: str, skipped: dict[str, str], deeper: bool = True) -> Iterator[Submission]:
+    inside = _within(path)
+    files = [each.name for each in inside if each.suffix == ".py"]
+    folders = [each for each in inside if each.is_dir() and deeper]
+    if HOMEWORK in files or len(files) == 1:
+        yield Submission(name, path, HOMEWORK if HOMEWORK in files else files[0])
+    elif files:
+        skipped[name] = f"it holds {len(files)} Python files: call one of them {HOMEWORK}, or grade this folder alone"
+    elif folders:
+        for folder in folders:
+            yield from _of_folder(folder, f"{name}/{folder.name}", skipped, deeper=False)
+    else:
+        others = [f"a folder with {why}" for each in inside if ":" in (why := _no_python(each))]
+        skipped[name] = (others or ["a folder without a Python file" if inside else "an empty folder"])[0]
 
 
 def grade(
     found: Sequence[Submission], assignment: Assignment, limits: Limits | None = None, workers: int = 1
 ) -> Iterator[Grade]:
-    """Grade submissions, several at a time, and yield each grade as soon as it is there.
+    """Grade submissions, `workers` at the same time, and yield each grade as soon as it is there.
 
-    Closing the iterator ends what is running.
-
-    Args:
-        found: the submissions.
-        assignment: what to grade.
-        limits: what each may use.
-        workers: how many run at the same time.
-
-    Raises:
-        UsageError: if the system cannot fork: Windows.
-        GraderError: if the grader's own process does not start.
+    Closing the iterator ends what is running. A system that cannot fork, Windows, is refused.
     """
     if not hasattr(os, "fork"):
         raise UsageError("pipelab grade needs Linux or macOS; on Windows, run it in WSL")
-    limits = limits or Limits()
     servers = [_Server() for _ in range(min(workers, len(found)))]
     free: queue.SimpleQueue[_Server] = queue.SimpleQueue()
     for server in servers:
@@ -112,7 +124,7 @@ def grade(
     def one(submission: Submission) -> Grade:
         server = free.get()
         try:
-            return _grade(server, submission, assignment, limits)
+            return _grade(server, submission, assignment, limits or Limits())
         finally:
             free.put(server)
 
@@ -131,15 +143,13 @@ class GraderError(PipelabError):
 
 
 def _grade(server: _Server, submission: Submission, assignment: Assignment, limits: Limits) -> Grade:
-    request = {"source": str(submission.source.resolve()), "main": submission.main, "assignment": asdict(assignment)}
+    request = asdict(submission) | {"folder": str(submission.folder.resolve()), "assignment": asdict(assignment)}
     answer = server.ask(request | asdict(limits), limits.seconds + _GRACE_SECONDS)
-    reason = answer.get("reason", "")
-    if reason:
+    if answer["reason"]:
         marks = [Mark(task, 0, found="not graded") for task in assignment.tasks()]
     else:
         marks = [Mark(**(mark | {"task": Task(**mark["task"])})) for mark in answer["marks"]]
-    seconds, output = answer.get("seconds", 0.0), answer.get("output", "")
-    return Grade(submission.name, marks, reason, answer.get("note", ""), seconds, output)
+    return Grade(submission.name, **(answer | {"marks": marks}))
 
 
 class _Server:
@@ -153,27 +163,24 @@ class _Server:
         """Return the answer to a request; if there is none, the reason."""
         if self._closed:
             return {"reason": "grading was stopped"}
-        process = self._process or self._start()
-        assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            return self._answer(process, seconds)
-        except (OSError, ValueError, EOFError, TimeoutError) as error:
+            if self._process is None:
+                self._start()
+            return self._answer(json.dumps(request).encode() + b"\n", seconds)
+        except (OSError, ValueError):
             self._stop()
-            why = "gave no answer in time" if isinstance(error, TimeoutError) else "ended while the submission ran"
-            return {"reason": f"the grader's own process {why}: does the submission end other processes?"}
+            return {"reason": "the grader's own process ended or gave no answer: does it end other processes?"}
 
     def close(self) -> None:
         """End the process and what it runs."""
         self._closed = True
         self._stop()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         where = str(Path(pipelab.__file__).parents[1])
         paths = os.pathsep.join(filter(None, (where, os.environ.get("PYTHONPATH"))))
         fixed = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-        self._process = process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pipelab.labs.grading.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -181,36 +188,38 @@ class _Server:
             start_new_session=True,
         )
         try:
-            self._answer(process, _START_SECONDS)
-        except (OSError, ValueError, EOFError, TimeoutError) as error:
+            self._answer(b"", _START_SECONDS)
+        except (OSError, ValueError) as error:
             self._stop()
-            raise GraderError(
-                f"the grader's process does not start: {type(error).__name__}; its output is above"
-            ) from error
-        return process
+            raise GraderError("the grader's process does not start; its output is above") from error
 
-    @staticmethod
-    def _answer(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+    def _answer(self, request: bytes, seconds: float) -> dict[str, Any]:
+        """Send a request, and return the answer; a process that gives none in time is ended, which ends the line."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
         assert process.stdout is not None
-        line, until = bytearray(), time.monotonic() + seconds
-        while not line.endswith(b"\n"):
-            left = until - time.monotonic()
-            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
-                raise TimeoutError
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            if not piece:
-                raise EOFError
-            line += piece
-        answer: dict[str, Any] = json.loads(line)
+        timer = Timer(seconds, self._end, [process])
+        timer.start()
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            answer: dict[str, Any] = json.loads(process.stdout.readline())
+        finally:
+            timer.cancel()
         return answer
 
     def _stop(self) -> None:
-        """End the process: first let it end the submission, as it does when its input ends."""
         process, self._process = self._process, None
-        if process is None:
-            return
+        if process is not None:
+            self._end(process)
+            assert process.stdout is not None
+            process.stdout.close()
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        """End a process: first let it end the submission, as it does when its input ends."""
         assert process.stdin is not None
-        assert process.stdout is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
@@ -218,4 +227,3 @@ class _Server:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        process.stdout.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 from pipelab.checking.checker import check
 from pipelab.draw.wording import number
-from pipelab.labs.grading.tasks import Assignment, Mark, Task
+from pipelab.labs.grading.tasks import AmbiguousError, Assignment, Mark, Task
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import Cost, simulate
 
@@ -26,47 +27,35 @@ def _hidden(assignment: Assignment) -> list[tuple[int, int]]:
 def judge(module: ModuleType, assignment: Assignment, at: Callable[[str], None]) -> tuple[list[Mark], str]:
     """Check and simulate a submission's schedule; return a mark for each task, and the first fault.
 
-    A quantity above its par earns par / found of the points.
-
-    Args:
-        module: the submission, imported.
-        assignment: the pars, the size they are for, and the costs.
-        at: called with what is about to run.
-
-    Raises:
-        LookupError: if the module does not hold the schedule.
+    A quantity above its par earns par / found of the points, rounded down. Nothing else counts for an illegal schedule.
+    `at` is called with what is about to run. A LookupError says that the module does not hold the schedule.
     """
     kind = _schedule(module, assignment.schedule or "")
     legal, *pars, others = assignment.tasks()
-    at(f"with {assignment.ranks} ranks and {assignment.microbatches} micro-batches")
-    fault = _fault(kind, assignment.ranks, assignment.microbatches)
-    shown = (
-        fault.splitlines()[0] if fault else f"{assignment.ranks} ranks, {assignment.microbatches} micro-batches: legal"
-    )
-    marks = [Mark(legal, 0 if fault else legal.points, "no fault", shown, "it would not run" if fault else "")]
-    if fault:
-        marks += [Mark(task, 0, f"at most {number(assignment.pars[task.name])}", "not legal") for task in pars]
-    else:
-        trace = simulate(kind(assignment.ranks, assignment.microbatches), Cost(**assignment.cost))
-        found = {"makespan": trace.makespan, "peak": max(trace.peak_activations), "bubble": trace.bubble}
-        marks += [_against_par(task, assignment.pars[task.name], found[task.name]) for task in pars]
-    right, tried = 0, 0
-    for ranks, microbatches in _hidden(assignment):
-        at("with a hidden size")
-        at_size = _fault(kind, ranks, microbatches)
-        tried += not at_size.startswith("refused")
-        right += not at_size
-    share = right / tried if tried else 0
-    said = f"{right} of {tried}" if tried else "every size was refused"
-    marks.append(Mark(others, round(others.points * share, 2), "legal at each hidden size that it accepts", said))
-    return marks, fault
+    size = f"{assignment.ranks} ranks and {assignment.microbatches} micro-batches"
+    at(f"with {size}")
+    if fault := _fault(kind, assignment.ranks, assignment.microbatches):
+        marks = [Mark(legal, 0, "no fault", fault.splitlines()[0], "it would not run", legal.hint)]
+        return [*marks, *(Mark(task, 0, reached=False) for task in (*pars, others))], fault
+    marks = [Mark(legal, legal.points, "no fault", f"legal with {size}")]
+    trace = simulate(kind(assignment.ranks, assignment.microbatches), Cost(**assignment.cost))
+    found = {"makespan": trace.makespan, "peak": max(trace.peak_activations), "bubble": trace.bubble}
+    marks += [_against_par(task, assignment.pars[task.name], found[task.name]) for task in pars]
+    at("with a hidden size")
+    faults = [_fault(kind, *each) for each in _hidden(assignment)]
+    tried = [each for each in faults if not each.startswith("refused")]
+    right = tried.count("")
+    said = f"{right} of {len(tried)}" if tried else "every size was refused"
+    score = others.points * right // max(len(tried), 1)
+    marks.append(Mark(others, score, "legal at each hidden size that it accepts", said, hint=others.hint))
+    return marks, ""
 
 
 def _against_par(task: Task, par: float, found: float) -> Mark:
     over = found > par * (1 + 1e-9)
     effect = f"{found / par - 1:.0%} above par" if over and par else ""
-    score = round(task.points * par / found, 2) if over else task.points
-    return Mark(task, score, f"at most {number(par)}", number(found), effect)
+    score = int(task.points * par / found + 1e-9) if over else task.points
+    return Mark(task, score, f"at most {number(par)}", number(found), effect, task.hint)
 
 
 def _fault(kind: type[Schedule], ranks: int, microbatches: int) -> str:
@@ -85,7 +74,10 @@ def _schedule(module: ModuleType, name: str) -> type[Schedule]:
         return own[name]
     if not name and len(own) == 1:
         return next(iter(own.values()))
+    if not name and own:
+        raise AmbiguousError(
+            f"it holds {len(own)} schedules, {', '.join(own)}; name the one to grade, as in "
+            f"pipelab grade {Path(str(module.__file__)).name}:{next(iter(own))}"
+        )
     there = ", ".join(own) or "no class that derives from pipelab.Schedule"
-    raise LookupError(
-        f"it has no schedule {name}; it holds {there}" if name else f"it must hold one schedule; it holds {there}"
-    )
+    raise LookupError(f"it has no schedule{' ' * bool(name)}{name}; it holds {there}")

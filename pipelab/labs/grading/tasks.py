@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelab.errors import UsageError
+from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import students_line
 
 __all__ = [
     "HOMEWORK",
     "HOMEWORK4",
-    "PARS",
     "TEMPLATE",
+    "AmbiguousError",
     "Assignment",
     "Grade",
     "Mark",
@@ -27,106 +27,86 @@ HOMEWORK = "pipeline_homework.py"
 TEMPLATE = Path(__file__).with_name(f"{HOMEWORK}.txt")
 """What students get. Its solution and the teacher's notes are not in this package."""
 
-PARS = ("makespan", "peak", "bubble")
-"""The quantities of a schedule that can have a par; `peak` is the largest of all ranks."""
+
+class AmbiguousError(PipelabError):
+    """The grader cannot know what in a submission is to be graded; whoever grades must say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing that a submission must do.
-
-    Attributes:
-        name: what it is called in reports.
-        points: what it is worth.
-        hint: the next move if it failed; it does not give the answer away.
-        hidden: whether it is about sizes that students do not see.
-    """
+    """One thing that a submission must do, for a whole number of points."""
 
     name: str
-    points: float
-    hint: str
-    hidden: bool = False
+    points: int
+    hint: str  # the next move if it failed; it does not give the answer away
+    hidden: bool = False  # about sizes that students do not see
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What one task came to.
-
-    Attributes:
-        task: the task.
-        score: the points that it earned. A task has passed if it earned all of them.
-        expected: what a right submission does.
-        found: what this one did.
-        effect: what the mistake does to training, with a number.
-    """
+    """What one task came to. It has passed if it earned all its points."""
 
     task: Task
-    score: float
-    expected: str = ""
-    found: str = ""
-    effect: str = ""
+    score: int
+    expected: str = ""  # what a right submission does
+    found: str = ""  # what this one did
+    effect: str = ""  # what the mistake does to training, with a number
+    hint: str = ""
+    reached: bool = True  # otherwise an earlier fault stood in the way
 
     @property
     def passed(self) -> bool:
         """Whether all points were earned."""
-        return self.score > self.task.points - 0.005
+        return self.score >= self.task.points
+
+    @property
+    def status(self) -> str:
+        """Passed, failed or not reached."""
+        return "passed" if self.passed else "failed" if self.reached else "not reached"
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a submission came to.
-
-    Attributes:
-        submission: its name.
-        marks: one for each task.
-        reason: why it could not be graded task by task; it then has no points.
-        note: what else a reader should know, such as whether the gradients were of a sum or of a mean.
-        seconds: how long it ran.
-        output: the beginning of what it printed; it is never graded.
-    """
+    """What a submission came to: a mark for each task, or the reason why it has no points."""
 
     submission: str
-    marks: Sequence[Mark] = field(default_factory=list)
+    marks: Sequence[Mark] = ()
     reason: str = ""
-    note: str = ""
+    note: str = ""  # what else a reader should know, such as whether the gradients were of a sum or of a mean
     seconds: float = 0.0
-    output: str = ""
+    output: str = ""  # the beginning of what it printed; it is never graded
+    ambiguous: bool = False  # whoever grades must first say what to grade; the reason is what
 
     @property
-    def score(self) -> float:
+    def score(self) -> int:
         """The points of all tasks."""
-        return round(sum(mark.score for mark in self.marks), 2)
+        return sum(mark.score for mark in self.marks)
 
     @property
-    def max_score(self) -> float:
+    def max_score(self) -> int:
         """The points that a right submission earns."""
-        return round(sum(mark.task.points for mark in self.marks), 2)
+        return sum(mark.task.points for mark in self.marks)
 
     @property
     def passed(self) -> bool:
         """Whether every task has passed."""
         return bool(self.marks) and not self.reason and all(mark.passed for mark in self.marks)
 
+    def named(self, status: str) -> str:
+        """Return the names of the tasks that have passed, have failed or were not reached."""
+        return ", ".join(mark.task.name for mark in self.marks if mark.status == status and not self.reason)
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What to grade.
+    """What to grade: homework 4, or a schedule."""
 
-    Attributes:
-        schedule: the name of the schedule's class in the file; empty for the only one; `None` grades homework 4.
-        pars: the quantity and its par, such as `{"makespan": 33}`.
-        ranks: the schedule's size that the pars are for.
-        microbatches: the schedule's size that the pars are for.
-        cost: how long actions take, as arguments of `Cost`.
-        seed: the hidden sizes and all random numbers follow from it.
-    """
-
-    schedule: str | None = None
-    pars: dict[str, float] = field(default_factory=dict)
-    ranks: int = 4
+    schedule: str | None = None  # the name of its class; empty for the only one in the file; None for homework 4
+    pars: dict[str, float] = field(default_factory=dict)  # such as {"makespan": 33}
+    ranks: int = 4  # the size that the pars are for
     microbatches: int = 8
-    cost: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    cost: dict[str, Any] = field(default_factory=dict)  # arguments of `Cost`
+    seed: int = 0  # the hidden sizes and all random numbers follow from it
 
     def __post_init__(self) -> None:
         """Refuse pars of unknown quantities.
@@ -135,59 +115,37 @@ class Assignment:
             UsageError: if there is one; it lists those that exist.
         """
         for name, par in self.pars.items():
-            if name not in PARS or not isinstance(par, int | float) or not par >= 0:
-                raise UsageError(f"--par {name}={par}: expected a number for one of {', '.join(PARS)}")
+            if name not in _PAR_HINTS or not isinstance(par, int | float) or not par >= 0:
+                raise UsageError(f"--par {name}={par}: expected a number for one of {', '.join(_PAR_HINTS)}")
 
     def tasks(self) -> Sequence[Task]:
         """Return the tasks; their points add up to 100."""
         if self.schedule is None:
             return HOMEWORK4
         legal = Task("legal", 40 if self.pars else 70, "run pipelab check on your file: it explains every fault")
-        share = round(40 / len(self.pars), 2) if self.pars else 0.0
-        pars = [Task(name, share, _PAR_HINTS[name]) for name in self.pars]
+        pars = [Task(name, 40 // len(self.pars), _PAR_HINTS[name]) for name in self.pars]
         others = "does the class use self.ranks and self.microbatches everywhere, or a number of its own somewhere?"
-        rest = round(100 - legal.points - sum(par.points for par in pars), 2)
+        rest = 100 - legal.points - sum(par.points for par in pars)
         return [legal, *pars, Task("hidden sizes", rest, others, hidden=True)]
 
 
+_WAITING = "pipelab simulate draws the timeline: which rank waits, when, and for what?"
 _PAR_HINTS = {
-    "makespan": "pipelab simulate draws the timeline: which rank waits, when, and for what?",
-    "bubble": "pipelab simulate draws the timeline: which rank waits, when, and for what?",
+    "makespan": _WAITING,
     "peak": "count forwards minus backwards along the fullest rank's row: which backward could come earlier?",
+    "bubble": _WAITING,
 }
+"""The quantities of a schedule that can have a par; `peak` is the largest of all ranks."""
 
 HOMEWORK4: Sequence[Task] = (
-    Task(
-        "forwards",
-        10,
-        "Which line runs the model on micro_x? How often does it run for each micro-batch, and in which order?",
-    ),
-    Task(
-        "targets",
-        15,
-        "A loss needs its output and its target on the same device. Where does the last layer leave its output?",
-    ),
-    Task(
-        "order",
-        20,
-        "When forward i is done, which outputs wait for a backward? Write the first three rounds down by hand.",
-    ),
-    Task(
-        "last backward", 10, "Count on paper: how many forwards and how many backwards has the loop run when it ends?"
-    ),
-    Task("no second backward", 10, "In the first round i is 0. Which element of a list has the index i - 1 then?"),
-    Task(
-        "gradients",
-        15,
-        "Compare the parameters' .grad with those of the whole batch at once: whose part is missing, or counts twice?",
-    ),
-    Task("training", 10, "Call the function twice in a row. What does the second call find that the first one left?"),
-    Task(
-        "hidden sizes",
-        10,
-        "If all else passes: it must work with any number of micro-batches and of rows. Which number is fixed in it?",
-        hidden=True,
-    ),
+    Task("forwards", 10, "Which line runs the model on micro_x, how often for each micro-batch, in which order?"),
+    Task("targets", 15, "A loss needs output and target on one device. Where does the last layer leave its output?"),
+    Task("order", 20, "When forward i is done, which outputs wait for a backward? Write three rounds down by hand."),
+    Task("last backward", 10, "Count on paper: how many forwards and backwards has the loop run when it ends?"),
+    Task("no second backward", 10, "Which line runs a backward that another line, or round, has run before?"),
+    Task("gradients", 15, "Compare .grad with that of the whole batch: does each output meet its own target?"),
+    Task("training", 10, "Call the function twice. What does the second call find that the first one left?"),
+    Task("hidden sizes", 10, "Any number of micro-batches and of rows must work. Which number is fixed?", hidden=True),
 )
 """The tasks of homework 4; `homework4` has a check for each."""
 
@@ -218,6 +176,7 @@ def start_homework(folder: Path) -> Path:
             file.write(TEMPLATE.read_text(encoding="utf-8"))
     except FileExistsError:
         raise UsageError(
-            f"{path} exists and stays as it is; name another folder: pipelab lab hw4 --start again"
+            f"{path} exists, and stays as it is. To grade it: pipelab grade {path}. "
+            f"For a fresh file, name another folder: pipelab lab hw4 --start {folder / 'again'}"
         ) from None
     return path

@@ -57,7 +57,7 @@ class Send:
     scale_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class RingResult:
     """The result of a ring all-reduce; `print` shows its steps.
 
@@ -121,6 +121,11 @@ class RingResult:
 
         return ring.plot(self.steps, self.chunks)
 
+    def __repr__(self) -> str:
+        return (
+            f"<ring all-reduce of {len(self.chunks)} ranks: {self.payload_bytes} bytes + {self.scale_bytes} of scales>"
+        )
+
     def __str__(self) -> str:
         """Return the steps as a table: who sends which chunk to whom, and the ranks that are added up in it."""
         from pipelab.draw import ring
@@ -175,9 +180,12 @@ def ring_all_reduce(
         >>> pipelab.ring_all_reduce(gradients, "int8").tensors[0], sums / 100
         (tensor([1., 0., 1., 0.]), tensor([1.0000, 0.0030, 1.0000, 0.0030]))
 
+    Over processes, all wait for the last one to make this call, as long as the group's `timeout`.
+
     Raises:
         UsageError: if there is no tensor, they differ in shape or type, or the type is not a floating-point one of 16
             bits or more; on all processes, if it is so on one.
+        RuntimeError: PyTorch's, if another process is gone, or does not make the call in time.
     """
     chosen = codec_of(codec)
     if isinstance(tensors, torch.Tensor):

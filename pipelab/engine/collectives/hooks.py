@@ -33,7 +33,8 @@ def codec_hook(codec: str | Codec) -> Hook:
         model.register_comm_hook(model.process_group, pipelab.codec_hook("int8-ef"))
 
     All replicas get the same gradients bit for bit, so their weights stay the same. A codec with feedback keeps what it
-    lost for each parameter until the next step. Backends: gloo and NCCL; on gloo, GPUs' messages pass through the CPU.
+    lost for each parameter until the next step. Backends: gloo, and NCCL, on which no test has
+    run it yet. On gloo, GPUs' messages pass through the CPU.
 
     The first time a hook meets a bucket, the processes compare its size, its type and their codecs.
 

@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python benchmarks/run.py [simulation engine schedules split emulation drawing faults]`, or all.
+"""Run the benchmarks: `python benchmarks/run.py [NAME ...]`, or all; the names are those of `PARTS`.
 
 `--quick` runs the parts that have a quick form, to see that they run; their figures mean nothing and are not kept.
 """
@@ -13,6 +13,7 @@ import drawing
 import emulation
 import engine
 import faults
+import reduces
 import schedules
 import simulation
 import split
@@ -26,8 +27,9 @@ PARTS = {
     "emulation": emulation,
     "drawing": drawing,
     "faults": faults,
+    "reduces": reduces,
 }
-QUICK = {"schedules": schedules, "faults": faults}
+QUICK = {"schedules": schedules, "faults": faults, "reduces": reduces}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 

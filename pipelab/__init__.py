@@ -76,6 +76,8 @@ from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:
+    from pipelab.engine.collectives.hooks import codec_hook
+    from pipelab.engine.collectives.ring import RingResult, ring_all_reduce
     from pipelab.engine.device.devices import devices
     from pipelab.engine.emulation import emulated
     from pipelab.engine.model.split import split
@@ -117,6 +119,7 @@ __all__ = [
     "Plan",
     "R",
     "RankError",
+    "RingResult",
     "Schedule",
     "ScheduleError",
     "SplitError",
@@ -131,11 +134,13 @@ __all__ = [
     "W",
     "__version__",
     "check",
+    "codec_hook",
     "compare",
     "critical_path",
     "devices",
     "emulated",
     "replicate",
+    "ring_all_reduce",
     "schedules",
     "simulate",
     "split",
@@ -144,9 +149,12 @@ __all__ = [
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {
     "Pipeline": "pipelab.engine.pipeline",
+    "RingResult": "pipelab.engine.collectives.ring",
     "Step": "pipelab.engine.step",
+    "codec_hook": "pipelab.engine.collectives.hooks",
     "devices": "pipelab.engine.device.devices",
     "emulated": "pipelab.engine.emulation",
+    "ring_all_reduce": "pipelab.engine.collectives.ring",
     "split": "pipelab.engine.model.split",
 }
 

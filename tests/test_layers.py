@@ -46,7 +46,7 @@ ENGINE: list[list[str]] = [
     ["pipelab.engine.step"],
     ["pipelab.engine.model"],
     ["pipelab.engine.stage"],
-    ["pipelab.engine.device"],
+    ["pipelab.engine.collectives", "pipelab.engine.device"],
     ["pipelab.engine.stage.pytree"],
     ["pipelab.engine"],
 ]
@@ -62,6 +62,8 @@ DISPLAYS = {
     "pipelab.simulation.comparison:Comparison.save",
     "pipelab.simulation.comparison:Comparison.__str__",
     "pipelab.simulation.comparison:Comparison._repr_svg_",
+    "pipelab.engine.collectives.ring:RingResult.plot",
+    "pipelab.engine.collectives.ring:RingResult.__str__",
     "pipelab.plan.plan:Plan.save_graph",
     "pipelab.plan.plan:Plan._repr_html_",
 }

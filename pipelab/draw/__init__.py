@@ -6,6 +6,7 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `figure`: timelines on matplotlib axes
 - `page`: timelines as one HTML file
 - `graph`: the dependency graph, by Graphviz
+- `ring`: a ring all-reduce, step by step
 - `bars`: a trace as lanes of bars: what all of them draw
 - `labels`: which labels fit into the bars of a figure
 - `table`: tables of results, for a terminal, a report and a plot

@@ -169,7 +169,7 @@ class Table:
                     label=name,
                     linewidth=max(5.0 - order, 1.0),
                     marker="o",
-                    clip_on=False,
+                    clip_on=not points,  # a line of nothing that is not clipped would take all the room
                     markersize=max(8.0 - order, 3.0),
                 )
             if any(column.key == y and "%" in column.cell(self.rows[0]) for column in self.columns):

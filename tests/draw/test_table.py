@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 
 import pytest
 
@@ -67,6 +68,13 @@ def test_the_first_column_may_be_the_x_axis():
         pipelab.Table([{"n": 1, "t": 3.0}, {"n": 2, "t": 2.0}], [pipelab.Column("n")], axes=("n", ["t"])).plot().axes
     )
     assert [list(line.get_ydata()) for line in ax.lines] == [[3.0, 2.0]]
+
+
+def test_a_name_without_values_in_one_plot_leaves_the_plots_their_room():
+    rows = [{"name": name, "n": n, "t": 1.0, "u": None if name == "a" else 2.0} for name in "ab" for n in (1, 2)]
+    drawn = pipelab.Table(rows, [pipelab.Column("name")], axes=("n", ["t", "u"])).plot()
+    drawn.savefig(io.BytesIO())
+    assert all(ax.get_position().width > 0.3 for ax in drawn.axes)
 
 
 @pytest.mark.parametrize("table", [pipelab.Table(ROWS, COLUMNS), pipelab.Table([], COLUMNS, axes=("m", ["step"]))])

@@ -133,7 +133,7 @@ class Table:
         if suffix in (".png", ".svg", ".pdf"):
             figure.write(self.plot(), path)
             return path
-        written = {
+        written: dict[str, Callable[[], str]] = {
             ".csv": self._csv,
             ".txt": lambda: self.text() + "\n",
             ".md": self._markdown,

@@ -4,6 +4,8 @@
 - `practical9`: three ways to run a split model, and true 1F1B
 - `hw3`: a stack of linear layers over several devices
 - `hybrid`: pipelines times replicas beside the same work on one device: time, figures, and both for real
+- `compressed`: pipelines times replicas that train, their gradients around a ring, in several codecs
+- `report`: a report on hybrids, each claim with its readings, the right value and the verdict
 - `running`: plans on models of equal layers, measured, predicted and verified
 - `grading`: submissions, run and graded by what they ran
 - `language_model`: a byte-level language model, and a text to learn

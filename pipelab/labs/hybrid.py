@@ -61,7 +61,8 @@ class Hybrid:
         activation: memory of what one stage keeps of one micro-batch until its backward, in the same unit.
 
     Raises:
-        UsageError: if a size is not a positive whole number.
+        UsageError: if a size is not a positive whole number, all times are 0, or the schedule puts several stages on a
+            rank.
         CostError: if a time is negative.
         ScheduleError: if the schedule does not exist at these sizes.
     """
@@ -78,9 +79,17 @@ class Hybrid:
     activation: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot be."""
+        """Refuse sizes and times that cannot be."""
         for name in ("stages", "replicas", "microbatches", "rows"):
             require_size(name, getattr(self, name))
+        if not self.cost.forward + self.cost.backward > 0:  # type: ignore[operator]  # both are numbers
+            raise UsageError("forward=0 and backward=0: a job without any time has nothing to compare")
+        on = set(map(len, self.plan.replicas.values()))
+        if self.plan.stages != self.stages or on != {self.replicas}:
+            raise UsageError(
+                f"{self.schedule.__name__} has {self.plan.stages} stages on {self.stages} ranks, each on "
+                f"{', '.join(map(str, sorted(on)))} of {self.devices} devices: choose one with one stage on each rank"
+            )
 
     @property
     def devices(self) -> int:
@@ -238,8 +247,12 @@ _COLUMNS = {
 }
 
 
-def table(jobs: Sequence[Hybrid]) -> Table:
+def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
     """Return the jobs' figures as a table, whose notes define each figure and name the work.
+
+    Args:
+        jobs: the jobs.
+        memory_unit: the unit of their memory.
 
     Example:
         >>> jobs = same_work([(1, 1), (2, 2)], microbatches=16, forward=100, backward=160, ring_step=20)
@@ -254,9 +267,10 @@ def table(jobs: Sequence[Hybrid]) -> Table:
         <BLANKLINE>
     """
     rows = metrics(jobs)
+    shown_as = _COLUMNS | {"peak_memory": (f"peak memory, {memory_unit}", wording.number)}
     left_out = {name for name in _COLUMNS if not any(row[name] for row in rows)} - {"communication_cost"}
     columns = [Column("layout", "stages x replicas"), Column("devices")]
-    columns += [Column(name, *shown) for name, shown in _COLUMNS.items() if name not in left_out]
+    columns += [Column(name, *shown) for name, shown in shown_as.items() if name not in left_out]
     baselines = {row["baseline"] for row in rows}
     if len(baselines) == 1:
         first = jobs[0]

@@ -83,8 +83,17 @@ def test_a_run_on_emulated_devices_takes_the_predicted_time_with_its_all_reduce(
     assert hybrid.measured_table([]).rows == []
 
 
-@pytest.mark.parametrize(("wrong", "error"), [({"stages": 0}, UsageError), ({"forward": -1}, CostError)])
-def test_sizes_and_times_that_cannot_be_are_refused(wrong, error):
-    given = {"stages": 2, "replicas": 2, "microbatches": 2, "forward": 1, "backward": 2} | wrong
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"stages": 0}, UsageError),
+        ({"forward": -1}, CostError),
+        ({"forward": 0, "backward": 0}, UsageError),
+        ({"schedule": pipelab.LoopedBFS}, UsageError),  # two stages on each rank
+        ({"schedule": pipelab.DualPipe}, UsageError),  # each stage on two ranks
+    ],
+)
+def test_what_cannot_be_compared_is_refused(wrong, error):
+    given = {"stages": 2, "replicas": 2, "microbatches": 4, "forward": 1, "backward": 2} | wrong
     with pytest.raises(error):
-        _ = Hybrid(**given).response_time
+        Hybrid(**given)

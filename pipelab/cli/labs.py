@@ -159,20 +159,22 @@ def hw3(
         raise typer.Exit(1)
 
 
+SaveWords = Annotated[
+    list[Path] | None, typer.Option("--save", "-o", help="a file with the table: csv md tex html txt; repeatable")
+]
 SaveFigures = Annotated[
-    list[Path] | None, typer.Option("--save-figures", help="the same for the table of figures by stages and replicas")
+    list[Path] | None,
+    typer.Option("--save-figures", help="a file with the figures by stages and replicas, or png svg pdf: their plot"),
 ]
 Measure = Annotated[bool, typer.Option("--measure", help="also run it, on emulated devices whose actions take as long")]
-_WORDS = ("this table", (".csv", ".txt", ".md", ".tex", ".html"))
+_WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".tex", ".html"))
 
 
 @lab.command()
 def report(
     measure: Measure = False,
     steps: Annotated[int, typer.Option(min=1, help="mini-batches to measure; the median is shown")] = 3,
-    save: Annotated[
-        list[Path] | None, typer.Option("--save", "-o", help="a file with all claims: csv md tex html txt; repeatable")
-    ] = None,
+    save: SaveWords = None,
     save_figures: SaveFigures = None,
 ) -> None:
     """Check the report on a hybrid-parallel simulator, claim by claim: each reading, the right value, the verdict."""
@@ -209,14 +211,14 @@ def hybrid(
     training_steps: Annotated[int, typer.Option(min=1, help="steps of SGD")] = 50,
     measure: Measure = False,
     steps: Annotated[int, typer.Option(min=1, help="mini-batches to measure; the median is shown")] = 3,
-    save: SaveTable = None,
+    save: SaveWords = None,
     save_figures: SaveFigures = None,
 ) -> None:
     """Run pipelines times replicas: the timeline of each device, gradients around a ring, training, and the figures.
 
     Each stage has 120 parameters, and really trains; the times are simulated.
     """
-    require_writable(save, TABLE)
+    require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
     from pipelab.labs import compressed
     from pipelab.labs import hybrid as course

@@ -207,4 +207,4 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"The losses are those of the whole batch, before and after {first['steps']} steps of SGD; one device "
             "trains on the same batch. Replicas are compared after every step.",
         ]
-    return Table(rows, columns, axes=("gradients", ("payload_bytes", "last_loss", "weights_off")), notes=notes)
+    return Table(rows, columns, notes=notes)

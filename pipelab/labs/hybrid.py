@@ -286,6 +286,8 @@ def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
     for name in _COLUMNS:
         if name not in left_out:
             notes.append(f"{_COLUMNS[name][0]}: {_definition(name)}")
+    if "memory_efficiency" in left_out and "peak_memory" not in left_out:
+        notes.append("memory efficiency, M_model / M_peak, is left out: the size of the weights is not given.")
     return Table(rows, columns, axes=("devices", ("speed_up", "efficiency", "communication_cost")), notes=notes)
 
 

@@ -113,7 +113,7 @@ def show(shown: Comparison | Table, save: list[Path] | None) -> None:
 def say(sentence: str) -> None:
     """Print prose with lines broken between words."""
     lines = clean(sentence, keep=_LAYOUT).splitlines()
-    echo("\n".join(textwrap.fill(line, _width()) for line in lines))
+    echo("\n".join(textwrap.fill(line, _width(), break_on_hyphens=False) for line in lines))
 
 
 def _width() -> int:

@@ -22,10 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["SUFFIXES", "Column", "Table"]
 
-SUFFIXES = (".csv", ".txt", ".md", ".tex", ".png", ".svg", ".pdf")
+SUFFIXES = (".csv", ".txt", ".md", ".tex", ".html", ".png", ".svg", ".pdf")
 """The formats of a table; the last three are its plot."""
 
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "…": r"\dots{}"}
+_PAGE = """<!doctype html>
+<meta charset="utf-8">
+<title>pipelab: a table</title>
+<style>
+  body { font: 15px/1.4 system-ui, sans-serif; margin: 2rem; color-scheme: light dark; }
+  table { border-collapse: collapse; margin-bottom: 1rem; }
+  td, th { text-align: left; padding: 0.15rem 0.8rem 0.15rem 0; border-bottom: 1px solid #8884; }
+</style>
+"""
+"""What a page with a table begins with."""
 _PLOT_WIDTH, _PLOT_HEIGHT = 3.6, 2.8
 """Inches of one plot of a table."""
 _STYLES = (("dashed", "--"), ("dotted", ":"))
@@ -40,11 +50,13 @@ class Column:
         key: the key in each row, and the column's name in a CSV file.
         head: the heading; by default, the key.
         show: returns a value as text.
+        left: whether its cells are words that are set flush left, as those of the first column are, not figures.
     """
 
     key: str
     head: str = ""
     show: Callable[[Any], str] = str
+    left: bool = False
 
     @property
     def title(self) -> str:
@@ -106,15 +118,15 @@ class Table:
         if self.across:  # as one, so that the columns of all blocks are below one another
             blank = ("",) * len(blocks[0][0])
             blocks = [[row for block in blocks for row in (*block, blank)][:-1]]
-        lines = [line.rstrip() for block in blocks for line in wording.columns(block, width)]
+        lines = [line.rstrip() for block in blocks for line in wording.columns(block, width, left=self._left())]
         notes = [fill(note, width, break_on_hyphens=False) for note in self.notes]
         return "\n".join([*lines, *(["", *notes] if notes else [])])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format. Return the path.
 
-        `csv` has all values in full, one line for each row; `txt`, `md` and `tex` have what readers see (`tex` needs
-        the package booktabs); `png`, `svg` and `pdf` are the plot.
+        `csv` has all values in full, one line for each row; `txt`, `md`, `tex` and `html` have what readers see (`tex`
+        needs the package booktabs); `png`, `svg` and `pdf` are the plot.
 
         Raises:
             FormatError: if the suffix is another one.
@@ -125,7 +137,13 @@ class Table:
         if suffix in (".png", ".svg", ".pdf"):
             figure.write(self.plot(), path)
             return path
-        written = {".csv": self._csv, ".txt": lambda: self.text() + "\n", ".md": self._markdown, ".tex": self._tex}
+        written: dict[str, Callable[[], str]] = {
+            ".csv": self._csv,
+            ".txt": lambda: self.text() + "\n",
+            ".md": self._markdown,
+            ".tex": self._tex,
+            ".html": lambda: f"{_PAGE}{self._repr_html_()}\n",
+        }
         return write(path, written[suffix]())
 
     def plot(self) -> Figure:
@@ -135,7 +153,7 @@ class Table:
             UsageError: if the table names no `axes`, or has no rows.
         """
         if self.axes is None or not self.rows:
-            raise UsageError("this table has nothing to plot: save it as .csv, .md, .tex or .txt")
+            raise UsageError("this table has nothing to plot: save it as .csv, .md, .tex, .html or .txt")
         from matplotlib.figure import Figure
         from matplotlib.ticker import PercentFormatter
 
@@ -202,6 +220,11 @@ class Table:
             for column in others
         ]
 
+    def _left(self) -> list[int]:
+        """Return the places of the columns that are set flush left."""
+        words = [place for place, column in enumerate(self.columns) if column.left and self.across is None]
+        return sorted({0, *words})
+
     def _csv(self) -> str:
         buffer = io.StringIO()
         heads = list(dict.fromkeys(key for row in self.rows for key in row))
@@ -213,7 +236,8 @@ class Table:
     def _markdown(self) -> str:
         parts: list[str] = []
         for heads, *rows in self._blocks():
-            lines = [heads, ("---", *["--:"] * (len(heads) - 1)), *rows]
+            rule = tuple("---" if place in self._left() else "--:" for place in range(len(heads)))
+            lines = [heads, rule, *rows]
             escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in escaped))
         return "\n\n".join([*parts, *self.notes]) + "\n"
@@ -222,7 +246,8 @@ class Table:
         parts = [r"% \usepackage{booktabs}"]
         for heads, *rows in self._blocks():
             first, *lines = [" & ".join(map(_tex_cell, line)) + r" \\" for line in (heads, *rows)]
-            begin = rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}"
+            sides = "".join("l" if place in self._left() else "r" for place in range(len(heads)))
+            begin = rf"\begin{{tabular}}{{{sides}}}"
             parts.append("\n".join([begin, r"\toprule", first, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}"]))
         return "\n\n".join([*parts, *map(_tex_cell, self.notes)]) + "\n"
 

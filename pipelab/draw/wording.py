@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 
-def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15) -> list[str]:
-    r"""Return rows in columns, the first one flush left.
+def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15, left: Sequence[int] = (0,)) -> list[str]:
+    r"""Return rows in columns, the first one flush left, and the others flush right.
 
     If the lines would be wider than `width`, long heads are wrapped; then the first column is cut.
 
@@ -38,6 +38,7 @@ def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15) -> list[
         rows: the cells, heads first.
         width: the most characters of a line.
         least: the fewest characters of the first column.
+        left: the places of all columns that are flush left.
 
     Example:
         >>> rows = [("name", "busy share per rank"), ("GPipe", "73 73 73 73 %")]
@@ -55,7 +56,8 @@ def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15) -> list[
     first = min(first, max(width - sum(others) - 2 * len(others), least))
     lines: list[str] = []
     for name, *figures in rows:
-        cells = [f"{each:>{size}}" for each, size in zip(figures, others, strict=True)]
+        sized = enumerate(zip(figures, others, strict=True), start=1)
+        cells = [f"{each:<{size}}" if place in left else f"{each:>{size}}" for place, (each, size) in sized]
         lines.append("  ".join([f"{_cut(name, first):<{first}}", *cells]))
     return lines
 

@@ -34,10 +34,10 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         ("draw gpipe", ".html .svg .png .pdf .txt .json .csv"),
         ("draw gpipe --graph", ".dot .gv .svg .png .pdf"),
         ("compare gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
-        ("compare gpipe -m 2,4", ".csv .txt .md .tex .png .svg .pdf"),
+        ("compare gpipe -m 2,4", ".csv .txt .md .tex .html .png .svg .pdf"),
         ("run gpipe", ".html .svg .png .pdf .txt .csv .md .tex .json"),
         ("run gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
-        ("run gpipe -m 2,4", ".csv .txt .md .tex .png .svg .pdf"),
+        ("run gpipe -m 2,4", ".csv .txt .md .tex .html .png .svg .pdf"),
     ],
 )
 @pytest.mark.usefixtures("no_work")

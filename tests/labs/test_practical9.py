@@ -146,7 +146,7 @@ def test_fewer_cores_than_ranks_emulate_by_default_and_warn_before_real_layers(p
     ("words", "said"),
     [
         (("-m", "2,x"), "--microbatches 2,x"),
-        (("-o", "table.html"), "use one of .csv"),
+        (("-o", "table.json"), "use one of .csv"),
         (("-o", "nowhere/table.csv"), "there is no folder nowhere"),
         (("--real", "--emulate", "1", "1"), "--real and --emulate"),
     ],

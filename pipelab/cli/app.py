@@ -138,19 +138,26 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
 @grouped
 def draw(
     target: Target,
-    save: Annotated[
-        list[Path],
-        typer.Option("--save", "-o", help="html svg png pdf json txt; csv: the plan; with --graph: dot svg png pdf"),
-    ],
     sizes: Sizes,
     times: Times,
+    save: Annotated[
+        list[Path] | None,
+        typer.Option("--save", "-o", help="html svg png pdf json txt; csv: the plan; with --graph: dot svg png pdf"),
+    ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
 ) -> None:
-    """Draw a schedule's or a saved trace's timeline, or the dependency graph, to files; or write the plan."""
+    """Draw a schedule's or a saved trace's timeline, or the dependency graph, to files; or write the plan.
+
+    Without --save, the timeline is printed.
+    """
+    if graph and not save:
+        raise UsageError(f"--graph needs a file: pipelab draw {target} --graph --save graph.svg")
     require_writable(save, GRAPH if graph else TIMELINE)
     subject = sizes.find(target)
     (trace,) = times.traces([subject], [target])
-    for path in save:
+    if not save:
+        echo(f"{text.timeline(trace)}\n\nAs a page that answers: pipelab draw {target} --save timeline.html")
+    for path in save or []:
         wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path))
 
 

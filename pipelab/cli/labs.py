@@ -124,9 +124,9 @@ def practical9(
         "measuring",
     )
     devices = "{:g} ms forward and {:g} ms backward".format(*work.emulate) if work.emulate else "real layers"
-    say(f"One batch through {ranks} stages, {devices}; median of {work.measured_steps} steps")
+    title = f"One batch through {ranks} stages, M micro-batches, {devices}; median of {work.measured_steps} steps"
     if rows:
-        show(course.table(rows), save)
+        show(course.table(rows, title, whole), save)
     if not whole:
         raise typer.Exit(1)
     share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
@@ -134,8 +134,6 @@ def practical9(
         say(f"{why}\n")
     if note := course.surprise(rows):
         say(f"{note}\n")
-    for number, (question, answer) in enumerate(course.answers(rows), start=1):
-        say(f"{number}. {question}\n{answer}\n")
 
 
 @lab.command()

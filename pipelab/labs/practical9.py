@@ -85,6 +85,8 @@ def measurements(
     names = [(WHOLE, 1), *((method, count) for count in counts for method in _KINDS)]
     plans = [(_KINDS.get(method, Naive))(ranks, count).plan() for method, count in names]
     jobs = make_jobs(plans, [count for _, count in names], width, depth, batch, emulate)
+    stages = "real layers" if emulate is None else "emulated, {:g} and {:g} ms".format(*emulate)
+    setting = {"batch": batch, "stages": stages, "steps": steps}
     alone: dict[int, Trace] = {}
     for (method, count), job in zip(names, jobs, strict=True):
         (result,) = run_all([job], steps)
@@ -95,7 +97,7 @@ def measurements(
             cost = Cost(forward=emulate[0] / count, backward=emulate[1] / count, unit="ms")
         row = _row(result, simulate(job.plan, cost))
         for shown in counts if method == WHOLE else [count]:
-            yield {"method": method, "microbatches": shown, "ranks": ranks, **row}
+            yield {"method": method, "microbatches": shown, "ranks": ranks, **setting, **row}
 
 
 def _row(result: Result, predicted: Trace) -> dict[str, Any]:
@@ -118,11 +120,17 @@ def _row(result: Result, predicted: Trace) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Return the table of measured rows, the numbers of micro-batches side by side."""
+def table(rows: Sequence[Row], title: str = "", whole: bool = True) -> Table:
+    """Return the table of measured rows, the numbers of micro-batches side by side, and the eight answers below it.
+
+    Args:
+        rows: what `measurements` made.
+        title: what was measured, and how.
+        whole: whether all rows are there; if not, there are no answers.
+    """
     columns = [
         Column("method"),
-        Column("microbatches", "micro-batches"),
+        Column("microbatches", "M"),
         Column("step_time_ms", "time of a step, ms", wording.number),
         Column("predicted_ms", "predicted, ms", wording.number),
         Column("loss", show="{:.6f}".format),
@@ -141,7 +149,11 @@ def table(rows: Sequence[Row]) -> Table:
         f"The gradients match plain training with the same micro-batches {'bit for bit' if exact else 'to rounding'}. "
         f"Against the whole batch at once they differ by at most {off:.1e}.",
     ]
-    return Table(rows, columns, "microbatches", ("microbatches", ("step_time_ms", "bubble", "peak_share")), notes)
+    if whole:
+        numbered = enumerate(answers(rows), start=1)
+        notes += [f"{number}. {question} {answer}" for number, (question, answer) in numbered]
+    axes = ("microbatches", ("step_time_ms", "bubble", "peak_share"))
+    return Table(rows, columns, "microbatches", axes, notes, title=title)
 
 
 def surprise(rows: Sequence[Row]) -> str:

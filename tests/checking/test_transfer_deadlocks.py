@@ -1,0 +1,67 @@
+"""A legal plan whose sends and receives wait for each other is a fault of its own, told rank by rank."""
+
+from __future__ import annotations
+
+import pytest
+from strategies import EVERY_SCHEDULE
+
+from pipelab import B, Cost, F, Plan, ScheduleError, UsageError, check, replicate, schedules, simulate
+from pipelab.plan.transfers import SEMANTICS
+
+HANGS = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
+
+
+def test_the_cycle_through_sends_and_receives_is_told_step_by_step():
+    assert check(HANGS) == []
+    (fault,) = check(HANGS, transfers="deferred")
+    assert str(fault) == (
+        "transfer-deadlock: rank 0 waits for rank 1, which waits for rank 0\n"
+        "  rank 0 stands before 0SEND_F1; rank 1 comes to 1RECV_F1 only after 1SEND_B0\n"
+        "  rank 1 stands before 1SEND_B0; rank 0 comes to 0RECV_B0 only after 0SEND_F1\n"
+        '  try: take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch\n'
+        "    rank 0 | 0F0 0F1 0B0 0B1\n"
+        "                 ^^^"
+    )
+    assert (fault.rank, fault.position, fault.action) == (0, 1, F(1, 0))
+
+
+@pytest.mark.parametrize(("kind", "ranks", "microbatches"), EVERY_SCHEDULE)
+def test_only_deferred_receives_hang_and_simulate_refuses_what_check_refuses(kind, ranks, microbatches):
+    plan = kind(ranks, microbatches).plan()
+    for semantics in SEMANTICS:
+        faults = check(plan, transfers=semantics)
+        assert {fault.code for fault in faults} <= {"transfer-deadlock"}
+        if faults:
+            assert semantics == "deferred"
+            with pytest.raises(ScheduleError) as told:
+                simulate(plan, Cost(transfers=semantics))
+            assert told.value.faults == faults
+        else:
+            assert simulate(plan, Cost(transfers=semantics)).makespan > 0
+
+
+def test_other_faults_come_first_and_a_memory_cap_beside():
+    broken = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1")
+    assert [fault.code for fault in check(broken, transfers="deferred")] == ["missing"]
+    assert [fault.code for fault in check(HANGS, 1, "deferred")] == ["transfer-deadlock", "memory-cap"]
+
+
+def test_replicas_hang_each_for_itself():
+    faults = check(replicate(HANGS, 2), transfers="deferred")
+    assert [(fault.code, fault.rank) for fault in faults] == [("transfer-deadlock", 0), ("transfer-deadlock", 2)]
+
+
+def test_a_pair_that_needs_its_own_output_hangs_on_every_wire():
+    # 1B0 needs what the forward of the pair gives, and the pair's backward needs 1B0.
+    plan = Plan([[F(0) & B(0)], [F(0), B(0)]])
+    assert check(plan) == []
+    for semantics in SEMANTICS[1:]:
+        (fault,) = check(plan, transfers=semantics)
+        assert (fault.code, fault.rank) == ("transfer-deadlock", 0)
+        assert "halves" in fault.hint
+
+
+@pytest.mark.parametrize("wrong", ["", "torch", None, 3])
+def test_an_unknown_word_is_refused_with_those_that_there_are(wrong):
+    with pytest.raises(UsageError, match="by-time"):
+        check(HANGS, transfers=wrong)

@@ -10,7 +10,7 @@ from pipelab.checking.deadlock import deadlocks, shortened, summary
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault
 from pipelab.plan.order import traverse
-from pipelab.plan.transfers import Lowering, Queues, Semantics, arriving, lowered, queues
+from pipelab.plan.transfers import Lowering, Queues, Semantics, inbound, lowered, queues
 
 __all__ = ["Walk", "transfer_deadlocks", "walk"]
 
@@ -53,6 +53,7 @@ def walk(bound: BoundPlan, wire: Queues, *, atomic_pairs: bool = False) -> Walk:
     """
     codes, rows = bound.codes, bound.rows
     found = Walk([], [0] * len(rows), [0] * len(wire.values), set(), set())
+    needed = inbound(wire.crossings)
     reached: dict[int, list[int]] = {}  # by code of an R: the ranks that have come to it
     awake = list(range(len(rows) - 1, -1, -1))
     while awake:
@@ -72,7 +73,7 @@ def walk(bound: BoundPlan, wire: Queues, *, atomic_pairs: bool = False) -> Walk:
                 found.order.append(code)
                 continue
             starts = row[index : index + 2] if atomic_pairs and code in bound.pairs else [code]
-            if any(value not in found.crossed for value in arriving(bound, wire.crossings, *starts)):
+            if any(each in needed and needed[each] not in found.crossed for each in starts):
                 break
             found.order.append(code)
             found.row_at[rank] += 1
@@ -148,6 +149,7 @@ class _Explained:
 
     def __init__(self, low: Lowering, wire: Queues, found: Walk) -> None:
         self.low, self.bound, self.wire, self.found = low, low.bound, wire, found
+        self.needed = inbound(wire.crossings)
 
     def faults(self) -> list[Fault]:
         """Return one fault for each cycle."""
@@ -180,7 +182,7 @@ class _Explained:
         if self.bound.codes.kind[code] == "R":
             ranks = self.bound.reduces[code]
             return _Place(next(rank for rank in ranks if not self._has_reached(rank, code)), None)
-        queue = self.wire.ends[self._missing(code)][1]
+        queue = self.wire.ends[self.needed[code]][1]
         return _Place(place.rank, queue)
 
     def _fault(self, ring: list[_Place]) -> Fault:
@@ -200,7 +202,7 @@ class _Explained:
             where = f"{self.bound.codes.action(code)} (rank {place.rank})"
             if after.queue is None:
                 return f"{where} needs rank {after.rank} to reach it too"
-            value, first = self._missing(code), self._first(after.queue)
+            value, first = self.needed[code], self._first(after.queue)
             behind = "" if value == first else f", which stands behind {self._word(after.queue, first)}"
             return f"{where} needs {self._word(after.queue, value)}{behind}"
         value = self._first(place.queue)
@@ -220,11 +222,6 @@ class _Explained:
 
     def _has_reached(self, rank: int, code: int) -> bool:
         return self.found.row_at[rank] < len(self.bound.rows[rank]) and self._code(rank) == code
-
-    def _missing(self, code: int) -> int:
-        """Return the value that an action waits for."""
-        needed = arriving(self.bound, self.wire.crossings, code)
-        return next(value for value in needed if value not in self.found.crossed)
 
     def _end(self, queue: int, value: int) -> int:
         """Return the action at a queue's end of a transfer."""

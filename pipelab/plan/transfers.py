@@ -32,8 +32,8 @@ __all__ = [
     "Queues",
     "Semantics",
     "Step",
-    "arriving",
     "in_order",
+    "inbound",
     "lowered",
     "queues",
 ]
@@ -111,7 +111,7 @@ def lowered(bound: BoundPlan, semantics: Semantics) -> Lowering:
     crossings = crossings_of(bound)
     rows = _as_pytorch(bound, crossings, words_take_turns=semantics == "pytorch-runtime")
     if semantics == "deferred":
-        rows = [list(_deferred(bound, crossings, row)) for row in rows]
+        rows = [list(_deferred(inbound(crossings), row)) for row in rows]
     return Lowering(bound, crossings, rows)
 
 
@@ -132,6 +132,7 @@ def _as_pytorch(bound: BoundPlan, crossings: Mapping[int, Crossing], *, words_ta
     waiting = [_turns(bound, rank, words_take_turns) for rank in range(len(bound.rows))]
     rows: list[list[Step]] = [[] for _ in waiting]
     at = [0] * len(waiting)
+    needed = inbound(crossings)
     sent: set[int] = set()
     left = [rank for rank, turns in enumerate(waiting) if turns]
     while left:
@@ -139,7 +140,7 @@ def _as_pytorch(bound: BoundPlan, crossings: Mapping[int, Crossing], *, words_ta
         for rank in left:
             turn = waiting[rank][at[rank]]
             item = turn[-1][1] if turn[-1][0] == "run" else ()
-            if any(value not in sent for value in arriving(bound, crossings, *item)):
+            if any(code in needed and needed[code] not in sent for code in item):
                 continue
             moved = True
             at[rank] += 1
@@ -154,10 +155,9 @@ def _as_pytorch(bound: BoundPlan, crossings: Mapping[int, Crossing], *, words_ta
     return rows
 
 
-def arriving(bound: BoundPlan, crossings: Mapping[int, Crossing], *item: int) -> list[int]:
-    """Return the values that an item needs from other ranks: what crosses is also needed where it was made."""
-    needs = ((code, value) for code in item for value in bound.codes.needs(code))
-    return [value for code, value in needs if value in crossings and crossings[value].needer == code]
+def inbound(crossings: Mapping[int, Crossing]) -> dict[int, int]:
+    """Return, by code, the value that the action needs from another rank: there is at most one."""
+    return {crossing.needer: value for value, crossing in crossings.items()}
 
 
 def _gives(bound: BoundPlan, item: Sequence[int]) -> list[int]:
@@ -218,11 +218,11 @@ def _coming_stages(bound: BoundPlan, items: Sequence[tuple[int, ...]]) -> list[l
     return found[::-1]
 
 
-def _deferred(bound: BoundPlan, crossings: Mapping[int, Crossing], row: Sequence[Step]) -> Iterator[Step]:
+def _deferred(needed: Mapping[int, int], row: Sequence[Step]) -> Iterator[Step]:
     """Yield a row with each receive right before the item that needs it."""
     for step in row:
         if step[0] == "run":
-            yield from (("RECV", (value,)) for value in arriving(bound, crossings, *step[1]))
+            yield from (("RECV", (needed[code],)) for code in step[1] if code in needed)
         if step[0] != "RECV":
             yield step
 

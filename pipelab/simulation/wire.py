@@ -20,7 +20,7 @@ from pipelab.plan.bound import BoundPlan
 from pipelab.plan.csv_notation import write_rows
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
-from pipelab.plan.transfers import SEMANTICS, Lowering, Queues, Semantics, arriving, in_order, lowered, queues
+from pipelab.plan.transfers import SEMANTICS, Lowering, Queues, Semantics, in_order, inbound, lowered, queues
 from pipelab.simulation.cost import Cost
 from pipelab.trace.events import Transfer
 from pipelab.trace.trace import Trace
@@ -37,24 +37,25 @@ class LoweredPlan:
         transfers: how its transfers are ordered: see `Cost.transfers`.
         rows: for each rank, its actions, sends and receives in PyTorch's notation: `0SEND_F3` sends what `0F3` gives,
             and `1RECV_F3` receives what `1F3` needs.
+        written: the rows as `to_csv` writes them, with the words with which PyTorch's runtime unshards stages (FSDP)
+            and scales gradients.
     """
 
     plan: Plan
     transfers: Semantics
     rows: tuple[tuple[str, ...], ...]
-    _written: tuple[tuple[str, ...], ...]
+    written: tuple[tuple[str, ...], ...]
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write the rows in PyTorch's CSV notation (`compute_comms`) and return the path.
 
         PyTorch's runtime reads it with `_load_csv(path, format="compute_comms")` and runs it as it is, if it could run
-        the plan's own file: see `Plan.to_csv`. Because it then inserts nothing, the file also has the words with which
-        it unshards stages (FSDP) and scales gradients.
+        the plan's own file: see `Plan.to_csv`. It then inserts nothing, so the file has the words in `written` too.
 
         Warns:
             UserWarning: as `Plan.to_csv`.
         """
-        write_rows(path, self.plan.rows, self._written)
+        write_rows(path, self.plan.rows, self.written)
         return Path(path)
 
     def __str__(self) -> str:
@@ -95,7 +96,7 @@ def lower(
     if transfers not in SEMANTICS:
         raise UsageError(f"transfers={shorten(transfers)}: expected {', '.join(SEMANTICS[:-1])} or {SEMANTICS[-1]}")
     require_legal(plan)
-    _refuse(plan, "by-time")  # a deadlock of pairs; one of transfers can be looked at
+    _refuse(plan, "by-time")  # a deadlock of transfers can be lowered, to be looked at
     low = _lowering(plan, replace(cost or Cost(), transfers=transfers))
     written = [[low.word(step) for step in row] for row in low.rows]
     rows = [[low.word(step) for step in row if step[0] in ("run", "SEND", "RECV")] for row in low.rows]
@@ -108,10 +109,13 @@ def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
     Raises:
         ScheduleError: if sends and receives wait for each other in a circle.
     """
-    _refuse(plan, cost.transfers)
+    _refuse(plan, "by-time")
     bound = plan.bound
     wire = queues(_lowering(plan, cost), cost.transfers)
-    times = _clock(plan, wire, walk(bound, wire, atomic_pairs=paired is not None), cost, paired)
+    found = walk(bound, wire, atomic_pairs=paired is not None)
+    if found.row_at != list(map(len, bound.rows)):
+        _refuse(plan, cost.transfers)
+    times = _clock(plan, wire, found, cost, paired)
     return Trace(
         plan,
         [[times.begun[code] for code in row] for row in bound.rows],
@@ -123,6 +127,7 @@ def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
 
 
 def _refuse(plan: Plan, transfers: Semantics) -> None:
+    """Raise if a plan's transfers wait for each other; `"by-time"` looks only at what pairs need."""
     faults = [with_excerpt(plan, fault) for fault in transfer_deadlocks(plan.bound, transfers)]
     if faults:
         raise ScheduleError(faults, f"{plan.name} with transfers {transfers}")
@@ -162,6 +167,7 @@ def _clock(plan: Plan, wire: Queues, found: Walk, cost: Cost, paired: list[float
     delay = codes.by_value(*cost.transfer_times(plan))
     free = [0.0] * len(bound.rows)
     busy: list[tuple[float, int]] = [(0.0, -1)] * len(wire.values)  # by queue: until when, and with which value
+    needed = inbound(wire.crossings)
     forward_of = _forward_of(bound)
     backward_of = {forward: backward for backward, forward in forward_of.items()}
     times = _Times([0.0] * len(lasts), [0.0] * len(lasts), {}, {}, {}, {})
@@ -183,7 +189,7 @@ def _clock(plan: Plan, wire: Queues, found: Walk, cost: Cost, paired: list[float
             start, end = times.begun[forward_of[code]], times.ended[forward_of[code]]
         else:
             slot = [code, backward_of[code]] if paired is not None and code in backward_of else [code]
-            arrived = [times.there[value] for value in arriving(bound, wire.crossings, *slot)]
+            arrived = [times.there[needed[each]] for each in slot if each in needed]
             start = max([free[rank] for rank in group] + arrived)
             end = start + (paired[codes.stage[code]] if paired is not None and len(slot) > 1 else lasts[code])
         times.begun[code], times.ended[code] = start, end
@@ -209,7 +215,7 @@ def _lowering(plan: Plan, cost: Cost) -> Lowering:
     keys: list[Callable[[int], float]] = [wanted.__getitem__, times.made.__getitem__, lambda value: -left[value]]
     # Each key grows along every chain of needs, and sorting keeps the order of the walk among equals. So the first
     # value that is left always finds both its queues free, and can cross.
-    tried = [in_order(bound, sorted(crossed, key=key)) for key in keys]
+    tried = [lowered(bound, "pytorch"), *(in_order(bound, sorted(crossed, key=key)) for key in keys)]
     return min(tried, key=lambda low: _makespan(plan, low, cost))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -68,6 +68,13 @@ def processes() -> Iterator[subprocess.Popen[str]]:
             real.wait(timeout=60)
 
 
+def happened(real: subprocess.Popen[str], rows: Sequence[Sequence[str]], queues: str) -> bool | str:
+    """Run lowered rows in the processes; return whether they hang, or why that is not known."""
+    real.stdin.write(json.dumps({"rows": rows, "queues": queues}) + "\n")
+    real.stdin.flush()
+    return json.loads(real.stdout.readline())
+
+
 def compare(seeds: range) -> tuple[list[str], int, int]:
     """Compare plans with reality; return what differs, how many runs there were, and how many of them hung."""
     wrong: list[str] = []
@@ -80,14 +87,11 @@ def compare(seeds: range) -> tuple[list[str], int, int]:
                     rows = lower(plan, semantics).rows
                 except ScheduleError:  # a pair that needs its own output: there are no rows to run
                     break
-                predicted = check(plan, transfers=semantics)
-                real.stdin.write(json.dumps({"rows": rows, "queues": queues}) + "\n")
-                real.stdin.flush()
-                happened = json.loads(real.stdout.readline())
+                predicted, hangs = bool(check(plan, transfers=semantics)), happened(real, rows, queues)
                 runs += 1
-                hung += happened is True
-                if happened != bool(predicted):
-                    wrong.append(f"seed {seed}, {semantics}: predicted {bool(predicted)}, happened {happened}\n{plan}")
+                hung += hangs is True
+                if hangs is not predicted:
+                    wrong.append(f"seed {seed}, {semantics}: predicted {predicted}, happened {hangs}\n{plan}")
     return wrong, runs, hung
 
 

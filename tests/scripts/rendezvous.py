@@ -18,6 +18,7 @@ import re
 import sys
 import threading
 import time
+from contextlib import suppress
 
 RANKS, SLOTS, THREADS = 4, 32, 8
 SECONDS = 20.0
@@ -35,7 +36,7 @@ waits_for = fork.RawArray("i", [ENDED] * (RANKS * THREADS))
 stop = fork.RawValue("i", 0)
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The run is over, because nobody can move."""
 
 
@@ -52,7 +53,7 @@ def acquire(number: int, thread: int) -> None:
     waits_for[thread] = number
     semaphores[number].acquire()
     if stop.value:
-        raise Stopped
+        raise StoppedError
     waits_for[thread] = RUNNING
     acquired[number] += 1
 
@@ -80,7 +81,7 @@ class Rank:
     def value(self, word: str) -> int:
         """Return the value that a word sends or receives; a receive names the stage that needs it."""
         kind, stage, microbatch = parsed(word)
-        giver = stage + (("RECV_B" == kind) - ("RECV_F" == kind))
+        giver = stage + ((kind == "RECV_B") - (kind == "RECV_F"))
         return number_of(kind[-1], giver, microbatch, self.microbatches)
 
     def compute(self, thread: int) -> None:
@@ -152,10 +153,8 @@ class Rank:
             thread.join()
 
     def until_stopped(self, task, *arguments) -> None:
-        try:
+        with suppress(StoppedError):
             task(*arguments)
-        except Stopped:
-            pass
         waits_for[arguments[-1]] = ENDED
 
 

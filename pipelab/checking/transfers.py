@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from pipelab.checking.deadlock import deadlocks, shortened, summary
+from pipelab.checking.deadlock import shortened, summary
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault
-from pipelab.plan.order import traverse
 from pipelab.plan.transfers import Lowering, Queues, Semantics, inbound, lowered, queues
 
 __all__ = ["Walk", "transfer_deadlocks", "walk"]
@@ -122,19 +121,16 @@ def transfer_deadlocks(bound: BoundPlan, semantics: Semantics) -> list[Fault]:
     """
     if semantics == "arrive":
         return []
-    if bound.pairs:
-        whole = traverse(bound, atomic_pairs=True)
-        if whole.stuck:
-            faults = deadlocks(bound, whole, atomic_pairs=True)
-            return [replace(fault, code="transfer-deadlock", hint=_PAIR_HINT) for fault in faults]
+    if bound.pairs:  # may hang without any queue, and then has no order in which it does not
+        low = lowered(bound, "deferred")
+        wire = queues(low, "arrive")
+        if faults := _Explained(low, wire, walk(bound, wire)).faults(_PAIR_HINT):
+            return faults
     if semantics == "by-time":  # one order for all ranks: the first of the values left can always cross
         return []
     low = lowered(bound, semantics)
     wire = queues(low, semantics)
-    found = walk(bound, wire)
-    if found.row_at == list(map(len, bound.rows)):
-        return []
-    return _Explained(low, wire, found).faults()
+    return _Explained(low, wire, walk(bound, wire)).faults(_HINT)
 
 
 class _Place(NamedTuple):
@@ -151,7 +147,7 @@ class _Explained:
         self.low, self.bound, self.wire, self.found = low, low.bound, wire, found
         self.needed = inbound(wire.crossings)
 
-    def faults(self) -> list[Fault]:
+    def faults(self, hint: str) -> list[Fault]:
         """Return one fault for each cycle."""
         faults: list[Fault] = []
         seen: set[_Place] = set()
@@ -167,7 +163,7 @@ class _Explained:
             if place in path:
                 ring = path[path.index(place) :]
                 lowest = ring.index(min(ring, key=lambda each: each.rank))
-                faults.append(self._fault(ring[lowest:] + ring[:lowest]))
+                faults.append(self._fault(ring[lowest:] + ring[:lowest], hint))
         return faults
 
     def _waits_for(self, place: _Place) -> _Place:
@@ -185,7 +181,7 @@ class _Explained:
         queue = self.wire.ends[self.needed[code]][1]
         return _Place(place.rank, queue)
 
-    def _fault(self, ring: list[_Place]) -> Fault:
+    def _fault(self, ring: list[_Place], hint: str) -> Fault:
         steps = [self._step(place, after) for place, after in pairwise([*ring, ring[0]])]
         ranks = [rank for rank, _ in groupby(place.rank for place in ring)]
         ranks = ranks[:-1] if len(ranks) > 1 and ranks[0] == ranks[-1] else ranks
@@ -193,7 +189,7 @@ class _Explained:
         code = self._code(first.rank) if first.queue is None else self._end(first.queue, self._first(first.queue))
         position = self.bound.position(first.rank, self.bound.rows[first.rank].index(code))
         message = "\n".join([summary(ranks), *(f"  {step}" for step in shortened(steps, "…"))])
-        return Fault("transfer-deadlock", first.rank, position, self.bound.codes.action(code), message, _HINT)
+        return Fault("transfer-deadlock", first.rank, position, self.bound.codes.action(code), message, hint)
 
     def _step(self, place: _Place, after: _Place) -> str:
         """Return what a place waits for, in words."""
@@ -208,7 +204,7 @@ class _Explained:
         value = self._first(place.queue)
         stands = f"rank {place.rank} stands before {self._word(place.queue, value)}"
         if after.queue is None:
-            return f"{stands}, which needs {self.bound.codes.action(self.wire.crossings[value].giver)}"
+            return f"{stands}, which needs {self._giver(value)}"
         theirs, before = self._word(after.queue, value), self._word(after.queue, self._first(after.queue))
         return f"{stands}; rank {after.rank} comes to {theirs} only after {before}"
 
@@ -222,6 +218,12 @@ class _Explained:
 
     def _has_reached(self, rank: int, code: int) -> bool:
         return self.found.row_at[rank] < len(self.bound.rows[rank]) and self._code(rank) == code
+
+    def _giver(self, value: int) -> str:
+        """Return what has to end before a value can cross: an action, or the pair of which it is a half."""
+        crossing = self.wire.crossings[value]
+        items = (numbers for word, numbers in self.low.rows[crossing.source] if word == "run")
+        return self.low.word(("run", next(item for item in items if crossing.giver in item)))
 
     def _end(self, queue: int, value: int) -> int:
         """Return the action at a queue's end of a transfer."""

@@ -100,7 +100,9 @@ def crossings_of(bound: BoundPlan) -> dict[int, Crossing]:
 
 
 def lowered(bound: BoundPlan, semantics: Semantics) -> Lowering:
-    """Lower a plan that is legal with each pair as one slot; `in_order` does so for the order `"by-time"`.
+    """Lower a legal plan; `in_order` does so for the order `"by-time"`.
+
+    Where each half of a pair needs what only comes from the other half, rows exist for `"deferred"` alone, and hang.
 
     Example:
         >>> from pipelab import Plan
@@ -109,9 +111,10 @@ def lowered(bound: BoundPlan, semantics: Semantics) -> Lowering:
         ['1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1']
     """
     crossings = crossings_of(bound)
-    rows = _as_pytorch(bound, crossings, words_take_turns=semantics == "pytorch-runtime")
     if semantics == "deferred":
-        rows = [list(_deferred(inbound(crossings), row)) for row in rows]
+        rows = [list(_deferred(bound, crossings, rank)) for rank in range(len(bound.rows))]
+    else:
+        rows = _as_pytorch(bound, crossings, words_take_turns=semantics == "pytorch-runtime")
     return Lowering(bound, crossings, rows)
 
 
@@ -218,13 +221,14 @@ def _coming_stages(bound: BoundPlan, items: Sequence[tuple[int, ...]]) -> list[l
     return found[::-1]
 
 
-def _deferred(needed: Mapping[int, int], row: Sequence[Step]) -> Iterator[Step]:
-    """Yield a row with each receive right before the item that needs it."""
-    for step in row:
-        if step[0] == "run":
-            yield from (("RECV", (needed[code],)) for code in step[1] if code in needed)
-        if step[0] != "RECV":
-            yield step
+def _deferred(bound: BoundPlan, crossings: Mapping[int, Crossing], rank: int) -> Iterator[Step]:
+    """Yield a rank's row with each receive right before the item that needs it."""
+    needed = inbound(crossings)
+    for step in _with_words(bound, rank):
+        item = step[1] if step[0] == "run" else ()
+        yield from (("RECV", (needed[code],)) for code in item if code in needed)
+        yield step
+        yield from (("SEND", (value,)) for value in _gives(bound, item) if value in crossings)
 
 
 def _reordered(bound: BoundPlan, row: Sequence[Step], place: Mapping[int, int]) -> list[Step]:

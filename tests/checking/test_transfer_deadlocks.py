@@ -55,14 +55,24 @@ def test_replicas_hang_each_for_itself():
     assert [(fault.code, fault.rank) for fault in faults] == [("transfer-deadlock", 0), ("transfer-deadlock", 2)]
 
 
-def test_a_pair_that_needs_its_own_output_hangs_on_every_wire():
-    # 1B0 needs what the forward of the pair gives, and the pair's backward needs 1B0.
+def test_a_pair_that_needs_what_comes_of_its_own_output_hangs_on_every_wire():
     plan = Plan([[F(0) & B(0)], [F(0), B(0)]])
     assert check(plan) == []
     for semantics in SEMANTICS[1:]:
         (fault,) = check(plan, transfers=semantics)
         assert (fault.code, fault.rank) == ("transfer-deadlock", 0)
+        assert fault.message.splitlines()[-1] == "  rank 1 stands before 1RECV_F0, which needs (0F0;0B0)OVERLAP_F_B"
         assert "halves" in fault.hint
+    with pytest.raises(ScheduleError):
+        lower(plan, "deferred")
+
+
+@pytest.mark.parametrize("semantics", SEMANTICS)
+def test_a_pair_whose_halves_only_need_each_other_is_no_deadlock(semantics):
+    # On the last stage, PyTorch runs the backward right after its own forward.
+    plan = Plan([[F(0), B(0)], [F(0) & B(0)]])
+    assert check(plan, transfers=semantics) == []
+    assert simulate(plan, Cost(transfers=semantics)).makespan == 6
 
 
 def test_an_all_reduce_in_the_cycle_is_told():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from operator import ge
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -216,3 +217,40 @@ def test_unknown_transfers_are_refused(wrong):
         Cost(transfers=wrong)
     with pytest.raises(UsageError, match="by-time"):
         lower(schedules["1f1b"](2, 4), wrong)
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
+
+
+def rows_of_the_table(under):
+    """Return the table under a heading of the page: its head, and its rows."""
+    part = DOCUMENT.read_text(encoding="utf-8").partition(f"## {under}\n")[2].partition("\n## ")[0]
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:1] == "|"
+    ]
+    return head, rows
+
+
+def test_the_pages_makespans_are_simulated():
+    head, rows = rows_of_the_table("What does it cost?")
+    assert len(rows) == len(MAKESPANS)
+    for name, size, latency, *cells in rows:
+        ranks, microbatches = map(int, size.split(" x "))
+        plan = schedules[name](ranks, microbatches).plan()
+        for transfers, cell in zip(head[3:], cells, strict=True):
+            if cell == "hangs":
+                assert check(plan, transfers=transfers)
+            else:
+                trace = simulate(plan, Cost(latency=float(latency), transfers=transfers))
+                assert float(cell) == pytest.approx(trace.makespan, abs=1e-9)
+
+
+def test_the_page_lists_how_much_longer_each_schedule_takes():
+    _, rows = rows_of_the_table("Which order costs least?")
+    assert [row[0] for row in rows] == list(schedules)
+    for name, *cells in rows[3:8]:
+        plan = schedules[name](8, 32).plan()
+        free = simulate(plan, Cost(latency=0.1)).makespan
+        for transfers, cell in zip(("pytorch", "by-time"), cells[4:], strict=True):
+            longer = simulate(plan, Cost(latency=0.1, transfers=transfers)).makespan / free - 1
+            assert cell == f"{100 * longer:.2f} %"

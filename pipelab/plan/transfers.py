@@ -122,7 +122,7 @@ def in_order(bound: BoundPlan, order: Sequence[int]) -> Lowering:
     """Lower a plan so that every rank's transfers stand in one order of all values that cross, as early as they can."""
     crossings = crossings_of(bound)
     place = {value: at for at, value in enumerate(order)}
-    rows = _as_pytorch(bound, crossings, words_take_turns=False)
+    rows = [list(_deferred(bound, crossings, rank)) for rank in range(len(bound.rows))]
     return Lowering(bound, crossings, [_reordered(bound, row, place) for row in rows])
 
 

@@ -148,7 +148,7 @@ class Trace:
             >>> pipelab.simulate(plan, pipelab.Cost(transfers="pytorch")).queued
             (0.0, 6.0, 2.5, 0.0)
         """
-        if not any(each.behind for each in self.transfers):
+        if not any(each.behind for each in self._transfers or ()):  # without queues, transfers need not be made
             return (0.0,) * self.ranks
         return tuple(
             sum(wait.queued(free) for wait, free in zip(row, (self.start, *ends), strict=False) if wait is not None)

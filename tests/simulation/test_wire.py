@@ -191,8 +191,8 @@ def test_lowered_rows_are_written_for_pytorch_with_its_words(tmp_path):
 
 
 def test_pytorchs_runtime_reads_the_file_and_runs_its_actions_in_the_plans_order(tmp_path):
-    recording = pytest.importorskip("pipelab.conformance.recording")
-    from pipelab.conformance import native
+    pytest.importorskip("torch")
+    from pipelab.conformance import native, recording
 
     plan = schedules["zbv"](2, 4).plan()
     path = lower(plan, "by-time", Cost(latency=0.1)).to_csv(tmp_path / "plan.csv")

@@ -72,6 +72,7 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
@@ -111,6 +112,7 @@ __all__ = [
     "InterleavedZeroBubble",
     "LoopedBFS",
     "LossError",
+    "LoweredPlan",
     "Naive",
     "OneFOneB",
     "Pair",
@@ -139,6 +141,7 @@ __all__ = [
     "critical_path",
     "devices",
     "emulated",
+    "lower",
     "replicate",
     "ring_all_reduce",
     "schedules",

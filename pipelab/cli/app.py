@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -31,6 +31,7 @@ from pipelab.cli.options import (
     Target,
     Targets,
     Times,
+    Transfers,
     grouped,
     untimed,
     whole_numbers,
@@ -107,10 +108,11 @@ def check(
     target: Target,
     sizes: Sizes,
     memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
+    transfers: Transfers = "arrive",
 ) -> None:
     """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
     subject = untimed(sizes.find(target))
-    faults = pipelab.check(subject, memory_cap)
+    faults = pipelab.check(subject, memory_cap, cast("Any", transfers))
     name = subject.name if isinstance(subject, Plan) else repr(subject)
     if faults:
         raise pipelab.ScheduleError(faults, name)
@@ -118,6 +120,8 @@ def check(
     actions = sum(len(row) for row in plan.bound.rows)
     say(f"{name} is right: {actions} actions, no fault")
     say(f"every micro-batch goes through all {plan.stages} stages once forward and once backward; no rank gets stuck")
+    if transfers != "arrive":
+        say(f"with transfers {transfers}, no send or receive gets stuck either")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:
         say(f"stages {ranges(replicated)} are on several ranks, so their gradients are all-reduced")

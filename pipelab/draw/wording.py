@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
+    from pipelab.trace.waits import Wait
 
 __all__ = [
     "columns",
@@ -24,6 +25,7 @@ __all__ = [
     "percent",
     "percents",
     "span",
+    "stood_behind",
     "table",
     "unit",
 ]
@@ -160,16 +162,47 @@ def span(trace: Trace) -> str:
 def figures(trace: Trace) -> str:
     """Return makespan, bubble and peak in one line, and the ranks' own spans if all are shorter than the makespan.
 
+    If ranks were idle because a value stood behind another transfer, that time follows too.
+
     Example:
         >>> import pipelab
         >>> figures(pipelab.simulate(pipelab.OneFOneB(4, 8)))
         'makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1'
         >>> figures(pipelab.simulate(pipelab.ZBH2(4, 8)))
         'makespan 27 units, bubble 11.1 %, peak activations 7 7 7 7, own spans 24 24 24 24'
+        >>> cost = pipelab.Cost(transfers="pytorch")
+        >>> figures(pipelab.simulate(pipelab.Interleaved1F1B(4, 8), cost)).partition("5, ")[2]
+        'idle behind other transfers 0 6 2.5 0'
     """
     peaks = elided(trace.peak_activations)
     own = f", own spans {elided(map(number, trace.spans))}" if _slanted(trace) else ""
-    return f"makespan {span(trace)}, bubble {percent(trace.bubble)}, peak activations {peaks}{own}"
+    queued = f", idle behind other transfers {elided(map(number, trace.queued))}" if any(trace.queued) else ""
+    return f"makespan {span(trace)}, bubble {percent(trace.bubble)}, peak activations {peaks}{own}{queued}"
+
+
+def stood_behind(trace: Trace, wait: Wait) -> str:
+    """Return behind which other transfer the value stood that an action waited for; empty if behind none.
+
+    Example:
+        >>> import pipelab
+        >>> from pipelab.trace.waits import waits
+        >>> cost = pipelab.Cost(transfers="pytorch")
+        >>> trace = pipelab.simulate(pipelab.Interleaved1F1B(4, 8), cost)
+        >>> [text for row in waits(trace) for wait in row if wait and (text := stood_behind(trace, wait))][0]
+        '0F1 had given it by 1, but its send stood behind the receive of 4F0'
+    """
+    transfer, code = wait.transfer, trace.plan.bound.codes.code
+    if transfer is None or transfer.behind is None or not transfer.queued:
+        return ""
+    giver, needer = transfer.behind
+    rank_of = trace.plan.bound.rank_of
+    source, target = rank_of[code(giver)], rank_of[code(needer)]
+    if transfer.target in (source, target):
+        end, other = "receive", f"that of {needer}" if target == transfer.target else f"the send of {giver}"
+    else:
+        end, other = "send", f"that of {giver}" if source == transfer.source else f"the receive of {needer}"
+    ready = number(transfer.start - transfer.queued)
+    return f"{transfer.giver} had given it by {ready}, but its {end} stood behind {other}"
 
 
 def _slanted(trace: Trace) -> bool:

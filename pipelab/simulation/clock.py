@@ -9,6 +9,7 @@ from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
 from pipelab.simulation.cost import Cost
+from pipelab.simulation.wire import on_the_wire
 from pipelab.trace.trace import Trace
 
 __all__ = ["Cost", "simulate"]
@@ -22,7 +23,8 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) ->
 
     Args:
         plan_or_schedule: the plan or schedule.
-        cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
+        cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers. With
+            `Cost(transfers=...)`, transfers also wait for each other.
 
     Example:
         >>> import pipelab
@@ -31,7 +33,7 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) ->
         (33.0, 0.273, (4, 3, 2, 1))
 
     Raises:
-        ScheduleError: if the plan has faults.
+        ScheduleError: if the plan has faults; or if its sends and receives wait for each other in a circle.
         CostError: if a list of the cost does not have one number per stage.
         TypeError: if `cost` is not a `Cost`.
     """
@@ -48,6 +50,8 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) ->
             faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         order = walk.order
+    if cost.transfers != "arrive":
+        return on_the_wire(plan, cost, paired)
     begun, ended, delay = _clock(plan, bound, order, cost, paired)
     return Trace(
         plan,

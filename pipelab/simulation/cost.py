@@ -14,6 +14,7 @@ from pipelab.plan.actions import KINDS, Kind, whole
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import SEMANTICS, Semantics
 from pipelab.trace.trace import Trace
 
 __all__ = ["Cost"]
@@ -55,6 +56,14 @@ class Cost:
         first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: stage 0 needs no input gradient,
             so `I` takes no time there and `W` is the whole backward.
         unit: the unit of time, such as `"ms"`; for labels only.
+        transfers: how sends and receives are ordered and queued. `"arrive"`: not at all, a value arrives when it
+            arrives. In all others the two ends of a transfer meet: it starts when it is first in the queues of both
+            its ranks, and holds both for as long as it travels. `"pytorch"`: one queue per rank, in the order in which
+            PyTorch lowers a plan (`torch.distributed.pipelining.schedules._add_send_recv`). `"pytorch-runtime"`: the
+            same with the turns that PyTorch's runtime gives to `UNSHARD` and `REDUCE_GRAD`. `"deferred"`: one queue,
+            each receive right before its use. `"two-way"`: PyTorch's order, sends and receives in a queue each.
+            `"per-peer"`: PyTorch's order, one queue for each other rank. `"by-time"`: one queue, in an order that
+            pipelab chooses for these costs; it cannot hang.
 
     Example:
         >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
@@ -78,12 +87,13 @@ class Cost:
     per: Literal["rank", "stage"] = "rank"
     first_stage: Literal["uniform", "as-run"] = "uniform"
     unit: str = ""
+    transfers: Semantics = "arrive"
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be a time or a size; make lists immutable."""
         for field in fields(self):
             value = readable(getattr(self, field.name))
-            if field.name in ("per", "first_stage", "unit") or (value is None and field.default is None):
+            if field.name in ("per", "first_stage", "unit", "transfers") or (value is None and field.default is None):
                 continue
             several = isinstance(value, Sequence)
             if several and field.name in ("latency", "bandwidth"):
@@ -100,6 +110,8 @@ class Cost:
             raise CostError(f"per={self.per!r}: expected 'rank' or 'stage'")
         if self.first_stage not in ("uniform", "as-run"):
             raise CostError(f"first_stage={self.first_stage!r}: expected 'uniform' or 'as-run'")
+        if self.transfers not in SEMANTICS:
+            raise CostError(f"transfers={shorten(self.transfers)}: expected one of {', '.join(map(repr, SEMANTICS))}")
 
     @classmethod
     def fit(cls, trace: Trace) -> Cost:

@@ -18,7 +18,7 @@ from pipelab.files import read_text, write
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
 from pipelab.trace.reading import FORMAT, VERSION, read
-from pipelab.trace.waits import crossings
+from pipelab.trace.waits import crossings, waits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,6 +139,23 @@ class Trace:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @cached_property
+    def queued(self) -> tuple[float, ...]:
+        """For each rank, how long it was idle because a value that it needed stood behind another transfer, in `unit`.
+
+        Example:
+            >>> import pipelab
+            >>> plan = pipelab.Interleaved1F1B(ranks=4, microbatches=8)
+            >>> pipelab.simulate(plan, pipelab.Cost(transfers="pytorch")).queued
+            (0.0, 6.0, 2.5, 0.0)
+        """
+        if not any(each.behind for each in self._transfers or ()):  # without queues, transfers need not be made
+            return (0.0,) * self.ranks
+        return tuple(
+            sum(wait.queued(free) for wait, free in zip(row, (self.start, *ends), strict=False) if wait is not None)
+            for row, ends in zip(waits(self), self.ends, strict=True)
+        )
+
+    @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank, the most stage activations held at once.
 
@@ -202,6 +219,7 @@ class Trace:
             "lanes": list(self.lanes),
             "transfers": [
                 [each.source, each.target, str(each.giver), str(each.needer), each.start, each.end]
+                + ([] if each.behind is None else [each.queued, *map(str, each.behind)])
                 for each in self.transfers
             ],
         }

@@ -26,10 +26,18 @@ class Wait:
         giver: the code of the action whose value arrived last; for an `R`, of the last action before it on the rank of
             the group that reached it last.
         there: when that value arrived.
+        transfer: how it came from another rank; `None` if it was made on this rank, or for an `R`.
     """
 
     giver: int
     there: float
+    transfer: Transfer | None = None
+
+    def queued(self, free: float) -> float:
+        """Return how long a rank that was free since then was idle because the value stood behind another transfer."""
+        if self.transfer is None:
+            return 0.0
+        return max(0.0, self.transfer.start - max(free, self.transfer.start - self.transfer.queued))
 
 
 def crossings(
@@ -73,7 +81,8 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
     """Return the chain of actions that determines the makespan, first to last.
 
     From the last action, each step back goes to what the action waited for longest: the action before it on its rank,
-    or the giver of a value that it needs, with its transfer. If both were ready at once, it goes to the former.
+    or the giver of a value that it needs, with its transfer. If both were ready at once, it goes to the former. If the
+    transfer stood behind another one, the step goes to the giver of that one.
 
     Example:
         >>> import pipelab
@@ -85,11 +94,13 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
     where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
     path: list[Event] = []
     code = max(found.ended, key=found.ended.__getitem__, default=None)
-    while code is not None:
+    passed: set[int] = set()  # no trace that was simulated or measured comes twice to an action, but a file may
+    while code is not None and code not in passed:
+        passed.add(code)
         rank, index = where[code]
         path.append(Event(rank, bound.codes.action(code), trace.starts[rank][index], found.ended[code]))
         wait, before = found.of(rank, index), _before(trace, rank, index)
-        code = wait.giver if wait is not None else bound.rows[rank][before] if before >= 0 else None
+        code = found.culprit(wait) if wait is not None else bound.rows[rank][before] if before >= 0 else None
     return tuple(reversed(path))
 
 
@@ -100,7 +111,7 @@ class _Waits:
         code = trace.plan.bound.codes.code
         self.trace, self.bound = trace, trace.plan.bound
         self.ended = _ended(self.bound, trace.ends)
-        self.travelled = {(code(each.giver), code(each.needer)): each.end for each in trace.transfers}
+        self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.transfers}
         self.slack = 1e-9 * trace.makespan
 
     def of(self, rank: int, index: int) -> Wait | None:
@@ -114,11 +125,25 @@ class _Waits:
         last = max(arrivals, key=attrgetter("there"), default=None)
         return last if last is not None and last.there > free + self.slack else None
 
+    def culprit(self, wait: Wait) -> int:
+        """Return the giver of the first of the transfers that stood one behind the other before this wait ended."""
+        giver, transfer, code = wait.giver, wait.transfer, self.bound.codes.code
+        passed: set[tuple[int, int]] = set()
+        while transfer is not None and transfer.queued > self.slack and transfer.behind is not None:
+            ends = code(transfer.behind[0]), code(transfer.behind[1])
+            if ends in passed:
+                break
+            passed.add(ends)
+            giver, transfer = ends[0], self.travelled.get(ends)
+        return giver
+
     def _arrivals(self, code: int) -> list[Wait]:
         """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
         if self.bound.codes.kind[code] != "R":
-            givers = (giver for _, giver in self.bound.inputs(code))
-            return [Wait(giver, self.travelled.get((giver, code), self.ended[giver])) for giver in givers]
+            givers = [giver for _, giver in self.bound.inputs(code)]
+            moved = [self.travelled.get((giver, code)) for giver in givers]
+            there = [self.ended[giver] if each is None else each.end for giver, each in zip(givers, moved, strict=True)]
+            return list(map(Wait, givers, there, moved))
         rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
         before = ((rank, row, row.index(code) - 1) for rank, row in rows)
         return [Wait(row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0]

@@ -24,7 +24,8 @@ function waited(trace, rank, index) {
   const giver = lane.waits[index];
   if (giver !== "-") {
     const from = trace.ranks.findIndex((other) => other.actions.includes(giver));
-    return `${giver} on rank ${from}, there at ${number(lane.there[index])}; the rank was idle for ${idle}`;
+    const behind = lane.behind[index] ? ` (${lane.behind[index]})` : "";
+    return `${giver} on rank ${from}, there at ${number(lane.there[index])}${behind}; the rank was idle for ${idle}`;
   }
   if (start - free > 1e-6 * trace.span) return `nothing it needs: it started ${idle} after its rank was free`;
   return "nothing: it started when its rank was free";

@@ -106,7 +106,8 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times count from its start.
 
     For each rank, as many `actions`, such as `0F3`, as `starts` and `ends`, and as `waits`, what an action waited for
-    (`-`: nothing), with `there`, when that was there. `halves` numbers the actions that share a slot with the next.
+    (`-`: nothing), with `there`, when that was there, and `behind`, the transfer that it stood behind, by the number of
+    the action. `halves` numbers the actions that share a slot with the next.
     """
     lanes, bound = Lanes(trace), trace.plan.bound
     names = {code: str(bound.codes.action(code)) for row in bound.rows for code in row}
@@ -125,6 +126,9 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
             "ends": [short(time) for time in trace.ends[rank]],
             "waits": " ".join("-" if wait is None else names[wait.giver] for wait in waited),
             "there": [0 if wait is None else short(wait.there) for wait in waited],
+            "behind": {
+                at: words for at, wait in enumerate(waited) if wait and (words := wording.stood_behind(trace, wait))
+            },
             "halves": [index for index in range(len(row)) if half(trace, rank, index) == "upper"],
             "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
             "peak": trace.peak_activations[rank],

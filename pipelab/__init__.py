@@ -71,8 +71,10 @@ from pipelab.plan.actions import Action, B, F, I, Pair, R, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
+from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.simulation.optimum import Optimum, optimum
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
@@ -113,6 +115,7 @@ __all__ = [
     "LossError",
     "Naive",
     "OneFOneB",
+    "Optimum",
     "Pair",
     "PipelabError",
     "Pipeline",
@@ -137,6 +140,8 @@ __all__ = [
     "critical_path",
     "devices",
     "emulated",
+    "lower_bound",
+    "optimum",
     "replicate",
     "schedules",
     "simulate",

@@ -2,5 +2,7 @@
 
 - `clock`: `simulate`: a plan's times, if actions and transfers took so long
 - `cost`: `Cost`: how long actions and transfers take
+- `bounds`: `lower_bound`: a time that no order can undercut
+- `optimum`: `optimum`: the best order, and whether it is proven
 - `comparison`: `compare` traces, and find the critical path
 """

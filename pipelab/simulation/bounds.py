@@ -161,8 +161,8 @@ def work_of(subject: Subject, cost: Cost | None = None) -> Work:
             raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
         codes = plan.bound.codes
         lasts, delays = codes.by_code(cost.times(plan)), codes.by_value(*cost.transfer_times(plan))
-        if plan.bound.pairs and (slots := cost.pair_times(plan)) is not None:
-            paired = {code: slots[codes.stage[code]] for code in plan.bound.pairs}
+        if plan.bound.pairs and (each := cost.pair_times(plan)) is not None:
+            paired = {code: each[codes.stage[code]] for code in plan.bound.pairs}
     order = require_legal(plan).order
     if paired:
         order = traverse(plan.bound, atomic_pairs=True).order

@@ -5,4 +5,5 @@
 - `bounds`: `lower_bound`: a time that no order can undercut
 - `optimum`: `optimum`: the best order, and whether it is proven
 - `comparison`: `compare` traces, and find the critical path
+- `published`: published training set-ups, and their MFU
 """

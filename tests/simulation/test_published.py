@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+from pathlib import Path
+
 import pytest
 
 import pipelab
@@ -80,3 +83,10 @@ def test_sizes_and_rates_that_cannot_be_are_refused():
         mfu(1, seconds=0, devices=1, peak=1)
     with pytest.raises(UsageError, match="devices=0"):
         mfu(1, seconds=1, devices=0, peak=1)
+
+
+def test_the_examples_of_the_reference_page_give_what_it_prints():
+    pytest.importorskip("ortools")
+    page = Path(__file__).parents[2] / "docs" / "reference" / "simulation.md"
+    failed, tried = doctest.testfile(str(page), module_relative=False)
+    assert (failed, tried >= 8) == (0, True)

@@ -74,6 +74,9 @@ def optimum(
     does not matter. The solver stops when it has a proof, or when the time is over; then the best order found and the
     bound reached so far are returned. About 100 actions take seconds, a few thousand take too long for a proof.
 
+    The solver counts in whole numbers. If the times have no common unit, as measured ones, it rounds them down to a
+    millionth of the longest: the bound still holds, and "proven" means to within so little for each action.
+
     The solver is OR-tools, an extra: `pip install ortools`, or `pip install -e ".[optimum]"` in pipelab's folder.
 
     Args:

@@ -91,7 +91,7 @@ HIDING_PLACES = {
 }
 
 TORCH_HALF = ("pipelab.engine", "pipelab.conformance", "pipelab.labs")
-HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "typer", "IPython", "cuda"}
+HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "ortools", "typer", "IPython", "cuda"}
 
 
 @dataclass(frozen=True)

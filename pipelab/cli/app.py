@@ -53,7 +53,7 @@ from pipelab.cli.printing import (
     wrote,
 )
 from pipelab.cli.sweeping import Cell, sweep, table_of
-from pipelab.draw import text
+from pipelab.draw import text, wording
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
@@ -140,6 +140,32 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
 
 @app.command()
 @grouped
+def optimum(
+    target: Target,
+    sizes: Sizes,
+    times: Times,
+    memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
+    seconds: Annotated[float, typer.Option(help="how long the solver may take at most")] = 10,
+    save: Save = None,
+) -> None:
+    """Find the quickest order of a schedule's actions, and say whether it is proven to be the quickest."""
+    require_writable(save, TIMELINE)
+    best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap, seconds)
+    echo(text.timeline(best.trace))
+    unit = wording.unit(best.trace)
+    if best.proven:
+        say(f"No order of these actions on these ranks is quicker than {wording.span(best.trace)}: that is proven.")
+    else:
+        say(
+            f"No order is proven to be the quickest yet: every one takes at least {wording.number(best.bound)} {unit}, "
+            f"and this one at most {wording.percent(best.gap)} more. More --seconds may find a better one."
+        )
+    for path in save or []:
+        wrote(save_timeline(best.trace, path))
+
+
+@app.command()
+@grouped
 def draw(
     target: Target,
     sizes: Sizes,
@@ -167,7 +193,13 @@ def draw(
 
 @app.command()
 @grouped
-def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveComparison = None) -> None:
+def compare(
+    targets: Targets,
+    sizes: SweepSizes,
+    times: Times,
+    save: SaveComparison = None,
+    bound: Annotated[bool, typer.Option("--bound", help="how far each is above what any order must take")] = False,
+) -> None:
     """Simulate schedules with the same costs and show them side by side.
 
     Several numbers of micro-batches (`-m 2,4,8`) make a table. Its times are for the whole batch, the same in every
@@ -180,8 +212,10 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
         traces = times.traces(sizes.find(targets), targets)
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
-        show(pipelab.compare(*traces, names=targets), save)
+        show(pipelab.compare(*traces, names=targets, bound=bound), save)
         return
+    if bound:
+        raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")
     cost = times.cost()
     made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
     say(

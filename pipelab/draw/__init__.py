@@ -92,7 +92,8 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
     """
     suffix = Path(path).suffix.lower()
     if suffix == ".csv":
-        return Table([asdict(row) for row in comparison.rows], []).save(path)
+        rows = [{key: value for key, value in asdict(row).items() if value is not None} for row in comparison.rows]
+        return Table(rows, []).save(path)
     if suffix in (".md", ".tex"):
         heads, *lines = wording.table(comparison)
         return Table([dict(zip(heads, line, strict=True)) for line in lines], list(map(Column, heads))).save(path)

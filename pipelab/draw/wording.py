@@ -213,6 +213,8 @@ def _slanted(trace: Trace) -> bool:
 def table(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return a comparison's figures as rows of cells, heads first, with own spans if a trace's are all short.
 
+    If the comparison has bounds, there is a column for how far each makespan is above its bound.
+
     Example:
         >>> import pipelab
         >>> for row in table(pipelab.compare(pipelab.simulate(pipelab.OneFOneB(4, 8)), names=["1F1B"])):
@@ -228,6 +230,9 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
     if any(map(_slanted, comparison.traces)):
         own = [elided(map(number, row.spans)) for row in comparison.rows]
         lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["own spans", *own], strict=True)]
+    if any(row.bound is not None for row in comparison.rows):
+        above = ["-" if not row.bound else percent(max(0.0, row.makespan / row.bound - 1)) for row in comparison.rows]
+        lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["above bound", *above], strict=True)]
     return list(map(tuple, lines))
 
 

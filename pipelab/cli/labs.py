@@ -20,7 +20,7 @@ from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, sho
 from pipelab.errors import PipelabError, UsageError
 from pipelab.labs.grading.tasks import HOMEWORK, start_homework
 
-__all__ = ["finished", "lab"]
+__all__ = ["SaveTable", "finished", "lab"]
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
 

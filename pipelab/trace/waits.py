@@ -13,22 +13,25 @@ from pipelab.trace.events import Event, Transfer
 if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
-__all__ = ["Half", "Wait", "critical_path", "crossings", "half", "waits"]
+__all__ = ["Half", "Wait", "Waits", "before_slot", "critical_path", "crossings", "half", "waits"]
 
 Half = Literal["whole", "upper", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What an action waited for while its rank was free.
+    """A value that an action needs.
 
     Attributes:
-        giver: the code of the action whose value arrived last; for an `R`, of the last action before it on the rank of
-            the group that reached it last.
-        there: when that value arrived.
+        giver: the code of the action that gives it; for an `R`, of the last action before it on a rank of its group.
+        ended: when that action ended.
+        left: when the value left its rank, which may have been busy with another transfer.
+        there: when the value arrived.
     """
 
     giver: int
+    ended: float
+    left: float
     there: float
 
 
@@ -65,7 +68,7 @@ def waits(trace: Trace) -> list[list[Wait | None]]:
         >>> [[wait and (action(wait.giver), wait.there) for wait in row] for row in waits(trace)]
         [[None, (1B0, 4.0)], [(0F0, 1.0), None]]
     """
-    found = _Waits(trace)
+    found = Waits(trace)
     return [[found.of(rank, index) for index in range(len(row))] for rank, row in enumerate(trace.plan.bound.rows)]
 
 
@@ -81,50 +84,60 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
         >>> [event.action for event in critical_path(trace)]
         [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
     """
-    bound, found = trace.plan.bound, _Waits(trace)
+    bound, found = trace.plan.bound, Waits(trace)
     where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
     path: list[Event] = []
     code = max(found.ended, key=found.ended.__getitem__, default=None)
     while code is not None:
         rank, index = where[code]
         path.append(Event(rank, bound.codes.action(code), trace.starts[rank][index], found.ended[code]))
-        wait, before = found.of(rank, index), _before(trace, rank, index)
+        wait, before = found.of(rank, index), before_slot(trace, rank, index)
         code = wait.giver if wait is not None else bound.rows[rank][before] if before >= 0 else None
     return tuple(reversed(path))
 
 
-class _Waits:
+class Waits:
     """What the actions of a trace waited for, computed when asked for."""
 
     def __init__(self, trace: Trace) -> None:
         code = trace.plan.bound.codes.code
         self.trace, self.bound = trace, trace.plan.bound
         self.ended = _ended(self.bound, trace.ends)
-        self.travelled = {(code(each.giver), code(each.needer)): each.end for each in trace.transfers}
+        self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.transfers}
         self.slack = 1e-9 * trace.makespan
 
     def of(self, rank: int, index: int) -> Wait | None:
         """Return the value that arrived last, if it arrived after the rank was free."""
-        row, part = self.bound.rows[rank], half(self.trace, rank, index)
-        arrivals = self._arrivals(row[index])
-        if part != "whole":  # a slot starts when both of its halves have what they need
-            arrivals += self._arrivals(row[index + (1 if part == "upper" else -1)])
-        before = _before(self.trace, rank, index)
+        before = before_slot(self.trace, rank, index)
         free = self.trace.ends[rank][before] if before >= 0 else self.trace.start
-        last = max(arrivals, key=attrgetter("there"), default=None)
+        last = max(self.needs(rank, index), key=attrgetter("there"), default=None)
         return last if last is not None and last.there > free + self.slack else None
+
+    def needs(self, rank: int, index: int) -> list[Wait]:
+        """Return all values that an action needs, and the other half of its slot, if it has one."""
+        row, part = self.bound.rows[rank], half(self.trace, rank, index)
+        needs = self._arrivals(row[index])
+        if part != "whole":  # a slot starts when both of its halves have what they need
+            needs += self._arrivals(row[index + (1 if part == "upper" else -1)])
+        return needs
 
     def _arrivals(self, code: int) -> list[Wait]:
         """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
         if self.bound.codes.kind[code] != "R":
-            givers = (giver for _, giver in self.bound.inputs(code))
-            return [Wait(giver, self.travelled.get((giver, code), self.ended[giver])) for giver in givers]
+            return [self._arrival(giver, code) for _, giver in self.bound.inputs(code)]
         rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
         before = ((rank, row, row.index(code) - 1) for rank, row in rows)
-        return [Wait(row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0]
+        ends = ((row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0)
+        return [Wait(code, end, end, end) for code, end in ends]
+
+    def _arrival(self, giver: int, needer: int) -> Wait:
+        """Return when a value was computed, left and arrived."""
+        ended, travelled = self.ended[giver], self.travelled.get((giver, needer))
+        left, there = (travelled.start, travelled.end) if travelled else (ended, ended)
+        return Wait(giver, ended, left, there)
 
 
-def _before(trace: Trace, rank: int, index: int) -> int:
+def before_slot(trace: Trace, rank: int, index: int) -> int:
     """Return the index of the action before this one's slot, which the two halves of a pair may share."""
     return index - (2 if half(trace, rank, index) == "lower" else 1)
 

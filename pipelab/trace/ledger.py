@@ -13,21 +13,23 @@ if TYPE_CHECKING:
     from pipelab.draw.table import Table
     from pipelab.trace.trace import Trace
 
-__all__ = ["REASONS", "Idle", "Ledger", "Reason", "idle_times"]
+__all__ = ["MEANINGS", "REASONS", "Idle", "Ledger", "Reason", "idle_times"]
 
 Reason = Literal["fill", "dependency", "behind another transfer", "transfer", "order", "all-reduce", "drain"]
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
-"""Why a rank is idle, in the order in which they follow one another: each idle moment has exactly one reason.
+"""Why a rank is idle, in the order in which they follow one another: each idle moment has exactly one reason."""
 
-- fill: the rank has not begun yet
-- dependency: a value that it needs is not computed yet
-- behind another transfer: the value is computed, and its transfer waits for others
-- transfer: the value is on its way
-- order: all values are there; the machine was late, or the rank was busy with something that the trace does not show
-- all-reduce: another rank has not reached the all-reduce yet
-- drain: the rank has done all of its actions
-"""
+MEANINGS: dict[Reason, str] = {
+    "fill": "The rank has not begun yet.",
+    "dependency": "A value that it needs is not computed yet.",
+    "behind another transfer": "The value is computed, and its transfer waits for others.",
+    "transfer": "The value is on its way.",
+    "order": "All values are there: the machine was late, or busy with something that the trace does not show.",
+    "all-reduce": "Another rank has not reached the all-reduce yet.",
+    "drain": "The rank has done all of its actions.",
+}
+"""What each reason means."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,9 @@ ENGINE: list[list[str]] = [
 
 # The one place where an import may point up: what shows a thing imports `draw` when it is called.
 DISPLAYS = {
+    "pipelab.trace.ledger:Ledger.table",
     "pipelab.trace.trace:Trace.save",
+    "pipelab.trace.trace:Trace.why",
     "pipelab.trace.trace:Trace.plot",
     "pipelab.trace.trace:Trace.show",
     "pipelab.trace.trace:Trace.__str__",

@@ -19,7 +19,7 @@ import pipelab
 from pipelab import files
 from pipelab.checking.checker import as_plan
 from pipelab.cli.grading import grade_command
-from pipelab.cli.labs import lab
+from pipelab.cli.labs import SaveTable, lab
 from pipelab.cli.measuring import Work, cores, measure, measure_sweep, proof_of, too_few_cores, why_slow
 from pipelab.cli.options import (
     RunSizes,
@@ -54,6 +54,7 @@ from pipelab.cli.printing import (
 )
 from pipelab.cli.sweeping import Cell, sweep, table_of
 from pipelab.draw import text, wording
+from pipelab.draw.why import sentence
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
@@ -136,6 +137,34 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
     echo(text.timeline(trace))
     for path in save or []:
         wrote(save_timeline(trace, path))
+
+
+@app.command()
+@grouped
+def why(
+    target: Target,
+    sizes: Sizes,
+    times: Times,
+    rank: Annotated[int | None, typer.Option(min=0, help="one rank: all of its idle times")] = None,
+    at: Annotated[float | None, typer.Option(help="a time: why the rank is idle then, back to the root")] = None,
+    save: SaveTable = None,
+) -> None:
+    """Say why ranks are idle: a table of reasons, one rank's idle times, or one of them back to its root.
+
+    For example: pipelab why 1f1b; pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8
+    """
+    if at is not None and rank is None:
+        raise UsageError(f"--at {at:g} needs a rank: pipelab why {target} --rank 0 --at {at:g}")
+    require_writable(save, TABLE)
+    (trace,) = times.traces([sizes.find(target)], [target])
+    if rank is None:
+        echo(f"{wording.headline(trace)}: {wording.figures(trace)}")
+        show(trace.ledger.table, save)
+    elif at is not None:
+        echo(trace.why(rank, at))
+    else:
+        idle = [each for each in trace.idle if each.rank == rank]
+        echo("\n".join(sentence(trace, each) for each in idle) or f"rank {rank} is never idle")
 
 
 @app.command()

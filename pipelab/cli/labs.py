@@ -23,7 +23,7 @@ from pipelab.labs.grading.tasks import HOMEWORK, start_homework
 if TYPE_CHECKING:
     from pipelab.labs.hybrid import Hybrid
 
-__all__ = ["finished", "lab"]
+__all__ = ["SaveTable", "finished", "lab"]
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
 

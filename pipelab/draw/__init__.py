@@ -12,6 +12,7 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `table`: tables of results, for a terminal, a report and a plot
 - `ruler`: the ruler under a text timeline
 - `wording`: headlines and tables in words
+- `why`: idle time in words
 - `colours`: the palette
 """
 

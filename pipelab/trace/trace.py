@@ -17,13 +17,14 @@ from pipelab.errors import FormatError, clean
 from pipelab.files import read_text, write
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
+from pipelab.trace.ledger import Idle, Ledger, idle_times
 from pipelab.trace.reading import FORMAT, VERSION, read
 from pipelab.trace.waits import crossings, waits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Event", "Trace", "Transfer"]
+__all__ = ["Event", "Idle", "Ledger", "Trace", "Transfer"]
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -162,6 +163,45 @@ class Trace:
         Each forward adds one. The full backward releases it, or the weight gradient if the backward is split.
         """
         return tuple(max([0, *self.plan.bound.in_flight(rank)]) for rank in range(self.ranks))
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """Every idle time of every rank, with its reason, rank by rank, in order."""
+        return idle_times(self)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Where each rank's time went: work, and idle time by reason, which add up to the makespan.
+
+        Example:
+            >>> import pipelab
+            >>> pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).ledger[2]
+            {'fill': 2.0, 'dependency': 3.0, 'drain': 4.0}
+        """
+        return Ledger.of(self)
+
+    def why(self, rank: int, at: float, lines: int = 5) -> str:
+        """Return why a rank is idle at a time, followed back to its root; or what it is running, and why not earlier.
+
+        Args:
+            rank: the rank.
+            at: the time, in the trace's unit.
+            lines: how many steps back are told, at most.
+
+        Example:
+            >>> import pipelab
+            >>> print(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)).why(rank=0, at=2.5))
+            Rank 0 is idle from 2 to 4 (2 units, dependency): 0B0 needs 1B0, which ends at 4.
+            1B0 begins on rank 1 at 2: until then it runs 1F0.
+            1F0 begins on rank 1 at 1: 0F0 on rank 0 ends at 1.
+            0F0 begins on rank 0 at 0: it is the rank's first action, and needs nothing.
+
+        Raises:
+            UsageError: if there is no such rank, or nothing runs at that time.
+        """
+        from pipelab.draw import why
+
+        return why.why(self, rank, at, lines)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the trace; the suffix is the format: `html`, `svg`, `png`, `pdf`, `json` or `txt`.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelab.errors import FormatError, clean
-from pipelab.files import read_text, write
+from pipelab.files import read_text
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
 from pipelab.trace.ledger import Idle, Ledger, idle_times
@@ -203,8 +203,12 @@ class Trace:
 
         return why.why(self, rank, at, lines)
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], *, width: float | Literal["beamer"] | None = None) -> Path:
         """Write the trace; the suffix is the format: `html`, `svg`, `png`, `pdf`, `json` or `txt`.
+
+        `perfetto.json` is for https://ui.perfetto.dev and chrome://tracing, `events.csv` a table of all actions. The
+        `width` of a figure is `3.25` or `6.75` inches, a paper's column or page, or `"beamer"`; by default, as wide as
+        its labels need.
 
         Example:
             >>> import pipelab, tempfile, pathlib
@@ -219,13 +223,12 @@ class Trace:
 
         Raises:
             FormatError: if the suffix is another one.
+            UsageError: if the width is not from 2 to 40 inches, or the format has none.
         """
         path = Path(path)
-        if path.suffix.lower() == ".json":
-            return write(path, json.dumps(self.to_dict()) + "\n")
         from pipelab import draw
 
-        return draw.save(self, path)
+        return draw.save(self, path, width)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:

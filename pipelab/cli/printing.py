@@ -97,7 +97,8 @@ def echo(shown: str, error: bool = False) -> None:
 
 def save_timeline(trace: Trace, path: Path) -> Path:
     """Write a trace, or its plan as `csv` in PyTorch's notation; return the path."""
-    return trace.plan.to_csv(path) if path.suffix.lower() == ".csv" else trace.save(path)
+    plan = path.suffix.lower() == ".csv" and not path.name.lower().endswith(".events.csv")
+    return trace.plan.to_csv(path) if plan else trace.save(path)
 
 
 def show(shown: Comparison | Table, save: list[Path] | None) -> None:

@@ -215,7 +215,8 @@ def draw(
     subject = sizes.find(target)
     (trace,) = times.traces([subject], [target])
     if not save:
-        echo(f"{text.timeline(trace)}\n\nAs a page that answers: pipelab draw {target} --save timeline.html")
+        echo(text.timeline(trace))
+        say("add --save timeline.html for a page that says why each rank waits")
     for path in save or []:
         wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path))
 

@@ -123,17 +123,15 @@ def practical9(
         len(course.METHODS) * len(counts),
         "measuring",
     )
-    devices = "{:g} ms forward and {:g} ms backward".format(*work.emulate) if work.emulate else "real layers"
-    title = f"One batch through {ranks} stages, M micro-batches, {devices}; median of {work.measured_steps} steps"
+    remarks = [warning] if warning and real else []
+    if whole:
+        share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
+        remarks += [] if warning else [why_slow(ranks, share, command)]
+        remarks.append(course.surprise(rows))
     if rows:
-        show(course.table(rows, title, whole), save)
+        show(course.table(rows, list(filter(None, remarks))), save)
     if not whole:
         raise typer.Exit(1)
-    share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
-    if not warning and (why := why_slow(ranks, share, command)):
-        say(f"{why}\n")
-    if note := course.surprise(rows):
-        say(f"{note}\n")
 
 
 @lab.command()

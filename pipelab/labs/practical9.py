@@ -85,7 +85,9 @@ def measurements(
     names = [(WHOLE, 1), *((method, count) for count in counts for method in _KINDS)]
     plans = [(_KINDS.get(method, Naive))(ranks, count).plan() for method, count in names]
     jobs = make_jobs(plans, [count for _, count in names], width, depth, batch, emulate)
-    stages = "real layers" if emulate is None else "emulated, {:g} and {:g} ms".format(*emulate)
+    stages = f"{depth} real layers of width {width}"
+    if emulate is not None:
+        stages = "emulated: {:g} ms forward and {:g} ms backward of each stage for the whole batch".format(*emulate)
     setting = {"batch": batch, "stages": stages, "steps": steps}
     alone: dict[int, Trace] = {}
     for (method, count), job in zip(names, jobs, strict=True):
@@ -120,13 +122,12 @@ def _row(result: Result, predicted: Trace) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row], title: str = "", whole: bool = True) -> Table:
+def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
     """Return the table of measured rows, the numbers of micro-batches side by side, and the eight answers below it.
 
     Args:
         rows: what `measurements` made.
-        title: what was measured, and how.
-        whole: whether all rows are there; if not, there are no answers.
+        remarks: sentences right below the table, such as a warning.
     """
     columns = [
         Column("method"),
@@ -144,15 +145,17 @@ def table(rows: Sequence[Row], title: str = "", whole: bool = True) -> Table:
     exact = all(row["gradients_exact"] for row in rows)
     off = max((row["whole_batch_difference"] or 0.0 for row in rows), default=0.0)
     notes = [
+        *remarks,
         "A naive, whole batch: the batch in one piece, measured once. Its 1 activation is of the whole batch; the "
         "other methods' activations are of one micro-batch each.",
         f"The gradients match plain training with the same micro-batches {'bit for bit' if exact else 'to rounding'}. "
         f"Against the whole batch at once they differ by at most {off:.1e}.",
     ]
-    if whole:
-        numbered = enumerate(answers(rows), start=1)
-        notes += [f"{number}. {question} {answer}" for number, (question, answer) in numbered]
+    numbered = enumerate(answers(rows), start=1)
+    notes += [f"{number}. {question} {answer}" for number, (question, answer) in numbered]
     axes = ("microbatches", ("step_time_ms", "bubble", "peak_share"))
+    setting = "A batch of {batch} rows in M micro-batches through {ranks} stages, {stages}; median of {steps} steps"
+    title = setting.format_map(rows[0]) if rows else ""
     return Table(rows, columns, "microbatches", axes, notes, title=title)
 
 
@@ -189,9 +192,11 @@ def _longer_than_predicted(rows: Sequence[Row]) -> str:
 
 
 def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the practical's eight questions, each with an answer from the numbers of a whole table."""
+    """Return the practical's eight questions, each with an answer from the numbers of a whole table; else nothing."""
     at = {(row["method"], row["microbatches"]): row for row in rows}
     counts = sorted({row["microbatches"] for row in rows})
+    if not rows or any((method, count) not in at for method in METHODS for count in counts):
+        return []
     few, many = counts[0], counts[-1]
     ranks = rows[0]["ranks"]
     whole, naive, gpipe, loop, true = (at[method, many] for method in METHODS)

@@ -5,8 +5,10 @@ import pipelab
 
 schedule = pipelab.OneFOneB(ranks=2, microbatches=4)
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
 x, y = torch.randn(256, 1024), torch.randn(256, 1024)
+torch.manual_seed(0)
+layers = [torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU()) for _ in range(8)]
+model = torch.nn.Sequential(*layers)
 with pipelab.Pipeline(model, schedule, torch.nn.functional.mse_loss) as pipe:
     steps = [pipe.step(x, y) for _ in range(8)][1:]  # the first one warms up
 step = sorted(steps, key=lambda step: step.trace.makespan)[3]  # the one of median length

@@ -72,6 +72,7 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
@@ -109,6 +110,7 @@ __all__ = [
     "I",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
+    "Links",
     "LoopedBFS",
     "LossError",
     "Naive",
@@ -133,6 +135,7 @@ __all__ = [
     "VerificationError",
     "W",
     "__version__",
+    "all_reduce_time",
     "check",
     "codec_hook",
     "compare",

@@ -172,6 +172,8 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
         show(pipelab.compare(*traces, names=targets), save)
         return
     cost = times.cost()
+    assert not callable(cost.forward)  # no option's text is a function
+    assert not callable(cost.backward)
     made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
     say(
         f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "

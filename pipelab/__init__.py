@@ -72,6 +72,7 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.simulation.jitter import Jitter, jitter
 from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
@@ -110,6 +111,7 @@ __all__ = [
     "I",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
+    "Jitter",
     "Links",
     "LoopedBFS",
     "LossError",
@@ -142,6 +144,7 @@ __all__ = [
     "critical_path",
     "devices",
     "emulated",
+    "jitter",
     "replicate",
     "ring_all_reduce",
     "schedules",

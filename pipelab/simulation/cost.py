@@ -54,7 +54,8 @@ class Cost:
         all_reduce: time of `R`, such as one from `all_reduce_time`.
         latency: time that any transfer takes, however small. It delays the action that needs the value.
         bandwidth: bytes per unit of time; if left out, size does not matter.
-        links: latency and bandwidth inside a node and between nodes, instead of the two before.
+        links: latency and bandwidth inside a node and between nodes, instead of the two before; `Links`, or a dict of
+            its three arguments.
         sender: `"free"`, as if a device of its own moved the values: the rank that gives one goes on at once. `"busy"`:
             it starts nothing before all that it sends has arrived; it counts as idle then.
         slowdown: how many times as long work takes while a value is on its way from or to its rank, 1 or more. An
@@ -104,7 +105,7 @@ class Cost:
     all_reduce: Number = 0
     latency: float = 0
     bandwidth: float | None = None
-    links: Links | None = None
+    links: Links | dict[str, Any] | None = None
     sender: Literal["free", "busy"] = "free"
     slowdown: float = 1
     activation_bytes: PerSlot = 0
@@ -142,6 +143,8 @@ class Cost:
             raise CostError("bandwidth=0: nothing would ever arrive; leave it out if size does not matter")
         if self.slowdown < 1:
             raise CostError(f"slowdown={self.slowdown}: expected 1 or more, as communication makes no work quicker")
+        if isinstance(self.links, dict) and set(self.links) == {field.name for field in fields(Links)}:
+            object.__setattr__(self, "links", Links(**self.links))
         if not (self.links is None or isinstance(self.links, Links)):
             raise CostError(f"links={shorten(self.links)}: expected pipelab.Links(ranks_per_node, inside, between)")
         if self.links is not None and (self.latency or self.bandwidth is not None):
@@ -151,10 +154,12 @@ class Cost:
                 raise CostError(f"{name}={word!r}: expected {' or '.join(map(repr, words))}")
 
     @classmethod
-    def fit(cls, trace: Trace, split: Trace | float | None = None) -> Cost:
+    def fit(
+        cls, trace: Trace, split: Trace | float | None = None, typical: Literal["median", "mean"] = "median"
+    ) -> Cost:
         """Return the costs that a trace shows: the median time of each kind of action on each stage.
 
-        The median is not affected by a few disturbed actions. In a measured trace, an action takes the time since its
+        In a measured trace, an action takes the time since its
         rank and its inputs were there: what the rank did between two actions belongs to the work.
 
         Transfers are fitted from values that an idle rank waited for: the shortest of the stages' median times becomes
@@ -169,6 +174,8 @@ class Cost:
             split: what a backward in two halves costs beyond a whole one: the ratio `(I + W) / B`, or a trace of the
                 same stages and rows whose backwards are split. If left out, the halves take half of `B` each, and `B`
                 as long as both halves. On the first stage of a measured trace, `I` takes nothing and `W` all of `B`.
+            typical: `"median"`, which a few disturbed actions do not change; or `"mean"`, in which they count. On a
+                busy machine every step has some, and medians predict steps that are too short.
 
         Example:
             >>> import pipelab
@@ -182,9 +189,10 @@ class Cost:
 
         Raises:
             TypeError: if `trace` is not a trace, or `split` neither a trace nor a number.
-            CostError: if `split` is a trace of other stages or without split backwards, or a ratio that is not above 0.
+            CostError: if `typical` is none of the two words; if `split` is a trace of other stages or without split
+                backwards, or a ratio that is not above 0.
         """
-        return cls(per="stage", **fitted(trace, split))
+        return cls(per="stage", **fitted(trace, split, typical))
 
     def merged(self, stages: int | Sequence[int]) -> Cost:
         """Return the costs of a model cut into fewer stages: those of neighbours are added.
@@ -288,6 +296,7 @@ class Cost:
             return [self.latency + size * slow for size in outputs], [self.latency + size * slow for size in gradients]
         ranks, stages = plan.bound.rank_of_slot, plan.stages
         outputs, gradients = (each * (len(ranks) // len(each)) for each in (outputs, gradients))
+        assert isinstance(self.links, Links)  # made of a dict when the cost was made
         time = self.links.time
         for slot, rank in enumerate(ranks):
             stage = slot % stages

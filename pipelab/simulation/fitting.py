@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from pipelab.errors import CostError
@@ -22,16 +22,19 @@ Spans = dict[tuple[str, int], list[float]]
 """By kind and stage, how long its actions took, or what they gave travelled; a pair in one slot has the kind "pair"."""
 
 
-def fitted(trace: Trace, split: Trace | float | None) -> dict[str, Any]:
+def fitted(trace: Trace, split: Trace | float | None, typical: str) -> dict[str, Any]:
     """Return the arguments of a `Cost` per stage that predicts a trace; see `Cost.fit`."""
     if not isinstance(trace, Trace):
         raise TypeError(f"Cost.fit takes a trace, from step.trace or simulate, got {shorten(trace)}")
-    moved = _transfers(trace)
-    typical = {each: median(spans) for each, spans in _spans(trace, moved).items()}
+    if typical not in ("median", "mean"):
+        raise CostError(f"typical={shorten(typical)}: expected 'median' or 'mean'")
+    middle = fmean if typical == "mean" else median
+    moved, between = _transfers(trace)
+    times = {each: middle(spans) for each, spans in _spans(trace, moved, between).items()}
     ratio = 1.0
     if isinstance(split, Trace):
-        halves = _halves_of(split, trace)
-        typical = {each: time for each, time in typical.items() if each[0] not in "IW"} | halves
+        halves = _halves_of(split, trace, middle)
+        times = {each: time for each, time in times.items() if each[0] not in "IW"} | halves
     elif split is not None:
         given = finite(split) if not isinstance(split, bool) else None
         if given is None and not isinstance(split, (int, float)):
@@ -43,38 +46,38 @@ def fitted(trace: Trace, split: Trace | float | None) -> dict[str, Any]:
     measured = trace.source == "measured"
     for stage in stages:
         own = 1.0 if measured and stage == 0 else ratio  # no input gradient is asked for there, so nothing is split
-        _complete(typical, stage, own)
+        _complete(times, stage, own)
     found: dict[str, Any] = {
-        name: [typical.get((kind, stage), 0.0) for stage in stages]
+        name: [times.get((kind, stage), 0.0) for stage in stages]
         for name, kind in (("forward", "F"), ("backward", "B"), ("pair", "pair"), ("all_reduce", "R"))
-        if kind in {each for each, _ in typical}
+        if kind in {each for each, _ in times}
     }
-    if split is not None or any(kind == "I" for kind, _ in typical):
+    if split is not None or any(kind == "I" for kind, _ in times):
         for name, kind in (("input_grad", "I"), ("weight_grad", "W")):
-            found[name] = [typical.get((kind, stage), 0.0) for stage in stages]
+            found[name] = [times.get((kind, stage), 0.0) for stage in stages]
     nothing: dict[str, Any] = {"forward": 0, "backward": 0}
     first = {"first_stage": "as-run"} if measured else {}
-    return {**nothing, **found, **first, **_travel(moved, trace), "unit": trace.unit}
+    return {**nothing, **found, **first, **_travel(moved, trace, middle), "unit": trace.unit}
 
 
-def _complete(typical: dict[tuple[str, int], float], stage: int, ratio: float) -> None:
+def _complete(times: dict[tuple[str, int], float], stage: int, ratio: float) -> None:
     """Fill in a whole backward from its halves, and halves from a whole one."""
     both, whole = [("I", stage), ("W", stage)], ("B", stage)
-    if whole in typical and both[0] not in typical:
-        typical.update(dict.fromkeys(both, typical[whole] * ratio / 2))
-    elif both[0] in typical and whole not in typical:
-        typical[whole] = sum(typical.get(each, 0.0) for each in both) / ratio
+    if whole in times and both[0] not in times:
+        times.update(dict.fromkeys(both, times[whole] * ratio / 2))
+    elif both[0] in times and whole not in times:
+        times[whole] = sum(times.get(each, 0.0) for each in both) / ratio
 
 
-def _halves_of(split: Trace, trace: Trace) -> dict[tuple[str, int], float]:
+def _halves_of(split: Trace, trace: Trace, middle: Callable[[list[float]], float]) -> dict[tuple[str, int], float]:
     """Return the typical times of `I` and `W` in a second trace."""
     if split.plan.stages != trace.plan.stages:
         raise CostError(
             f"split is a trace of {split.plan.stages} stages, and the first one has {trace.plan.stages}: fit two "
             "traces of the same stages"
         )
-    spans = _spans(split, _transfers(split))
-    halves = {each: median(times) for each, times in spans.items() if each[0] in ("I", "W")}
+    spans = _spans(split, *_transfers(split))
+    halves = {each: middle(times) for each, times in spans.items() if each[0] in ("I", "W")}
     if not halves:
         raise CostError(
             f"split is a trace of {split.name}, which has no I and W: run one that splits backwards, such as zb-h1, or "
@@ -83,17 +86,17 @@ def _halves_of(split: Trace, trace: Trace) -> dict[tuple[str, int], float]:
     return halves
 
 
-def _transfers(trace: Trace) -> Spans:
+def _transfers(trace: Trace) -> tuple[Spans, float]:
     """Return how long the values that each stage's `F`, and its `B` or `I`, gave travelled to another rank.
 
     In a measured trace, only values that left when their receiver was idle and waited for nothing else show it: from
-    then until the receiver started, less what usually lies between two actions.
+    then until the receiver started, less what usually lies between two actions. That is returned too.
     """
     found: Spans = defaultdict(list)
     if trace.source == "simulated":
         for each in trace.transfers:
             found["F" if each.giver.kind == "F" else "B", each.giver.stage or 0].append(each.end - each.start)
-        return dict(found)
+        return found, 0.0
     codes = trace.plan.bound.codes
     between = []
     for _, start, before, inputs in _actions(trace):
@@ -103,7 +106,7 @@ def _transfers(trace: Trace) -> Spans:
         elif before > -inf and not any(away for _, _, away in inputs):
             between.append(start - before)
     usual = median(between) if between else 0.0
-    return {each: [max(time - usual, 0.0) for time in times] for each, times in found.items()}
+    return {each: [max(time - usual, 0.0) for time in times] for each, times in found.items()}, usual
 
 
 def _actions(trace: Trace) -> Iterator[tuple[int, float, float, list[tuple[float, int, bool]]]]:
@@ -121,8 +124,12 @@ def _actions(trace: Trace) -> Iterator[tuple[int, float, float, list[tuple[float
             before = end
 
 
-def _spans(trace: Trace, moved: Spans) -> Spans:
-    """Return how long the actions took; in a measured trace, since the rank and their inputs were there."""
+def _spans(trace: Trace, moved: Spans, between: float) -> Spans:
+    """Return how long the actions took.
+
+    In a measured trace, since the action before it ended, if the inputs were there; of those that waited for a value,
+    the last part is counted that usually lies between two actions: the rest was the wait.
+    """
     bound = trace.plan.bound
     kind, stage = bound.codes.kind, bound.codes.stage
     since: dict[int, float] = {}
@@ -130,8 +137,9 @@ def _spans(trace: Trace, moved: Spans) -> Spans:
         times = [time for each in moved.values() for time in each]
         travel = median(times) if times else 0.0
         for code, start, before, inputs in _actions(trace):
-            there = max([before, *(end + travel * away for end, _, away in inputs)])
-            since[code] = start if there == -inf else min(there, start)
+            there = max((end + travel * away for end, _, away in inputs), default=-inf)
+            if max(there, before) > -inf:
+                since[code] = before if before >= there else max(before, start - between)
     spans: Spans = defaultdict(list)
     for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
         previous = -1
@@ -145,14 +153,14 @@ def _spans(trace: Trace, moved: Spans) -> Spans:
     return spans
 
 
-def _travel(moved: Spans, trace: Trace) -> dict[str, Any]:
+def _travel(moved: Spans, trace: Trace, middle: Callable[[list[float]], float]) -> dict[str, Any]:
     """Return latency and, where some stages' values travel longer, their bytes at a bandwidth of 1."""
     times = [time for each in moved.values() for time in each]
     if not times:
         return {}
     enough = _FEW if trace.source == "measured" else 1
-    usual = median(times)
-    typical = {each: median(spans) if len(spans) >= enough else usual for each, spans in moved.items()}
+    usual = middle(times)
+    typical = {each: middle(spans) if len(spans) >= enough else usual for each, spans in moved.items()}
     latency = min(typical.values())
     if max(typical.values()) == latency:
         return {"latency": latency}

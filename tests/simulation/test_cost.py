@@ -56,6 +56,9 @@ def test_one_slow_action_does_not_change_the_fit():
     starts[0][0] -= 100
     slow = pipelab.Trace(trace.plan, starts, trace.ends)
     assert Cost.fit(slow).forward == (1,)
+    assert Cost.fit(slow, typical="mean").forward == (21,)
+    with pytest.raises(CostError, match="typical="):
+        Cost.fit(slow, typical="middle")
 
 
 @pytest.mark.parametrize("taken", [pipelab.GPipe(2, 4), [1, 2], None], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import ceil, log2
 
 import pytest
@@ -87,3 +88,11 @@ def test_links_and_a_latency_are_one_too_many():
         Cost(links=(2, 1))
     with pytest.raises(UsageError, match="ranks_per_node=0"):
         Links(0, (0, None), (1, None))
+
+
+def test_a_dict_of_its_arguments_is_as_good_as_links():
+    arguments = {"ranks_per_node": 2, "inside": [1, None], "between": [2, 3]}
+    assert Cost(links=arguments) == Cost(links=Links(**arguments))
+    assert Cost(**dataclasses.asdict(Cost(links=arguments))) == Cost(links=arguments)
+    with pytest.raises(CostError, match="links="):
+        Cost(links={"inside": (1, None)})

@@ -39,6 +39,7 @@ from pipelab.catalogue import (
     DelayedBackward,
     DualPipe,
     DualPipeV,
+    Eager1F1B,
     GPipe,
     Greedy,
     Interleaved1F1B,
@@ -70,10 +71,13 @@ from pipelab.plan.actions import Action, B, F, I, Pair, R, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
+from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.simulation.jitter import Jitter, jitter
 from pipelab.simulation.links import Links, all_reduce_time
+from pipelab.simulation.optimum import Optimum, optimum
+from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
@@ -101,6 +105,7 @@ __all__ = [
     "DeviceError",
     "DualPipe",
     "DualPipeV",
+    "Eager1F1B",
     "EngineError",
     "Event",
     "F",
@@ -115,8 +120,10 @@ __all__ = [
     "Links",
     "LoopedBFS",
     "LossError",
+    "LoweredPlan",
     "Naive",
     "OneFOneB",
+    "Optimum",
     "Pair",
     "PipelabError",
     "Pipeline",
@@ -145,6 +152,9 @@ __all__ = [
     "devices",
     "emulated",
     "jitter",
+    "lower",
+    "lower_bound",
+    "optimum",
     "replicate",
     "ring_all_reduce",
     "schedules",

@@ -53,7 +53,9 @@ ENGINE: list[list[str]] = [
 
 # The one place where an import may point up: what shows a thing imports `draw` when it is called.
 DISPLAYS = {
+    "pipelab.trace.ledger:Ledger.table",
     "pipelab.trace.trace:Trace.save",
+    "pipelab.trace.trace:Trace.why",
     "pipelab.trace.trace:Trace.plot",
     "pipelab.trace.trace:Trace.show",
     "pipelab.trace.trace:Trace.__str__",
@@ -91,7 +93,7 @@ HIDING_PLACES = {
 }
 
 TORCH_HALF = ("pipelab.engine", "pipelab.conformance", "pipelab.labs")
-HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "typer", "IPython", "cuda"}
+HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "ortools", "typer", "IPython", "cuda"}
 
 
 @dataclass(frozen=True)

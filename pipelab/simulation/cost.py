@@ -13,6 +13,7 @@ from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
+from pipelab.plan.transfers import SEMANTICS, Semantics
 from pipelab.simulation.fitting import fitted
 from pipelab.simulation.links import Links, finite
 from pipelab.trace.trace import Trace
@@ -32,7 +33,12 @@ _PER_STAGE = (*_PER_ROW, "all_reduce", "parameter_bytes")
 _KEPT = {"activation_bytes": -1, "boundary_gradient_bytes": 0}
 """Which of several merged stages gives a value's size; all other costs add up."""
 
-_WORDS = {"per": ("rank", "stage"), "first_stage": ("uniform", "as-run"), "sender": ("free", "busy")}
+_WORDS = {
+    "per": ("rank", "stage"),
+    "first_stage": ("uniform", "as-run"),
+    "sender": ("free", "busy"),
+    "transfers": SEMANTICS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,14 @@ class Cost:
         first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: stage 0 needs no input gradient,
             so `I` takes no time there and `W` is the whole backward.
         unit: the unit of time, such as `"ms"`; for labels only.
+        transfers: how sends and receives are ordered and queued. `"arrive"`: not at all, a value arrives when it
+            arrives. In all others the two ends of a transfer meet: it starts when it is first in the queues of both
+            its ranks, and holds both for as long as it travels. `"pytorch"`: one queue per rank, in the order in which
+            PyTorch lowers a plan (`torch.distributed.pipelining.schedules._add_send_recv`). `"pytorch-runtime"`: the
+            same with the turns that PyTorch's runtime gives to `UNSHARD` and `REDUCE_GRAD`. `"deferred"`: one queue,
+            each receive right before its use. `"two-way"`: PyTorch's order, sends and receives in a queue each.
+            `"per-peer"`: PyTorch's order, one queue for each other rank. `"by-time"`: one queue, in an order that
+            pipelab chooses for these costs; it cannot hang.
 
     Example:
         >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
@@ -94,7 +108,7 @@ class Cost:
 
     Raises:
         CostError: if a number is negative or not finite, or a cost is of another type; if there are `links` and a
-            latency or bandwidth too.
+            latency or bandwidth too, or `transfers` in queues and a busy sender or a slow-down.
     """
 
     forward: PerSlot = 1
@@ -114,6 +128,7 @@ class Cost:
     per: Literal["rank", "stage"] = "rank"
     first_stage: Literal["uniform", "as-run"] = "uniform"
     unit: str = ""
+    transfers: Semantics = "arrive"
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be a time or a size; make lists immutable."""
@@ -152,6 +167,11 @@ class Cost:
         for name, words in _WORDS.items():
             if (word := getattr(self, name)) not in words:
                 raise CostError(f"{name}={word!r}: expected {' or '.join(map(repr, words))}")
+        if self.transfers != "arrive" and (self.sender == "busy" or self.slowdown > 1):
+            raise CostError(
+                f"transfers={self.transfers!r}, sender={self.sender!r}, slowdown={self.slowdown:g}: transfers in "
+                "queues neither keep a rank busy nor slow it down; leave out one or the other"
+            )
 
     @classmethod
     def fit(

@@ -118,7 +118,8 @@ def jitter(
     Raises:
         ScheduleError: if the plan has faults.
         UsageError: if a rank in `slow` is none of the plan's, or a number is not possible; if NumPy is not installed.
-        CostError: if the cost has a slow-down beside transfers: what happens meanwhile then depends on the draw.
+        CostError: if the cost has a slow-down beside transfers, or transfers in queues: what happens meanwhile then
+            depends on the draw.
     """
     cost = Cost() if cost is None else cost
     plan = as_plan(plan_or_schedule)
@@ -136,8 +137,11 @@ def jitter(
         raise UsageError(f"spread={shorten(spread)}: expected a number, 0 or more, such as 0.1 for 10 %")
     draws = require_size("draws", draws)
     undisturbed = simulate(plan, cost)
-    if cost.slowdown > 1:
-        raise CostError(f"jitter cannot draw with slowdown={cost.slowdown:g}: use simulate, or slowdown=1")
+    if cost.slowdown > 1 or cost.transfers != "arrive":
+        raise CostError(
+            f"jitter cannot draw with slowdown={cost.slowdown:g} and transfers={cost.transfers!r}: use simulate, or "
+            "slowdown=1 and transfers='arrive'"
+        )
     try:
         import numpy
     except ImportError as error:

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelab.errors import FormatError, clean
-from pipelab.files import read_text, write
+from pipelab.files import read_text
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
+from pipelab.trace.ledger import Idle, Ledger, idle_times
 from pipelab.trace.reading import FORMAT, VERSION, read
-from pipelab.trace.waits import crossings
+from pipelab.trace.waits import crossings, waits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Event", "Trace", "Transfer"]
+__all__ = ["Event", "Idle", "Ledger", "Trace", "Transfer"]
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -139,6 +140,23 @@ class Trace:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @cached_property
+    def queued(self) -> tuple[float, ...]:
+        """For each rank, how long it was idle because a value that it needed stood behind another transfer, in `unit`.
+
+        Example:
+            >>> import pipelab
+            >>> plan = pipelab.Interleaved1F1B(ranks=4, microbatches=8)
+            >>> pipelab.simulate(plan, pipelab.Cost(transfers="pytorch")).queued
+            (0.0, 6.0, 2.5, 0.0)
+        """
+        if not any(each.behind for each in self._transfers or ()):  # without queues, transfers need not be made
+            return (0.0,) * self.ranks
+        return tuple(
+            sum(wait.queued(free) for wait, free in zip(row, (self.start, *ends), strict=False) if wait is not None)
+            for row, ends in zip(waits(self), self.ends, strict=True)
+        )
+
+    @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank, the most stage activations held at once.
 
@@ -146,8 +164,51 @@ class Trace:
         """
         return tuple(max([0, *self.plan.bound.in_flight(rank)]) for rank in range(self.ranks))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """Every idle time of every rank, with its reason, rank by rank, in order."""
+        return idle_times(self)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Where each rank's time went: work, and idle time by reason, which add up to the makespan.
+
+        Example:
+            >>> import pipelab
+            >>> pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).ledger[2]
+            {'fill': 2.0, 'dependency': 3.0, 'drain': 4.0}
+        """
+        return Ledger.of(self)
+
+    def why(self, rank: int, at: float, lines: int = 5) -> str:
+        """Return why a rank is idle at a time, followed back to its root; or what it is running, and why not earlier.
+
+        Args:
+            rank: the rank.
+            at: the time, in the trace's unit.
+            lines: how many steps back are told, at most.
+
+        Example:
+            >>> import pipelab
+            >>> print(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)).why(rank=0, at=2.5))
+            Rank 0 is idle from 2 to 4 (2 units, dependency): 0B0 needs 1B0, which ends at 4.
+            1B0 begins on rank 1 at 2: until then it runs 1F0.
+            1F0 begins on rank 1 at 1: 0F0 on rank 0 ends at 1.
+            0F0 begins on rank 0 at 0: it is the rank's first action, and needs nothing.
+
+        Raises:
+            UsageError: if there is no such rank, or nothing runs at that time.
+        """
+        from pipelab.draw import why
+
+        return why.why(self, rank, at, lines)
+
+    def save(self, path: str | os.PathLike[str], *, width: float | Literal["beamer"] | None = None) -> Path:
         """Write the trace; the suffix is the format: `html`, `svg`, `png`, `pdf`, `json` or `txt`.
+
+        `perfetto.json` is for https://ui.perfetto.dev and chrome://tracing, `events.csv` a table of all actions. The
+        `width` of a figure is `3.25` or `6.75` inches, a paper's column or page, or `"beamer"`; by default, as wide as
+        its labels need.
 
         Example:
             >>> import pipelab, tempfile, pathlib
@@ -162,13 +223,12 @@ class Trace:
 
         Raises:
             FormatError: if the suffix is another one.
+            UsageError: if the width is not from 2 to 40 inches, or the format has none.
         """
         path = Path(path)
-        if path.suffix.lower() == ".json":
-            return write(path, json.dumps(self.to_dict()) + "\n")
         from pipelab import draw
 
-        return draw.save(self, path)
+        return draw.save(self, path, width)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -202,6 +262,7 @@ class Trace:
             "lanes": list(self.lanes),
             "transfers": [
                 [each.source, each.target, str(each.giver), str(each.needer), each.start, each.end]
+                + ([] if each.behind is None else [each.queued, *map(str, each.behind)])
                 for each in self.transfers
             ],
         }

@@ -91,3 +91,9 @@ def test_words_and_factors_that_make_no_sense_are_refused():
         with pytest.raises(CostError, match=next(iter(wrong))):
             Cost(**wrong)
     assert simulate(pipelab.GPipe(2, 2), Cost(sender="busy", slowdown=2)) == simulate(pipelab.GPipe(2, 2))
+
+
+@pytest.mark.parametrize("more", [{"sender": "busy"}, {"slowdown": 2}], ids=str)
+def test_transfers_in_queues_do_not_keep_ranks_busy_as_well(more):
+    with pytest.raises(CostError, match="transfers='pytorch'"):
+        Cost(transfers="pytorch", **more)

@@ -130,6 +130,17 @@ def test_a_pair_in_one_slot_takes_what_a_function_says_of_its_forward():
     assert trace.ends[0] == (1, 11, 11, 31, 31, 33)
 
 
+def test_a_pair_takes_what_a_function_says_in_queues_and_in_bounds_too():
+    plan = pipelab.DualPipe(2, 4).plan()
+    cost = Cost(forward=1, backward=2, pair=lambda m, s: 10 * (m + 1), transfers="by-time", per="stage")
+    trace = simulate(plan, cost)
+    forwards = {plan.bound.codes.action(code) for code in plan.bound.pairs}
+    found = [event for event in trace.events if event.action in forwards]
+    assert found
+    assert [event.duration for event in found] == [10 * (event.action.microbatch + 1) for event in found]
+    assert pipelab.lower_bound(plan, cost) >= max(trace.busy)
+
+
 def test_functions_are_shared_and_merged_too():
     cost = Cost(forward=lambda m, s: m + s, backward=[1, 2, 3, 4])
     assert cost.shared(2).forward(3, 1) == 2

@@ -75,7 +75,7 @@ class _Clock:
     def __post_init__(self) -> None:
         rank_of = self.bound.rank_of
         self.begun, self.ended = [0.0] * len(self.lasts), [0.0] * len(self.lasts)
-        self.ranks = [_Rank(self._slots(row)) for row in self.bound.rows]
+        self.ranks = [_Rank(self._units(row)) for row in self.bound.rows]
         # By value that crosses, the rank that needs it; by code, how many such values are not there yet. Of what a rank
         # gives itself, its row's order takes care.
         self.target, self.missing = {}, {}
@@ -85,14 +85,14 @@ class _Clock:
                 self.target |= dict.fromkeys(crossing, rank)
                 self.missing[code] = len(crossing)
 
-    def _slots(self, row: list[int]) -> list[list[int]]:
-        slots: list[list[int]] = []
+    def _units(self, row: list[int]) -> list[list[int]]:
+        units: list[list[int]] = []
         for index, code in enumerate(row):
             if self.paired is not None and index and row[index - 1] in self.bound.pairs:
-                slots[-1].append(code)
+                units[-1].append(code)
             else:
-                slots.append([code])
-        return slots
+                units.append([code])
+        return units
 
     def run(self) -> None:
         """Let every rank start, and go from event to event: (time, whether a slot ends, rank or value, change)."""

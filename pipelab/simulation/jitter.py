@@ -175,7 +175,7 @@ def _drawn(
     free = [zero] * plan.ranks
     busy = numpy.zeros((plan.ranks, draws))
     last = zero
-    for slot in _slots(bound, paired is not None):
+    for slot in _units(bound, paired is not None):
         code = slot[0]
         group = bound.reduces[code] if codes.kind[code] == "R" else [bound.rank_of[code]]
         inputs = [(value, giver) for each in slot for value, giver in bound.inputs(each)]
@@ -202,14 +202,14 @@ def _drawn(
     return last, busy
 
 
-def _slots(bound: BoundPlan, as_one: bool) -> list[list[int]]:
+def _units(bound: BoundPlan, as_one: bool) -> list[list[int]]:
     """Return what runs as one, in an order in which everything comes after what it needs."""
     if not as_one:
         return [[code] for code in traverse(bound).order]
-    slots: list[list[int]] = []
+    units: list[list[int]] = []
     for code in traverse(bound, atomic_pairs=True).order:  # a pair's backward comes right after its forward
-        if slots and slots[-1][-1] in bound.pairs:
-            slots[-1].append(code)
+        if units and units[-1][-1] in bound.pairs:
+            units[-1].append(code)
         else:
-            slots.append([code])
-    return slots
+            units.append([code])
+    return units

@@ -13,6 +13,7 @@ import drawing
 import emulation
 import engine
 import faults
+import prediction
 import reduces
 import schedules
 import simulation
@@ -28,8 +29,9 @@ PARTS = {
     "drawing": drawing,
     "faults": faults,
     "reduces": reduces,
+    "prediction": prediction,
 }
-QUICK = {"schedules": schedules, "faults": faults, "reduces": reduces}
+QUICK = {"schedules": schedules, "faults": faults, "reduces": reduces, "prediction": prediction}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 

@@ -74,6 +74,8 @@ from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.simulation.jitter import Jitter, jitter
+from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.optimum import Optimum, optimum
 from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.trace import Event, Trace, Transfer
@@ -114,6 +116,8 @@ __all__ = [
     "I",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
+    "Jitter",
+    "Links",
     "LoopedBFS",
     "LossError",
     "LoweredPlan",
@@ -140,12 +144,14 @@ __all__ = [
     "VerificationError",
     "W",
     "__version__",
+    "all_reduce_time",
     "check",
     "codec_hook",
     "compare",
     "critical_path",
     "devices",
     "emulated",
+    "jitter",
     "lower",
     "lower_bound",
     "optimum",

@@ -247,6 +247,8 @@ def compare(
     if bound:
         raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")
     cost = times.cost()
+    assert not callable(cost.forward)  # no option's text is a function
+    assert not callable(cost.backward)
     made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
     say(
         f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "

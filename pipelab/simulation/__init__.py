@@ -2,7 +2,11 @@
 
 - `clock`: `simulate`: a plan's times, if actions and transfers took so long
 - `wire`: the same, with sends and receives that stand in queues; `lower`
+- `contention`: the same, with transfers that keep ranks busy or slow them down
 - `cost`: `Cost`: how long actions and transfers take
+- `links`: `Links` between ranks; `all_reduce_time`
+- `fitting`: a cost from a trace
+- `jitter`: `jitter`: slow ranks, and noise on every action
 - `bounds`: `lower_bound`: a time that no order can undercut
 - `optimum`: `optimum`: the best order, and whether it is proven
 - `comparison`: `compare` traces, and find the critical path

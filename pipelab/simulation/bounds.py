@@ -162,7 +162,7 @@ def work_of(subject: Subject, cost: Cost | None = None) -> Work:
         codes = plan.bound.codes
         lasts, delays = codes.by_code(cost.times(plan)), codes.by_value(*cost.transfer_times(plan))
         if plan.bound.pairs and (each := cost.pair_times(plan)) is not None:
-            paired = {code: each[codes.stage[code]] for code in plan.bound.pairs}
+            paired = {code: each[codes.slot[code]] for code in plan.bound.pairs}
     order = require_legal(plan).order
     if paired:
         order = traverse(plan.bound, atomic_pairs=True).order

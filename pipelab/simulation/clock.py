@@ -9,6 +9,7 @@ from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
+from pipelab.simulation.contention import contended
 from pipelab.simulation.cost import Cost
 from pipelab.simulation.wire import on_the_wire
 from pipelab.trace.trace import Trace
@@ -65,14 +66,17 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, re
         order = walk.order
     if cost.transfers != "arrive":
         return on_the_wire(plan, cost, paired)
-    begun, ended, delay = _clock(plan, bound, order, cost, paired)
+    if cost.sender == "busy" or cost.slowdown > 1:
+        begun, ended, delay = contended(plan, cost, paired)
+    else:
+        begun, ended, delay = _clock(plan, bound, order, cost, paired)
     return Trace(
         plan,
         [[begun[code] for code in row] for row in bound.rows],
         [[ended[code] for code in row] for row in bound.rows],
         cost.unit,
         delay=delay.__getitem__,
-        note="stage 0 as run" if cost.first_stage == "as-run" else "",
+        note="stage 0 as run" if cost.first_stage == "as-run" and "I" in bound.kinds else "",
     )
 
 
@@ -129,7 +133,7 @@ def _clock(
                 backward = order[at + 1]
                 for need, lag in ((first_need, first_lag), (second_need, second_lag)):
                     start = max(start, ready[need[backward]] + lag[backward])
-                end = start + paired[codes.stage[code]]
+                end = start + paired[codes.slot[code]]
                 slot_of[backward] = start
         ready[gives[code]] = end
         begun[code] = start

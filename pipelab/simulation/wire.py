@@ -116,13 +116,14 @@ def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
     if found.row_at != list(map(len, bound.rows)):
         _refuse(plan, cost.transfers)
     times = _clock(plan, wire, found, cost, paired)
+    as_run = cost.first_stage == "as-run" and "I" in bound.kinds
     return Trace(
         plan,
         [[times.begun[code] for code in row] for row in bound.rows],
         [[times.ended[code] for code in row] for row in bound.rows],
         cost.unit,
         transfers=[times.transfer(bound, wire, value) for value in wire.crossings],
-        note=", ".join(["stage 0 as run"] * (cost.first_stage == "as-run") + [f"transfers {cost.transfers}"]),
+        note=", ".join(["stage 0 as run"] * as_run + [f"transfers {cost.transfers}"]),
     )
 
 
@@ -190,7 +191,7 @@ def _clock(plan: Plan, wire: Queues, found: Walk, cost: Cost, paired: list[float
             slot = [code, backward_of[code]] if paired is not None and code in backward_of else [code]
             arrived = [times.there[needed[each]] for each in slot if each in needed]
             start = max([free[rank] for rank in group] + arrived)
-            end = start + (paired[codes.stage[code]] if paired is not None and len(slot) > 1 else lasts[code])
+            end = start + (paired[codes.slot[code]] if paired is not None and len(slot) > 1 else lasts[code])
         times.begun[code], times.ended[code] = start, end
         for rank in group:
             free[rank] = end

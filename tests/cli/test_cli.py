@@ -185,6 +185,10 @@ def test_any_cost_can_be_given(pipelab_command):
     assert "makespan 10 units" in pipelab_command("simulate", "naive", "-r", "2", "-m", "1", *costs)[1]
     assert "--cost takes: forward" in pipelab_command("simulate", "naive", "--cost", "speed=3")[2]
     assert "CostError" in pipelab_command("simulate", "naive", "--cost", "forward=-3")[2]
+    links = "links={'ranks_per_node': 2, 'inside': (0.5, None), 'between': (2, None)}"
+    assert "makespan 18 units" in pipelab_command("simulate", "naive", "-m", "1", "--cost", links)[1]
+    busy = ("simulate", "gpipe", "-r", "2", "-m", "4", "--latency", "0.5", "--cost", "sender=busy")
+    assert "makespan 19 units" in pipelab_command(*busy)[1]
 
 
 def test_schedules_that_do_other_work_than_others_are_not_compared_without_a_word(pipelab_command):

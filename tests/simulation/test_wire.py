@@ -206,7 +206,7 @@ def test_pytorchs_runtime_reads_the_file_and_runs_its_actions_in_the_plans_order
 
 
 def test_comparisons_name_the_transfers():
-    plan = schedules["1f1b"](2, 4).plan()
+    plan = schedules["zb-h1"](2, 4).plan()
     both = compare(simulate(plan), simulate(plan, Cost(transfers="two-way", first_stage="as-run")))
     assert both.names[1].endswith("simulated, stage 0 as run, transfers two-way")
 

@@ -134,10 +134,39 @@ class Trace:
     def bubble(self) -> float:
         """The idle share of all rank time: `1 - busy / (ranks * makespan)`, from 0 to 1.
 
-        Some papers divide by the ideal time instead: for 1F1B on 4 ranks with 8 micro-batches that is 0.375, not 0.273.
+        Some papers divide by another time: see `bubbles`.
         """
         whole = self.ranks * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @property
+    def bubbles(self) -> dict[str, float]:
+        """The bubble by the four definitions that papers use.
+
+        With the idle time of all ranks over the time of all ranks:
+
+        - `total`: idle time over the makespan. GPipe (Huang et al., 2019), section 2.3; it is `bubble`.
+        - `ideal`: idle time over the time of the work alone, so it may be above 1. Megatron-LM (Narayanan et al., 2021),
+          section 2.2.
+        - `longest span`: as `total`, with the longest span of a rank in place of the makespan. Zero bubble (Qi et al.,
+          2024).
+        - `own spans`: the idle time between each rank's first start and last end, over these spans: without fill and
+          drain.
+
+        Example:
+            >>> import pipelab
+            >>> bubbles = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).bubbles
+            >>> {name: round(share, 3) for name, share in bubbles.items()}
+            {'total': 0.273, 'ideal': 0.375, 'longest span': 0.273, 'own spans': 0.158}
+        """
+        work, spans = sum(self.busy), sum(self.spans)
+        longest = self.ranks * max(self.spans, default=0.0)
+        return {
+            "total": self.bubble,
+            "ideal": (self.ranks * self.makespan - work) / work if work else 0.0,
+            "longest span": 1 - work / longest if longest else 0.0,
+            "own spans": 1 - work / spans if spans else 0.0,
+        }
 
     @cached_property
     def queued(self) -> tuple[float, ...]:

@@ -146,7 +146,7 @@ class Trace:
         With the idle time of all ranks over the time of all ranks:
 
         - `total`: idle time over the makespan. GPipe (Huang et al., 2019), section 2.3; it is `bubble`.
-        - `ideal`: idle time over the time of the work alone, so it may be above 1. Megatron-LM (Narayanan et al., 2021),
+        - `ideal`: idle time over the work alone, so it may be above 1. Megatron-LM (Narayanan et al., 2021),
           section 2.2.
         - `longest span`: as `total`, with the longest span of a rank in place of the makespan. Zero bubble (Qi et al.,
           2024).

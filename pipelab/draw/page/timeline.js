@@ -385,14 +385,7 @@ class Timeline {
   drawMap() {
     this.map.hidden = this.zoom <= 1;
     if (this.map.hidden) return;
-    const width = this.width, height = 24, { model } = this, context = this.paper(this.map, width, height);
-    const columns = Math.round(width), busy = new Float64Array(columns + 1), step = this.span / columns;
-    for (let place = 0; place < model.count; place += 1) {
-      for (let column = Math.floor(model.start[place] / step); column < columns && column * step < model.end[place]; column += 1) {
-        const part = Math.min(model.end[place], (column + 1) * step) - Math.max(model.start[place], column * step);
-        busy[column] += (model.half[place] ? 0.5 : 1) * part / step / model.lanes.length;
-      }
-    }
+    const width = this.width, height = 24, { model } = this, context = this.paper(this.map, width, height), busy = this.busyShares(Math.round(width));
     context.fillStyle = css("--idle");
     context.fillRect(0, 0, width, height);
     context.fillStyle = css("--F0");
@@ -402,6 +395,19 @@ class Timeline {
     context.strokeStyle = css("--text");
     context.lineWidth = 2;
     context.strokeRect(this.left / this.zoom + 1, 1, Math.max(width / this.zoom - 2, 3), height - 2);
+  }
+
+  // For each column of the map, the share of all ranks' time that is work.
+  busyShares(columns) {
+    if (this.shown?.length === columns) return this.shown;
+    const { model } = this, busy = new Float64Array(columns), step = this.span / columns;
+    for (let place = 0; place < model.count; place += 1) {
+      for (let column = Math.floor(model.start[place] / step); column < columns && column * step < model.end[place]; column += 1) {
+        const part = Math.min(model.end[place], (column + 1) * step) - Math.max(model.start[place], column * step);
+        busy[column] += (model.half[place] ? 0.5 : 1) * part / step / model.lanes.length;
+      }
+    }
+    return (this.shown = busy);
   }
 
   dragMap() {

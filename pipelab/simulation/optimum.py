@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, lcm
@@ -259,7 +260,14 @@ class _Program:
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = 8  # each looks in its own way; they share the cores that there are
-        status = solver.solve(self.model)
+        solver.parameters.catch_sigint_signal = False  # else Ctrl-C kills Python from then on: no KeyboardInterrupt
+        with ThreadPoolExecutor(1) as pool:  # an interrupt reaches the main thread only where it runs Python
+            solving = pool.submit(solver.solve, self.model)
+            try:
+                status = solving.result()
+            except KeyboardInterrupt:
+                solver.stop_search()
+                raise
         bound = solver.best_objective_bound * self.tick
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return [], bound

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from itertools import permutations, product
 from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +86,18 @@ def test_the_optimum_of_a_random_plan_is_legal_and_no_slower(case, data):
     assert sorted(map(str, best.plan.graph())) == sorted(map(str, plan.graph()))
     assert best.bound <= best.makespan <= trace.makespan
     assert best.makespan == simulate(best.plan, cost).makespan
+
+
+def test_an_interrupt_ends_the_search_and_ctrl_c_stays_python_s():
+    optimum(pipelab.ZBH1(4, 8), memory_cap=3)
+    handled = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+    assert int(handled.split()[1], 16) & 1 << signal.SIGINT - 1
+    hard = pipelab.Interleaved1F1B(6, 24), Cost(forward=lambda m, s: 7 + s % 5 + m % 3, backward=13)
+    threading.Timer(1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        optimum(*hard, memory_cap=9, seconds=60)
+    assert time.monotonic() - start < 30
 
 
 def test_with_no_time_the_result_is_legal_and_says_what_is_not_proven():

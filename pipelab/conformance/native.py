@@ -47,16 +47,9 @@ def lowered_rows(schedule: Any) -> list[list[str]]:
 
 
 def add_send_recv(rows: Sequence[Iterable[Item]], ranks_of_stages: Sequence[int]) -> list[list[str]]:
-    """Return every rank's row with the transfers where PyTorch's `_add_send_recv` puts them.
-
-    Raises:
-        EngineError: if this torch has no such function.
-    """
+    """Return every rank's row with the transfers where PyTorch's `_add_send_recv` puts them."""
     names = load()
-    try:
-        add = names.schedules._add_send_recv  # noqa: SLF001 - there is no public way
-    except AttributeError:
-        raise missing(f"{SCHEDULES}._add_send_recv") from None
+    add = names.schedules._add_send_recv  # noqa: SLF001 - there is no public way
     order = {rank: [names.action.from_str(str(item)) for item in row] for rank, row in enumerate(rows)}
     found: dict[int, Sequence[Any]] = add(order, ranks_of_stages.__getitem__, len(ranks_of_stages))
     return [[str(action) for action in found[rank]] for rank in sorted(found)]

@@ -8,7 +8,7 @@ const KINDS = "FBIWR";
 class Model {
   constructor(raw) {
     Object.assign(this, { title: raw.name, unit: raw.unit, span: raw.span * raw.tick, tick: raw.tick, typical: raw.typical });
-    Object.assign(this, { stages: raw.stages, microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
+    Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
     this.first = []; // by rank: its first place
     this.rank = new Int32Array(count);
@@ -18,8 +18,7 @@ class Model {
     this.start = new Float64Array(count);
     this.end = new Float64Array(count);
     this.half = new Uint8Array(count); // 1: the upper half of a slot, 2: the lower
-    this.slots = this.stages * this.microbatches;
-    this.places = new Int32Array(4 * this.slots).fill(-1); // by code
+    this.places = new Map(); // name -> place
     this.reduces = new Map(); // stage -> places of its all-reduce
     let place = 0;
     raw.ranks.forEach((rank, r) => {
@@ -30,14 +29,14 @@ class Model {
         const kind = KINDS.indexOf(rank.kinds[index]);
         this.rank[place] = r;
         this.kind[place] = kind;
-        this.stage[place] = Array.isArray(rank.stages) ? rank.stages[index] : rank.stages;
+        this.stage[place] = Array.isArray(rank.stage) ? rank.stage[index] : rank.stage;
         before[kind] += rank.microbatches[index];
         this.microbatch[place] = kind === 4 ? -1 : before[kind];
         time += rank.gaps[index];
         this.start[place] = time * raw.tick;
         time += rank.lasts[index];
         this.end[place] = time * raw.tick;
-        if (kind < 4) this.places[this.code(kind, this.stage[place], before[kind])] = place;
+        if (kind < 4) this.places.set(this.name(place), place);
         else this.reduces.set(this.stage[place], [...(this.reduces.get(this.stage[place]) ?? []), place]);
       }
       for (const index of rank.halves) this.half.set([1, 2], this.first[r] + index);
@@ -75,11 +74,7 @@ class Model {
     });
   }
 
-  code(kind, stage, microbatch) { return kind * this.slots + microbatch * this.stages + stage; }
-
-  find(kind, stage, microbatch) {
-    return stage < 0 || stage >= this.stages ? -1 : this.places[this.code(kind, stage, microbatch)];
-  }
+  find(kind, stage, microbatch) { return this.places.get(`${stage}${KINDS[kind]}${microbatch}`) ?? -1; }
 
   name(place) {
     return `${this.stage[place]}${KINDS[this.kind[place]]}${this.kind[place] === 4 ? "" : this.microbatch[place]}`;
@@ -94,7 +89,7 @@ class Model {
     if (!parts) return -1;
     const kind = KINDS.indexOf(parts[2].toUpperCase());
     if (kind === 4) return this.reduces.get(Number(parts[1]))?.[0] ?? -1;
-    return Number(parts[3]) < this.microbatches ? this.find(kind, Number(parts[1]), Number(parts[3])) : -1;
+    return this.find(kind, Number(parts[1]), Number(parts[3]));
   }
 
   // The places of the actions whose values an action needs.

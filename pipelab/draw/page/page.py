@@ -125,7 +125,7 @@ def _subtitle(trace: Trace) -> str:
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
 
-    Each rank has its actions: their `kinds`, their `stages` (one number where all are the same), their `microbatches`
+    Each rank has its actions: their `kinds`, their `stage` (one number where all have the same), their `microbatches`
     (each as the difference from the one before of its kind), `gaps` (from the end of the action before), and `lasts`
     (their durations). `halves` numbers the actions that share a slot with the next. `lags` are the travel times of
     values from other ranks, in the order of the actions that need them. `idle` has three numbers for each idle time:
@@ -162,7 +162,6 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "unit": wording.unit(trace),
         "tick": tick,
         "span": round(trace.makespan / tick),
-        "stages": trace.plan.stages,
         "microbatches": trace.plan.microbatches,
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind != "R"), default=0),
@@ -200,7 +199,7 @@ def _row(bound: BoundPlan, row: Sequence[int]) -> dict[str, Any]:
         before[kind] = microbatch
     return {
         "kinds": "".join(codes.kind[code] for code in row),
-        "stages": _once(stages),
+        "stage": _once(stages),
         "microbatches": microbatches,
     }
 

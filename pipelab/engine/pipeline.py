@@ -220,7 +220,8 @@ class Pipeline:
 
         With `engine="threads"` it holds all of them, with `engine="torch"` those of its rank.
         """
-        return chain.from_iterable(self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
+        of_stages = (self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
+        return iter(dict.fromkeys(chain.from_iterable(of_stages)))
 
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move an optimizer's state to the devices of its parameters.

@@ -218,6 +218,15 @@ def test_a_gpus_trace_obeys_the_plan_exactly(schedule):
         assert_obeys(trace, plan)
 
 
+def test_a_weight_of_stages_on_two_devices_learns_from_both():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model[2].weight = model[0].weight
+    with Pipeline(model, OneFOneB(3, 4), mse, devices=["cpu", "cuda", "cuda"]) as pipe:
+        assert pipe.verify(*plain.batch(8, WIDTH)).parameters == 3
+        assert model[0].weight is model[2].weight
+        assert model[0].weight.device.type == "cpu"
+
+
 def test_the_clocks_of_a_processor_and_a_gpu_agree_within_their_error():
     model = plain.mlp(6, WIDTH)
     with Pipeline(model, OneFOneB(3, 4), mse, devices=["cpu", "cuda", "cpu"]) as pipe:

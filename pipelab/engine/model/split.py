@@ -1,4 +1,4 @@
-"""Cut a model into stages; refuse shared parameters, and hooks that a pipeline would never call."""
+"""Cut a model into stages; refuse shared layers, and hooks that a pipeline would never call."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ __all__ = ["BACKWARD_HOOKS", "Stages", "refuse_hooks", "refuse_shared", "split"]
 
 
 def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None = None) -> None:
-    """Refuse a parameter or a buffer that two stages use.
+    """Refuse a buffer that two stages use, and a layer with parameters that stands in two.
 
     PyTorch's tracer copies a tensor that two stages use, so only its name shows it: the model's own, after `prefix`.
     """
-    own = dict(_state(model))
-    names = {id(tensor): name for name, tensor in reversed(_state(model))}
+    own = dict(model.named_buffers(remove_duplicate=False))
     owner: dict[int, int] = {}
     for stage, module in enumerate(modules):
-        for name, used in _state(module):
-            tensor = used if prefix is None else own.get(name.removeprefix(prefix), used)
-            first = owner.setdefault(id(tensor), stage)
+        shared: list[tuple[str, str, object]] = [
+            ("buffer", name, used if prefix is None else own.get(name.removeprefix(prefix), used))
+            for name, used in module.named_buffers(remove_duplicate=False)
+        ]
+        layers = module.named_modules() if prefix is None else ()
+        shared += [("layer", name, layer) for name, layer in layers if layer._parameters]  # noqa: SLF001
+        for what, name, each in shared:
+            first = owner.setdefault(id(each), stage)
             if first != stage:
-                what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                instead = "make a second layer, and share its weight: second.weight = first.weight"
                 raise SplitError(
-                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}, but it can "
-                    f"belong to one stage only\n  try: cut the model elsewhere, or make a second {what}"
+                    f"{what} {(_name(each, model) or name)!r} is used by stage {first} and stage {stage}, but it can "
+                    f"belong to one stage only\n  try: cut the model elsewhere, or "
+                    f"{instead if what == 'layer' else 'make a second buffer'}"
                 )
 
 
@@ -55,8 +60,9 @@ def refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str]
             )
 
 
-def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+def _name(each: object, model: nn.Module) -> str:
+    """Return the model's own name of a layer or a buffer; "" if it has none."""
+    return next((name for name, other in (*model.named_modules(), *model.named_buffers()) if other is each), "")
 
 
 Balance = Literal["layers", "parameters", "time"]
@@ -83,8 +89,8 @@ class Stages:
         self._parts = [(what, prefix, now, dict(now)) for what, prefix, now in self._parts_of_its_own()]
 
     def place(self, devices: Sequence[torch.device]) -> None:
-        """Move every stage to its device; parameters stay the same objects."""
-        for stage, device in enumerate(devices):
+        """Move every stage to its device; parameters stay the same objects. One of several stages is on the first's."""
+        for stage, device in reversed(list(enumerate(devices))):
             self.place_stage(stage, device)
 
     def place_stage(self, stage: int, device: torch.device) -> None:
@@ -243,7 +249,7 @@ def split(
         Stages(6, 1 layers; 1632, 1700 parameters)
 
     Raises:
-        SplitError: if there are fewer layers than stages, if two stages use one parameter, if an example is needed and
+        SplitError: if there are fewer layers than stages, if a layer stands in two stages, if an example is needed and
             missing, or if PyTorch's tracer cannot trace the model or would drop an activation checkpoint.
     """
     into = require_size("into", into)

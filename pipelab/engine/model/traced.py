@@ -187,8 +187,26 @@ class TracedStages:
                 f"PyTorch's tracer made {pipe.num_stages} stages, not {count}, of cuts at {', '.join(self._names)}\n"
                 "  try: a list of stage modules"
             )
+        parts = [pipe.get_stage_module(stage) for stage in range(count)]
+        for stage, part in enumerate(parts):
+            self._bind(stage, part)
         routes = routes_of(pipe.split_gm.graph)
-        return [_RoutedStage(pipe.get_stage_module(stage), route, self._result) for stage, route in enumerate(routes)]
+        return [_RoutedStage(part, route, self._result) for part, route in zip(parts, routes, strict=True)]
+
+    def _bind(self, stage: int, traced: nn.Module) -> None:
+        """Give a traced stage the model's own parameters: the tracer copies those that several stages use."""
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        known = set(map(id, own.values()))
+        for prefix, part in traced.named_modules():
+            for name, parameter in part._parameters.items():  # noqa: SLF001 - setattr would run a model's own code
+                full = f"{prefix}.{name}" if prefix else name
+                if full in own:
+                    part._parameters[name] = own[full]  # noqa: SLF001
+                elif parameter is not None and id(parameter) not in known:
+                    raise SplitError(
+                        f"PyTorch's tracer made a copy of a parameter for stage {stage}, {full!r}, which would learn "
+                        "without the model\n  try: a list of stage modules"
+                    )
 
     @contextmanager
     def _unmarked(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +34,12 @@ __all__ = [
 def learning(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that learn, under the model's own names, as in `"0.weight (stage 0)"`."""
     names = {id(parameter): name for name, parameter in pipe.stages.model.named_parameters()}
-    return [
-        (f"{names.get(id(parameter), name)} (stage {stage})", parameter)
-        for stage, module in enumerate(pipe.stages.modules)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    ]
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for stage, module in enumerate(pipe.stages.modules):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:  # of several stages, the first names it
+                found.setdefault(id(parameter), (f"{names.get(id(parameter), name)} (stage {stage})", parameter))
+    return list(found.values())
 
 
 def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
@@ -59,17 +59,26 @@ def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
     through = _through_model if pipe.stages.is_traced else _through_stages
-    for microbatch, value in enumerate(split_batch(x, counts)):
-        if only in (None, microbatch):
-            _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
+    with _ties_apart(pipe):
+        for microbatch, value in enumerate(split_batch(x, counts)):
+            if only in (None, microbatch):
+                _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
     return gradients_of(pipe)
 
 
 def full_batch(pipe: Pipeline, x: Any, y: Any) -> Any:
     """Run the whole batch through the model, forward and backward; return the output."""
-    output = _through_model(pipe, x)
-    _backward(pipe, output, y, 1.0)
+    with _ties_apart(pipe):
+        output = _through_model(pipe, x)
+        _backward(pipe, output, y, 1.0)
     return output
+
+
+def _ties_apart(pipe: Pipeline) -> AbstractContextManager[None]:
+    """Return a context in which a parameter of stages on several devices is on each of them."""
+    runners = pipe.engine.runners
+    apart = runners.ties and len(set(pipe.engine.stage_devices)) > 1
+    return runners.running(pipe.stages.modules, learning=True) if apart else nullcontext()
 
 
 def _through_model(pipe: Pipeline, value: Any) -> Any:

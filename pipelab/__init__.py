@@ -72,6 +72,7 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.simulation.memory import Memory, MemoryUse, memory_use
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
@@ -109,6 +110,8 @@ __all__ = [
     "InterleavedZeroBubble",
     "LoopedBFS",
     "LossError",
+    "Memory",
+    "MemoryUse",
     "Naive",
     "OneFOneB",
     "Pair",
@@ -135,6 +138,7 @@ __all__ = [
     "critical_path",
     "devices",
     "emulated",
+    "memory_use",
     "replicate",
     "schedules",
     "simulate",

@@ -62,6 +62,7 @@ DISPLAYS = {
     "pipelab.simulation.comparison:Comparison.save",
     "pipelab.simulation.comparison:Comparison.__str__",
     "pipelab.simulation.comparison:Comparison._repr_svg_",
+    "pipelab.simulation.memory:MemoryUse.table",
     "pipelab.plan.plan:Plan.save_graph",
     "pipelab.plan.plan:Plan._repr_html_",
 }

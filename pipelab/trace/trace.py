@@ -133,10 +133,40 @@ class Trace:
     def bubble(self) -> float:
         """The idle share of all rank time: `1 - busy / (ranks * makespan)`, from 0 to 1.
 
-        Some papers divide by the ideal time instead: for 1F1B on 4 ranks with 8 micro-batches that is 0.375, not 0.273.
+        Some papers divide by something else: `bubbles` has the four in use.
         """
         whole = self.ranks * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @property
+    def bubbles(self) -> dict[str, float]:
+        """The idle time divided by what four sources divide it by, under the name of that.
+
+        - `"ideal"`: idle over busy time; may be more than 1. Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473,
+          section 2.2). For GPipe and 1F1B `(P - 1) / M`.
+        - `"total"`: the idle share of the makespan, which is `bubble`. GPipe (Huang et al. 2019, arXiv:1811.06965,
+          section 2.3). For GPipe and 1F1B `(P - 1) / (M + P - 1)`.
+        - `"span"`: the idle share of the longest time that a rank has from its first start to its last end. Zero bubble
+          (Qi et al. 2024, arXiv:2401.10241), whose optimizers need not wait for one another.
+        - `"internal"`: the idle share of each rank's own such time: what remains if its start and its end are filled by
+          other steps. For GPipe and 1F1B `(P - 1) / (2 M + P - 1)`.
+
+        Numbers of two sources compare only if both are of one name.
+
+        Example:
+            >>> import pipelab
+            >>> bubbles = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).bubbles
+            >>> {name: round(value, 3) for name, value in bubbles.items()}
+            {'ideal': 0.375, 'total': 0.273, 'span': 0.273, 'internal': 0.158}
+        """
+        busy, own = sum(self.busy), sum(self.spans)
+        longest = self.ranks * max(self.spans, default=0.0)
+        return {
+            "ideal": (self.ranks * self.makespan - busy) / busy if busy else 0.0,
+            "total": self.bubble,
+            "span": 1 - busy / longest if longest else 0.0,
+            "internal": 1 - busy / own if own else 0.0,
+        }
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -15,6 +16,7 @@ from torch import nn
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
+from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
@@ -27,6 +29,7 @@ from pipelab.engine.verify.verify import Verification, verify
 from pipelab.errors import BatchError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
+from pipelab.simulation.memory import Memory, MemoryUse
 
 __all__ = ["Pipeline", "Step"]
 
@@ -150,7 +153,9 @@ class Pipeline:
         state, loss = self.run(x, y)
         return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
 
-    def run(self, x: Any, y: Any, only: int | None = None) -> tuple[StepState, Loss]:
+    def run(
+        self, x: Any, y: Any, only: int | None = None, watch: Callable[..., None] | None = None
+    ) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other micro-batch's loss counts."""
         self.stages.require_same_parts()
         rows = rows_of(x, "x")
@@ -166,7 +171,8 @@ class Pipeline:
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even)
         with self._one_at_a_time, self.engine.runners.running(self.stages.modules, learning=True):
-            state = self.engine.run(split_batch(x, counts), loss, self.caller(), watch_nan=self.watch_nan)
+            caller = replace(self.caller(), watch=watch)
+            state = self.engine.run(split_batch(x, counts), loss, caller, watch_nan=self.watch_nan)
         return state, loss
 
     def forward(self, x: Any) -> Any:
@@ -200,6 +206,53 @@ class Pipeline:
             VerificationError: naming the parameter and the micro-batch that differ first.
         """
         return verify(self, x, y)
+
+    def memory(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+        """Measure how many bytes each stage takes, from one micro-batch of this batch: for `pipelab.memory_use`.
+
+        The first micro-batch runs through all stages, with a split backward. Activations are what autograd saves,
+        without parameters, buffers and the batch, and the stage's output; memory that two tensors share counts once.
+        Gradients, buffers, random state and the batch are restored afterwards.
+
+        Args:
+            x: the batch, as `step` takes it.
+            y: the targets.
+            optimizer: whose state counts too, as it is now: most make it in their first step.
+
+        Raises:
+            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            UsageError: if this process does not hold all stages, or inside hooks on saved tensors.
+        """
+        return stage_memory(self, x, y, optimizer)
+
+    def memory_use(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+        """Run one step, and measure how many bytes every rank holds after each of its actions.
+
+        It counts as `memory` does, but only what is alive at that moment; a rank's peak within an action does not show.
+        On GPUs, `allocated` is beside it. Gradients, buffers, random state and the batch are restored afterwards. The
+        step is slower than others: its trace is no timing.
+
+        Example:
+            >>> import pipelab, torch
+            >>> layers = [torch.nn.Linear(8, 8) for _ in range(2)]
+            >>> x, y = torch.randn(12, 8), torch.randn(12, 8)
+            >>> with pipelab.Pipeline(layers, pipelab.OneFOneB(2, 4), torch.nn.MSELoss(), ["cpu"] * 2) as pipe:
+            ...     measured = pipe.memory_use(x, y)
+            ...     predicted = pipelab.memory_use(measured.trace, pipe.memory(x, y))
+            >>> measured.peaks == predicted.peaks
+            True
+
+        Args:
+            x: the batch, as `step` takes it.
+            y: the targets.
+            optimizer: whose state counts too.
+
+        Raises:
+            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            StageError: if a stage or the loss raised.
+            UsageError: if this process does not hold all stages, or inside hooks on saved tensors.
+        """
+        return step_memory(self, x, y, optimizer)
 
     @property
     def devices(self) -> Sequence[RankDevice]:

@@ -35,7 +35,7 @@ Bytes = float | Sequence[float]
 class Memory:
     """How many bytes each stage takes: of its own, and for each micro-batch.
 
-    A number holds for every stage; a list has one number per stage.
+    A number holds for every stage; a list has one number per stage. `Pipeline.memory` measures them.
 
     Attributes:
         weights: bytes of a stage's parameters and buffers, held all the time.
@@ -241,7 +241,8 @@ def memory_use(subject: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUs
     """Return how many bytes every rank holds over time, predicted from the bytes of its stages.
 
     The peaks depend on the order of a rank's actions only, not on how long they take. What an operation needs while it
-    runs, values on their way between ranks, and the batch itself do not count.
+    runs, values on their way between ranks, and the batch itself do not count. What two neighbouring stages of one rank
+    share, as at the turn of a V, counts twice.
 
     Args:
         subject: a trace, simulated or measured; or a plan or schedule, which is simulated first.
@@ -312,8 +313,8 @@ def _curve(trace: Trace, rank: int, memory: Memory) -> tuple[Held, ...]:
 
 def _size(value: Any) -> int | None:
     """Return a number of bytes, NumPy's too, as a whole number; `None` if it is none."""
-    if not isinstance(value, (int, float)):
-        value = whole(value)
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+    number = value if isinstance(value, (int, float)) else whole(value)
+    if isinstance(number, bool) or not isinstance(number, (int, Real)):
         return None
-    return value if isinstance(value, int) else round(float(value))
+    size = number if isinstance(number, int) else float(number)
+    return round(size) if math.isfinite(size) and size >= 0 else None

@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python benchmarks/run.py [simulation engine schedules split emulation drawing faults]`, or all.
+"""Run the benchmarks: `python benchmarks/run.py [NAME ...]`, or all; the names are those of `PARTS`.
 
 `--quick` runs the parts that have a quick form, to see that they run; their figures mean nothing and are not kept.
 """
@@ -13,6 +13,8 @@ import drawing
 import emulation
 import engine
 import faults
+import prediction
+import reduces
 import schedules
 import simulation
 import split
@@ -26,8 +28,10 @@ PARTS = {
     "emulation": emulation,
     "drawing": drawing,
     "faults": faults,
+    "reduces": reduces,
+    "prediction": prediction,
 }
-QUICK = {"schedules": schedules, "faults": faults}
+QUICK = {"schedules": schedules, "faults": faults, "reduces": reduces, "prediction": prediction}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 

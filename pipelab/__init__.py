@@ -39,6 +39,7 @@ from pipelab.catalogue import (
     DelayedBackward,
     DualPipe,
     DualPipeV,
+    Eager1F1B,
     GPipe,
     Greedy,
     Interleaved1F1B,
@@ -70,13 +71,20 @@ from pipelab.plan.actions import Action, B, F, I, Pair, R, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
+from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.simulation.jitter import Jitter, jitter
+from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.memory import Memory, MemoryUse, memory_use
+from pipelab.simulation.optimum import Optimum, optimum
+from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:
+    from pipelab.engine.collectives.hooks import codec_hook
+    from pipelab.engine.collectives.ring import RingResult, ring_all_reduce
     from pipelab.engine.device.devices import devices
     from pipelab.engine.emulation import emulated
     from pipelab.engine.model.split import split
@@ -98,6 +106,7 @@ __all__ = [
     "DeviceError",
     "DualPipe",
     "DualPipeV",
+    "Eager1F1B",
     "EngineError",
     "Event",
     "F",
@@ -108,18 +117,23 @@ __all__ = [
     "I",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
+    "Jitter",
+    "Links",
     "LoopedBFS",
     "LossError",
+    "LoweredPlan",
     "Memory",
     "MemoryUse",
     "Naive",
     "OneFOneB",
+    "Optimum",
     "Pair",
     "PipelabError",
     "Pipeline",
     "Plan",
     "R",
     "RankError",
+    "RingResult",
     "Schedule",
     "ScheduleError",
     "SplitError",
@@ -133,13 +147,20 @@ __all__ = [
     "VerificationError",
     "W",
     "__version__",
+    "all_reduce_time",
     "check",
+    "codec_hook",
     "compare",
     "critical_path",
     "devices",
     "emulated",
+    "jitter",
+    "lower",
+    "lower_bound",
     "memory_use",
+    "optimum",
     "replicate",
+    "ring_all_reduce",
     "schedules",
     "simulate",
     "split",
@@ -148,9 +169,12 @@ __all__ = [
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {
     "Pipeline": "pipelab.engine.pipeline",
+    "RingResult": "pipelab.engine.collectives.ring",
     "Step": "pipelab.engine.step",
+    "codec_hook": "pipelab.engine.collectives.hooks",
     "devices": "pipelab.engine.device.devices",
     "emulated": "pipelab.engine.emulation",
+    "ring_all_reduce": "pipelab.engine.collectives.ring",
     "split": "pipelab.engine.model.split",
 }
 

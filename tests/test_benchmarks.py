@@ -75,7 +75,7 @@ def test_all_that_needs_a_gpu_comes_home_whatever_fails(tmp_path):
 
 
 TINY = {
-    "simulation": {"SIZES": ((2, 4), (4, 8)), "PEER_SECONDS": {}},
+    "simulation": {"SIZES": ((2, 4), (4, 8)), "PEER_SECONDS": {}, "JOB": (2, 4, 2, 2)},
     "split": {"SIZES": ((8, 2), (4, 2))},
     "emulation": {"SETTINGS": ((0.1, 0.2, 2),)},
     "drawing": {"SIZES": ((2, 4),)},

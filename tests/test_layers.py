@@ -47,14 +47,16 @@ ENGINE: list[list[str]] = [
     ["pipelab.engine.step"],
     ["pipelab.engine.model"],
     ["pipelab.engine.stage"],
-    ["pipelab.engine.device"],
+    ["pipelab.engine.collectives", "pipelab.engine.device"],
     ["pipelab.engine.stage.pytree"],
     ["pipelab.engine"],
 ]
 
 # The one place where an import may point up: what shows a thing imports `draw` when it is called.
 DISPLAYS = {
+    "pipelab.trace.ledger:Ledger.table",
     "pipelab.trace.trace:Trace.save",
+    "pipelab.trace.trace:Trace.why",
     "pipelab.trace.trace:Trace.plot",
     "pipelab.trace.trace:Trace.show",
     "pipelab.trace.trace:Trace.__str__",
@@ -63,6 +65,8 @@ DISPLAYS = {
     "pipelab.simulation.comparison:Comparison.save",
     "pipelab.simulation.comparison:Comparison.__str__",
     "pipelab.simulation.comparison:Comparison._repr_svg_",
+    "pipelab.engine.collectives.ring:RingResult.plot",
+    "pipelab.engine.collectives.ring:RingResult.__str__",
     "pipelab.simulation.memory:MemoryUse.table",
     "pipelab.plan.plan:Plan.save_graph",
     "pipelab.plan.plan:Plan._repr_html_",
@@ -91,7 +95,7 @@ HIDING_PLACES = {
 }
 
 TORCH_HALF = ("pipelab.engine", "pipelab.conformance", "pipelab.labs")
-HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "typer", "IPython", "cuda"}
+HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "ortools", "typer", "IPython", "cuda"}
 
 
 @dataclass(frozen=True)

@@ -237,3 +237,50 @@ def test_a_memory_cap_is_checked_on_every_replica():
 
 def test_an_empty_plan_cannot_be_replicated_but_its_faults_are_told():
     assert {fault.code for fault in check(replicate(Plan([[], []], 2, 1), 2))} == {"missing"}
+
+
+# Simulated without laying out each replica
+
+
+def alike(schedule, cost, replicas):
+    """Assert that one replica's simulation is what the first of all of them does, and that all do the same."""
+    alone, whole = simulate(schedule, cost, replicas=replicas), simulate(replicate(schedule, replicas), cost)
+    assert (whole.starts, whole.ends) == (alone.starts * replicas, alone.ends * replicas)
+    assert (alone.makespan, alone.bubble) == (whole.makespan, pytest.approx(whole.bubble))
+    assert alone.peak_activations * replicas == whole.peak_activations
+    kinds, laid_out = (
+        [[(half.kind, half.stage) for item in row for half in oracle.halves(item)] for row in trace.plan.rows]
+        for trace in (alone, whole)
+    )
+    assert kinds * replicas == laid_out
+
+
+@every_schedule
+@given(
+    sizes(), costs(), costs(), st.sampled_from([0, 0.5, 7]), st.sampled_from([0, 0.5]), st.none() | costs(),
+    st.integers(2, 4),
+)  # fmt: skip
+def test_one_replica_does_what_all_of_them_do(name, size, forward, backward, reduce, latency, pair, replicas):
+    kind = schedules[name]
+    size = size if kind.refusal(*size) is None else (2, 4)
+    cost = Cost(forward=forward, backward=backward, all_reduce=reduce, latency=latency, pair=pair)
+    alike(kind(*size), cost, replicas)
+
+
+@given(legal_cases(), costs(), costs(), st.sampled_from([0, 0.5, 7]), st.integers(2, 3))
+def test_one_replica_of_any_plan_does_what_all_of_them_do(case, forward, backward, reduce, replicas):
+    alike(case.plan, Cost(forward=forward, backward=backward, all_reduce=reduce, per="stage"), replicas)
+
+
+def test_sixty_four_replicas_take_one_pipelines_time_and_an_all_reduce_of_each_stage():
+    schedule = pipelab.Interleaved1F1B(4, 32, 4)
+    trace = simulate(schedule, Cost(all_reduce=16), replicas=64)
+    assert sum(item.kind == "R" for row in trace.plan.rows for item in row) == schedule.stages == 16
+    assert trace.makespan == simulate(schedule).makespan + 16  # a rank's four all-reduces, 16 / 4 each
+    assert "1 of 64 replicas" in trace.name
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 1.5, "2", None])
+def test_a_simulated_number_of_replicas_is_a_positive_whole_number(replicas):
+    with pytest.raises(UsageError, match="replicas="):
+        simulate(pipelab.GPipe(2, 2), replicas=replicas)

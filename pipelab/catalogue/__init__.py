@@ -3,6 +3,7 @@
 - `naive`: one micro-batch at a time
 - `gpipe`: all forwards, then all backwards
 - `one_f_one_b`: one backward for every new forward
+- `eager_1f1b`: 1F1B with a longer warm-up, which hides the time of transfers
 - `delayed`: the single loop that is often taught as 1F1B
 - `interleaved_1f1b`: 1F1B over several smaller stages per rank
 - `looped_bfs`: GPipe over several smaller stages per rank
@@ -24,6 +25,7 @@ from difflib import get_close_matches
 from pipelab.catalogue.delayed import DelayedBackward
 from pipelab.catalogue.dualpipe import DualPipe
 from pipelab.catalogue.dualpipev import DualPipeV
+from pipelab.catalogue.eager_1f1b import Eager1F1B
 from pipelab.catalogue.gpipe import GPipe
 from pipelab.catalogue.greedy import Greedy
 from pipelab.catalogue.interleaved_1f1b import Interleaved1F1B
@@ -44,6 +46,7 @@ __all__ = [
     "DelayedBackward",
     "DualPipe",
     "DualPipeV",
+    "Eager1F1B",
     "GPipe",
     "Greedy",
     "Interleaved1F1B",
@@ -85,6 +88,7 @@ schedules = Catalogue(
         "naive": Naive,
         "gpipe": GPipe,
         "1f1b": OneFOneB,
+        "eager-1f1b": Eager1F1B,
         "delayed": DelayedBackward,
         "interleaved-1f1b": Interleaved1F1B,
         "looped-bfs": LoopedBFS,

@@ -29,7 +29,12 @@ class GPipe(SingleStage):
     """
 
     source = "Huang et al. 2019, GPipe (arXiv:1811.06965), section 2.3 and figure 2c"
-    closed_forms = {"makespan": "(M + P - 1) * (F + B)", "bubble": "(P - 1) / (M + P - 1)", "peak": "M"}
+    closed_forms = {
+        "makespan": "(M + P - 1) * (F + B)",
+        "makespan with latency": "(M + P - 1) * (F + B) + 2 * (P - 1) * T",
+        "bubble": "(P - 1) / (M + P - 1)",
+        "peak": "M",
+    }
 
     def actions(self, rank: int) -> Iterator[Action]:  # noqa: ARG002 - every rank does the same
         """Yield every forward, then every backward."""

@@ -31,13 +31,24 @@ class OneFOneB(SingleStage):
         "Narayanan et al. 2019, PipeDream (SOSP '19), section 3.2; with a flush: Narayanan et al. 2021, Megatron-LM "
         "(arXiv:2104.04473), section 2.2.1 and figure 4"
     )
-    closed_forms = {"makespan": "(M + P - 1) * (F + B)", "bubble": "(P - 1) / (M + P - 1)", "peak": "min(M, P - r)"}
+    closed_forms = {
+        "makespan": "(M + P - 1) * (F + B)",
+        "makespan with latency if M % P == 0 and P > 1": (
+            "(M + P - 1) * (F + B) + (2 * (P - 1) * M / P + 2 * (P - 2)) * T"
+        ),
+        "bubble": "(P - 1) / (M + P - 1)",
+        "peak": "min(M, P - r)",
+    }
 
     looping = "interleaved-1f1b"
 
+    def warmup(self, rank: int) -> int:
+        """Return how many forwards a rank runs before its first backward."""
+        return min(self.microbatches, self.ranks - rank)
+
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the warm-up's forwards, the steady state's pairs, and the drain's backwards."""
-        warmup = min(self.microbatches, self.ranks - rank)
+        warmup = self.warmup(rank)
         for m in range(warmup):
             yield F(m)
         for m in range(self.microbatches - warmup):

@@ -4,5 +4,6 @@
 - `rules`: everything exactly once, each action on its rank
 - `deadlock`: the cycle of ranks that wait for each other
 - `repair`: the move that undoes a deadlock, tried out
+- `transfers`: the cycle of sends and receives that wait for each other
 - `mistakes`: the four commonest mistakes behind many faults
 """

@@ -10,13 +10,15 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, get_args, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
-from pipelab.errors import ScheduleError, clean, require_caps
+from pipelab.checking.transfers import transfer_deadlocks
+from pipelab.errors import ScheduleError, UsageError, clean, require_caps
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
@@ -24,6 +26,7 @@ from pipelab.plan.csv_notation import is_plan
 from pipelab.plan.fault import Code, Fault, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import SEMANTICS, Semantics
 
 __all__ = ["Faults", "ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
 
@@ -60,12 +63,19 @@ class Faults(list[Fault]):
         return f"<pre>{shown}</pre>"
 
 
-def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int] | None = None) -> list[Fault]:
+def check(
+    plan_or_schedule: Plan | ScheduleLike,
+    memory_cap: int | Sequence[int] | None = None,
+    transfers: Semantics = "arrive",
+) -> list[Fault]:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
 
     Args:
         plan_or_schedule: the plan or schedule.
         memory_cap: how many stage activations a rank may hold at once: one number, or one per rank.
+        transfers: how sends and receives are ordered and queued, as `Cost.transfers`. With any but `"arrive"`, a plan
+            whose sends and receives wait for each other in a circle has the fault `transfer-deadlock`, unless it has
+            other faults, which come first.
 
     Example:
         >>> import pipelab
@@ -80,15 +90,30 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
             rank 1 | F0 F1 F2 F3 F4 F5 F6 F7 B0 …
                                  ^^
 
+        A plan can be right and yet hang where a rank's sends and receives stand in one queue. PyTorch's issue 172668
+        reports such a plan, whose receives were put right before their use:
+
+        >>> for fault in pipelab.check(pipelab.OneFOneB(ranks=2, microbatches=4), transfers="deferred"):
+        ...     print(fault)
+        transfer-deadlock: rank 0 waits for rank 1, which waits for rank 0
+          rank 0 stands before 0SEND_F1; rank 1 comes to 1RECV_F1 only after 1SEND_B0
+          rank 1 stands before 1SEND_B0; rank 0 comes to 0RECV_B0 only after 0SEND_F1
+          try: take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch
+            rank 0 | F0 F1 B0 F2 B1 F3 …
+                        ^^
+
     Raises:
         TypeError: if it is neither a plan nor a schedule.
-        UsageError: if `memory_cap` is not a number, or one per rank.
+        UsageError: if `memory_cap` is not a number, or one per rank; or if `transfers` is none of those words.
     """
+    if transfers not in SEMANTICS:
+        raise UsageError(f"transfers={shorten(transfers)}: expected {', '.join(SEMANTICS[:-1])} or {SEMANTICS[-1]}")
     try:
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
         return Faults(error.faults, error.subject)
-    mistake, meant, found = diagnose(plan, _faults(plan, memory_cap), lambda meant: _faults(meant, memory_cap))
+    judge = partial(_faults, memory_cap=memory_cap, transfers=transfers)
+    mistake, meant, found = diagnose(plan, judge(plan), judge)
     of_code: dict[str, list[Fault]] = {}
     for fault in found:
         of_code.setdefault(fault.code, []).append(fault)
@@ -98,7 +123,7 @@ def check(plan_or_schedule: Plan | ScheduleLike, memory_cap: int | Sequence[int]
     return Faults(faults, plan.name)
 
 
-def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
+def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, transfers: Semantics) -> list[Fault]:
     """Return the faults of a plan, worst kind first, without excerpts.
 
     Uncertain faults are left out: if the placement is faulty, all faults that depend on it; if a rank has an item that
@@ -119,7 +144,10 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None) -> list[Fault]:
             walk = traverse(bound, given=missing_values, excused=excused)
         disorder += deadlocks(bound, walk, missing_values, excused)
     over = [] if memory_cap is None else _over_cap(bound, memory_cap)
-    return sorted([*bound.faults, *misplaced(bound), *incomplete, *disorder, *over], key=_severity)
+    faults = [*bound.faults, *misplaced(bound), *incomplete, *disorder]
+    if not faults:
+        faults = transfer_deadlocks(bound, transfers)
+    return sorted([*faults, *over], key=_severity)
 
 
 def _is_unread(fault: Fault) -> bool:

@@ -12,7 +12,7 @@ from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault
 from pipelab.plan.order import Traversal
 
-__all__ = ["deadlocks"]
+__all__ = ["deadlocks", "shortened", "summary"]
 
 _MOST_TRIED = 1_000_000
 """Cycles times actions beyond which further cycles get no repair of their own: each has to be tried out."""
@@ -126,16 +126,16 @@ def _fault(bound: BoundPlan, cycle: list[_Wait], hint: str, names: _Names) -> Fa
             steps.append(f"{giver} comes after {names.of(wait.code)}, which {_needs(names, wait)}")
     if names.of(last.giver) != names.of(first.code):
         steps.append(f"{names.of(last.giver)} comes after {names.of(first.code)} on rank {first.rank}")
-    lines = [_summary([wait.rank for wait in cycle]), *(f"  {step}" for step in _shortened(steps, "…"))]
+    lines = [summary([wait.rank for wait in cycle]), *(f"  {step}" for step in shortened(steps, "…"))]
     position = bound.position(first.rank, first.index)
     return Fault("deadlock", first.rank, position, names.of(first.code), "\n".join(lines), hint)
 
 
-def _summary(ranks: list[int]) -> str:
+def summary(ranks: list[int]) -> str:
     """Return which rank waits for which, in one line."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} waits for itself"
-    others = _shortened([*ranks[2:], ranks[0]], "…")
+    others = shortened([*ranks[2:], ranks[0]], "…")
     return f"rank {ranks[0]} waits for rank {ranks[1]}" + "".join(f", which waits for rank {rank}" for rank in others)
 
 
@@ -146,7 +146,7 @@ def _needs(names: _Names, wait: _Wait) -> str:
     return f"needs {value}, {'which it gives itself' if giver == names.of(wait.code) else f'given by {giver}'}"
 
 
-def _shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]:
+def shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]:
     """Return the lines, with the middle left out if there are many."""
     if len(lines) <= most:
         return list(lines)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ import pipelab
 from pipelab import files
 from pipelab.checking.checker import as_plan
 from pipelab.cli.grading import grade_command
-from pipelab.cli.labs import lab
+from pipelab.cli.labs import SaveTable, lab
 from pipelab.cli.measuring import Work, cores, measure, measure_sweep, proof_of, too_few_cores, why_slow
 from pipelab.cli.options import (
     RunSizes,
@@ -31,6 +31,7 @@ from pipelab.cli.options import (
     Target,
     Targets,
     Times,
+    Transfers,
     grouped,
     untimed,
     whole_numbers,
@@ -52,7 +53,8 @@ from pipelab.cli.printing import (
     wrote,
 )
 from pipelab.cli.sweeping import Cell, sweep, table_of
-from pipelab.draw import text
+from pipelab.draw import text, wording
+from pipelab.draw.why import sentence
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
@@ -107,10 +109,11 @@ def check(
     target: Target,
     sizes: Sizes,
     memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
+    transfers: Transfers = "arrive",
 ) -> None:
     """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
     subject = untimed(sizes.find(target))
-    faults = pipelab.check(subject, memory_cap)
+    faults = pipelab.check(subject, memory_cap, cast("Any", transfers))
     name = subject.name if isinstance(subject, Plan) else repr(subject)
     if faults:
         raise pipelab.ScheduleError(faults, name)
@@ -118,6 +121,8 @@ def check(
     actions = sum(len(row) for row in plan.bound.rows)
     say(f"{name} is right: {actions} actions, no fault")
     say(f"every micro-batch goes through all {plan.stages} stages once forward and once backward; no rank gets stuck")
+    if transfers != "arrive":
+        say(f"with transfers {transfers}, no send or receive gets stuck either")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:
         say(f"stages {ranges(replicated)} are on several ranks, so their gradients are all-reduced")
@@ -136,27 +141,95 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
 
 @app.command()
 @grouped
-def draw(
+def why(
     target: Target,
-    save: Annotated[
-        list[Path],
-        typer.Option("--save", "-o", help="html svg png pdf json txt; csv: the plan; with --graph: dot svg png pdf"),
-    ],
     sizes: Sizes,
     times: Times,
+    rank: Annotated[int | None, typer.Option(min=0, help="one rank: all of its idle times")] = None,
+    at: Annotated[float | None, typer.Option(help="a time: why the rank is idle then, back to the root")] = None,
+    save: SaveTable = None,
+) -> None:
+    """Say why ranks are idle: a table of reasons, one rank's idle times, or one of them back to its root.
+
+    For example: pipelab why 1f1b; pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8
+    """
+    if at is not None and rank is None:
+        raise UsageError(f"--at {at:g} needs a rank: pipelab why {target} --rank 0 --at {at:g}")
+    require_writable(save, TABLE)
+    (trace,) = times.traces([sizes.find(target)], [target])
+    if rank is None:
+        echo(f"{wording.headline(trace)}: {wording.figures(trace)}")
+        show(trace.ledger.table, save)
+    elif at is not None:
+        echo(trace.why(rank, at))
+    else:
+        idle = [each for each in trace.idle if each.rank == rank]
+        echo("\n".join(sentence(trace, each) for each in idle) or f"rank {rank} is never idle")
+
+
+@app.command()
+@grouped
+def optimum(
+    target: Target,
+    sizes: Sizes,
+    times: Times,
+    memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
+    seconds: Annotated[float, typer.Option(help="how long the solver may take at most")] = 10,
+    save: Save = None,
+) -> None:
+    """Find the quickest order of a schedule's actions, and say whether it is proven to be the quickest."""
+    require_writable(save, TIMELINE)
+    best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap, seconds)
+    echo(text.timeline(best.trace))
+    unit = wording.unit(best.trace)
+    if best.proven:
+        say(f"No order of these actions on these ranks is quicker than {wording.span(best.trace)}: that is proven.")
+    else:
+        say(
+            f"No order is proven to be the quickest yet: every one takes at least {wording.number(best.bound)} {unit}, "
+            f"and this one at most {wording.percent(best.gap)} more. More --seconds may find a better one."
+        )
+    for path in save or []:
+        wrote(save_timeline(best.trace, path))
+
+
+@app.command()
+@grouped
+def draw(
+    target: Target,
+    sizes: Sizes,
+    times: Times,
+    save: Annotated[
+        list[Path] | None,
+        typer.Option("--save", "-o", help="html svg png pdf json txt; csv: the plan; with --graph: dot svg png pdf"),
+    ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
 ) -> None:
-    """Draw a schedule's or a saved trace's timeline, or the dependency graph, to files; or write the plan."""
+    """Draw a schedule's or a saved trace's timeline, or the dependency graph, to files; or write the plan.
+
+    Without --save, the timeline is printed.
+    """
+    if graph and not save:
+        raise UsageError(f"--graph needs a file: pipelab draw {target} --graph --save graph.svg")
     require_writable(save, GRAPH if graph else TIMELINE)
     subject = sizes.find(target)
     (trace,) = times.traces([subject], [target])
-    for path in save:
+    if not save:
+        echo(text.timeline(trace))
+        say("add --save timeline.html for a page that says why each rank waits")
+    for path in save or []:
         wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path))
 
 
 @app.command()
 @grouped
-def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveComparison = None) -> None:
+def compare(
+    targets: Targets,
+    sizes: SweepSizes,
+    times: Times,
+    save: SaveComparison = None,
+    bound: Annotated[bool, typer.Option("--bound", help="how far each is above what any order must take")] = False,
+) -> None:
     """Simulate schedules with the same costs and show them side by side.
 
     Several numbers of micro-batches (`-m 2,4,8`) make a table. Its times are for the whole batch, the same in every
@@ -169,9 +242,13 @@ def compare(targets: Targets, sizes: SweepSizes, times: Times, save: SaveCompari
         traces = times.traces(sizes.find(targets), targets)
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
-        show(pipelab.compare(*traces, names=targets), save)
+        show(pipelab.compare(*traces, names=targets, bound=bound), save)
         return
+    if bound:
+        raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")
     cost = times.cost()
+    assert not callable(cost.forward)  # no option's text is a function
+    assert not callable(cost.backward)
     made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
     say(
         f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "

@@ -10,16 +10,17 @@ from rich.progress import Progress
 
 from pipelab.cli.printing import titled, wrote
 from pipelab.conformance.references import Grid
-from pipelab.conformance.report import Line, Report, conformance, count
+from pipelab.conformance.report import Line, Numbers, Report, conformance, count
 from pipelab.files import write
 
 __all__ = ["markdown", "show_conformance"]
 
-_HEADINGS = ("schedule", "PyTorch's Schedule…", "sizes", "orders", "runs", "gradients", "loss")
+_HEADINGS = ("schedule", "PyTorch's Schedule…", "sizes", "orders", "wire", "runs", "numbers")
 _LEGEND = (
     "orders: action for action, as PyTorch executes them; an overlapped pair counts as its forward, then its backward. "
+    "wire: sends and receives stand where PyTorch's _add_send_recv puts them, and where its runtime runs them. "
     f"runs: steps of both on the same model and batch, where ranks x micro-batches is at most {Grid().most_work}; "
-    "their gradients and losses are compared. Both weigh each micro-batch's loss by 1/M before its backward "
+    "their gradients and losses are the numbers. Both weigh each micro-batch's loss by 1/M before its backward "
     "(scale_grads=False); PyTorch's default divides the summed gradients instead, which rounds otherwise unless M is a "
     "power of two."
 )
@@ -43,9 +44,10 @@ def show_conformance(
     for note in [_LEGEND, *_notes(report)]:
         console.print(note, style="dim", highlight=False, markup=False)
     for line in report.lines:
-        for difference in line.differences[:_MOST_SHOWN]:
+        differences = line.differences + line.transfers
+        for difference in differences[:_MOST_SHOWN]:
             console.print(f"\n{difference}", soft_wrap=True, highlight=False, markup=False)
-        more = len(line.differences) - _MOST_SHOWN
+        more = len(differences) - _MOST_SHOWN
         if more > 0:
             console.print(f"… and {more} more sizes of {line.schedule}")
     if save is not None:
@@ -69,16 +71,21 @@ def _cells(line: Line) -> list[str]:
     if not line.sizes:
         return [line.schedule, line.reference, "0", "", "", "", ""]
     runs = line.numbers
-    worst = max((each.difference for each in runs), default=0.0)
     return [
         line.schedule,
         line.reference,
         str(line.sizes),
-        f"{len(line.differences)} differ" if line.differences else "equal",
+        *(f"{len(each)} differ" if each else "equal" for each in (line.differences, line.transfers)),
         str(len(runs)),
-        "" if not runs else "bit-equal" if all(each.same_gradients for each in runs) else f"{worst:.1e}",
-        "" if not runs else "equal" if all(each.same_loss for each in runs) else "differs",
+        _numbers(runs),
     ]
+
+
+def _numbers(runs: Sequence[Numbers]) -> str:
+    """Return how equal gradients and losses are."""
+    if not all(each.same_gradients for each in runs):
+        return f"{max(each.difference for each in runs):.1e}"
+    return "" if not runs else "bit-equal" if all(each.same_loss for each in runs) else "loss differs"
 
 
 def _notes(report: Report) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,17 +16,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import grouped, whole_numbers
-from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, show
+from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, show, wrote
 from pipelab.errors import PipelabError, UsageError
 from pipelab.labs.grading.tasks import HOMEWORK, start_homework
 
-__all__ = ["finished", "lab"]
+if TYPE_CHECKING:
+    from pipelab.labs.hybrid import Hybrid
+
+__all__ = ["SaveTable", "finished", "lab"]
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
 
 SaveTable = Annotated[
     list[Path] | None,
-    typer.Option("--save", "-o", help="a file to write: csv md tex txt; png svg pdf: the plot; repeatable"),
+    typer.Option("--save", "-o", help="a file to write: csv md tex html txt; png svg pdf: the plot; repeatable"),
 ]
 
 lab = typer.Typer(help="Run an experiment of the course, and make its table.", no_args_is_help=True)
@@ -120,19 +123,15 @@ def practical9(
         len(course.METHODS) * len(counts),
         "measuring",
     )
-    devices = "{:g} ms forward and {:g} ms backward".format(*work.emulate) if work.emulate else "real layers"
-    say(f"One batch through {ranks} stages, {devices}; median of {work.measured_steps} steps")
+    remarks = [warning] if warning and real else []
+    if whole:
+        share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
+        remarks += [] if warning else [why_slow(ranks, share, command)]
+        remarks.append(course.surprise(rows))
     if rows:
-        show(course.table(rows), save)
+        show(course.table(rows, list(filter(None, remarks))), save)
     if not whole:
         raise typer.Exit(1)
-    share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
-    if not warning and (why := why_slow(ranks, share, command)):
-        say(f"{why}\n")
-    if note := course.surprise(rows):
-        say(f"{note}\n")
-    for number, (question, answer) in enumerate(course.answers(rows), start=1):
-        say(f"{number}. {question}\n{answer}\n")
 
 
 @lab.command()
@@ -160,6 +159,107 @@ def hw3(
     rows, whole = finished(made, len(depths) * (1 + len(counts)), "measuring")
     if rows:
         show(course.table(rows), save)
+    if not whole:
+        raise typer.Exit(1)
+
+
+SaveWords = Annotated[
+    list[Path] | None, typer.Option("--save", "-o", help="a file with the table: csv md tex html txt; repeatable")
+]
+SaveFigures = Annotated[
+    list[Path] | None,
+    typer.Option("--save-figures", help="a file with the figures by stages and replicas, or png svg pdf: their plot"),
+]
+Measure = Annotated[bool, typer.Option("--measure", help="also run it, on emulated devices whose actions take as long")]
+_WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".tex", ".html"))
+
+
+@lab.command()
+def report(
+    measure: Measure = False,
+    steps: Annotated[int, typer.Option(min=1, help="mini-batches to measure; the median is shown")] = 3,
+    save: SaveWords = None,
+    save_figures: SaveFigures = None,
+) -> None:
+    """Check the report on a hybrid-parallel simulator, claim by claim: each reading, the right value, the verdict."""
+    require_writable(save, _WORDS)
+    require_writable(save_figures, TABLE)
+    from pipelab.labs.report import claim as course
+    from pipelab.labs.report.claims import CLAIMS
+
+    say(course.SETTING)
+    for number, each in enumerate(CLAIMS, start=1):
+        say(f"\n{number}. {each.about}: the report says {each.says}: {course.verdict(each)}")
+        echo(course.text(each))
+        if each.remark:
+            say(each.remark)
+    say(f"\n{course.summary(CLAIMS)}")
+    if save:
+        claims = course.table(CLAIMS)
+        for path in save:
+            wrote(claims.save(path))
+    say(f"\nThe right figures, {course.READINGS[0]}, for more devices that do the same work:")
+    _figures(course.figures(), "units", save_figures, [course.READINGS[0].job()] if measure else [], steps)
+
+
+@lab.command()
+@grouped
+def hybrid(
+    stages: Annotated[int, typer.Option("--stages", "-k", min=1, help="stages of the model")] = 3,
+    replicas: Annotated[int, typer.Option("--replicas", "-d", min=1, help="pipelines that share the batch")] = 4,
+    microbatches: Annotated[int, typer.Option("--microbatches", "-m", min=1, help="of each replica")] = 6,
+    forward: Annotated[float, typer.Option("--forward", "-f", min=0, help="ms of a stage's forward")] = 50,
+    backward: Annotated[float, typer.Option("--backward", "-b", min=0, help="ms of a stage's backward")] = 80,
+    ring_step: Annotated[float, typer.Option(min=0, help="ms of one of the 2 (D - 1) steps of the all-reduce")] = 20,
+    codecs: Annotated[str, typer.Option(help="how gradients travel: none fp16 bf16 int8 int8-ef")] = "none,fp16,int8",
+    training_steps: Annotated[int, typer.Option(min=1, help="steps of SGD")] = 50,
+    measure: Measure = False,
+    steps: Annotated[int, typer.Option(min=1, help="mini-batches to measure; the median is shown")] = 3,
+    save: SaveWords = None,
+    save_figures: SaveFigures = None,
+) -> None:
+    """Run pipelines times replicas: the timeline of each device, gradients around a ring, training, and the figures.
+
+    Each stage has 120 parameters, and really trains; the times are simulated.
+    """
+    require_writable(save, _WORDS)
+    require_writable(save_figures, TABLE)
+    from pipelab.labs import compressed
+    from pipelab.labs import hybrid as course
+
+    job = course.Hybrid(
+        stages=stages,
+        replicas=replicas,
+        microbatches=microbatches,
+        forward=forward,
+        backward=backward,
+        ring_step=ring_step,
+    )
+    say(f"{stages} stages x {replicas} replicas: device (s, d) runs stage s of replica d. {job.work}.\n")
+    echo(course.timeline(job))
+    names = codecs.split(",")
+    made = compressed.trainings(stages, replicas, microbatches, names, training_steps)
+    rows, whole = finished(made, 1 + len(names), "training")
+    if rows:
+        show(compressed.table(rows), save)
+    if not whole:
+        raise typer.Exit(1)
+    _figures(compressed.layouts(job), "bytes", save_figures, [job] if measure else [], steps)
+
+
+def _figures(
+    jobs: Sequence[Hybrid], memory_unit: str, save: list[Path] | None, run: Sequence[Hybrid], steps: int
+) -> None:
+    """Show the figures of jobs, and run some of them for real."""
+    from pipelab.labs import hybrid as course
+
+    show(course.table(jobs, memory_unit), save)
+    if not run:
+        return
+    rows, whole = finished(course.measured(run, steps), 2 * len(run), "measuring")
+    if rows:
+        say(f"On emulated devices, median of {steps} mini-batches; the gradients match plain training:")
+        show(course.measured_table(rows), None)
     if not whole:
         raise typer.Exit(1)
 

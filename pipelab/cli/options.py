@@ -16,6 +16,7 @@ import typer
 from pipelab.cli.targets import find, has_sizes, settings, with_settings
 from pipelab.errors import UsageError
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import SEMANTICS
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
@@ -30,6 +31,7 @@ __all__ = [
     "Target",
     "Targets",
     "Times",
+    "Transfers",
     "grouped",
     "untimed",
     "whole_numbers",
@@ -68,6 +70,13 @@ SaveRun = Annotated[
         "--save",
         "-o",
         help="a file to write: html svg png pdf txt csv md tex; for one run also json; repeatable",
+    ),
+]
+Transfers = Annotated[
+    str,
+    typer.Option(
+        "--transfers",
+        help=f"how sends and receives are ordered and queued: {' '.join(SEMANTICS)}; see the page The wire",
     ),
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
@@ -196,6 +205,7 @@ class Times:
     forward: Annotated[float, typer.Option("--forward", "-f", help="time of a forward")] = 1
     backward: Annotated[float, typer.Option("--backward", "-b", help="time of a backward")] = 2
     latency: Annotated[float, typer.Option(help="time of a transfer between ranks")] = 0
+    transfers: Transfers = "arrive"
     unit: Annotated[str, typer.Option(help="the unit of these times, for labels")] = ""
     costs: _Costs = None
 
@@ -206,7 +216,8 @@ class Times:
             UsageError: if `--cost` names an unknown cost.
         """
         given: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
-        given |= {"latency": self.latency, "unit": self.unit, **settings(self.costs or [], "--cost")}
+        given |= {"latency": self.latency, "transfers": self.transfers, "unit": self.unit}
+        given |= settings(self.costs or [], "--cost")
         try:
             return Cost(**given)
         except TypeError as error:

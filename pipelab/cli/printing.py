@@ -97,7 +97,8 @@ def echo(shown: str, error: bool = False) -> None:
 
 def save_timeline(trace: Trace, path: Path) -> Path:
     """Write a trace, or its plan as `csv` in PyTorch's notation; return the path."""
-    return trace.plan.to_csv(path) if path.suffix.lower() == ".csv" else trace.save(path)
+    plan = path.suffix.lower() == ".csv" and not path.name.lower().endswith(".events.csv")
+    return trace.plan.to_csv(path) if plan else trace.save(path)
 
 
 def show(shown: Comparison | Table, save: list[Path] | None) -> None:
@@ -113,7 +114,7 @@ def show(shown: Comparison | Table, save: list[Path] | None) -> None:
 def say(sentence: str) -> None:
     """Print prose with lines broken between words."""
     lines = clean(sentence, keep=_LAYOUT).splitlines()
-    echo("\n".join(textwrap.fill(line, _width()) for line in lines))
+    echo("\n".join(textwrap.fill(line, _width(), break_on_hyphens=False) for line in lines))
 
 
 def _width() -> int:

@@ -55,7 +55,7 @@ def table_of(cells: Mapping[tuple[str, int], Cell], refusals: Sequence[str]) -> 
     unit = next((wording.unit(cell.trace) for cell in cells.values()), "units")
     columns = [
         Column("schedule"),
-        Column("microbatches", "micro-batches"),
+        Column("microbatches", "M"),
         Column("step_time", f"time of a step, {unit}", wording.number),
         Column("bubble", show=wording.percent),
         Column("peak_share", "peak, share of the batch", lambda share: wording.percents([share])),

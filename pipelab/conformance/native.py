@@ -11,7 +11,7 @@ import torch
 from pipelab.engine.torchrun.runtime import SCHEDULES, load, missing
 from pipelab.plan.actions import Item
 
-__all__ = ["local_stage", "lower", "order_table", "run_on_recorders", "schedule_class"]
+__all__ = ["add_send_recv", "local_stage", "lower", "lowered_rows", "order_table", "run_on_recorders", "schedule_class"]
 
 
 def schedule_class(name: str) -> Any:
@@ -38,6 +38,21 @@ def lower(runtime: Any, rows: Iterable[Iterable[Item]]) -> None:
     read = load().action.from_str
     order = {rank: [read(str(item)) for item in row] for rank, row in enumerate(rows)}
     runtime._prepare_schedule_with_comms(order)  # noqa: SLF001 - there is no public way
+
+
+def lowered_rows(schedule: Any) -> list[list[str]]:
+    """Return every rank's row as PyTorch's runtime lowered it: actions, transfers, and the words for FSDP."""
+    rows: dict[int, Sequence[Any]] = schedule.pipeline_order_with_comms
+    return [[str(action) for action in rows[rank]] for rank in sorted(rows)]
+
+
+def add_send_recv(rows: Sequence[Iterable[Item]], ranks_of_stages: Sequence[int]) -> list[list[str]]:
+    """Return every rank's row with the transfers where PyTorch's `_add_send_recv` puts them."""
+    names = load()
+    add = names.schedules._add_send_recv  # noqa: SLF001 - there is no public way
+    order = {rank: [names.action.from_str(str(item)) for item in row] for rank, row in enumerate(rows)}
+    found: dict[int, Sequence[Any]] = add(order, ranks_of_stages.__getitem__, len(ranks_of_stages))
+    return [[str(action) for action in found[rank]] for rank in sorted(found)]
 
 
 def run_on_recorders(schedule: Any, microbatches: int) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "RecordingStage",
     "executed",
     "executed_by_runtime",
+    "lowered_by_pytorch",
     "native_place",
     "order_table",
     "watch",
@@ -52,6 +53,7 @@ NATIVE = {
 }
 """PyTorch's class for each schedule that both have."""
 
+_RUNTIME = "_PipelineScheduleRuntime"
 _V_SHAPED = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
 """The classes whose second stage on a rank is the mirror image of the first."""
 
@@ -157,11 +159,34 @@ def executed_by_runtime(plan: Plan) -> Plan:
             raise NativeRefusalError(
                 f"stage {stage} is on ranks {where}: PyTorch's runtime holds each stage on one rank"
             )
-    kind, ranks = "_PipelineScheduleRuntime", range(plan.ranks)
+    kind, ranks = _RUNTIME, range(plan.ranks)
     stages_of_rank = [[stage for stage, holders in plan.replicas.items() if rank in holders] for rank in ranks]
     rows = [_row(kind, stages_of_rank, rank, plan.microbatches, plan.rows) for rank in ranks]
     name = f"{plan.name} as the runtime of torch {torch.__version__} executes it"
     return Plan(rows, plan.stages, plan.microbatches, name=name)
+
+
+def lowered_by_pytorch(kind: str, plan: Plan) -> tuple[list[list[str]], list[list[str]]]:
+    """Return a plan's rows with transfers, as `_add_send_recv` places them and as PyTorch's runtime runs them.
+
+    The second are the class's own if it has any; GPipe and 1F1B have loops of their own, so they are the runtime's.
+
+    Example:
+        >>> import pipelab
+        >>> rows, _ = lowered_by_pytorch("ScheduleGPipe", pipelab.GPipe(ranks=2, microbatches=1).plan())
+        >>> rows[0]
+        ['0F0', '0SEND_F0', '0RECV_B0', '0B0']
+
+    Raises:
+        NativeRefusalError: if PyTorch refuses the size, or the plan.
+    """
+    ranks_of_stages = [ranks[0] for ranks in plan.replicas.values()]
+    stages_of_rank = [[s for s, r in enumerate(ranks_of_stages) if r == rank] for rank in range(plan.ranks)]
+    schedules = runtime.load().schedules
+    own = kind != _RUNTIME and not issubclass(native.schedule_class(kind), schedules.PipelineScheduleSingle)
+    rows = None if own else plan.rows
+    schedule = _schedule(kind if own else _RUNTIME, stages_of_rank, 0, plan.microbatches, [], rows)
+    return native.add_send_recv(plan.rows, ranks_of_stages), native.lowered_rows(schedule)
 
 
 def native_place(kind: str, ranks: int, stage: int) -> int:

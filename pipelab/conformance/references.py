@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from pipelab.catalogue import schedules
 from pipelab.catalogue.bases import Looped
 from pipelab.conformance.processes import Job
-from pipelab.conformance.recording import NATIVE, NativeRefusalError, executed, executed_by_runtime
+from pipelab.conformance.recording import (
+    NATIVE,
+    NativeRefusalError,
+    executed,
+    executed_by_runtime,
+    lowered_by_pytorch,
+)
 from pipelab.conformance.steps import Outcome, step_of_class, step_of_plan
 from pipelab.conformance.workload import fixed_model, fixed_task
 from pipelab.plan.actions import Action
@@ -84,6 +90,14 @@ class Reference:
         once = flat(executed(self.kind, plan.ranks, 1, stages_per_rank))
         rows = [[replace(each, microbatch=m) for m in range(plan.microbatches) for each in row] for row in once]
         return Plan(rows, plan.stages, plan.microbatches)
+
+    def lowered(self, plan: Plan) -> tuple[list[list[str]], list[list[str]]]:
+        """Return a plan's rows with transfers, as PyTorch places them and as its runtime runs them.
+
+        Raises:
+            NativeRefusalError: if PyTorch refuses the size, or the plan.
+        """
+        return lowered_by_pytorch(self.kind, plan)
 
     def runs(self, plan: Plan) -> bool:
         """Return whether PyTorch runs a plan's size, or the plan."""

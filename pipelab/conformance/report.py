@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import zip_longest
+from typing import cast
 
 import torch
 
@@ -17,11 +18,21 @@ from pipelab.conformance.steps import Outcome, group_of_one
 from pipelab.conformance.workload import fixed_model, fixed_task, one_thread
 from pipelab.engine.pipeline import Pipeline
 from pipelab.errors import ScheduleError
-from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import Semantics
 from pipelab.schedule import Schedule
+from pipelab.simulation.wire import lower
 
-__all__ = ["Difference", "Line", "Numbers", "Report", "conformance", "count", "first_difference"]
+__all__ = [
+    "Difference",
+    "Line",
+    "Numbers",
+    "Report",
+    "conformance",
+    "count",
+    "first_difference",
+    "misplaced_transfer",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,8 @@ class Difference:
     plan: str
     rank: int
     position: int
-    pytorch: tuple[Action, ...]
-    pipelab: tuple[Action, ...]
+    pytorch: tuple[object, ...]
+    pipelab: tuple[object, ...]
 
     def __str__(self) -> str:
         """Return both orders around the place."""
@@ -89,6 +100,7 @@ class Line:
         refusal_here: pipelab's reason for the first of them.
         not_ours: how many of these PyTorch accepts.
         differences: the first difference at each size at which orders differ.
+        transfers: the first difference at each size at which sends and receives stand elsewhere.
         numbers: the steps that were compared.
     """
 
@@ -101,12 +113,15 @@ class Line:
     refusal_here: str = ""
     not_ours: int = 0
     differences: tuple[Difference, ...] = ()
+    transfers: tuple[Difference, ...] = ()
     numbers: tuple[Numbers, ...] = ()
 
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
-        return not self.differences and all(each.same_gradients and each.same_loss for each in self.numbers)
+        return not (self.differences or self.transfers) and all(
+            each.same_gradients and each.same_loss for each in self.numbers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +175,37 @@ def first_difference(plan: Plan, theirs: Plan) -> Difference | None:
 
     An overlapped pair counts as its forward, then its backward, because PyTorch runs it so.
     """
-    for rank, (ours, native) in enumerate(zip(flat(plan), flat(theirs), strict=True)):
-        for position, (mine, other) in enumerate(zip_longest(ours, native)):
+    return _first_difference(plan.name, flat(plan), flat(theirs))
+
+
+def misplaced_transfer(plan: Plan, reference: Reference) -> Difference | None:
+    """Return where a plan's sends and receives first stand elsewhere than PyTorch puts them; `None` if nowhere.
+
+    Looks at the rows that PyTorch's `_add_send_recv` makes, and then at those that its runtime runs.
+    """
+    for semantics, theirs in zip(("pytorch", "pytorch-runtime"), reference.lowered(plan), strict=True):
+        low = lower(plan, cast("Semantics", semantics))
+        ours = low.rows if semantics == "pytorch" else low.written
+        difference = _first_difference(f"{plan.name}, transfers {semantics}", ours, theirs)
+        if difference:
+            return difference
+    return None
+
+
+def _first_difference(
+    name: str, ours: Sequence[Sequence[object]], theirs: Sequence[Sequence[object]]
+) -> Difference | None:
+    for rank, (row, native) in enumerate(zip(ours, theirs, strict=True)):
+        for position, (mine, other) in enumerate(zip_longest(row, native)):
             if mine != other:
-                return Difference(plan.name, rank, position, native, ours)
+                return Difference(name, rank, position, tuple(native), tuple(row))
     return None
 
 
 def _line(name: str, reference: Reference, grid: Grid, advance: Callable[[], object]) -> Line:
     """Compare one schedule with one reference at every size."""
     differences: list[Difference] = []
+    transfers: list[Difference] = []
     numbers: list[Numbers] = []
     refusals: list[str] = []
     refusals_here: list[str] = []
@@ -190,11 +226,13 @@ def _line(name: str, reference: Reference, grid: Grid, advance: Callable[[], obj
         difference = first_difference(plan, theirs)
         if difference:
             differences.append(difference)
+        if misplaced := misplaced_transfer(plan, reference):
+            transfers.append(misplaced)
         if plan.ranks * plan.microbatches <= grid.most_work:
             numbers.append(_numbers(plan, reference.step(plan, theirs), 1))
     refused, refused_here = ((len(reasons), next(iter(reasons), "")) for reasons in (refusals, refusals_here))
-    found = tuple(differences), tuple(numbers)
-    return Line(name, reference.name, compared, *refused, *refused_here, not_ours, *found)
+    found = tuple(differences), tuple(transfers)
+    return Line(name, reference.name, compared, *refused, *refused_here, not_ours, *found, tuple(numbers))
 
 
 def _plan(schedule: Schedule) -> Plan | str:

@@ -6,17 +6,21 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `figure`: timelines on matplotlib axes
 - `page`: timelines as one HTML file
 - `graph`: the dependency graph, by Graphviz
+- `ring`: a ring all-reduce, step by step
 - `bars`: a trace as lanes of bars: what all of them draw
 - `labels`: which labels fit into the bars of a figure
 - `table`: tables of results, for a terminal, a report and a plot
 - `ruler`: the ruler under a text timeline
 - `wording`: headlines and tables in words
+- `why`: idle time in words
+- `exports`: traces for other tools
 - `colours`: the palette
 """
 
 from __future__ import annotations
 
 import html
+import json
 import sys
 import tempfile
 import webbrowser
@@ -24,10 +28,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.draw import colours, figure, text, wording
+from pipelab.draw import colours, exports, figure, text, wording
 from pipelab.draw.page import page
 from pipelab.draw.table import Column, Table
-from pipelab.errors import clean, require_suffix
+from pipelab.errors import UsageError, clean, require_suffix
 from pipelab.files import write
 from pipelab.plan.actions import Action, Pair
 from pipelab.plan.fault import shorten
@@ -46,16 +50,16 @@ __all__ = ["COMPARISON_SUFFIXES", "TRACE_SUFFIXES", "plan_html", "save", "save_c
 
 _FIGURES = (".svg", ".png", ".pdf")
 _DRAWN = (".html", *_FIGURES, ".txt")
-TRACE_SUFFIXES = (*_DRAWN, ".json")
-"""The formats of `Trace.save`, which writes `json` itself."""
+TRACE_SUFFIXES = (*_DRAWN, ".json", ".events.csv", ".perfetto.json")
+"""The formats of `Trace.save`."""
 _MOST_CELLS = 200
 """How many actions of a rank a notebook shows."""
 COMPARISON_SUFFIXES = (*_DRAWN, ".csv", ".md", ".tex")
 """The formats of `Comparison.save`."""
 
 
-def save(trace: Trace, path: str | Path) -> Path:
-    """Draw a trace to a file; its suffix is `html`, `svg`, `png`, `pdf` or `txt`.
+def save(trace: Trace, path: str | Path, width: float | str | None = None) -> Path:
+    """Write a trace to a file; its suffix is one of `TRACE_SUFFIXES`.
 
     Example:
         >>> import pipelab
@@ -70,13 +74,21 @@ def save(trace: Trace, path: str | Path) -> Path:
     Raises:
         FormatError: if it has another suffix.
     """
+    path = Path(path)
+    if width is not None and path.suffix.lower() not in _FIGURES:
+        raise UsageError(f"width={width!r}: only figures have one: {' '.join(_FIGURES)}")
+    if path.name.lower().endswith(".events.csv"):
+        return exports.events(trace).save(path)
+    if path.suffix.lower() == ".json":
+        data = exports.perfetto(trace) if path.name.lower().endswith(".perfetto.json") else trace.to_dict()
+        return write(path, json.dumps(data) + "\n")
     return _write(
         path,
         "a trace",
         TRACE_SUFFIXES,
         html=lambda: page.page(trace),
         txt=lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False),
-        picture=lambda: figure.plot(trace),
+        picture=lambda: figure.plot(trace, width=width),
     )
 
 
@@ -91,7 +103,8 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
     """
     suffix = Path(path).suffix.lower()
     if suffix == ".csv":
-        return Table([asdict(row) for row in comparison.rows], []).save(path)
+        rows = [{key: value for key, value in asdict(row).items() if value is not None} for row in comparison.rows]
+        return Table(rows, []).save(path)
     if suffix in (".md", ".tex"):
         heads, *lines = wording.table(comparison)
         return Table([dict(zip(heads, line, strict=True)) for line in lines], list(map(Column, heads))).save(path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipelab.plan.actions import Action, Kind
 
-__all__ = ["IDLE", "IDLE_LINES", "PALETTE", "RANKS", "ansi", "ink", "of"]
+__all__ = ["HUES", "IDLE", "IDLE_LINES", "PALETTE", "RANKS", "ansi", "ink", "of"]
 
 PALETTE: dict[Kind, tuple[str, str]] = {
     "F": ("#0072B2", "#005F96"),
@@ -27,6 +27,9 @@ PALETTE: dict[Kind, tuple[str, str]] = {
 IDLE = "#F1F1F1"
 IDLE_LINES = "#D3D3D3"
 """Idle time is hatched with these lines; no action is grey."""
+
+HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7A7A7A")
+"""Eight colours for micro-batches or stages, in turns: those of Okabe and Ito, with grey for black."""
 
 RANKS = ("#BBDDF2", "#FBDFA6", "#B5E3D5", "#EBC9DC", "#F8F2B0", "#F3C6A5", "#D9D9D9", "#CFC9EE")
 """Light tints for drawings in which colour means the rank; they repeat for more ranks."""

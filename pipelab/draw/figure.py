@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipelab import files
 from pipelab.draw import colours, labels, wording
 from pipelab.draw.bars import Bar, Lanes
+from pipelab.errors import UsageError
 from pipelab.plan.actions import KINDS, Action, Kind
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ def legend(traces: Sequence[Trace], ax: Axes) -> None:
         if kind in there
     ]
     patches.append(Patch(facecolor=colours.IDLE, edgecolor=colours.IDLE_LINES, hatch="////", label="idle"))
-    below = ScaledTranslation(0, -20 / 72, owner(ax).dpi_scale_trans)
+    narrow = owner(ax).get_figwidth() < 5  # then the legend does not fit beside the axis's name
+    below = ScaledTranslation(0, (-36 if narrow else -20) / 72, owner(ax).dpi_scale_trans)
     ax.legend(
         handles=patches,
         loc="upper right",
@@ -184,12 +186,18 @@ _NARROWEST, _WIDEST = 8.0, 14.0
 """How many inches the time may take."""
 
 
-def plot(trace: Trace, ax: Axes | None = None) -> Axes:
+WIDTHS = {"beamer": 5.04}
+"""Names of widths in inches: the text of a LaTeX beamer slide."""
+
+
+def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None) -> Axes:
     """Draw a trace: rank 0 on top, time from left to right, idle time hatched.
 
     Args:
         trace: what to draw.
         ax: where to draw it; by default, in a new figure.
+        width: of the new figure, in inches or `"beamer"`; by default, as wide as its labels need. A figure of a given
+            width has no title, because a paper has a caption.
 
     Example:
         >>> import pipelab
@@ -204,10 +212,26 @@ def plot(trace: Trace, ax: Axes | None = None) -> Axes:
         The axes; `.figure` is the figure.
     """
     if ax is None:
-        ax = _figure([trace], same_axis=False)[1][0]
+        ax = _figure([trace], same_axis=False, width=_inches(width))[1][0]
     draw(trace, ax, wording.headline(trace), trace.makespan)
+    if width is not None:
+        ax.set_title("", loc="left")
     legend([trace], ax)
     return ax
+
+
+def _inches(width: float | str | None) -> float | None:
+    """Return a width in inches.
+
+    Raises:
+        UsageError: if it is neither a name nor from 2 to 40 inches.
+    """
+    if width is None:
+        return None
+    found = WIDTHS.get(width) if isinstance(width, str) else width
+    if not isinstance(found, (int, float)) or not 2 <= found <= 40:
+        raise UsageError(f"width={width!r}: expected 2 to 40 inches, or {', '.join(map(repr, WIDTHS))}")
+    return float(found)
 
 
 def plot_comparison(comparison: Comparison) -> Figure:
@@ -265,26 +289,34 @@ def _save(figure: Figure, buffer: io.BytesIO, suffix: str) -> None:
     import matplotlib as mpl
 
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix, {})
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipelab"}), warnings.catch_warnings():
+    with (
+        mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipelab", "pdf.fonttype": 42}),
+        warnings.catch_warnings(),
+    ):
         # A name may have letters that the font lacks; they show as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(buffer, format=suffix, dpi=160, metadata=metadata)
 
 
-def _figure(traces: Sequence[Trace], same_axis: bool) -> tuple[Figure, list[Axes]]:
+def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None = None) -> tuple[Figure, list[Axes]]:
     """Return a figure with one pair of axes per trace, as wide as the labels need and as high as the ranks."""
     from matplotlib.figure import Figure
 
     wide = min(max(*(labels.inches(Lanes(trace)) for trace in traces), _NARROWEST), _WIDEST)
+    title = _TITLE
+    if width is not None:
+        wide, title = width - _LEFT - _RIGHT, 0.1
     lanes = [height(trace.ranks) for trace in traces]
-    high = sum(lanes) + len(traces) * _TITLE + (len(traces) if not same_axis else 1) * _AXIS
+    high = sum(lanes) + len(traces) * title + (len(traces) if not same_axis else 1) * _AXIS
+    if width is not None and width < 5:
+        high += 0.2  # the legend stands below the axis's name
     if same_axis:
         high += (len(traces) - 1) * 0.3  # tick labels between two timelines
     figure = Figure(figsize=(_LEFT + wide + _RIGHT, high))
     axes: list[Axes] = []
     top = high
     for each in lanes:
-        top -= _TITLE + each
+        top -= title + each
         box = (_LEFT / (_LEFT + wide + _RIGHT), top / high, wide / (_LEFT + wide + _RIGHT), each / high)
         axes.append(figure.add_axes(box, sharex=axes[0] if axes and same_axis else None))
         top -= 0.3 if same_axis else _AXIS

@@ -22,10 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["SUFFIXES", "Column", "Table"]
 
-SUFFIXES = (".csv", ".txt", ".md", ".tex", ".png", ".svg", ".pdf")
+SUFFIXES = (".csv", ".txt", ".md", ".tex", ".html", ".png", ".svg", ".pdf")
 """The formats of a table; the last three are its plot."""
 
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "…": r"\dots{}"}
+_PAGE = """<!doctype html>
+<meta charset="utf-8">
+<title>pipelab: a table</title>
+<style>
+  body { font: 15px/1.4 system-ui, sans-serif; margin: 2rem; color-scheme: light dark; }
+  table { border-collapse: collapse; margin-bottom: 1rem; }
+  td, th { text-align: left; padding: 0.15rem 0.8rem 0.15rem 0; border-bottom: 1px solid #8884; }
+</style>
+"""
+"""What a page with a table begins with."""
 _PLOT_WIDTH, _PLOT_HEIGHT = 3.6, 2.8
 """Inches of one plot of a table."""
 _STYLES = (("dashed", "--"), ("dotted", ":"))
@@ -40,11 +50,13 @@ class Column:
         key: the key in each row, and the column's name in a CSV file.
         head: the heading; by default, the key.
         show: returns a value as text.
+        left: whether its cells are words that are set flush left, as those of the first column are, not figures.
     """
 
     key: str
     head: str = ""
     show: Callable[[Any], str] = str
+    left: bool = False
 
     @property
     def title(self) -> str:
@@ -71,6 +83,8 @@ class Table:
         axes: what `plot` draws: the key along the x-axis, and for each plot a key along its y-axis. There is one line
             for each value of the first column, unless that is the x-axis itself.
         notes: sentences below the table.
+        title: a line above the table and its plot: what it shows, and the setting. A CSV file has none, so its rows
+            should hold the setting too.
         curves: for a key along the y-axis, one or two more keys whose values `plot` adds as thin lines.
 
     Example:
@@ -86,9 +100,9 @@ class Table:
         gpipe     4                  25
         1f1b      2                  30
         >>> print(Table(rows, columns, across="m"))
-        time of a step, ms   2   4
-        gpipe               30  25
-        1f1b                30   -
+        time of a step, ms  m = 2  m = 4
+        gpipe                  30     25
+        1f1b                   30      -
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -97,24 +111,26 @@ class Table:
     axes: tuple[str, Sequence[str]] | None = None
     notes: Sequence[str] = ()
     curves: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    title: str = ""
 
     def text(self, width: int = 80) -> str:
         """Return the table as text, in lines of at most `width` characters if its cells allow."""
+        title = [fill(self.title, width), ""] if self.title else []
         if not self.rows:
-            return "\n".join(self.notes)
+            return "\n".join([*title, *self.notes])
         blocks = self._blocks()
         if self.across:  # as one, so that the columns of all blocks are below one another
             blank = ("",) * len(blocks[0][0])
             blocks = [[row for block in blocks for row in (*block, blank)][:-1]]
-        lines = [line.rstrip() for block in blocks for line in wording.columns(block, width)]
+        lines = [line.rstrip() for block in blocks for line in wording.columns(block, width, left=self._left())]
         notes = [fill(note, width, break_on_hyphens=False) for note in self.notes]
-        return "\n".join([*lines, *(["", *notes] if notes else [])])
+        return "\n".join([*title, *lines, *(part for note in notes for part in ("", note))])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format. Return the path.
 
-        `csv` has all values in full, one line for each row; `txt`, `md` and `tex` have what readers see (`tex` needs
-        the package booktabs); `png`, `svg` and `pdf` are the plot.
+        `csv` has all values in full, one line for each row; `txt`, `md`, `tex` and `html` have what readers see (`tex`
+        needs the package booktabs); `png`, `svg` and `pdf` are the plot.
 
         Raises:
             FormatError: if the suffix is another one.
@@ -125,7 +141,13 @@ class Table:
         if suffix in (".png", ".svg", ".pdf"):
             figure.write(self.plot(), path)
             return path
-        written = {".csv": self._csv, ".txt": lambda: self.text() + "\n", ".md": self._markdown, ".tex": self._tex}
+        written: dict[str, Callable[[], str]] = {
+            ".csv": self._csv,
+            ".txt": lambda: self.text() + "\n",
+            ".md": self._markdown,
+            ".tex": self._tex,
+            ".html": lambda: f"{_PAGE}{self._repr_html_()}\n",
+        }
         return write(path, written[suffix]())
 
     def plot(self) -> Figure:
@@ -135,7 +157,7 @@ class Table:
             UsageError: if the table names no `axes`, or has no rows.
         """
         if self.axes is None or not self.rows:
-            raise UsageError("this table has nothing to plot: save it as .csv, .md, .tex or .txt")
+            raise UsageError("this table has nothing to plot: save it as .csv, .md, .tex, .html or .txt")
         from matplotlib.figure import Figure
         from matplotlib.ticker import PercentFormatter
 
@@ -172,7 +194,9 @@ class Table:
             ax.set_ylim(bottom=0)
             ax.spines[["top", "right"]].set_visible(False)
             if place == 1 and side != x:
-                drawing.legend(loc="outside upper center", ncols=8, frameon=False)
+                drawing.legend(loc="outside lower center", ncols=8, frameon=False)
+        if self.title:
+            drawing.suptitle(fill(self.title, 34 * len(ys)), fontsize="medium", parse_math=False)
         return drawing
 
     def __str__(self) -> str:
@@ -181,26 +205,31 @@ class Table:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        return "\n".join(
-            [*map(_html_table, self._blocks()), *(f"<p>{html.escape(clean(note))}</p>" for note in self.notes)]
-        )
+        title, *notes = [f"<p>{html.escape(clean(text))}</p>" if text else "" for text in (self.title, *self.notes)]
+        return "\n".join(filter(None, [title, *map(_html_table, self._blocks()), *notes]))
 
     def _blocks(self) -> list[list[tuple[str, ...]]]:
         """Return what readers see, as blocks of rows of cells, heads first."""
         if self.across is None:
             heads = tuple(column.title for column in self.columns)
             return [[heads, *(tuple(column.cell(row) for column in self.columns) for row in self.rows)]]
+        across = next((column.title for column in self.columns if column.key == self.across), self.across)
         side, *others = [column for column in self.columns if column.key != self.across]
         names = list(dict.fromkeys(row[side.key] for row in self.rows))
         values = list(dict.fromkeys(row[self.across] for row in self.rows))
         found = {(row[side.key], row[self.across]): row for row in self.rows}
         return [
             [
-                (column.title, *map(str, values)),
+                (column.title, *(f"{across} = {value}" for value in values)),
                 *((side.show(name), *(column.cell(found.get((name, value))) for value in values)) for name in names),
             ]
             for column in others
         ]
+
+    def _left(self) -> list[int]:
+        """Return the places of the columns that are set flush left."""
+        words = [place for place, column in enumerate(self.columns) if column.left and self.across is None]
+        return sorted({0, *words})
 
     def _csv(self) -> str:
         buffer = io.StringIO()
@@ -213,16 +242,18 @@ class Table:
     def _markdown(self) -> str:
         parts: list[str] = []
         for heads, *rows in self._blocks():
-            lines = [heads, ("---", *["--:"] * (len(heads) - 1)), *rows]
+            rule = tuple("---" if place in self._left() else "--:" for place in range(len(heads)))
+            lines = [heads, rule, *rows]
             escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in escaped))
-        return "\n\n".join([*parts, *self.notes]) + "\n"
+        return "\n\n".join(filter(None, [self.title, *parts, *self.notes])) + "\n"
 
     def _tex(self) -> str:
-        parts = [r"% \usepackage{booktabs}"]
+        parts = [r"% \usepackage{booktabs}", *([_tex_cell(self.title)] if self.title else [])]
         for heads, *rows in self._blocks():
             first, *lines = [" & ".join(map(_tex_cell, line)) + r" \\" for line in (heads, *rows)]
-            begin = rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}"
+            sides = "".join("l" if place in self._left() else "r" for place in range(len(heads)))
+            begin = rf"\begin{{tabular}}{{{sides}}}"
             parts.append("\n".join([begin, r"\toprule", first, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}"]))
         return "\n\n".join([*parts, *map(_tex_cell, self.notes)]) + "\n"
 

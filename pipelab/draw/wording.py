@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
+    from pipelab.trace.waits import Wait
 
 __all__ = [
     "columns",
@@ -24,13 +25,14 @@ __all__ = [
     "percent",
     "percents",
     "span",
+    "stood_behind",
     "table",
     "unit",
 ]
 
 
-def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15) -> list[str]:
-    r"""Return rows in columns, the first one flush left.
+def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15, left: Sequence[int] = (0,)) -> list[str]:
+    r"""Return rows in columns, the first one flush left, and the others flush right.
 
     If the lines would be wider than `width`, long heads are wrapped; then the first column is cut.
 
@@ -38,6 +40,7 @@ def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15) -> list[
         rows: the cells, heads first.
         width: the most characters of a line.
         least: the fewest characters of the first column.
+        left: the places of all columns that are flush left.
 
     Example:
         >>> rows = [("name", "busy share per rank"), ("GPipe", "73 73 73 73 %")]
@@ -55,7 +58,8 @@ def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15) -> list[
     first = min(first, max(width - sum(others) - 2 * len(others), least))
     lines: list[str] = []
     for name, *figures in rows:
-        cells = [f"{each:>{size}}" for each, size in zip(figures, others, strict=True)]
+        sized = enumerate(zip(figures, others, strict=True), start=1)
+        cells = [f"{each:<{size}}" if place in left else f"{each:>{size}}" for place, (each, size) in sized]
         lines.append("  ".join([f"{_cut(name, first):<{first}}", *cells]))
     return lines
 
@@ -158,16 +162,47 @@ def span(trace: Trace) -> str:
 def figures(trace: Trace) -> str:
     """Return makespan, bubble and peak in one line, and the ranks' own spans if all are shorter than the makespan.
 
+    If ranks were idle because a value stood behind another transfer, that time follows too.
+
     Example:
         >>> import pipelab
         >>> figures(pipelab.simulate(pipelab.OneFOneB(4, 8)))
         'makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1'
         >>> figures(pipelab.simulate(pipelab.ZBH2(4, 8)))
         'makespan 27 units, bubble 11.1 %, peak activations 7 7 7 7, own spans 24 24 24 24'
+        >>> cost = pipelab.Cost(transfers="pytorch")
+        >>> figures(pipelab.simulate(pipelab.Interleaved1F1B(4, 8), cost)).partition("5, ")[2]
+        'idle behind other transfers 0 6 2.5 0'
     """
     peaks = elided(trace.peak_activations)
     own = f", own spans {elided(map(number, trace.spans))}" if _slanted(trace) else ""
-    return f"makespan {span(trace)}, bubble {percent(trace.bubble)}, peak activations {peaks}{own}"
+    queued = f", idle behind other transfers {elided(map(number, trace.queued))}" if any(trace.queued) else ""
+    return f"makespan {span(trace)}, bubble {percent(trace.bubble)}, peak activations {peaks}{own}{queued}"
+
+
+def stood_behind(trace: Trace, wait: Wait) -> str:
+    """Return behind which other transfer the value stood that an action waited for; empty if behind none.
+
+    Example:
+        >>> import pipelab
+        >>> from pipelab.trace.waits import waits
+        >>> cost = pipelab.Cost(transfers="pytorch")
+        >>> trace = pipelab.simulate(pipelab.Interleaved1F1B(4, 8), cost)
+        >>> [text for row in waits(trace) for wait in row if wait and (text := stood_behind(trace, wait))][0]
+        '0F1 had given it by 1, but its send stood behind the receive of 4F0'
+    """
+    transfer, code = wait.transfer, trace.plan.bound.codes.code
+    if transfer is None or transfer.behind is None or not transfer.queued:
+        return ""
+    giver, needer = transfer.behind
+    rank_of = trace.plan.bound.rank_of
+    source, target = rank_of[code(giver)], rank_of[code(needer)]
+    if transfer.target in (source, target):
+        end, other = "receive", f"that of {needer}" if target == transfer.target else f"the send of {giver}"
+    else:
+        end, other = "send", f"that of {giver}" if source == transfer.source else f"the receive of {needer}"
+    ready = number(transfer.start - transfer.queued)
+    return f"{transfer.giver} had given it by {ready}, but its {end} stood behind {other}"
 
 
 def _slanted(trace: Trace) -> bool:
@@ -177,6 +212,8 @@ def _slanted(trace: Trace) -> bool:
 
 def table(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return a comparison's figures as rows of cells, heads first, with own spans if a trace's are all short.
+
+    If the comparison has bounds, there is a column for how far each makespan is above its bound.
 
     Example:
         >>> import pipelab
@@ -193,6 +230,9 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
     if any(map(_slanted, comparison.traces)):
         own = [elided(map(number, row.spans)) for row in comparison.rows]
         lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["own spans", *own], strict=True)]
+    if any(row.bound is not None for row in comparison.rows):
+        above = ["-" if not row.bound else percent(max(0.0, row.makespan / row.bound - 1)) for row in comparison.rows]
+        lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["above bound", *above], strict=True)]
     return list(map(tuple, lines))
 
 

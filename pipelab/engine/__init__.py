@@ -7,6 +7,7 @@
 - `stage`: one stage, forward and backward: shared by both engines
 - `threads`: one worker thread per rank, in one process
 - `torchrun`: one process per rank, on PyTorch's pipelining runtime
+- `collectives`: the ring all-reduce, and codecs for its messages
 - `model`: the model cut into stages
 - `device`: which device a rank runs on, and its clock
 - `verify`: gradients compared with the plain model's

@@ -19,7 +19,7 @@ from pipelab.engine.device.clocks import here, since
 from pipelab.engine.stage.autograd import will_run
 from pipelab.errors import CostError, require_size
 
-__all__ = ["EmulatedStage", "emulated", "instantly"]
+__all__ = ["EmulatedStage", "emulate_all_reduce", "emulated", "instantly"]
 
 
 _LATE_NANOSECONDS = 200_000
@@ -102,13 +102,17 @@ class EmulatedStage(nn.Module):
         forward_ms: milliseconds that a forward takes.
         backward_ms: milliseconds that a backward takes.
         input_grad_ms: the part of `backward_ms` that the input's gradient takes; by default, half.
+        all_reduce_ms: milliseconds that the all-reduce of its gradient takes, if the stage is on several ranks.
     """
 
-    def __init__(self, forward_ms: float, backward_ms: float, input_grad_ms: float | None = None) -> None:
+    def __init__(
+        self, forward_ms: float, backward_ms: float, input_grad_ms: float | None = None, all_reduce_ms: float = 0
+    ) -> None:
         super().__init__()
         self.forward_ms = forward_ms
         self.backward_ms = backward_ms
         self.input_grad_ms = backward_ms / 2 if input_grad_ms is None else input_grad_ms
+        self.all_reduce_ms = all_reduce_ms
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -122,7 +126,15 @@ class EmulatedStage(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the times."""
-        return f"forward_ms={self.forward_ms:g}, backward_ms={self.backward_ms:g}"
+        reduce = f", all_reduce_ms={self.all_reduce_ms:g}" if self.all_reduce_ms else ""
+        return f"forward_ms={self.forward_ms:g}, backward_ms={self.backward_ms:g}{reduce}"
+
+
+def emulate_all_reduce(module: nn.Module) -> None:
+    """Sleep as long as the all-reduce of a module's emulated stages takes."""
+    for each in module.modules():
+        if isinstance(each, EmulatedStage) and each.all_reduce_ms:
+            _sleep_until(since() + round(1e6 * each.all_reduce_ms))
 
 
 def emulated(
@@ -130,6 +142,7 @@ def emulated(
     forward_ms: float | Sequence[float] = 20,
     backward_ms: float | Sequence[float] = 40,
     input_grad_ms: float | Sequence[float] | None = None,
+    all_reduce_ms: float | Sequence[float] = 0,
 ) -> nn.Sequential:
     """Return a model of `stages` layers, each of which sleeps for so long forward and backward.
 
@@ -139,6 +152,8 @@ def emulated(
         backward_ms: milliseconds of each backward, likewise.
         input_grad_ms: the part of `backward_ms` that `I` takes where the backward is split, likewise; `W` takes the
             rest. By default, half each.
+        all_reduce_ms: milliseconds of each all-reduce (`R`), likewise: what several ranks wait to add up the stage's
+            gradients.
 
     Example:
         >>> emulated(2, forward_ms=20, backward_ms=[40, 50])
@@ -158,7 +173,8 @@ def emulated(
     for part, whole in zip(inputs, backward, strict=True):
         if part > whole:
             raise CostError(f"input_grad_ms={part:g} is more than backward_ms={whole:g}, of which it is a part")
-    return nn.Sequential(*(EmulatedStage(*times) for times in zip(forward, backward, inputs, strict=True)))
+    reduce = _each("all_reduce_ms", all_reduce_ms, stages)
+    return nn.Sequential(*(EmulatedStage(*times) for times in zip(forward, backward, inputs, reduce, strict=True)))
 
 
 @contextmanager
@@ -174,14 +190,14 @@ def instantly(model: nn.Module) -> Iterator[None]:
         EmulatedStage(forward_ms=20, backward_ms=40)
     """
     stages = [each for each in model.modules() if isinstance(each, EmulatedStage)]
-    times = [(each.forward_ms, each.backward_ms, each.input_grad_ms) for each in stages]
+    times = [(each.forward_ms, each.backward_ms, each.input_grad_ms, each.all_reduce_ms) for each in stages]
     for each in stages:
-        each.forward_ms = each.backward_ms = each.input_grad_ms = 0.0
+        each.forward_ms = each.backward_ms = each.input_grad_ms = each.all_reduce_ms = 0.0
     try:
         yield
     finally:
         for each, of_each in zip(stages, times, strict=True):
-            each.forward_ms, each.backward_ms, each.input_grad_ms = of_each
+            each.forward_ms, each.backward_ms, each.input_grad_ms, each.all_reduce_ms = of_each
 
 
 def _each(name: str, value: float | Sequence[float], stages: int) -> list[float]:

@@ -5,6 +5,9 @@
 - `hw1`: data parallelism: speed-up, efficiency, Amdahl's law, three experiments
 - `ddp`: the processes that `hw1` times, and the law that it fits
 - `hw3`: a stack of linear layers over several devices
+- `hybrid`: pipelines times replicas beside the same work on one device: time, figures, and both for real
+- `compressed`: pipelines times replicas that train, their gradients around a ring, in several codecs
+- `report`: a report on hybrids, each claim with its readings, the right value and the verdict
 - `running`: plans on models of equal layers, measured, predicted and verified
 - `grading`: submissions, run and graded by what they ran
 - `language_model`: a byte-level language model, and a text to learn

@@ -85,6 +85,10 @@ def measurements(
     names = [(WHOLE, 1), *((method, count) for count in counts for method in _KINDS)]
     plans = [(_KINDS.get(method, Naive))(ranks, count).plan() for method, count in names]
     jobs = make_jobs(plans, [count for _, count in names], width, depth, batch, emulate)
+    stages = f"{depth} real layers of width {width}"
+    if emulate is not None:
+        stages = "emulated: {:g} ms forward and {:g} ms backward of each stage for the whole batch".format(*emulate)
+    setting = {"batch": batch, "stages": stages, "steps": steps}
     alone: dict[int, Trace] = {}
     for (method, count), job in zip(names, jobs, strict=True):
         (result,) = run_all([job], steps)
@@ -95,7 +99,7 @@ def measurements(
             cost = Cost(forward=emulate[0] / count, backward=emulate[1] / count, unit="ms")
         row = _row(result, simulate(job.plan, cost))
         for shown in counts if method == WHOLE else [count]:
-            yield {"method": method, "microbatches": shown, "ranks": ranks, **row}
+            yield {"method": method, "microbatches": shown, "ranks": ranks, **setting, **row}
 
 
 def _row(result: Result, predicted: Trace) -> dict[str, Any]:
@@ -118,11 +122,16 @@ def _row(result: Result, predicted: Trace) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Return the table of measured rows, the numbers of micro-batches side by side."""
+def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
+    """Return the table of measured rows, the numbers of micro-batches side by side, and the eight answers below it.
+
+    Args:
+        rows: what `measurements` made.
+        remarks: sentences right below the table, such as a warning.
+    """
     columns = [
         Column("method"),
-        Column("microbatches", "micro-batches"),
+        Column("microbatches", "M"),
         Column("step_time_ms", "time of a step, ms", wording.number),
         Column("predicted_ms", "predicted, ms", wording.number),
         Column("loss", show="{:.6f}".format),
@@ -136,12 +145,18 @@ def table(rows: Sequence[Row]) -> Table:
     exact = all(row["gradients_exact"] for row in rows)
     off = max((row["whole_batch_difference"] or 0.0 for row in rows), default=0.0)
     notes = [
+        *remarks,
         "A naive, whole batch: the batch in one piece, measured once. Its 1 activation is of the whole batch; the "
         "other methods' activations are of one micro-batch each.",
         f"The gradients match plain training with the same micro-batches {'bit for bit' if exact else 'to rounding'}. "
         f"Against the whole batch at once they differ by at most {off:.1e}.",
     ]
-    return Table(rows, columns, "microbatches", ("microbatches", ("step_time_ms", "bubble", "peak_share")), notes)
+    numbered = enumerate(answers(rows), start=1)
+    notes += [f"{number}. {question} {answer}" for number, (question, answer) in numbered]
+    axes = ("microbatches", ("step_time_ms", "bubble", "peak_share"))
+    setting = "A batch of {batch} rows in M micro-batches through {ranks} stages, {stages}; median of {steps} steps"
+    title = setting.format_map(rows[0]) if rows else ""
+    return Table(rows, columns, "microbatches", axes, notes, title=title)
 
 
 def surprise(rows: Sequence[Row]) -> str:
@@ -177,9 +192,11 @@ def _longer_than_predicted(rows: Sequence[Row]) -> str:
 
 
 def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the practical's eight questions, each with an answer from the numbers of a whole table."""
+    """Return the practical's eight questions, each with an answer from the numbers of a whole table; else nothing."""
     at = {(row["method"], row["microbatches"]): row for row in rows}
     counts = sorted({row["microbatches"] for row in rows})
+    if not rows or any((method, count) not in at for method in METHODS for count in counts):
+        return []
     few, many = counts[0], counts[-1]
     ranks = rows[0]["ranks"]
     whole, naive, gpipe, loop, true = (at[method, many] for method in METHODS)

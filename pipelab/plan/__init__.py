@@ -8,6 +8,7 @@
 - `bound`: a plan bound to stages, as codes, to be checked, simulated and run
 - `all_reduce`: inserts the all-reduces that a plan leaves out
 - `order`: a walk through a plan that respects every dependency
+- `transfers`: a plan's sends and receives, and the queues in which they stand
 - `csv_notation`: plans as files in PyTorch's notation
 - `student_code`: whether a student's function takes pipelab's arguments
 """

@@ -23,8 +23,8 @@ Groups = Mapping[int, tuple[int, ...]]
 """For each all-reduce, by code, the ranks that hold its stage."""
 
 
-def with_reduces(bound: BoundPlan) -> BoundPlan:
-    """Return a plan in which every replicated stage has its all-reduce.
+def with_reduces(bound: BoundPlan, every_stage: bool = False) -> BoundPlan:
+    """Return a plan in which every replicated stage has its all-reduce; or every stage, if the whole plan has replicas.
 
     Each goes right after the stage's last gradient on every rank that holds the stage. If that would be a deadlock, all
     go to the ends of the rows instead, from the last stage to the first, where they cannot cause one.
@@ -33,10 +33,11 @@ def with_reduces(bound: BoundPlan) -> BoundPlan:
     """
     codes = bound.codes
     one_rank_each = bound.route(0) * codes.microbatches
-    if bound.rank_of_slot == one_rank_each or bound.faults:
+    if (bound.rank_of_slot == one_rank_each and not every_stage) or bound.faults:
         return bound
     reduces = zip(codes.of_kind["R"], bound.replicas.values(), strict=True)
-    groups = {code: ranks for code, ranks in reduces if len(ranks) > 1 and code not in bound.reduces}
+    replicated = {code: ranks for code, ranks in reduces if every_stage or len(ranks) > 1}
+    groups = {code: ranks for code, ranks in replicated.items() if code not in bound.reduces}
     if not groups:
         return bound
     early = _inserted(bound, groups, _after_last_gradients)

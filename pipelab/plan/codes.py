@@ -159,13 +159,17 @@ class Codes:
         return f"{_VALUES[family]}({self.microbatch[slot]}, {self.stage[slot]})"
 
     def by_code(self, times: Mapping[Kind, Sequence[float]]) -> list[float]:
-        """Return, by code, the times that are given by kind and stage."""
+        """Return, by code, the times of each kind, given by stage or by slot; those of `R` are given by stage."""
         listed: list[float] = []
         for kind in PER_MICROBATCH:
-            listed += list(times[kind]) * self.microbatches
+            listed += self.by_slot(times[kind])
         return listed + list(times["R"])
 
     def by_value(self, outputs: Sequence[float], gradients: Sequence[float]) -> list[float]:
-        """Return, by value, the number given for the `out` or the `gin` of its stage; 0 for all other values."""
-        given = list(outputs) * self.microbatches + list(gradients) * self.microbatches
+        """Return, by value, the number given for the `out` or `gin` of its stage or slot; 0 for all others."""
+        given = self.by_slot(outputs) + self.by_slot(gradients)
         return given + [0.0] * (self.always + 1 - len(given))
+
+    def by_slot(self, numbers: Sequence[float]) -> list[float]:
+        """Return one number per slot, from one per stage or one per slot."""
+        return list(numbers) * (self._slots // len(numbers))

@@ -14,7 +14,7 @@ from pipelab.files import write
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.fault import shorten
 
-__all__ = ["is_plan", "lines_of", "parse_row", "read_rows", "write_rows"]
+__all__ = ["cell", "is_plan", "lines_of", "parse_row", "read_rows", "write_rows"]
 
 _IDLE = ("",)
 """The cells of a rank without actions, which is written `""`: an empty line would look like the end of the file."""
@@ -117,11 +117,13 @@ def read_rows(text: str, name: str) -> list[list[Item]]:
     return rows
 
 
-def write_rows(path: str | os.PathLike[str], rows: Iterable[Iterable[object]]) -> None:
-    """Write every rank's actions; `read_rows` reads the same.
+def write_rows(
+    path: str | os.PathLike[str], rows: Iterable[Iterable[object]], lowered: Iterable[Iterable[str]] | None = None
+) -> None:
+    """Write every rank's actions; `read_rows` reads the same. If the rows are given lowered too, write those.
 
     Warns:
-        UserWarning: if the last stage's forwards are not in ascending order; at the line that calls `Plan.to_csv`.
+        UserWarning: if the last stage's forwards are not in ascending order; at the line that calls `to_csv`.
     """
     rows = [list(row) for row in rows]
     forwards = _forwards_of_the_last_stage(rows)
@@ -134,7 +136,7 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Iterable[object]]) -
             stacklevel=3,
         )
     buffer = io.StringIO(newline="")
-    csv.writer(buffer).writerows([_cell(item) for item in row] or _IDLE for row in rows)
+    csv.writer(buffer).writerows([cell(item) for item in row] or _IDLE for row in lowered or rows)
     write(path, buffer.getvalue())
 
 
@@ -168,7 +170,7 @@ def _items(cells: list[str], where: str) -> list[Item]:
     return items
 
 
-def _cell(item: object) -> str:
+def cell(item: object) -> str:
     """Return an item in PyTorch's notation, which has a longer word for `R`."""
     if isinstance(item, Action) and item.kind == "R":
         return f"{'' if item.stage is None else item.stage}REDUCE_GRAD"

@@ -37,6 +37,7 @@ Code = Literal[
     "missing",
     "unordered",
     "deadlock",
+    "transfer-deadlock",
     "memory-cap",
 ]
 """The kinds of mistakes, worst first: the order in which `check` reports them."""

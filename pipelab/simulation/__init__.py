@@ -1,7 +1,15 @@
 """SIMULATED: when everything would happen, and how traces compare.
 
 - `clock`: `simulate`: a plan's times, if actions and transfers took so long
+- `wire`: the same, with sends and receives that stand in queues; `lower`
+- `contention`: the same, with transfers that keep ranks busy or slow them down
 - `cost`: `Cost`: how long actions and transfers take
+- `links`: `Links` between ranks; `all_reduce_time`
+- `fitting`: a cost from a trace
+- `jitter`: `jitter`: slow ranks, and noise on every action
+- `bounds`: `lower_bound`: a time that no order can undercut
+- `optimum`: `optimum`: the best order, and whether it is proven
 - `memory`: `memory_use`: how many bytes every rank holds, and when it passes a cap
 - `comparison`: `compare` traces, and find the critical path
+- `published`: published training set-ups, and their MFU
 """

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
-from pipelab.errors import ScheduleError
+from pipelab.errors import ScheduleError, require_size
+from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
+from pipelab.simulation.contention import contended
 from pipelab.simulation.cost import Cost
+from pipelab.simulation.wire import on_the_wire
 from pipelab.trace.trace import Trace
 
 __all__ = ["Cost", "simulate"]
 
 
-def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) -> Trace:
+def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, replicas: int = 1) -> Trace:
     """Return when each action would start and end if every rank ran its row as soon as it can.
 
     Each rank runs its row in order and waits for the values that it needs. The time that this takes is linear in the
@@ -22,7 +25,11 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) ->
 
     Args:
         plan_or_schedule: the plan or schedule.
-        cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
+        cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers. With
+            `Cost(transfers=...)`, transfers also wait for each other.
+        replicas: how many copies of the pipeline share the batch, each with as many micro-batches as the plan has. All
+            do the same at the same times, so the trace has only the first one, with the all-reduces of its stages:
+            64 replicas take no longer to simulate than one. `replicate` lays out all of them.
 
     Example:
         >>> import pipelab
@@ -30,12 +37,21 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) ->
         >>> trace.makespan, round(trace.bubble, 3), trace.peak_activations
         (33.0, 0.273, (4, 3, 2, 1))
 
+        With replicas, every rank ends with the all-reduce of its gradients:
+
+        >>> both = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8), Cost(all_reduce=5), replicas=64)
+        >>> both.ranks, both.makespan, both.plan.rows[3][-1]
+        (4, 38.0, 3R)
+
     Raises:
-        ScheduleError: if the plan has faults.
+        ScheduleError: if the plan has faults; or if its sends and receives wait for each other in a circle.
         CostError: if a list of the cost does not have one number per stage.
+        UsageError: if `replicas` is not a positive whole number.
         TypeError: if `cost` is not a `Cost`.
     """
     plan = as_plan(plan_or_schedule)
+    if require_size("replicas", replicas) > 1:
+        plan = _first_replica(plan, replicas)
     cost = Cost() if cost is None else cost
     if not isinstance(cost, Cost):
         raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
@@ -48,15 +64,32 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None) ->
             faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         order = walk.order
-    begun, ended, delay = _clock(plan, bound, order, cost, paired)
+    if cost.transfers != "arrive":
+        return on_the_wire(plan, cost, paired)
+    if cost.sender == "busy" or cost.slowdown > 1:
+        begun, ended, delay = contended(plan, cost, paired)
+    else:
+        begun, ended, delay = _clock(plan, bound, order, cost, paired)
     return Trace(
         plan,
         [[begun[code] for code in row] for row in bound.rows],
         [[ended[code] for code in row] for row in bound.rows],
         cost.unit,
         delay=delay.__getitem__,
-        note="stage 0 as run" if cost.first_stage == "as-run" else "",
+        note="stage 0 as run" if cost.first_stage == "as-run" and "I" in bound.kinds else "",
     )
+
+
+def _first_replica(plan: Plan, replicas: int) -> Plan:
+    """Return the plan with the all-reduces that each of its replicas has, in the places where `replicate` has them.
+
+    One rank stands for its whole group: the others arrive at the all-reduce at the same time.
+    """
+    require_legal(plan)
+    alone = BoundPlan.bind(plan.written, plan.stages, plan.microbatches, plan.place)
+    bound = with_reduces(alone, every_stage=True)
+    rows = map(bound.items, range(plan.ranks))
+    return Plan(rows, plan.stages, plan.microbatches, plan.place, f"{plan.name}, 1 of {replicas} replicas")
 
 
 def _clock(
@@ -100,7 +133,7 @@ def _clock(
                 backward = order[at + 1]
                 for need, lag in ((first_need, first_lag), (second_need, second_lag)):
                     start = max(start, ready[need[backward]] + lag[backward])
-                end = start + paired[codes.stage[code]]
+                end = start + paired[codes.slot[code]]
                 slot_of[backward] = start
         ready[gives[code]] = end
         begun[code] = start

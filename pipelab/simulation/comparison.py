@@ -12,6 +12,7 @@ from pipelab.checking.checker import ScheduleLike
 from pipelab.errors import CostError, UsageError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
+from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
@@ -36,6 +37,7 @@ class Row:
             model: 1.0 is all micro-batches of all its stages. A ZBV's 8 half-stages are not twice a 1F1B's 4.
         busy_share: for each rank, the share of the makespan that it worked.
         spans: for each rank, the time from its first start to its last end, in `unit`.
+        bound: a time that no order of the same actions can undercut, in `unit`; `None` if it was not asked for.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Row:
     peak_share: tuple[float, ...]
     busy_share: tuple[float, ...]
     spans: tuple[float, ...]
+    bound: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,13 @@ class Comparison:
 
     traces: tuple[Trace, ...]
     names: tuple[str, ...]
+    bounds: tuple[float | None, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """One line of the table per trace."""
-        return tuple(_row(trace, name) for trace, name in zip(self.traces, self.names, strict=True))
+        bounds = self.bounds or [None] * len(self.traces)
+        return tuple(_row(*each) for each in zip(self.traces, self.names, bounds, strict=True))
 
     @property
     def shares_axis(self) -> bool:
@@ -100,7 +105,10 @@ class Comparison:
 
 
 def compare(
-    *subjects: Trace | Plan | ScheduleLike, names: Sequence[str] | None = None, cost: Cost | None = None
+    *subjects: Trace | Plan | ScheduleLike,
+    names: Sequence[str] | None = None,
+    cost: Cost | None = None,
+    bound: bool = False,
 ) -> Comparison:
     """Show traces side by side, simulated or measured; plans and schedules are simulated first.
 
@@ -109,12 +117,15 @@ def compare(
         names: what to call them; by default, their plans' names.
         cost: the cost for simulating plans and schedules; by default forward 1, backward 2 and free transfers.
             `Cost.fit(trace)` predicts with the times of a measured trace.
+        bound: whether the table says how far each makespan is above the `lower_bound` of its actions, in any order.
 
     Example:
         >>> import pipelab
         >>> both = compare(pipelab.GPipe(4, 8), pipelab.OneFOneB(4, 8), names=["GPipe", "1F1B"])
         >>> [(row.name, row.makespan, row.peak_activations) for row in both.rows]
         [('GPipe', 33.0, (8, 8, 8, 8)), ('1F1B', 33.0, (4, 3, 2, 1))]
+        >>> compare(pipelab.DelayedBackward(4, 8), bound=True).rows[0].bound
+        33.0
 
     Raises:
         UsageError: if there is nothing to compare, or if the number of names is wrong.
@@ -131,7 +142,11 @@ def compare(
         names = [_default_name(trace) for trace in traces]
     if len(names) != len(traces):
         raise UsageError(f"compare got {len(names)} names for {len(traces)} traces")
-    return Comparison(traces, tuple(names))
+    bounds: tuple[float, ...] = ()
+    if bound:
+        given = zip(subjects, traces, strict=True)
+        bounds = tuple(lower_bound(*((trace,) if trace is each else (trace.plan, cost))) for each, trace in given)
+    return Comparison(traces, tuple(names), bounds)
 
 
 def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None) -> Trace:
@@ -149,9 +164,10 @@ def _default_name(trace: Trace) -> str:
     return ", ".join(part for part in (trace.name, trace.source, trace.note) if part)
 
 
-def _row(trace: Trace, name: str) -> Row:
-    makespan, peaks, bound = trace.makespan, trace.peak_activations, trace.plan.bound
-    forwards = [sum(bound.codes.kind[code] == "F" for code in row) for row in bound.rows]
+def _row(trace: Trace, name: str, bound: float | None) -> Row:
+    makespan, peaks, kind = trace.makespan, trace.peak_activations, trace.plan.bound.codes.kind
+    forwards = [sum(kind[code] == "F" for code in row) for row in trace.plan.bound.rows]
     peak_share = tuple(peak / count if count else 0.0 for peak, count in zip(peaks, forwards, strict=True))
     busy_share = tuple(busy / makespan if makespan else 0.0 for busy in trace.busy)
-    return Row(name, trace.source, makespan, trace.unit, trace.bubble, peaks, peak_share, busy_share, trace.spans)
+    shares = (peak_share, busy_share)
+    return Row(name, trace.source, makespan, trace.unit, trace.bubble, peaks, *shares, trace.spans, bound)

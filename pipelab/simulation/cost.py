@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Real
-from statistics import median
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import KINDS, Kind, whole
+from pipelab.plan.actions import Kind
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
+from pipelab.plan.student_code import misfit
+from pipelab.plan.transfers import SEMANTICS, Semantics
+from pipelab.simulation.fitting import fitted, shares
+from pipelab.simulation.links import Links, finite
 from pipelab.trace.trace import Trace
 
 __all__ = ["Cost"]
@@ -21,8 +23,22 @@ __all__ = ["Cost"]
 Number = float | Sequence[float]
 """One number for all stages, or one per stage."""
 
+PerSlot = Number | Callable[[int, int], float]
+"""The same, or a function of (micro-batch, stage)."""
+
 _PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activation_bytes", "boundary_gradient_bytes")
-"""The costs that grow with the rows of a micro-batch."""
+"""The costs that grow with the rows of a micro-batch; only they may be functions of it."""
+
+_PER_STAGE = (*_PER_ROW, "all_reduce", "parameter_bytes")
+_KEPT = {"activation_bytes": -1, "boundary_gradient_bytes": 0}
+"""Which of several merged stages gives a value's size; all other costs add up."""
+
+_WORDS = {
+    "per": ("rank", "stage"),
+    "first_stage": ("uniform", "as-run"),
+    "sender": ("free", "busy"),
+    "transfers": SEMANTICS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +46,8 @@ class Cost:
     """How long each action takes, and how long a value travels from rank to rank.
 
     Every time is in one unit of your choice (name it with `unit`). A number holds for all stages; a list always has
-    one number per stage.
+    one number per stage. Times of work and sizes of what travels may also be a function of (micro-batch, stage), for
+    micro-batches of unequal length; its numbers, as those of a list, are one stage's own.
 
     Attributes:
         forward: time of `F`.
@@ -40,10 +57,16 @@ class Cost:
             `backward`, comparing schedules that split it with schedules that do not is unfair.
         pair: time of an overlapped pair as one slot, as the DualPipe paper counts it; if left out, a pair takes as
             long as its forward and its backward, one after the other.
-        all_reduce: time of `R`.
-        latency: time that any transfer takes, however small. It delays the action that needs the value; no rank is
-            busy with it.
+        all_reduce: time of `R`, such as one from `all_reduce_time`.
+        latency: time that any transfer takes, however small. It delays the action that needs the value.
         bandwidth: bytes per unit of time; if left out, size does not matter.
+        links: latency and bandwidth inside a node and between nodes, instead of the two before; `Links`, or a dict of
+            its three arguments.
+        sender: `"free"`, as if a device of its own moved the values: the rank that gives one goes on at once. `"busy"`:
+            it starts nothing before all that it sends has arrived; it counts as idle then.
+        slowdown: how many times as long work takes while a value is on its way from or to its rank, 1 or more. An
+            action that takes 10 alone, 4 of it beside a transfer, then takes longer: with a slow-down of 2, in the 4
+            only 2 are done. Transfers are not slowed down, nor is an `R`, which is communication itself.
         activation_bytes: bytes that a stage's forward sends on for one micro-batch; they take time if there is a
             bandwidth.
         boundary_gradient_bytes: bytes that a stage's backward sends back for one micro-batch; they take time if there
@@ -55,117 +78,215 @@ class Cost:
         first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: stage 0 needs no input gradient,
             so `I` takes no time there and `W` is the whole backward.
         unit: the unit of time, such as `"ms"`; for labels only.
+        transfers: how sends and receives are ordered and queued. `"arrive"`: not at all, a value arrives when it
+            arrives. In all others the two ends of a transfer meet: it starts when it is first in the queues of both
+            its ranks, and holds both for as long as it travels. `"pytorch"`: one queue per rank, in the order in which
+            PyTorch lowers a plan (`torch.distributed.pipelining.schedules._add_send_recv`). `"pytorch-runtime"`: the
+            same with the turns that PyTorch's runtime gives to `UNSHARD` and `REDUCE_GRAD`. `"deferred"`: one queue,
+            each receive right before its use. `"two-way"`: PyTorch's order, sends and receives in a queue each.
+            `"per-peer"`: PyTorch's order, one queue for each other rank. `"by-time"`: one queue, in an order that
+            pipelab chooses for these costs; it cannot hang.
 
     Example:
         >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
         (80, 90)
 
+        The last micro-batch is half as long as the others, on two ranks:
+
+        >>> import pipelab
+        >>> half = Cost(forward=lambda m, s: 0.5 if m == 3 else 1, backward=lambda m, s: 1 if m == 3 else 2)
+        >>> pipelab.simulate(pipelab.GPipe(2, 4), half).makespan
+        13.5
+
+        A transfer takes 0.5, and work goes at half its speed meanwhile:
+
+        >>> for more in ({}, {"sender": "busy"}, {"slowdown": 2}):
+        ...     pipelab.simulate(pipelab.GPipe(2, 4), Cost(latency=0.5, **more)).makespan
+        16.0
+        19.0
+        17.5
+
     Raises:
-        CostError: if a number is negative or not finite, or a cost is of another type.
+        CostError: if a number is negative or not finite, or a cost is of another type; if there are `links` and a
+            latency or bandwidth too, or `transfers` in queues and a busy sender or a slow-down.
     """
 
-    forward: Number = 1
-    backward: Number = 2
-    input_grad: Number | None = None
-    weight_grad: Number | None = None
-    pair: Number | None = None
+    forward: PerSlot = 1
+    backward: PerSlot = 2
+    input_grad: PerSlot | None = None
+    weight_grad: PerSlot | None = None
+    pair: PerSlot | None = None
     all_reduce: Number = 0
     latency: float = 0
     bandwidth: float | None = None
-    activation_bytes: Number = 0
-    boundary_gradient_bytes: Number = 0
+    links: Links | dict[str, Any] | None = None
+    sender: Literal["free", "busy"] = "free"
+    slowdown: float = 1
+    activation_bytes: PerSlot = 0
+    boundary_gradient_bytes: PerSlot = 0
     parameter_bytes: Number = 0
     per: Literal["rank", "stage"] = "rank"
     first_stage: Literal["uniform", "as-run"] = "uniform"
     unit: str = ""
+    transfers: Semantics = "arrive"
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be a time or a size; make lists immutable."""
         for field in fields(self):
-            value = readable(getattr(self, field.name))
-            if field.name in ("per", "first_stage", "unit") or (value is None and field.default is None):
+            name, value = field.name, readable(getattr(self, field.name))
+            if name in ("unit", "links", *_WORDS) or (value is None and field.default is None):
+                continue
+            if callable(value) and name in _PER_ROW:
+                if fault := misfit(name, value, "microbatch", "stage"):
+                    raise CostError(f"{fault.message}\n  try: {fault.hint}")
                 continue
             several = isinstance(value, Sequence)
-            if several and field.name in ("latency", "bandwidth"):
-                raise CostError(f"{field.name}={shorten(value)}: expected one number, not a list")
-            numbers = tuple(map(_number, value if several else (value,)))
+            if several and name in ("latency", "bandwidth", "slowdown"):
+                raise CostError(f"{name}={shorten(value)}: expected one number, not a list")
+            numbers = tuple(map(finite, value if several else (value,)))
             if not numbers or None in numbers:
-                raise CostError(f"{field.name}={shorten(value)}: expected finite numbers, 0 or more")
-            object.__setattr__(self, field.name, numbers if several else numbers[0])
+                function = ", or a function of (microbatch, stage)" * (name in _PER_ROW)
+                raise CostError(f"{name}={shorten(value)}: expected finite numbers, 0 or more{function}")
+            object.__setattr__(self, name, numbers if several else numbers[0])
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Refuse words and numbers that make no sense, alone or together."""
         if not isinstance(self.unit, str):
             raise CostError(f"unit={shorten(self.unit)}: expected a text, such as 'ms'")
         if self.bandwidth == 0:
             raise CostError("bandwidth=0: nothing would ever arrive; leave it out if size does not matter")
-        if self.per not in ("rank", "stage"):
-            raise CostError(f"per={self.per!r}: expected 'rank' or 'stage'")
-        if self.first_stage not in ("uniform", "as-run"):
-            raise CostError(f"first_stage={self.first_stage!r}: expected 'uniform' or 'as-run'")
+        if self.slowdown < 1:
+            raise CostError(f"slowdown={self.slowdown}: expected 1 or more, as communication makes no work quicker")
+        if isinstance(self.links, dict) and set(self.links) == {field.name for field in fields(Links)}:
+            object.__setattr__(self, "links", Links(**self.links))
+        if not (self.links is None or isinstance(self.links, Links)):
+            raise CostError(f"links={shorten(self.links)}: expected pipelab.Links(ranks_per_node, inside, between)")
+        if self.links is not None and (self.latency or self.bandwidth is not None):
+            raise CostError("links have latencies and bandwidths of their own: leave out latency and bandwidth")
+        for name, words in _WORDS.items():
+            if (word := getattr(self, name)) not in words:
+                raise CostError(f"{name}={word!r}: expected {' or '.join(map(repr, words))}")
+        if self.transfers != "arrive" and (self.sender == "busy" or self.slowdown > 1):
+            raise CostError(
+                f"transfers={self.transfers!r}, sender={self.sender!r}, slowdown={self.slowdown:g}: transfers in "
+                "queues neither keep a rank busy nor slow it down; leave out one or the other"
+            )
 
     @classmethod
-    def fit(cls, trace: Trace) -> Cost:
+    def fit(
+        cls, trace: Trace, split: Trace | float | None = None, typical: Literal["median", "mean"] = "median"
+    ) -> Cost:
         """Return the costs that a trace shows: the median time of each kind of action on each stage.
 
-        The median is not affected by a few disturbed actions. If the trace splits the backward, a full backward is
-        assumed to last as long as its two parts.
+        In a measured trace, an action takes the time since its
+        rank and its inputs were there: what the rank did between two actions belongs to the work.
 
-        Transfers are left out, because the actions' times do not include them: if they matter, add `latency` or
-        `bandwidth` with `dataclasses.replace`. The costs have one number for each stage that ran, so they predict other
-        orders of the same stages; a plan with another number of stages is refused.
+        Transfers are fitted from values that an idle rank waited for: the shortest of the stages' median times becomes
+        the latency, and what others take longer becomes their bytes, at a bandwidth of 1.
+
+        The costs have one number for each stage that ran. They predict other orders of these stages, other numbers of
+        micro-batches with as many rows, and, with `merged`, fewer stages. A plan with another number of stages is
+        refused.
+
+        Args:
+            trace: a simulated or measured trace, best of a schedule in which each rank is often alone, such as GPipe.
+            split: what a backward in two halves costs beyond a whole one: the ratio `(I + W) / B`, or a trace of the
+                same stages and rows whose backwards are split. If left out, the halves take half of `B` each, and `B`
+                as long as both halves. On the first stage of a measured trace, `I` takes nothing and `W` all of `B`.
+            typical: `"median"`, which a few disturbed actions do not change; or `"mean"`, in which they count. On a
+                busy machine every step has some, and medians predict steps that are too short.
 
         Example:
             >>> import pipelab
-            >>> trace = pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[3, 4], backward=6, per="stage"))
-            >>> Cost.fit(trace).forward
-            (3.0, 4.0)
+            >>> trace = pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[3, 4], backward=6, latency=1, per="stage"))
+            >>> Cost.fit(trace).forward, Cost.fit(trace).latency
+            ((3.0, 4.0), 1.0)
             >>> pipelab.simulate(pipelab.OneFOneB(2, 4), Cost.fit(trace)).makespan
-            49.0
+            52.0
+            >>> pipelab.simulate(pipelab.ZBH1(2, 8), Cost.fit(trace, split=1.5)).makespan
+            110.0
 
         Raises:
-            TypeError: if `trace` is not a trace.
+            TypeError: if `trace` is not a trace, or `split` neither a trace nor a number.
+            CostError: if `typical` is none of the two words; if `split` is a trace of other stages or without split
+                backwards, or a ratio that is not above 0.
         """
-        if not isinstance(trace, Trace):
-            raise TypeError(f"Cost.fit takes a trace, from step.trace or simulate, got {shorten(trace)}")
-        spans = {kind: each for kind, each in _spans(trace).items() if any(each)}
-        typical = {kind: [median(times) if times else 0.0 for times in each] for kind, each in spans.items()}
-        inputs, weights, backward = typical.get("I"), typical.get("W"), typical.get("B")
-        if backward is None and inputs and weights:
-            backward = [sum(both) for both in zip(inputs, weights, strict=True)]
-        return cls(
-            forward=typical.get("F", 0),
-            backward=backward or 0,
-            input_grad=inputs,
-            weight_grad=weights,
-            pair=typical.get("pair"),
-            all_reduce=typical.get("R", 0),
-            per="stage",
-            unit=trace.unit,
-        )
+        return cls(per="stage", **fitted(trace, split, typical))
 
-    def shared(self, microbatches: int) -> Cost:
+    def merged(self, stages: int | Sequence[int]) -> Cost:
+        """Return the costs of a model cut into fewer stages: those of neighbours are added.
+
+        A trace of a finely cut model so predicts coarser cuts. The bytes that a merged stage sends on are its last
+        stage's, and those that it sends back its first stage's. What ran between two stages, such as a transfer, is not
+        part of their times. A time of `R` is added too, although a ring's latency then counts several times.
+
+        Args:
+            stages: how many stages to make, each of equally many; or how many go into each, such as `[3, 1]`.
+
+        Example:
+            >>> import pipelab
+            >>> fine = Cost(forward=[1, 2, 3, 4], backward=[2, 4, 6, 8])
+            >>> fine.merged(2).forward, fine.merged([3, 1]).backward
+            ((3, 7), (12, 8))
+
+        Raises:
+            CostError: if no cost has one number per stage, so that it is not known how many there are; or if that many
+                cannot be merged so. Stages are never cut: for more stages, run the model with so many.
+        """
+        listed = {len(value) for value in map(self.__getattribute__, _PER_STAGE) if isinstance(value, Sequence)}
+        if len(listed) != 1:
+            raise CostError(
+                "merged needs costs with one number per stage, as from Cost.fit: these have none, or differ"
+            )
+        groups = list(_groups(listed.pop(), stages))
+
+        def merge(name: str, value: Any) -> Any:
+            if value is None or (self.per == "rank" and not isinstance(value, Sequence) and not callable(value)):
+                return value
+            taken = [[group[_KEPT[name]]] if name in _KEPT else group for group in groups]
+            if callable(value):
+                return lambda microbatch, stage: sum(value(microbatch, each) for each in taken[stage])
+            return tuple(
+                sum(value[each] if isinstance(value, Sequence) else value for each in group) for group in taken
+            )
+
+        return replace(self, **{name: merge(name, getattr(self, name)) for name in _PER_STAGE})
+
+    def shared(self, microbatches: int, fixed: float | Mapping[int, Cost] = 0) -> Cost:
         """Return the costs of one micro-batch, if these are the costs of a whole batch.
 
         Times of work and sizes of activations are divided. Latency, bandwidth, parameters and their all-reduce do not
         depend on the number of rows and stay the same.
 
+        Args:
+            microbatches: into how many the batch is cut.
+            fixed: the part of each action's time that does not depend on the rows: one number; or `{n: cost}`, the
+                costs measured with the batch cut into `n`, from which it follows for each kind and stage.
+
         Example:
-            >>> Cost(forward=80, backward=160, latency=5).shared(8).forward
-            10.0
+            >>> whole = Cost(forward=80, latency=5)
+            >>> whole.shared(8).forward, whole.shared(8, fixed=16).forward
+            (10.0, 24.0)
+
+            Half of the rows took 44, not 40, so 8 of the 80 are fixed and 72 are shared:
+
+            >>> whole.shared(8, fixed={2: Cost(forward=44, backward=1)}).forward
+            17.0
 
         Raises:
             UsageError: if `microbatches` is not a positive whole number.
+            CostError: if `fixed` is neither; if its cost has other stages or is a function; or if a time would be
+                below 0, because few rows took even less than their share.
         """
-        microbatches = require_size("microbatches", microbatches)
-
-        def share(value: Number | None) -> Number | None:
-            if isinstance(value, Sequence):
-                return tuple(number / microbatches for number in value)
-            return None if value is None else value / microbatches
-
-        shares: dict[str, Any] = {name: share(getattr(self, name)) for name in _PER_ROW}
-        return replace(self, **shares)
+        count = require_size("microbatches", microbatches)
+        times, sizes = ({name: getattr(self, name) for name in _PER_ROW if (name in _KEPT) == kept} for kept in (0, 1))
+        return replace(self, **shares(times, count, fixed), **shares(sizes, count))
 
     def times(self, plan: Plan) -> dict[Kind, list[float]]:
-        """Return, for each kind of action, the time on every stage of a plan.
+        """Return, for each kind of action, its time on every stage of a plan.
+
+        If a time is a function, all but those of `R` are by slot: micro-batch 0 on all stages, then micro-batch 1.
 
         Example:
             >>> import pipelab
@@ -173,29 +294,46 @@ class Cost:
             [2.0, 2.0]
 
         Raises:
-            CostError: if a list does not have one number per stage.
+            CostError: if a list does not have one number per stage, or a function returns anything but a finite number.
         """
         share = self._share(plan)
-        forward = self._each("forward", plan.stages, share)
-        backward = self._each("backward", plan.stages, share)
+        forward, backward = (self._each(name, plan, share) for name in ("forward", "backward"))
         half = [time / 2 for time in backward]
-        inputs = half if self.input_grad is None else self._each("input_grad", plan.stages, share)
-        weights = half if self.weight_grad is None else self._each("weight_grad", plan.stages, share)
+        inputs = half if self.input_grad is None else self._each("input_grad", plan, share)
+        weights = half if self.weight_grad is None else self._each("weight_grad", plan, share)
+        longest = max(map(len, (forward, backward, inputs, weights)))
+        forward, backward, inputs, weights = (
+            each * (longest // len(each)) for each in (forward, backward, inputs, weights)
+        )
         if self.first_stage == "as-run":
-            inputs, weights = [0.0, *inputs[1:]], [backward[0], *weights[1:]]
-        reduce = self._each("all_reduce", plan.stages, share)
-        return {"F": forward, "B": backward, "I": inputs, "W": weights, "R": reduce}
+            inputs[:: plan.stages] = [0.0] * (longest // plan.stages)
+            weights[:: plan.stages] = backward[:: plan.stages]
+        return {"F": forward, "B": backward, "I": inputs, "W": weights, "R": self._each("all_reduce", plan, share)}
 
     def transfer_times(self, plan: Plan) -> tuple[list[float], list[float]]:
-        """Return, for every stage, how long its output and its input gradient travel to another rank."""
-        slow = 0.0 if self.bandwidth is None else 1.0 / self.bandwidth
-        sizes = (self._each(f"{what}_bytes", plan.stages, 1.0) for what in ("activation", "boundary_gradient"))
-        outputs, gradients = ([self.latency + size * slow for size in each] for each in sizes)
+        """Return how long the output and the input gradient of every stage travel to another rank.
+
+        With `links`, or sizes that are functions, one of them or both are by slot, as in `times`.
+        """
+        outputs, gradients = (self._each(f"{what}_bytes", plan, 1.0) for what in ("activation", "boundary_gradient"))
+        if self.links is None:
+            slow = 0.0 if self.bandwidth is None else 1.0 / self.bandwidth
+            return [self.latency + size * slow for size in outputs], [self.latency + size * slow for size in gradients]
+        ranks, stages = plan.bound.rank_of_slot, plan.stages
+        outputs, gradients = (each * (len(ranks) // len(each)) for each in (outputs, gradients))
+        assert isinstance(self.links, Links)  # made of a dict when the cost was made
+        time = self.links.time
+        for slot, rank in enumerate(ranks):
+            stage = slot % stages
+            outputs[slot] = time(rank, ranks[slot + 1], outputs[slot]) if stage + 1 < stages else 0.0
+            gradients[slot] = time(rank, ranks[slot - 1], gradients[slot]) if stage else 0.0
         return outputs, gradients
 
     def pair_times(self, plan: Plan) -> list[float] | None:
-        """Return the time of an overlapped pair, by the stage of its forward; `None` if it is not one slot."""
-        return None if self.pair is None else self._each("pair", plan.stages, self._share(plan))
+        """Return the time of an overlapped pair, by the slot of its forward; `None` if it is not one slot."""
+        if self.pair is None:
+            return None
+        return plan.bound.codes.by_slot(self._each("pair", plan, self._share(plan)))
 
     def _share(self, plan: Plan) -> float:
         """Return the fraction of a single number that one stage takes."""
@@ -203,41 +341,48 @@ class Cost:
             return 1.0
         return len(set(plan.bound.route(0)) - {NO_RANK}) / plan.stages
 
-    def _each(self, name: str, stages: int, share: float) -> list[float]:
-        """Return one number per stage; a single number is scaled by `share`."""
-        value = getattr(self, name)
+    def _each(self, name: str, plan: Plan, share: float) -> list[float]:
+        """Return one number per stage, of a function one per slot; a single number is scaled by `share`."""
+        value, stages = getattr(self, name), plan.stages
+        if callable(value):
+            return list(_asked(name, value, plan))
         if isinstance(value, Sequence):
             if len(value) != stages:
+                fewer = f", or add up neighbours with cost.merged({stages})" * (len(value) % stages == 0)
                 raise CostError(
                     f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage; costs "
                     f"from Cost.fit hold for the {len(value)} stages of its trace only: for {stages} stages, run the "
-                    "model with so many and fit that trace"
+                    f"model with so many and fit that trace{fewer}"
                 )
             return [float(number) for number in value]
         return [value * share] * stages
 
 
-def _number(value: Any) -> float | None:
-    """Return a finite number, 0 or more, as Python's, if it is NumPy's; `None` if it is none."""
-    if not isinstance(value, (int, float)):
-        value = whole(value)
-    if not isinstance(value, int):
-        value = float(value) if isinstance(value, Real) else -1.0
-    return value if 0 <= value <= sys.float_info.max else None
+def _asked(name: str, function: Callable[[int, int], float], plan: Plan) -> Iterator[float]:
+    """Yield a function's answers, by slot."""
+    for microbatch in range(plan.microbatches):
+        for stage in range(plan.stages):
+            answer = readable(function(microbatch, stage))
+            number = finite(answer)
+            if number is None:
+                raise CostError(
+                    f"{name}(microbatch={microbatch}, stage={stage}) returned {shorten(answer)}: expected a finite "
+                    "number, 0 or more"
+                )
+            yield float(number)
 
 
-def _spans(trace: Trace) -> dict[str, list[list[float]]]:
-    """Return, by kind and stage, how long each action took; a pair in one slot counts as a pair."""
-    bound = trace.plan.bound
-    kind, stage = bound.codes.kind, bound.codes.stage
-    spans: dict[str, list[list[float]]] = {name: [[] for _ in range(trace.plan.stages)] for name in (*KINDS, "pair")}
-    for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
-        before = -1
-        for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
-            if before in bound.pairs and starts[index - 1] == start and end > start:
-                spans["F"][stage[before]].pop()
-                spans["pair"][stage[before]].append(end - start)
-            else:
-                spans[kind[code]][stage[code]].append(end - start)
-            before = code
-    return spans
+def _groups(given: int, wanted: int | Sequence[int]) -> Iterator[range]:
+    """Yield the stages that go into each merged one."""
+    if isinstance(wanted, Sequence):
+        sizes = [require_size("stages", each) for each in wanted]
+    else:
+        count = require_size("stages", wanted)
+        sizes = [given // count] * count
+    if sum(sizes) != given or 0 in sizes:
+        raise CostError(
+            f"{given} stages cannot be merged into {shorten(wanted)}: neighbours are added, never cut, so give a "
+            f"number that divides {given}, or how many go into each, {given} in all; for other cuts, run the model "
+            "with them"
+        )
+    yield from (range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))

@@ -2,6 +2,7 @@
 
 - `trace`: `Trace`: times, and the figures that follow from them
 - `events`: actions and transfers with their start and end
+- `ledger`: why ranks were idle, and how long for which reason
 - `reading`: saved traces, validated
 - `waits`: what each action waited for
 """

@@ -36,6 +36,8 @@ class Transfer:
         needer: the action that needs it.
         start: when it leaves.
         end: when it arrives.
+        queued: how long it was ready and stood behind another transfer before it left; see `Cost.transfers`.
+        behind: the giver and the needer of that other transfer; `None` if it stood behind none.
     """
 
     source: int
@@ -44,6 +46,8 @@ class Transfer:
     needer: Action
     start: float
     end: float
+    queued: float = 0.0
+    behind: tuple[Action, Action] | None = None
 
 
 def union(starts: Sequence[float], ends: Sequence[float]) -> float:

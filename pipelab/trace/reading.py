@@ -21,6 +21,8 @@ _LEAST, _MOST = 1e-30, 1e30
 """How near to 0 and how far from it a time is, unless it is 0: sums and scales of such times are numbers too."""
 _SOURCES = ("simulated", "measured")
 _PARTS = ("source", "target", "giver", "needer", "start", "end")
+_BEHIND = ("queued", "giver", "needer")
+"""What follows for a transfer that stood behind another one: how long, and which."""
 
 
 def read(data: object) -> dict[str, Any]:
@@ -95,18 +97,30 @@ def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
     """Return the transfers, each between two ranks that list its actions."""
     codes = plan.bound.codes
     listed = [{codes.action(code) for code in row} for row in plan.bound.rows]
+    anywhere = set().union(*listed)
     transfers: list[Transfer] = []
     for number, each in enumerate(_list(data, "transfers")):
         where = f"'transfers', number {number}"
-        if len(_is(each, list, "a list", where)) != len(_PARTS):
-            raise FormatError(f"{where} is {shorten(each)}: expected {', '.join(_PARTS)}")
+        if len(_is(each, list, "a list", where)) not in (len(_PARTS), len(_PARTS + _BEHIND)):
+            parts = f"{', '.join(_PARTS)}, and maybe {', '.join(_BEHIND)} of the one before it"
+            raise FormatError(f"{where} is {shorten(each)}: expected {parts}")
         ranks, ends = each[:2], [Action.parse(_is(text, str, "an action", where)) for text in each[2:4]]
         for rank, action in zip(ranks, ends, strict=True):
             if not 0 <= _is(rank, int, "a rank", where) < plan.ranks or action not in listed[rank]:
                 raise FormatError(f"{where} names {shorten(action)} on rank {shorten(rank)}, which does not list it")
-        times = [_time(time, where) for time in each[4:]]
-        transfers.append(Transfer(*ranks, *ends, *times))
+        times = [_time(time, where) for time in each[4:6]]
+        transfers.append(Transfer(*ranks, *ends, *times, *_behind(each[6:], anywhere, where)))
     return transfers
+
+
+def _behind(parts: Sequence[Any], anywhere: set[Action], where: str) -> tuple[float, tuple[Action, Action]] | tuple[()]:
+    """Return how long a transfer stood behind which other one; nothing if it did not."""
+    if not parts:
+        return ()
+    giver, needer = (Action.parse(_is(text, str, "an action", where)) for text in parts[1:])
+    if not {giver, needer} <= anywhere:
+        raise FormatError(f"{where} stood behind {shorten(giver)} and {shorten(needer)}, which no rank lists")
+    return _time(parts[0], where), (giver, needer)
 
 
 def _field(data: dict[str, Any], key: str, kind: type, words: str) -> Any:

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelab.errors import FormatError, clean
-from pipelab.files import read_text, write
+from pipelab.files import read_text
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
+from pipelab.trace.ledger import Idle, Ledger, idle_times
 from pipelab.trace.reading import FORMAT, VERSION, read
-from pipelab.trace.waits import crossings
+from pipelab.trace.waits import crossings, waits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Event", "Trace", "Transfer"]
+__all__ = ["Event", "Idle", "Ledger", "Trace", "Transfer"]
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -133,40 +134,56 @@ class Trace:
     def bubble(self) -> float:
         """The idle share of all rank time: `1 - busy / (ranks * makespan)`, from 0 to 1.
 
-        Some papers divide by something else: `bubbles` has the four in use.
+        Some papers divide by another time: see `bubbles`.
         """
         whole = self.ranks * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @property
     def bubbles(self) -> dict[str, float]:
-        """The idle time divided by what four sources divide it by, under the name of that.
+        """The bubble by the four definitions that papers use.
 
-        - `"ideal"`: idle over busy time; may be more than 1. Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473,
-          section 2.2). For GPipe and 1F1B `(P - 1) / M`.
-        - `"total"`: the idle share of the makespan, which is `bubble`. GPipe (Huang et al. 2019, arXiv:1811.06965,
-          section 2.3). For GPipe and 1F1B `(P - 1) / (M + P - 1)`.
-        - `"span"`: the idle share of the longest time that a rank has from its first start to its last end. Zero bubble
-          (Qi et al. 2024, arXiv:2401.10241), whose optimizers need not wait for one another.
-        - `"internal"`: the idle share of each rank's own such time: what remains if its start and its end are filled by
-          other steps. For GPipe and 1F1B `(P - 1) / (2 M + P - 1)`.
+        With the idle time of all ranks over the time of all ranks:
 
-        Numbers of two sources compare only if both are of one name.
+        - `total`: idle time over the makespan. GPipe (Huang et al., 2019), section 2.3; it is `bubble`.
+        - `ideal`: idle time over the work alone, so it may be above 1. Megatron-LM (Narayanan et al., 2021),
+          section 2.2.
+        - `longest span`: as `total`, with the longest span of a rank in place of the makespan. Zero bubble (Qi et al.,
+          2024).
+        - `own spans`: the idle time between each rank's first start and last end, over these spans: without fill and
+          drain.
 
         Example:
             >>> import pipelab
             >>> bubbles = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).bubbles
-            >>> {name: round(value, 3) for name, value in bubbles.items()}
-            {'ideal': 0.375, 'total': 0.273, 'span': 0.273, 'internal': 0.158}
+            >>> {name: round(share, 3) for name, share in bubbles.items()}
+            {'total': 0.273, 'ideal': 0.375, 'longest span': 0.273, 'own spans': 0.158}
         """
-        busy, own = sum(self.busy), sum(self.spans)
+        work, spans = sum(self.busy), sum(self.spans)
         longest = self.ranks * max(self.spans, default=0.0)
         return {
-            "ideal": (self.ranks * self.makespan - busy) / busy if busy else 0.0,
             "total": self.bubble,
-            "span": 1 - busy / longest if longest else 0.0,
-            "internal": 1 - busy / own if own else 0.0,
+            "ideal": (self.ranks * self.makespan - work) / work if work else 0.0,
+            "longest span": 1 - work / longest if longest else 0.0,
+            "own spans": 1 - work / spans if spans else 0.0,
         }
+
+    @cached_property
+    def queued(self) -> tuple[float, ...]:
+        """For each rank, how long it was idle because a value that it needed stood behind another transfer, in `unit`.
+
+        Example:
+            >>> import pipelab
+            >>> plan = pipelab.Interleaved1F1B(ranks=4, microbatches=8)
+            >>> pipelab.simulate(plan, pipelab.Cost(transfers="pytorch")).queued
+            (0.0, 6.0, 2.5, 0.0)
+        """
+        if not any(each.behind for each in self._transfers or ()):  # without queues, transfers need not be made
+            return (0.0,) * self.ranks
+        return tuple(
+            sum(wait.queued(free) for wait, free in zip(row, (self.start, *ends), strict=False) if wait is not None)
+            for row, ends in zip(waits(self), self.ends, strict=True)
+        )
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
@@ -176,8 +193,51 @@ class Trace:
         """
         return tuple(max([0, *self.plan.bound.in_flight(rank)]) for rank in range(self.ranks))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """Every idle time of every rank, with its reason, rank by rank, in order."""
+        return idle_times(self)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Where each rank's time went: work, and idle time by reason, which add up to the makespan.
+
+        Example:
+            >>> import pipelab
+            >>> pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).ledger[2]
+            {'fill': 2.0, 'dependency': 3.0, 'drain': 4.0}
+        """
+        return Ledger.of(self)
+
+    def why(self, rank: int, at: float, lines: int = 5) -> str:
+        """Return why a rank is idle at a time, followed back to its root; or what it is running, and why not earlier.
+
+        Args:
+            rank: the rank.
+            at: the time, in the trace's unit.
+            lines: how many steps back are told, at most.
+
+        Example:
+            >>> import pipelab
+            >>> print(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)).why(rank=0, at=2.5))
+            Rank 0 is idle from 2 to 4 (2 units, dependency): 0B0 needs 1B0, which ends at 4.
+            1B0 begins on rank 1 at 2: until then it runs 1F0.
+            1F0 begins on rank 1 at 1: 0F0 on rank 0 ends at 1.
+            0F0 begins on rank 0 at 0: it is the rank's first action, and needs nothing.
+
+        Raises:
+            UsageError: if there is no such rank, or nothing runs at that time.
+        """
+        from pipelab.draw import why
+
+        return why.why(self, rank, at, lines)
+
+    def save(self, path: str | os.PathLike[str], *, width: float | Literal["beamer"] | None = None) -> Path:
         """Write the trace; the suffix is the format: `html`, `svg`, `png`, `pdf`, `json` or `txt`.
+
+        `perfetto.json` is for https://ui.perfetto.dev and chrome://tracing, `events.csv` a table of all actions. The
+        `width` of a figure is `3.25` or `6.75` inches, a paper's column or page, or `"beamer"`; by default, as wide as
+        its labels need.
 
         Example:
             >>> import pipelab, tempfile, pathlib
@@ -192,13 +252,12 @@ class Trace:
 
         Raises:
             FormatError: if the suffix is another one.
+            UsageError: if the width is not from 2 to 40 inches, or the format has none.
         """
         path = Path(path)
-        if path.suffix.lower() == ".json":
-            return write(path, json.dumps(self.to_dict()) + "\n")
         from pipelab import draw
 
-        return draw.save(self, path)
+        return draw.save(self, path, width)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -232,6 +291,7 @@ class Trace:
             "lanes": list(self.lanes),
             "transfers": [
                 [each.source, each.target, str(each.giver), str(each.needer), each.start, each.end]
+                + ([] if each.behind is None else [each.queued, *map(str, each.behind)])
                 for each in self.transfers
             ],
         }

@@ -13,23 +13,32 @@ from pipelab.trace.events import Event, Transfer
 if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
-__all__ = ["Half", "Wait", "critical_path", "crossings", "half", "waits"]
+__all__ = ["Half", "Wait", "Waits", "before_slot", "critical_path", "crossings", "half", "waits"]
 
 Half = Literal["whole", "upper", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What an action waited for while its rank was free.
+    """A value that an action needs.
 
     Attributes:
-        giver: the code of the action whose value arrived last; for an `R`, of the last action before it on the rank of
-            the group that reached it last.
-        there: when that value arrived.
+        giver: the code of the action that gives it; for an `R`, of the last action before it on a rank of its group.
+        ended: when that action ended.
+        there: when the value arrived.
+        transfer: how it came from another rank; `None` if it was made on this rank, or for an `R`.
     """
 
     giver: int
+    ended: float
     there: float
+    transfer: Transfer | None = None
+
+    def queued(self, free: float) -> float:
+        """Return how long a rank that was free since then was idle because the value stood behind another transfer."""
+        if self.transfer is None:
+            return 0.0
+        return max(0.0, self.transfer.start - max(free, self.transfer.start - self.transfer.queued))
 
 
 def crossings(
@@ -65,7 +74,7 @@ def waits(trace: Trace) -> list[list[Wait | None]]:
         >>> [[wait and (action(wait.giver), wait.there) for wait in row] for row in waits(trace)]
         [[None, (1B0, 4.0)], [(0F0, 1.0), None]]
     """
-    found = _Waits(trace)
+    found = Waits(trace)
     return [[found.of(rank, index) for index in range(len(row))] for rank, row in enumerate(trace.plan.bound.rows)]
 
 
@@ -73,7 +82,8 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
     """Return the chain of actions that determines the makespan, first to last.
 
     From the last action, each step back goes to what the action waited for longest: the action before it on its rank,
-    or the giver of a value that it needs, with its transfer. If both were ready at once, it goes to the former.
+    or the giver of a value that it needs, with its transfer. If both were ready at once, it goes to the former. If the
+    transfer stood behind another one, the step goes to the giver of that one.
 
     Example:
         >>> import pipelab
@@ -81,50 +91,73 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
         >>> [event.action for event in critical_path(trace)]
         [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
     """
-    bound, found = trace.plan.bound, _Waits(trace)
+    bound, found = trace.plan.bound, Waits(trace)
     where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
     path: list[Event] = []
     code = max(found.ended, key=found.ended.__getitem__, default=None)
-    while code is not None:
+    passed: set[int] = set()  # no trace that was simulated or measured comes twice to an action, but a file may
+    while code is not None and code not in passed:
+        passed.add(code)
         rank, index = where[code]
         path.append(Event(rank, bound.codes.action(code), trace.starts[rank][index], found.ended[code]))
-        wait, before = found.of(rank, index), _before(trace, rank, index)
-        code = wait.giver if wait is not None else bound.rows[rank][before] if before >= 0 else None
+        wait, before = found.of(rank, index), before_slot(trace, rank, index)
+        code = found.culprit(wait) if wait is not None else bound.rows[rank][before] if before >= 0 else None
     return tuple(reversed(path))
 
 
-class _Waits:
+class Waits:
     """What the actions of a trace waited for, computed when asked for."""
 
     def __init__(self, trace: Trace) -> None:
         code = trace.plan.bound.codes.code
         self.trace, self.bound = trace, trace.plan.bound
         self.ended = _ended(self.bound, trace.ends)
-        self.travelled = {(code(each.giver), code(each.needer)): each.end for each in trace.transfers}
+        self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.transfers}
         self.slack = 1e-9 * trace.makespan
 
     def of(self, rank: int, index: int) -> Wait | None:
         """Return the value that arrived last, if it arrived after the rank was free."""
-        row, part = self.bound.rows[rank], half(self.trace, rank, index)
-        arrivals = self._arrivals(row[index])
-        if part != "whole":  # a slot starts when both of its halves have what they need
-            arrivals += self._arrivals(row[index + (1 if part == "upper" else -1)])
-        before = _before(self.trace, rank, index)
+        before = before_slot(self.trace, rank, index)
         free = self.trace.ends[rank][before] if before >= 0 else self.trace.start
-        last = max(arrivals, key=attrgetter("there"), default=None)
+        last = max(self.needs(rank, index), key=attrgetter("there"), default=None)
         return last if last is not None and last.there > free + self.slack else None
+
+    def needs(self, rank: int, index: int) -> list[Wait]:
+        """Return all values that an action needs, and the other half of its slot, if it has one."""
+        row, part = self.bound.rows[rank], half(self.trace, rank, index)
+        needs = self._arrivals(row[index])
+        if part != "whole":  # a slot starts when both of its halves have what they need
+            needs += self._arrivals(row[index + (1 if part == "upper" else -1)])
+        return needs
+
+    def culprit(self, wait: Wait) -> int:
+        """Return the giver of the first of the transfers that stood one behind the other before this wait ended."""
+        giver, transfer, code = wait.giver, wait.transfer, self.bound.codes.code
+        passed: set[tuple[int, int]] = set()
+        while transfer is not None and transfer.queued > self.slack and transfer.behind is not None:
+            ends = code(transfer.behind[0]), code(transfer.behind[1])
+            if ends in passed:
+                break
+            passed.add(ends)
+            giver, transfer = ends[0], self.travelled.get(ends)
+        return giver
 
     def _arrivals(self, code: int) -> list[Wait]:
         """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
         if self.bound.codes.kind[code] != "R":
-            givers = (giver for _, giver in self.bound.inputs(code))
-            return [Wait(giver, self.travelled.get((giver, code), self.ended[giver])) for giver in givers]
+            return [self._arrival(giver, code) for _, giver in self.bound.inputs(code)]
         rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
         before = ((rank, row, row.index(code) - 1) for rank, row in rows)
-        return [Wait(row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0]
+        ends = ((row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0)
+        return [Wait(code, end, end) for code, end in ends]
+
+    def _arrival(self, giver: int, needer: int) -> Wait:
+        """Return when a value was computed and when it arrived."""
+        ended, moved = self.ended[giver], self.travelled.get((giver, needer))
+        return Wait(giver, ended, ended if moved is None else moved.end, moved)
 
 
-def _before(trace: Trace, rank: int, index: int) -> int:
+def before_slot(trace: Trace, rank: int, index: int) -> int:
     """Return the index of the action before this one's slot, which the two halves of a pair may share."""
     return index - (2 if half(trace, rank, index) == "lower" else 1)
 

@@ -36,17 +36,20 @@ class Timing:
 class Case:
     """A point of the grid: the values of the letters, and what they lead to.
 
-    `alone` is with pairs as a forward, then a backward, and `paired` with pairs as one slot.
+    `alone` is with pairs as a forward, then a backward, `paired` with pairs as one slot, and `late` with transfers that
+    take time.
     """
 
     letters: dict[str, float]
     alone: Timing
     paired: Timing
+    late: Timing
 
 
 QUANTITIES: dict[str, Callable[[Case], Sequence[float]]] = {
     "makespan": lambda case: [case.alone.makespan],
     "makespan with pairs": lambda case: [case.paired.makespan],
+    "makespan with latency": lambda case: [case.late.makespan],
     "bubble": lambda case: [case.alone.bubble],
     "span": lambda case: case.alone.spans,
     "peak": lambda case: case.alone.peaks,
@@ -60,20 +63,19 @@ FORMS = [
 ]
 
 
-def timing(plan: Plan, letters: dict[str, float], pair: float | None) -> Timing:
-    cost = Cost(
-        forward=letters["F"], backward=letters["B"], input_grad=letters["I"], weight_grad=letters["W"], pair=pair
-    )
+def timing(plan: Plan, letters: dict[str, float], **more: float) -> Timing:
+    cost = Cost(forward=letters["F"], backward=letters["B"], input_grad=letters["I"], weight_grad=letters["W"], **more)
     trace = simulate(plan, cost)
     return Timing(trace.makespan, trace.bubble, trace.spans, trace.peak_activations)
 
 
 @cache
 def cases(name: str) -> list[Case]:
-    """All times for each size that a schedule accepts; with pairs, of a few lengths each."""
+    """All times for each size that a schedule accepts; with pairs, and with latency, of a few lengths each."""
     kind = pipelab.schedules[name]
     more = [{"stages_per_rank": number} for number in (1, 2, 3)] if issubclass(kind, Looped) else [{}]
     overlaps = any(isinstance(item, pipelab.Pair) for row in kind(4, 8).plan().rows for item in row)
+    waits = "with latency" in str(kind.closed_forms)
     found = []
     for (ranks, microbatches), each in product(SIZES, more):
         if kind.refusal(ranks, microbatches) is not None:
@@ -85,11 +87,13 @@ def cases(name: str) -> list[Case]:
         for forward, inputs, weights in TIMES:
             backward = inputs + weights
             letters = sizes | {"F": forward, "I": inputs, "W": weights, "B": backward}
-            alone = timing(plan, letters, None)
+            alone = timing(plan, letters)
             slots = [forward + backward, max(forward, backward), forward, backward / 2]
             for pair in slots if overlaps else slots[:1]:
-                paired = timing(plan, letters, pair) if overlaps else alone
-                found.append(Case(letters | {"FB": pair}, alone, paired))
+                paired = timing(plan, letters, pair=pair) if overlaps else alone
+                for latency in [0.5, (forward + backward) / 2, 2 * backward] if waits else [0]:
+                    late = timing(plan, letters, latency=latency) if waits else alone
+                    found.append(Case(letters | {"FB": pair, "T": latency}, alone, paired, late))
     return found
 
 

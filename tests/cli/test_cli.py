@@ -51,6 +51,48 @@ def test_a_memory_cap_is_a_fault_like_any_other(pipelab_command):
     assert "memory-cap" in error
 
 
+def test_transfers_that_hang_are_a_fault_and_others_take_their_time(pipelab_command):
+    code, _, error = pipelab_command("check", "1f1b", "--transfers", "deferred")
+    assert code == 1
+    assert "transfer-deadlock" in error
+    assert "3SEND_B0" in error
+    assert pipelab_command("check", "1f1b", "--transfers", "pytorch")[0] == 0
+    code, output, _ = pipelab_command("compare", "1f1b", "interleaved-1f1b", "--transfers", "pytorch")
+    assert code == 0
+    assert "33.5 units" in output
+    code, output, _ = pipelab_command("simulate", "interleaved-1f1b", "--transfers", "pytorch")
+    assert "idle behind other transfers 0 6 2.5 0" in output
+    code, _, error = pipelab_command("simulate", "1f1b", "--transfers", "nccl")
+    assert code == 1
+    assert "by-time" in error
+
+
+def test_the_best_order_is_shown_saved_and_said_to_be_proven(pipelab_command, folder):
+    code, output, _ = pipelab_command("optimum", "1f1b", "--memory-cap", "3", "-o", "best.csv", "-o", "best.json")
+    assert code == 0
+    assert "makespan 39 units" in output
+    assert "proven" in output
+    assert pipelab.check(pipelab.Plan.from_csv("best.csv"), 3) == []
+    assert pipelab.Trace.load("best.json").makespan == 39
+    code, _, error = pipelab_command("optimum", "zbv", "--memory-cap", "1")
+    assert code == 1
+    assert "at least 2" in error
+
+
+def test_an_order_that_is_not_proven_comes_with_its_distance_from_the_bound(pipelab_command):
+    sizes = ("-m", "12", "--latency", "0.7", "--memory-cap", "3", "--seconds", "0.001")
+    code, output, _ = pipelab_command("optimum", "zb-h1", *sizes)
+    assert code == 0
+    assert re.search(r"at least \S+ units, and this one at most \S+ % more", " ".join(output.split()))
+
+
+def test_compare_shows_how_far_each_schedule_is_above_the_bound(pipelab_command):
+    code, output, _ = pipelab_command("compare", "1f1b", "delayed", "--bound")
+    assert code == 0
+    assert "163.6 %" in output
+    assert pipelab_command("compare", "1f1b", "--bound", "-m", "2,4")[0] == 1
+
+
 def test_compare_lays_schedules_side_by_side(pipelab_command, folder):
     code, output, _ = pipelab_command("compare", "gpipe", "1f1b", "delayed", "-o", "c.html", "-o", "c.svg")
     assert code == 0
@@ -143,6 +185,10 @@ def test_any_cost_can_be_given(pipelab_command):
     assert "makespan 10 units" in pipelab_command("simulate", "naive", "-r", "2", "-m", "1", *costs)[1]
     assert "--cost takes: forward" in pipelab_command("simulate", "naive", "--cost", "speed=3")[2]
     assert "CostError" in pipelab_command("simulate", "naive", "--cost", "forward=-3")[2]
+    links = "links={'ranks_per_node': 2, 'inside': (0.5, None), 'between': (2, None)}"
+    assert "makespan 18 units" in pipelab_command("simulate", "naive", "-m", "1", "--cost", links)[1]
+    busy = ("simulate", "gpipe", "-r", "2", "-m", "4", "--latency", "0.5", "--cost", "sender=busy")
+    assert "makespan 19 units" in pipelab_command(*busy)[1]
 
 
 def test_schedules_that_do_other_work_than_others_are_not_compared_without_a_word(pipelab_command):

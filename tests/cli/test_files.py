@@ -30,14 +30,14 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "known"),
     [
-        ("simulate gpipe", ".html .svg .png .pdf .txt .json .csv"),
-        ("draw gpipe", ".html .svg .png .pdf .txt .json .csv"),
+        ("simulate gpipe", ".html .svg .png .pdf .txt .json .events.csv .perfetto.json .csv"),
+        ("draw gpipe", ".html .svg .png .pdf .txt .json .events.csv .perfetto.json .csv"),
         ("draw gpipe --graph", ".dot .gv .svg .png .pdf"),
         ("compare gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
-        ("compare gpipe -m 2,4", ".csv .txt .md .tex .png .svg .pdf"),
+        ("compare gpipe -m 2,4", ".csv .txt .md .tex .html .png .svg .pdf"),
         ("run gpipe", ".html .svg .png .pdf .txt .csv .md .tex .json"),
         ("run gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
-        ("run gpipe -m 2,4", ".csv .txt .md .tex .png .svg .pdf"),
+        ("run gpipe -m 2,4", ".csv .txt .md .tex .html .png .svg .pdf"),
     ],
 )
 @pytest.mark.usefixtures("no_work")

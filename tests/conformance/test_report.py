@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import distributed
 
-from pipelab import B, F, GPipe, Pipeline, Plan, Schedule, schedules
+from pipelab import B, F, GPipe, Pipeline, Plan, Schedule, lower, schedules
 from pipelab.cli import conformance as showing
 from pipelab.conformance import native
 from pipelab.conformance.processes import Job, run_in_processes
@@ -38,7 +38,7 @@ def test_every_order_is_pytorchs_and_every_gradient_has_the_same_bits(name: str)
     report = conformance([name], GRID)
     assert report.torch == torch.__version__
     for line in report.lines:
-        assert [str(difference) for difference in line.differences] == []
+        assert [str(difference) for difference in line.differences + line.transfers] == []
         assert [each for each in line.numbers if not (each.same_gradients and each.same_loss)] == []
         assert line.not_ours == 0
         assert line.sizes >= 8
@@ -96,6 +96,21 @@ def test_a_schedule_that_pytorch_cannot_run_is_shown_with_the_reason_and_no_figu
     assert (line.sizes, line.refused, line.numbers) == (0, 1, ())
     assert line.refusal.endswith("stage 0 is on ranks 0, 1: PyTorch's runtime holds each stage on one rank")
     assert showing._cells(line) == ["both-ways", "runtime, our plan", "0", "", "", "", ""]
+
+
+def test_a_receive_elsewhere_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deferred(rows, ranks_of_stages):
+        plan = Plan(rows, stages=len(ranks_of_stages))
+        return [list(row) for row in lower(plan, "deferred").rows]
+
+    monkeypatch.setattr(native, "add_send_recv", deferred)
+    report = conformance(["1f1b"], Grid(ranks=(2,), microbatches=(4,)))
+    (line,) = report.lines
+    assert not report.same
+    assert line.differences == ()
+    (difference,) = line.transfers
+    assert (difference.rank, difference.position) == (1, 2)
+    assert (difference.pipelab[2], difference.pytorch[2]) == ("1RECV_F1", "1B0")
 
 
 @pytest.fixture
@@ -233,7 +248,8 @@ def test_the_table_fits_into_80_columns_and_says_which_torch_and_when(tmp_path) 
     assert "differ" not in text
     for name in WHOLE:
         (line, *_) = [line for line in text.splitlines() if line.split()[:1] == [name]]
-        assert line.split()[-2:] == ["bit-equal", "equal"]
+        cells = line.split()
+        assert (cells[-4], cells[-3], cells[-1]) == ("equal", "equal", "bit-equal")  # orders, wire, numbers
     written = (tmp_path / "table.md").read_text()
     assert written.count("\n| ") == 2 + sum(len(references(name)) for name in WHOLE)
 
@@ -274,7 +290,7 @@ def test_pytorch_in_processes_executes_what_was_recorded_and_has_the_same_bits(r
     """What real stages are asked to do, in processes that talk through gloo, is what the recorder says and we plan."""
     report = conformance(WHOLE, Grid(ranks=(ranks,), microbatches=(2 * ranks,), most_work=0), (ranks,))
     for line in report.lines:
-        assert [str(difference) for difference in line.differences] == []
+        assert [str(difference) for difference in line.differences + line.transfers] == []
         assert [(each.processes, each.same_gradients, each.same_loss) for each in line.numbers] == [(ranks, True, True)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 
 import pytest
 
@@ -26,7 +27,7 @@ WIDE = pipelab.Table(ROWS, COLUMNS, across="m", axes=("m", ["step"]))
 
 def test_values_of_one_key_become_columns_and_missing_ones_dashes():
     lines = [line.split() for line in str(WIDE).splitlines()]
-    assert lines[0] == ["step,", "ms", "2", "4"]
+    assert " ".join(lines[0]) == "step, ms m = 2 m = 4"
     assert lines[1:3] == [["a_b", "30", "25.5"], ["c|<d>", "-", "-"]]
     assert lines[5:] == [["a_b", "50.0", "%", "25.0", "%"], ["c|<d>", "12.5", "%", "-"]]
 
@@ -44,7 +45,16 @@ def test_letters_with_a_meaning_are_escaped(tmp_path):
     assert r"a\_b & 2 & 30 & 50.0 \% \\" in tex
     assert r"50 \% is much." in tex
     assert "c|&lt;d&gt;" in LONG._repr_html_()
+    assert LONG._repr_html_() in LONG.save(tmp_path / "t.html").read_text()
     assert "\x1b" not in str(pipelab.Table([{"name": "\x1b[31m"}], [pipelab.Column("name")]))
+
+
+def test_words_are_set_flush_left_where_a_column_says_so(tmp_path):
+    rows = [{"n": 1, "why": "a", "t": 3.0}, {"n": 22, "why": "because", "t": 10.0}]
+    table = pipelab.Table(rows, [pipelab.Column("n"), pipelab.Column("why", left=True), pipelab.Column("t")])
+    assert str(table).splitlines() == ["n   why         t", "1   a         3.0", "22  because  10.0"]
+    assert "| --- | --- | --: |" in table.save(tmp_path / "t.md").read_text()
+    assert r"\begin{tabular}{llr}" in table.save(tmp_path / "t.tex").read_text()
 
 
 def test_a_plot_has_one_line_for_each_name_and_leaves_gaps_out():
@@ -58,6 +68,13 @@ def test_the_first_column_may_be_the_x_axis():
         pipelab.Table([{"n": 1, "t": 3.0}, {"n": 2, "t": 2.0}], [pipelab.Column("n")], axes=("n", ["t"])).plot().axes
     )
     assert [list(line.get_ydata()) for line in ax.lines] == [[3.0, 2.0]]
+
+
+def test_a_name_without_values_in_one_plot_leaves_the_plots_their_room():
+    rows = [{"name": name, "n": n, "t": 1.0, "u": None if name == "a" else 2.0} for name in "ab" for n in (1, 2)]
+    drawn = pipelab.Table(rows, [pipelab.Column("name")], axes=("n", ["t", "u"])).plot()
+    drawn.savefig(io.BytesIO())
+    assert all(ax.get_position().width > 0.3 for ax in drawn.axes)
 
 
 @pytest.mark.parametrize("table", [pipelab.Table(ROWS, COLUMNS), pipelab.Table([], COLUMNS, axes=("m", ["step"]))])

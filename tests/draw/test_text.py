@@ -20,6 +20,7 @@ DRAWINGS = {
     "naive-4x8": lambda: pipelab.simulate(pipelab.Naive(4, 8)),
     "gpipe-4x8": lambda: pipelab.simulate(pipelab.GPipe(4, 8)),
     "1f1b-4x8": lambda: pipelab.simulate(pipelab.OneFOneB(4, 8)),
+    "eager-1f1b-4x8-latency": lambda: pipelab.simulate(pipelab.Eager1F1B(4, 8), Cost(latency=1)),
     "delayed-4x8": lambda: pipelab.simulate(pipelab.DelayedBackward(4, 8)),
     "interleaved-1f1b-4x8": lambda: pipelab.simulate(pipelab.Interleaved1F1B(4, 8)),
     "looped-bfs-4x8": lambda: pipelab.simulate(pipelab.LoopedBFS(4, 8)),

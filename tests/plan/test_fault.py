@@ -142,7 +142,8 @@ def test_a_memory_cap_names_the_weight_gradient_that_still_holds_an_activation()
 
 
 def test_no_kind_of_fault_is_left_without_a_test_of_its_message():
-    assert {*MESSAGES, "memory-cap"} == set(get_args(Code))
+    elsewhere = {"memory-cap", "transfer-deadlock"}  # they depend on more than the plan
+    assert {*MESSAGES} | elsewhere == set(get_args(Code))
 
 
 def test_an_all_reduce_that_is_not_everywhere_explains_itself():

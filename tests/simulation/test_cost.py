@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import catalogue_plans, costs, legal_cases, reduced
 
 import pipelab
@@ -53,6 +56,9 @@ def test_one_slow_action_does_not_change_the_fit():
     starts[0][0] -= 100
     slow = pipelab.Trace(trace.plan, starts, trace.ends)
     assert Cost.fit(slow).forward == (1,)
+    assert Cost.fit(slow, typical="mean").forward == (21,)
+    with pytest.raises(CostError, match="typical="):
+        Cost.fit(slow, typical="middle")
 
 
 @pytest.mark.parametrize("taken", [pipelab.GPipe(2, 4), [1, 2], None], ids=str)
@@ -83,6 +89,44 @@ def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():
         whole.shared(0)
 
 
+def rows_of(count):
+    """Return a batch of 64 rows cut into so many, if an action takes a fixed time and one for each row."""
+    rows = 64 / count
+    return Cost(
+        forward=[1 + rows, 2 * rows], backward=[3 + rows, 0], input_grad=0.5 + rows, activation_bytes=rows, latency=2,
+        per="stage",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("cut", [2, 8, 64])
+def test_two_sizes_of_micro_batches_predict_every_other(count, cut):
+    assert rows_of(1).shared(count, fixed={cut: rows_of(cut)}) == rows_of(count)
+
+
+def test_a_fixed_time_is_not_shared_and_is_never_longer_than_the_action():
+    cost = Cost(forward=[8, 1, 0], backward=lambda m, s: 8 * m, latency=3).shared(2, fixed=2)
+    assert (cost.forward, cost.backward(1, 0), cost.backward(0, 0), cost.latency) == ((5, 1, 0), 5, 0, 3)
+
+
+def test_a_part_that_took_less_than_its_share_predicts_no_time_below_zero():
+    whole, half = Cost(forward=8), Cost(forward=3)
+    assert whole.shared(2, fixed={2: half}).forward == 3
+    with pytest.raises(CostError, match="forward would be -1.38"):
+        whole.shared(16, fixed={2: half})
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [-1, "1", None, {}, {2: 3}, {1: Cost()}, {2: Cost(), 4: Cost()}, {2: Cost(forward=[1, 2])}, {2: Cost(pair=1)},
+     {2: Cost(forward=lambda m, s: 1)}],
+    ids=str,
+)  # fmt: skip
+def test_what_tells_no_fixed_time_is_refused(fixed):
+    with pytest.raises(CostError, match="fixed"):
+        Cost().shared(2, fixed=fixed)
+
+
 def test_an_all_reduce_costs_the_same_whether_it_is_listed_or_not():
     assert simulate(REPLICATED, Cost(all_reduce=5)).makespan == 8
     silent = Plan.parse(["0F0 0B0", "0F1 0B1"])
@@ -96,3 +140,150 @@ def test_a_comparison_says_that_stage_0_ran_as_pytorch_runs_it():
     names = pipelab.compare(uniform, as_run).names
     assert "stage 0 as run" in names[1]
     assert "stage 0" not in names[0]
+
+
+# Functions of (micro-batch, stage)
+
+
+@given(legal_cases(), costs(), costs())
+def test_a_function_that_gives_each_stage_its_number_is_a_list(case, forward, backward):
+    given_ = {"forward": forward, "backward": backward, "input_grad": 1.5, "activation_bytes": 3}
+    lists = Cost(**{name: [value] * case.stages for name, value in given_.items()}, bandwidth=2)
+    for name, value in given_.items():
+        mixed = dataclasses.replace(lists, **{name: lambda microbatch, stage, value=value: value})
+        assert simulate(case.plan, mixed) == simulate(case.plan, lists)
+
+
+def test_every_micro_batch_takes_what_a_function_says():
+    cost = Cost(forward=lambda m, s: 1 + m, backward=lambda m, s: 10 + s, first_stage="as-run")
+    for event in simulate(SPLIT, cost).events:
+        m, s = event.action.microbatch, event.action.stage
+        halves = {"I": (10 + s) / 2 if s else 0, "W": (10 + s) / 2 if s else 10}
+        assert event.duration == {"F": 1 + m, **halves}[event.action.kind]
+
+
+def test_a_pair_in_one_slot_takes_what_a_function_says_of_its_forward():
+    plan = Plan([[pipelab.F(0), pipelab.F(1) & pipelab.B(0), pipelab.F(2) & pipelab.B(1), pipelab.B(2)]])
+    trace = simulate(plan, Cost(forward=1, backward=2, pair=lambda m, s: 10 * m, per="stage"))
+    assert trace.ends[0] == (1, 11, 11, 31, 31, 33)
+
+
+def test_a_pair_takes_what_a_function_says_in_queues_and_in_bounds_too():
+    plan = pipelab.DualPipe(2, 4).plan()
+    cost = Cost(forward=1, backward=2, pair=lambda m, s: 10 * (m + 1), transfers="by-time", per="stage")
+    trace = simulate(plan, cost)
+    forwards = {plan.bound.codes.action(code) for code in plan.bound.pairs}
+    found = [event for event in trace.events if event.action in forwards]
+    assert found
+    assert [event.duration for event in found] == [10 * (event.action.microbatch + 1) for event in found]
+    assert pipelab.lower_bound(plan, cost) >= max(trace.busy)
+
+
+def test_functions_are_shared_and_merged_too():
+    cost = Cost(forward=lambda m, s: m + s, backward=[1, 2, 3, 4])
+    assert cost.shared(2).forward(3, 1) == 2
+    merged = cost.merged([1, 3])
+    assert (merged.forward(1, 0), merged.forward(1, 1), merged.backward) == (1, 2 + 3 + 4, (1, 9))
+
+
+@pytest.mark.parametrize("answer", [-1, None, float("nan"), "1"])
+def test_a_function_that_returns_no_time_is_named_with_its_arguments(answer):
+    cost = Cost(weight_grad=lambda m, s: answer if (m, s) == (1, 0) else 1)
+    with pytest.raises(CostError, match=r"weight_grad\(microbatch=1, stage=0\) returned"):
+        simulate(SPLIT, cost)
+
+
+def test_a_function_of_other_arguments_is_refused_at_once():
+    with pytest.raises(CostError, match=r"pipelab calls forward\(microbatch, stage\)"):
+        Cost(forward=lambda stage: 1)
+    with pytest.raises(CostError, match="all_reduce="):
+        Cost(all_reduce=lambda m, s: 1)
+
+
+# Fits of transfers and of split backwards
+
+
+@given(catalogue_plans(), costs(), st.lists(costs(), min_size=24, max_size=24), st.sampled_from([0, 0.5]))
+def test_transfers_are_fitted_from_a_trace_and_predict_it(plan, forward, sizes, latency):
+    sizes = sizes[: plan.stages]
+    cost = Cost(forward=forward, latency=latency, bandwidth=4, activation_bytes=sizes, boundary_gradient_bytes=2)
+    trace = simulate(plan, cost)
+    assert simulate(plan, Cost.fit(trace)).makespan == pytest.approx(trace.makespan)
+
+
+def test_what_split_backwards_cost_is_fitted_from_a_second_trace():
+    cost = Cost(forward=[1, 2], backward=4, input_grad=3, weight_grad=2, per="stage")
+    whole, split = simulate(pipelab.GPipe(2, 4), cost), simulate(SPLIT, cost)
+    fitted = Cost.fit(whole, split)
+    assert (fitted.backward, fitted.input_grad, fitted.weight_grad) == ((4, 4), (3, 3), (2, 2))
+    assert simulate(pipelab.ZBH1(2, 6), fitted) == simulate(pipelab.ZBH1(2, 6), cost)
+
+
+def test_what_split_backwards_cost_may_be_a_ratio_in_both_directions():
+    cost = Cost(forward=1, backward=4, input_grad=3, weight_grad=3, per="stage")
+    assert Cost.fit(simulate(pipelab.GPipe(2, 4), cost), split=1.5).weight_grad == (3, 3)
+    assert Cost.fit(simulate(SPLIT, cost), split=1.5).backward == (4, 4)
+
+
+def test_a_second_trace_that_does_not_fit_is_refused():
+    trace = simulate(pipelab.GPipe(2, 4))
+    for split in (simulate(pipelab.ZBH1(3, 3)), trace, 0, float("inf"), -1):
+        with pytest.raises(CostError, match="split"):
+            Cost.fit(trace, split)
+    with pytest.raises(TypeError, match="split="):
+        Cost.fit(trace, "1.1")
+
+
+def measured(plan, cost, late=0.25):
+    """Return a measured trace: as simulated, but each action starts late, by work that no action's own time shows."""
+    ideal = simulate(plan, dataclasses.replace(cost, forward=cost.forward + late, backward=cost.backward + late))
+    starts = [[start + late for start in row] for row in ideal.starts]
+    return pipelab.Trace(ideal.plan, starts, ideal.ends, source="measured")
+
+
+def test_work_between_actions_and_waits_for_values_are_seen_in_a_measured_trace():
+    trace = measured(pipelab.GPipe(2, 32), Cost(forward=2, backward=4, latency=0.5))
+    fitted = Cost.fit(trace)
+    assert fitted.forward == (2.25, 2.25)
+    assert fitted.backward[1] == 4.25
+    predicted = simulate(pipelab.GPipe(2, 32), fitted).makespan
+    assert predicted == pytest.approx(trace.makespan, rel=0.01)
+    assert sum(event.duration for event in trace.events_of(0)) < 0.9 * predicted
+
+
+def test_on_the_first_stage_of_a_measured_trace_a_weight_gradient_is_the_whole_backward():
+    fitted = Cost.fit(measured(pipelab.GPipe(2, 4), Cost(), late=0), split=1.5)
+    times = fitted.times(SPLIT)
+    assert (times["I"], times["W"]) == ([0, 1.5], [2, 1.5])
+    assert simulate(pipelab.GPipe(2, 4), fitted).note == ""
+
+
+# Fewer stages than a trace had
+
+
+def test_a_fine_trace_predicts_coarser_cuts():
+    fine = Cost(forward=[1, 2, 3, 4], backward=[2, 3, 4, 5], latency=0.5, per="stage")
+    fitted = Cost.fit(simulate(pipelab.LoopedBFS(2, 4), fine))
+    coarse = Cost(forward=[3, 7], backward=[5, 9], latency=0.5, per="stage")
+    assert simulate(pipelab.OneFOneB(2, 6), fitted.merged(2)) == simulate(pipelab.OneFOneB(2, 6), coarse)
+
+
+def test_merged_stages_send_what_their_outer_stages_sent():
+    fine = Cost(activation_bytes=[1, 2, 3, 4], boundary_gradient_bytes=[5, 6, 7, 8], parameter_bytes=3, per="stage")
+    merged = fine.merged([1, 3])
+    assert (merged.activation_bytes, merged.boundary_gradient_bytes, merged.parameter_bytes) == ((1, 4), (5, 6), (3, 9))
+    assert merged.forward == (1, 3)
+    assert dataclasses.replace(fine, per="rank").merged(2).forward == 1
+
+
+@pytest.mark.parametrize("stages", [3, 8, [1, 2], [4, 4]], ids=str)
+def test_stages_that_do_not_add_up_are_refused(stages):
+    with pytest.raises(CostError, match="4 stages cannot be merged"):
+        Cost(forward=[1, 2, 3, 4]).merged(stages)
+
+
+def test_costs_without_a_number_of_stages_cannot_be_merged():
+    with pytest.raises(CostError, match="one number per stage"):
+        Cost(forward=1).merged(2)
+    with pytest.raises(CostError, match=r"cost.merged\(2\)"):
+        simulate(pipelab.GPipe(2, 2), Cost(forward=[1, 2, 3, 4]))

@@ -16,10 +16,11 @@ class SingleLoop(pipelab.Schedule):
 
 schedule = SingleLoop(ranks=2, microbatches=4)
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-x, y = torch.randn(128, 512), torch.randn(128, 512)
+x, y = torch.randn(256, 1024), torch.randn(256, 1024)
+torch.manual_seed(0)
+layers = [torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU()) for _ in range(8)]
+model = torch.nn.Sequential(*layers)
 with pipelab.Pipeline(model, schedule, torch.nn.functional.mse_loss) as pipe:
-    pipe.step(x, y)  # the first step warms up
-    step = pipe.step(x, y)
-print(f"loss {step.loss:.6f}, bubble {step.trace.bubble:.1%}, activations held {step.trace.peak_activations}")
-print(step.trace)  # step.trace.save("c.html") draws it
+    steps = [pipe.step(x, y) for _ in range(8)][1:]  # the first one warms up
+step = sorted(steps, key=lambda step: step.trace.makespan)[3]  # the one of median length
+print(f"loss {step.loss:.6f}, {step.trace}")  # step.trace.save("c.html") draws it

@@ -1,15 +1,17 @@
 const SVG = document.getElementById("definitions").namespaceURI;
 const AXIS = 44; // pixels below the lanes: ticks, their times, the unit
-const FEW = 3000; // up to so many visible bars, each is an element of its own
+const STRIP = 12; // pixels of a memory strip
+const FEW = 1500; // up to so many visible bars, each is an element of its own; more are painted on a canvas
+const HUES = 8;
 
 function element(name, attributes = {}, text = null) {
   const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  for (const [key, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(key, value);
   if (text !== null) made.textContent = text;
   return made;
 }
 
-function tag(name, text, className = "") {
+function tag(name, text = "", className = "") {
   const made = document.createElement(name);
   made.textContent = text;
   if (className) made.className = className;
@@ -22,247 +24,354 @@ function niceStep(least) {
   return [1, 2, 5, 10].map((digit) => digit * power).find((step) => step >= least * (1 - 1e-9));
 }
 
+// What all timelines of the page show alike.
+const look = { critical: false, memory: false, colour: "kind", now: null, hidden: new Set(), found: new Set() };
+const draws = { count: 0 }; // how often anything was drawn, for tests
+
+let palette = null; // colours of the style sheet, read once for each theme
+function css(name) {
+  palette ??= new Map();
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return palette.get(name);
+}
+
 class Timeline {
-  constructor(trace, index, span, changed) {
-    this.trace = trace;
+  constructor(model, index, span, hooks) {
+    this.model = model;
+    this.index = index;
     this.span = span || 1;
-    this.changed = changed; // called with this timeline when it was zoomed or scrolled
+    this.hooks = hooks; // moved(timeline), chosen(timeline), hovered(timeline)
     this.zoom = 1;
-    this.chosen = null; // { rank, index }
-    this.halves = trace.ranks.map((rank) => new Set(rank.halves));
-    this.where = new Map(); // name of an action -> rank, index
-    trace.ranks.forEach((rank, r) => rank.actions.forEach((name, i) => this.where.set(name, { rank: r, index: i })));
-    const count = trace.ranks.length;
+    this.chosen = null; // { place } or { idle }
+    this.hovered = null;
+    this.dirty = false;
+    const count = model.lanes.length;
     this.lane = count <= 8 ? 34 : count <= 16 ? 26 : count <= 32 ? 20 : 15;
-    this.build(index);
+    this.most = Math.max(1, ...model.lanes.map((lane) => lane.peak));
+    this.build();
   }
 
-  build(index) {
-    const section = tag("section", "");
-    if (data.traces.length > 1) section.append(tag("h2", this.trace.name));
+  build() {
+    const { model } = this;
+    const section = tag("section");
+    if (models.length > 1) section.append(tag("h2", model.title));
+    section.append(ledgerOf(this));
     const grid = tag("div", "", "timeline");
-    const gutter = tag("div", "", "gutter");
+    this.gutter = tag("div", "", "gutter");
     const heads = tag("div", "", "heads");
-    heads.append(tag("span", ""), tag("span", "busy"), tag("span", "peak"));
-    gutter.append(heads);
-    this.trace.ranks.forEach((rank, r) => {
-      const row = tag("div", "");
-      row.style.height = `${this.lane}px`;
-      row.append(tag("span", `rank ${r}`), tag("span", rank.busy), tag("span", rank.peak));
-      if (rank.lane) row.title = rank.lane;
-      gutter.append(row);
+    heads.append(tag("span"), tag("span", "busy"), tag("span", "peak"));
+    this.gutter.append(heads);
+    this.heads = model.lanes.map((lane, rank) => {
+      const row = tag("div", "", "rank");
+      const name = tag("button", `rank ${rank}`);
+      name.type = "button";
+      name.dataset.rank = rank;
+      name.title = lane.lane || "dim this rank";
+      name.addEventListener("click", () => { toggle(look.hidden, `rank ${rank}`); this.hooks.moved(this); });
+      row.append(name, tag("span", lane.busy), tag("span", lane.peak));
+      this.gutter.append(row);
+      return row;
     });
     this.scroller = tag("div", "", "scroller");
     this.scroller.tabIndex = 0;
     this.scroller.setAttribute("role", "application");
-    this.scroller.setAttribute("aria-label", `timeline of ${this.trace.name}; arrow keys go from action to action`);
+    this.scroller.setAttribute("aria-label", `timeline of ${model.title}; arrow keys go from action to action, brackets from idle time to idle time`);
     this.spacer = tag("div", "", "spacer");
-    this.svg = element("svg", { height: this.lane * this.trace.ranks.length + AXIS, "data-trace": index });
-    this.spacer.append(this.svg);
+    this.canvas = tag("canvas");
+    this.canvas.setAttribute("aria-hidden", "true");
+    this.svg = element("svg", { "data-trace": this.index });
+    this.spacer.append(this.canvas, this.svg);
     this.scroller.append(this.spacer);
-    grid.append(gutter, this.scroller);
+    this.map = tag("canvas", "", "map");
+    this.map.setAttribute("aria-hidden", "true");
+    grid.append(this.gutter, this.scroller, tag("div"), this.map);
     section.append(grid);
     document.getElementById("timelines").append(section);
 
-    this.scroller.addEventListener("scroll", () => { this.draw(); this.changed(this); });
+    this.scroller.addEventListener("scroll", () => { this.redraw(); this.hooks.moved(this); });
     this.scroller.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
-    this.scroller.addEventListener("keydown", (event) => this.key(event));
-    this.scroller.addEventListener("blur", () => this.choose(null));
-    this.svg.addEventListener("pointermove", (event) => this.choose(this.at(event), event));
-    this.svg.addEventListener("pointerdown", (event) => this.choose(this.at(event), event));
-    this.svg.addEventListener("pointerleave", () => this.choose(null));
-    new ResizeObserver(() => this.draw()).observe(this.scroller);
+    this.svg.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse") this.hover(this.at(event), event); });
+    this.svg.addEventListener("pointerleave", () => this.hover(null));
+    this.svg.addEventListener("click", (event) => { this.choose(this.at(event)); this.scroller.focus({ preventScroll: true }); });
+    this.dragMap();
+    new ResizeObserver(() => { this.spacer.style.width = `${this.width * this.zoom}px`; this.redraw(); }).observe(this.scroller);
   }
 
   get width() { return this.scroller.clientWidth; }
   get scale() { return (this.width * this.zoom) / this.span; } // pixels per unit of time
+  get left() { return this.scroller.scrollLeft; }
+  get strip() { return look.memory ? STRIP : 0; }
+  get pitch() { return this.lane + this.strip; }
+  get height() { return this.pitch * this.model.lanes.length; }
 
-  // Zoom, keeping the time at `x` pixels from the left edge where it is.
-  setZoom(zoom, x = this.width / 2) {
-    const time = (this.scroller.scrollLeft + x) / this.scale;
-    const most = Math.max(1, Math.min(8e6 / this.width, (200 * this.span) / ((this.trace.typical || this.span) * this.width)));
+  // Zoom, keeping the time at `x` pixels from the left edge where it is; by default the chosen action's, if it shows.
+  setZoom(zoom, x = null) {
+    if (x === null) {
+      const box = this.chosen ? this.boxOf(this.chosen) : null;
+      x = box && box.x < this.width && box.x + box.width > 0 ? box.x + box.width / 2 : this.width / 2;
+    }
+    const at = (this.left + x) / this.scale;
+    const most = Math.max(1, Math.min(8e6 / this.width, (200 * this.span) / ((this.model.typical || this.span) * this.width)));
     this.zoom = Math.min(Math.max(zoom, 1), most);
     this.spacer.style.width = `${this.width * this.zoom}px`;
-    this.scroller.scrollLeft = time * this.scale - x;
-    this.draw();
-    this.changed(this);
+    this.scroller.scrollLeft = at * this.scale - x;
+    this.redraw();
+    this.hooks.moved(this);
+  }
+
+  // Show the time between `from` and `to`.
+  show(from, to) {
+    this.zoom = Math.max(1, this.span / Math.max(to - from, 1e-9 * this.span));
+    this.setZoom(this.zoom, 0);
+    this.scroller.scrollLeft = from * this.scale;
+    this.redraw();
+    this.hooks.moved(this);
   }
 
   follow(other) {
-    if (this.zoom === other.zoom && this.scroller.scrollLeft === other.scroller.scrollLeft) return;
-    this.zoom = other.zoom;
-    this.spacer.style.width = `${this.width * this.zoom}px`;
-    this.scroller.scrollLeft = other.scroller.scrollLeft;
-    this.draw();
+    if (this.zoom !== other.zoom) {
+      this.zoom = other.zoom;
+      this.spacer.style.width = `${this.width * this.zoom}px`;
+    }
+    if (this.left !== other.left) this.scroller.scrollLeft = other.left;
+    this.redraw();
   }
 
-  // The box of an action in pixels, relative to what is visible.
-  box(rank, index) {
-    const { starts, ends } = this.trace.ranks[rank];
-    const x = starts[index] * this.scale - this.scroller.scrollLeft;
-    const upper = this.halves[rank].has(index), lower = this.halves[rank].has(index - 1);
-    const high = this.lane * 0.86, half = upper || lower ? 0.5 : 1;
-    const y = rank * this.lane + this.lane * 0.07 + (lower ? high / 2 : 0);
-    return { x, y, width: Math.max((ends[index] - starts[index]) * this.scale, 1), height: high * half };
+  // Draw once before the next frame, however often this is called.
+  redraw() {
+    if (this.dirty) return;
+    this.dirty = true;
+    requestAnimationFrame(() => { this.dirty = false; this.draw(); });
+  }
+
+  // The box of an action or an idle time in pixels, relative to what is visible.
+  boxOf({ place, idle }) {
+    return idle ? this.box(idle.start, idle.end, idle.rank, 0) : this.box(this.model.start[place], this.model.end[place], this.model.rank[place], this.model.half[place]);
+  }
+
+  box(start, end, rank, half) {
+    const high = this.lane * 0.86;
+    const y = rank * this.pitch + this.strip + this.lane * 0.07 + (half === 2 ? high / 2 : 0);
+    return { x: start * this.scale - this.left, y, width: (end - start) * this.scale, height: half ? high / 2 : high };
+  }
+
+  colour(place) {
+    const { model } = this, letter = KINDS[model.kind[place]], m = Math.max(model.microbatch[place], 0);
+    if (look.colour === "micro-batch") return `--hue${m % HUES}`;
+    if (look.colour === "stage") return `--hue${model.stage[place] % HUES}`;
+    if (look.colour === "direction") return `--hue${model.direction(place) === model.direction(0) ? 0 : 1}`;
+    return `--${letter}${m % 2}`;
+  }
+
+  ink(place) { return look.colour === "kind" ? `--${KINDS[this.model.kind[place]]}-ink` : `${this.colour(place)}-ink`; }
+
+  // How visible an action is: what is selected, filtered out or still to come makes others fade.
+  opacity(place) {
+    const { model } = this;
+    if (look.now !== null && model.start[place] >= look.now) return 0.2;
+    if (look.hidden.has(KINDS[model.kind[place]]) || look.hidden.has(`rank ${model.rank[place]}`)) return 0.15;
+    if (look.critical && !model.critical.has(place)) return 0.25;
+    if (look.lit !== null && look.lit !== undefined && model.microbatch[place] !== look.lit) return 0.25;
+    return 1;
   }
 
   draw() {
-    const width = this.width, left = this.scroller.scrollLeft;
+    const width = this.width;
     if (!width) return;
-    this.svg.setAttribute("width", width);
-    const lanes = element("g"), bars = element("g"), labels = element("g");
-    const from = left / this.scale, to = (left + width) / this.scale;
-    const ranges = this.trace.ranks.map((rank) => [above(rank.ends, from), above(rank.starts, to)]);
-    const few = ranges.reduce((sum, [first, last]) => sum + last - first, 0) <= FEW;
+    draws.count += 1;
+    const { model } = this, from = this.left / this.scale, to = (this.left + width) / this.scale;
+    for (const svg of [this.svg]) { svg.setAttribute("width", width); svg.setAttribute("height", this.height + AXIS); }
+    this.heads.forEach((row, rank) => {
+      row.style.height = `${this.pitch}px`;
+      row.style.paddingTop = `${this.strip}px`;
+      row.classList.toggle("off", look.hidden.has(`rank ${rank}`));
+    });
+    const ranges = model.lanes.map((_, rank) => [above(model.end, from, model.first[rank], model.first[rank + 1]), above(model.start, to, model.first[rank], model.first[rank + 1])]);
+    const visible = ranges.reduce((sum, [low, high]) => sum + high - low, 0);
+    const few = visible <= FEW;
+    this.crowded = !few && (model.typical || this.span) * this.scale < 2;
+    const group = element("g"), context = this.paper(this.canvas, width, this.height);
+    const painter = few ? svgPainter(group) : canvasPainter(context);
+    this.lanes(painter);
+    if (this.crowded) this.shares(painter, from, to);
+    else this.bars(painter, ranges);
+    if (this.strip) this.memory(painter);
+    this.mark = element("g");
+    this.svg.replaceChildren(group, this.axis(from, to, width), this.mark);
+    this.outline();
+    this.drawMap();
+  }
+
+  paper(canvas, width, height) {
+    const ratio = window.devicePixelRatio || 1;
+    Object.assign(canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    const context = canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    return context;
+  }
+
+  // Idle lanes, with the length and the reason of each idle time that has room for them.
+  lanes(painter, right = this.width) {
+    if (this.crowded) this.model.lanes.forEach((_, rank) => painter.rect(this.box(0, this.model.span, rank, 0), "--idle", 1, {}));
+    for (const idle of this.model.idle) {
+      const box = this.box(idle.start, idle.end, idle.rank, 0);
+      if (box.x > right || box.x + box.width < 0 || (box.width < 0.5 && this.crowded)) continue;
+      painter.rect(box, "--idle", 1, { class: "idle", "data-idle": `${idle.rank}:${idle.start}` });
+      const text = [`${number(idle.end - idle.start)} ${idle.reason}`, idle.reason, number(idle.end - idle.start)].find((each) => each.length * 6.6 + 6 <= box.width);
+      if (text && box.width > 40 && this.lane >= 20) painter.text(box, text, "--idle-ink", 1, { class: "why" }, right);
+    }
+  }
+
+  bars(painter, ranges, right = this.width) {
+    const { model } = this;
     // Where full labels do not fit, the micro-batch alone, as the colour says the kind; never without the stage;
     // where not even that fits, from the bottom to the top of the bar.
-    const widest = Math.max(1, ...this.trace.ranks.map((rank) => (rank.actions.length ? decode(this.trace, rank.actions.at(-1)).label.length : 0)));
-    const short = !this.trace.namesStages && this.trace.typical * this.scale < widest * 7.5 + 3;
-    const paths = new Map();
-    ranges.forEach(([first, last], rank) => {
-      const end = Math.min(this.trace.span * this.scale - left, width);
-      lanes.append(element("rect", { class: "lane", x: -left, y: (rank + 0.07) * this.lane, width: Math.max(end + left, 0), height: this.lane * 0.86 }));
-      for (let index = first; index < last; index += 1) {
-        const action = decode(this.trace, this.trace.ranks[rank].actions[index]);
-        const box = this.box(rank, index);
-        const colour = action.letter + ((action.microbatch ?? 0) % 2);
-        if (few) {
-          const thin = box.width < 4 ? " thin" : "";
-          bars.append(element("rect", { class: `bar${thin}`, ...box, style: `fill:var(--${colour})`, "data-action": action.name }));
-        } else {
-          const exact = (this.trace.ranks[rank].ends[index] - this.trace.ranks[rank].starts[index]) * this.scale;
-          const piece = `M${box.x.toFixed(2)} ${box.y.toFixed(1)}h${exact.toFixed(3)}v${box.height.toFixed(1)}h${(-exact).toFixed(3)}z`;
-          if (!paths.has(colour)) paths.set(colour, []);
-          paths.get(colour).push(piece);
+    const widest = Math.max(1, ...ranges.map(([low, high]) => (high > low ? model.label(high - 1).length : 0)));
+    const short = !model.namesStages && model.typical * this.scale < widest * 7.5 + 3;
+    const ticks = [];
+    for (const [low, high] of ranges) {
+      for (let place = low; place < high; place += 1) {
+        const box = this.boxOf({ place });
+        if (model.end[place] <= model.start[place] || box.width < 1) {
+          // What takes no time, or next to none, is a line over the bars.
+          ticks.push([{ ...box, x: Math.min(box.x - 1, this.span * this.scale - this.left - 2), width: 2 }, place]);
+          continue;
         }
-        const text = short && action.microbatch !== null ? String(action.microbatch) : action.label;
-        const begin = Math.max(box.x, 0), visible = Math.min(box.x + box.width, width) - begin;
-        const x = begin + visible / 2, y = box.y + box.height / 2, long = text.length * 7.5 + 3;
-        const place = long <= visible && box.height >= 12 ? {} : long <= box.height && visible >= 13 ? { transform: `rotate(-90 ${x} ${y})` } : null;
-        if (place) labels.append(element("text", { class: "label", x, y, ...place, style: `fill:var(--${action.letter}-ink)` }, text));
+        this.bar(painter, box, place, short, right);
       }
-    });
-    if (paths.size) lanes.append(...this.ground(ranges));
-    for (const [colour, pieces] of paths) bars.append(element("path", { d: pieces.join(""), style: `fill:var(--${colour})` }));
-    this.mark = element("g");
-    this.svg.replaceChildren(lanes, bars, labels, this.axis(from, to), this.mark);
-    this.outline();
+    }
+    for (const [box, place] of ticks) this.bar(painter, box, place, true, right);
   }
 
-  // Where bars are thinner than a pixel, each covers a part of it, and the idle lane would shine through between two
-  // that touch: so each unbroken run of work is laid under its bars, in the colour of the kind that takes most of it.
-  ground(ranges) {
-    const pieces = new Map(), left = this.scroller.scrollLeft, high = (this.lane * 0.86).toFixed(1);
-    ranges.forEach(([first, last], rank) => {
-      const { actions, starts, ends } = this.trace.ranks[rank];
-      for (let index = first; index < last; ) {
-        const begin = index, lasting = new Map();
-        let end = starts[index];
-        for (; index < last && starts[index] <= end + 1e-6 * this.span; index += 1) {
-          const { letter } = decode(this.trace, actions[index]);
-          lasting.set(letter, (lasting.get(letter) ?? 0) + ends[index] - starts[index]);
-          end = Math.max(end, ends[index]);
-        }
-        if (index === begin + 1) continue;
-        const [letter] = [...lasting].reduce((most, each) => (each[1] > most[1] ? each : most));
-        const x = starts[begin] * this.scale - left, y = (rank + 0.07) * this.lane, long = (end - starts[begin]) * this.scale;
-        if (!pieces.has(letter)) pieces.set(letter, []);
-        pieces.get(letter).push(`M${x.toFixed(2)} ${y.toFixed(1)}h${long.toFixed(3)}v${high}h${(-long).toFixed(3)}z`);
-      }
-    });
-    return [...pieces].map(([letter, each]) => element("path", { d: each.join(""), style: `fill:var(--${letter}0)` }));
+  bar(painter, box, place, short, right) {
+    const { model } = this, opacity = this.opacity(place);
+    const running = look.now !== null && model.start[place] < look.now && look.now <= model.end[place];
+    const marks = `${box.width < 4 ? " thin" : ""}${look.critical && model.critical.has(place) ? " critical" : ""}${running ? " running" : ""}${look.found.has(place) ? " found" : ""}`;
+    painter.rect(box, this.colour(place), opacity, { class: `bar${marks}`, "data-action": model.name(place) });
+    const text = short && model.kind[place] < 4 ? String(model.microbatch[place]) : model.label(place);
+    if (box.width >= 8) painter.text(box, text, this.ink(place), opacity, { class: "label" }, right);
   }
 
-  axis(from, to) {
-    const group = element("g"), y = this.trace.ranks.length * this.lane + 2, left = this.scroller.scrollLeft;
-    group.append(element("line", { class: "base", x1: 0, x2: this.width, y1: y, y2: y }));
+  // Each column of pixels as its shares of time: by kind from the bottom, idle time on top.
+  shares(painter, from, to, columns = this.width) {
+    const { model } = this, step = (to - from) / columns, wide = this.width / columns, high = this.lane * 0.86;
+    model.lanes.forEach((_, rank) => {
+      const share = new Float64Array(5 * (columns + 1));
+      const low = above(model.end, from, model.first[rank], model.first[rank + 1]);
+      for (let place = low; place < model.first[rank + 1] && model.start[place] < to; place += 1) {
+        const start = Math.max(model.start[place], from), end = Math.min(model.end[place], to);
+        const weight = model.half[place] ? 0.5 : 1;
+        for (let column = Math.floor((start - from) / step); column < columns && from + column * step < end; column += 1) {
+          const begin = from + column * step;
+          share[5 * column + model.kind[place]] += (weight * (Math.min(end, begin + step) - Math.max(start, begin))) / step;
+        }
+      }
+      const top = rank * this.pitch + this.strip + this.lane * 0.07;
+      for (let kind = 0; kind < 5; kind += 1) {
+        for (let column = 0; column < columns; column += 1) {
+          const part = share[5 * column + kind];
+          if (part <= 0) continue;
+          let below = 0;
+          for (let other = 0; other < kind; other += 1) below += share[5 * column + other];
+          painter.rect({ x: column * wide, y: top + high * (1 - Math.min(below + part, 1)), width: wide, height: high * Math.min(part, 1 - below) }, `--${KINDS[kind]}0`, 1, {});
+        }
+      }
+    });
+  }
+
+  // Above each lane, how many activations the rank holds, in one scale for all ranks.
+  memory(painter) {
+    this.model.lanes.forEach((lane, rank) => {
+      const steps = [...this.model.memory(rank), [this.span, 0]];
+      for (let at = 0; at + 1 < steps.length; at += 1) {
+        const [begin, held] = steps[at], x = begin * this.scale - this.left, width = (steps[at + 1][0] - begin) * this.scale;
+        if (!held || width <= 0 || x > this.width || x + width < 0) continue;
+        const height = (held / this.most) * (STRIP - 1);
+        painter.rect({ x, y: rank * this.pitch + STRIP - height, width, height }, held === lane.peak ? "--memory-top" : "--memory", 1, { class: "memory", "data-held": held });
+      }
+    });
+  }
+
+  axis(from, to, width) {
+    const group = element("g"), y = this.height + 2;
+    group.append(element("line", { class: "base", x1: 0, x2: width, y1: y, y2: y }));
     const step = niceStep(90 / this.scale);
     for (let count = Math.ceil(from / step - 1e-9); count * step <= to + 1e-9 * step; count += 1) {
-      const x = count * step * this.scale - left;
+      const x = count * step * this.scale - this.left;
       group.append(element("line", { class: "tick", x1: x, x2: x, y1: y, y2: y + 5 }));
       const name = number(count * step);
-      const fits = x + name.length * 4 <= this.width;
+      const fits = x + name.length * 4 <= width;
       if (fits) group.append(element("text", { class: `axis-text${x < 8 ? " first" : ""}`, x, y: y + 18 }, name));
     }
-    group.append(element("text", { class: "axis-name", x: 0, y: y + 35 }, `time (${this.trace.unit})`));
+    group.append(element("text", { class: "axis-name", x: 0, y: y + 35 }, `time (${this.model.unit})`));
+    if (look.now !== null) {
+      const x = look.now * this.scale - this.left;
+      group.append(element("line", { class: "now", x1: x, x2: x, y1: 0, y2: y }));
+    }
     return group;
   }
 
-  // The action under the pointer, or null where the rank is idle.
+  // The action or idle time under the pointer; null outside of the lanes.
   at(event) {
-    const bounds = this.svg.getBoundingClientRect();
-    const x = event.clientX - bounds.left, y = event.clientY - bounds.top;
-    const rank = Math.floor(y / this.lane);
-    const lane = this.trace.ranks[rank];
-    if (!lane) return null;
-    const time = (x + this.scroller.scrollLeft) / this.scale, reach = 2 / this.scale;
-    let index = above(lane.starts, time) - 1;
-    if (this.halves[rank].has(index - 1) && y - rank * this.lane < this.lane / 2) index -= 1;
-    for (const [candidate, slack] of [[index, 0], [index, reach], [index + 1, reach]]) {
-      const hit = lane.starts[candidate] - slack <= time && time <= lane.ends[candidate] + slack;
-      if (hit) return { rank, index: candidate };
+    const { model } = this, bounds = this.svg.getBoundingClientRect();
+    const x = event.clientX - bounds.left, y = event.clientY - bounds.top, rank = Math.floor(y / this.pitch);
+    if (!model.lanes[rank] || x < 0) return null;
+    const moment = (x + this.left) / this.scale, reach = 2 / this.scale;
+    const low = model.first[rank], high = model.first[rank + 1];
+    let place = above(model.start, moment, low, high) - 1;
+    if (place > low && model.half[place] === 2 && y - rank * this.pitch - this.strip < this.lane / 2) place -= 1;
+    for (const [candidate, slack] of [[place, 0], [place, reach], [place + 1, reach]]) {
+      if (candidate >= low && candidate < high && model.start[candidate] - slack <= moment && moment <= model.end[candidate] + slack) return { place: candidate };
     }
-    return null;
+    const idle = model.idle.find((each) => each.rank === rank && each.start <= moment && moment <= each.end);
+    return idle ? { idle } : null;
   }
 
-  choose(chosen, event = null) {
-    this.chosen = chosen;
+  hover(over, event = null) {
+    this.hovered = over;
     this.outline();
-    if (!chosen) { details.hidden = true; return; }
-    explain(this.trace, chosen);
-    const bounds = this.svg.getBoundingClientRect(), box = this.box(chosen.rank, chosen.index);
-    const x = event ? event.clientX + 14 : bounds.left + box.x;
-    const y = event ? event.clientY + 16 : bounds.top + box.y + box.height + 8;
-    details.hidden = false;
-    const size = details.getBoundingClientRect();
-    const turned = y + size.height + 8 > innerHeight ? y - size.height - (event ? 32 : box.height + 16) : y;
-    details.style.left = `${Math.max(8, Math.min(x, innerWidth - size.width - 8))}px`;
-    details.style.top = `${Math.max(8, turned)}px`;
+    this.hooks.hovered(this, event);
   }
 
+  choose(chosen) {
+    this.chosen = chosen;
+    this.hooks.chosen(this);
+  }
+
+  // What is selected, what it needs and gives, and what is under the pointer.
   outline() {
     if (!this.mark) return;
     this.mark.replaceChildren();
+    const box = (each, name) => this.mark.append(element("rect", { class: name, ...atLeast(this.boxOf(each), 2) }));
+    if (this.hovered) box(this.hovered, "hovered");
     if (!this.chosen) return;
-    const { rank, index } = this.chosen;
-    const cause = this.where.get(this.trace.ranks[rank].waits[index]);
-    if (cause) this.mark.append(element("rect", { class: "cause", ...this.box(cause.rank, cause.index) }));
-    this.mark.append(element("rect", { class: "chosen", ...this.box(rank, index) }));
-  }
-
-  key(event) {
-    const ranks = this.trace.ranks;
-    const { rank, index } = this.chosen ?? { rank: 0, index: -1 };
-    const last = ranks[rank].actions.length - 1;
-    const beside = (other) => Math.min(Math.max(above(ranks[other].starts, ranks[rank].starts[Math.max(index, 0)]) - 1, 0), ranks[other].actions.length - 1);
-    const moves = {
-      ArrowRight: () => ({ rank, index: Math.min(index + 1, last) }),
-      ArrowLeft: () => ({ rank, index: Math.max(index - 1, 0) }),
-      ArrowDown: () => { const next = Math.min(rank + 1, ranks.length - 1); return { rank: next, index: beside(next) }; },
-      ArrowUp: () => { const next = Math.max(rank - 1, 0); return { rank: next, index: beside(next) }; },
-      Home: () => ({ rank, index: 0 }),
-      End: () => ({ rank, index: last }),
-    };
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key in moves) {
-      event.preventDefault();
-      const chosen = moves[event.key]();
-      if (ranks[chosen.rank].actions.length === 0) return;
-      this.reveal(chosen);
-      this.choose(chosen);
-    } else if (event.key === "+" || event.key === "=") this.setZoom(this.zoom * 1.5);
-    else if (event.key === "-") this.setZoom(this.zoom / 1.5);
-    else if (event.key === "0") this.setZoom(1);
-    else if (event.key === "Escape") this.choose(null);
-  }
-
-  // Scroll so that an action is visible.
-  reveal({ rank, index }) {
-    const box = this.box(rank, index);
-    if (box.x < 0 || box.x + box.width > this.width) {
-      this.scroller.scrollLeft += box.x - (this.width - box.width) / 2;
-      this.draw();
+    const { place, idle } = this.chosen, { model } = this;
+    if (idle) {
+      const next = model.next(idle.rank, idle.end), last = next < 0 ? null : model.waited(next);
+      if (last) { box({ place: last[0] }, "needs"); this.arrow(last[0], next, "needs"); }
+    } else {
+      for (const giver of this.linked(model.needs(place))) { box({ place: giver }, "needs"); this.arrow(giver, place, "needs"); }
+      for (const needer of this.linked(model.gives(place))) { box({ place: needer }, "gives"); this.arrow(place, needer, "gives"); }
     }
+    box(this.chosen, "chosen");
+  }
+
+  linked(places) { return places.length > 24 ? [] : places; } // an all-reduce needs every gradient of its stage
+
+  arrow(giver, needer, name) {
+    const from = this.boxOf({ place: giver }), to = this.boxOf({ place: needer });
+    const x1 = from.x + from.width, y1 = from.y + from.height / 2, x2 = to.x, y2 = to.y + to.height / 2;
+    if (Math.max(x1, x2) < -400 || Math.min(x1, x2) > this.width + 400) return;
+    const bend = Math.max(12, Math.min(40, Math.abs(x2 - x1) / 2));
+    this.mark.append(element("path", { class: `arrow ${name}`, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, "marker-end": `url(#${name})` }));
+  }
+
+  // Scroll so that an action or an idle time is visible.
+  reveal(each) {
+    const box = this.boxOf(each);
+    if (box.x < 0 || box.x + box.width > this.width) this.scroller.scrollLeft += box.x - (this.width - box.width) / 2;
+    this.redraw();
   }
 
   wheel(event) {
@@ -271,4 +380,113 @@ class Timeline {
     const x = event.clientX - this.scroller.getBoundingClientRect().left;
     this.setZoom(this.zoom * Math.exp(-event.deltaY / 300), x);
   }
+
+  // The whole trace in a thin band, with a frame around what is visible; the frame can be dragged.
+  drawMap() {
+    this.map.hidden = this.zoom <= 1;
+    if (this.map.hidden) return;
+    const width = this.width, height = 24, { model } = this, context = this.paper(this.map, width, height), busy = this.busyShares(Math.round(width));
+    context.fillStyle = css("--idle");
+    context.fillRect(0, 0, width, height);
+    context.fillStyle = css("--F0");
+    busy.forEach((share, column) => context.fillRect(column, height * (1 - share), 1, height * share));
+    context.fillStyle = css("--text");
+    for (const place of look.found) context.fillRect((model.start[place] / this.span) * width, 0, 2, height);
+    context.strokeStyle = css("--text");
+    context.lineWidth = 2;
+    context.strokeRect(this.left / this.zoom + 1, 1, Math.max(width / this.zoom - 2, 3), height - 2);
+  }
+
+  // For each column of the map, the share of all ranks' time that is work.
+  busyShares(columns) {
+    if (this.shown?.length === columns) return this.shown;
+    const { model } = this, busy = new Float64Array(columns), step = this.span / columns;
+    for (let place = 0; place < model.count; place += 1) {
+      for (let column = Math.floor(model.start[place] / step); column < columns && column * step < model.end[place]; column += 1) {
+        const part = Math.min(model.end[place], (column + 1) * step) - Math.max(model.start[place], column * step);
+        busy[column] += (model.half[place] ? 0.5 : 1) * part / step / model.lanes.length;
+      }
+    }
+    return (this.shown = busy);
+  }
+
+  dragMap() {
+    const move = (event) => {
+      const x = event.clientX - this.map.getBoundingClientRect().left;
+      this.scroller.scrollLeft = x * this.zoom - this.width / 2;
+    };
+    this.map.addEventListener("pointerdown", (event) => { this.map.setPointerCapture(event.pointerId); move(event); });
+    this.map.addEventListener("pointermove", (event) => { if (event.buttons) move(event); });
+  }
+
+  // The whole trace for paper, `width` pixels wide, in bands so long that a bar has room for its label.
+  printed(width) {
+    const { model } = this, sheets = tag("div", "", "print");
+    const bands = model.count > 4 * FEW ? 1 : Math.max(1, Math.ceil((this.span * 14) / (width * (model.typical || this.span))));
+    for (let band = 0; band < bands; band += 1) {
+      const from = (band * this.span) / bands, to = ((band + 1) * this.span) / bands;
+      const view = Object.create(this, { width: { value: width }, left: { value: (from * width * bands) / this.span }, zoom: { value: bands }, crowded: { value: model.count > 4 * FEW } });
+      const svg = element("svg", { viewBox: `-52 0 ${width + 62} ${this.height + AXIS}`, width: "100%" }), group = element("g"), painter = svgPainter(group);
+      view.lanes(painter, width);
+      if (view.crowded) view.shares(painter, from, to, 250);
+      else view.bars(painter, model.lanes.map((_, rank) => [above(model.end, from, model.first[rank], model.first[rank + 1]), above(model.start, to - 1e-9 * this.span, model.first[rank], model.first[rank + 1])]), width);
+      model.lanes.forEach((_, rank) => svg.append(element("text", { class: "print-rank", x: -50, y: rank * this.pitch + this.strip + this.lane * 0.6 }, `rank ${rank}`)));
+      svg.append(group, view.axis(from, to, width));
+      sheets.append(svg);
+    }
+    return sheets;
+  }
+}
+
+function atLeast(box, width) { return box.width >= width ? box : { ...box, x: box.x - (width - box.width) / 2, width }; }
+
+function toggle(set, value) { if (!set.delete(value)) set.add(value); }
+
+// Two ways to paint the same: an element for each bar, which a reader can select and a test can find, or pixels.
+function svgPainter(group) {
+  return {
+    rect: (box, colour, opacity, attributes) => group.append(element("rect", { ...box, style: `fill:var(${colour})`, opacity: opacity === 1 ? null : opacity, ...attributes })),
+    text: (box, text, colour, opacity, attributes, right) => {
+      const spot = place(box, text, right);
+      if (spot) group.append(element("text", { ...attributes, x: spot.x, y: spot.y, transform: spot.upright ? `rotate(-90 ${spot.x} ${spot.y})` : null, style: `fill:var(${colour})`, opacity: opacity === 1 ? null : opacity }, text));
+    },
+  };
+}
+
+function canvasPainter(context) {
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.font = "12px system-ui, sans-serif";
+  return {
+    rect: (box, colour, opacity, { class: name = "" }) => {
+      context.globalAlpha = opacity;
+      context.fillStyle = css(colour);
+      context.fillRect(box.x, box.y, box.width > 4 ? box.width - 0.7 : box.width, box.height);
+      if (/critical|found|running/.test(name)) {
+        context.strokeStyle = css("--text");
+        context.strokeRect(box.x, box.y, box.width, box.height);
+      }
+    },
+    text: (box, text, colour, opacity, attributes, right) => {
+      const spot = place(box, text, right);
+      if (!spot) return;
+      context.globalAlpha = opacity;
+      context.fillStyle = css(colour);
+      if (spot.upright) {
+        context.save();
+        context.translate(spot.x, spot.y);
+        context.rotate(-Math.PI / 2);
+        context.fillText(text, 0, 0);
+        context.restore();
+      } else context.fillText(text, spot.x, spot.y);
+    },
+  };
+}
+
+// Where a text stands in the visible part of a box: across, upright, or nowhere.
+function place(box, text, right) {
+  const begin = Math.max(box.x, 0), visible = Math.min(box.x + box.width, right) - begin;
+  const spot = { x: begin + visible / 2, y: box.y + box.height / 2 }, long = text.length * 7.5 + 3;
+  if (long <= visible && box.height >= 12) return spot;
+  return long <= box.height && visible >= 13 ? { ...spot, upright: true } : null;
 }

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelab.engine.device.streams import RankStream
+from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.stage.stage import Stage
 
 __all__ = ["AllReduce", "Barrier"]
@@ -68,6 +69,7 @@ class AllReduce:
         """Add up the gradients of all ranks, or wait until the lowest rank has done it."""
         if self._rank == self.group[0]:
             self._add_up()
+            emulate_all_reduce(self._stages[0].module)
         barrier.meet(self._rank, self._stream)
 
     def _add_up(self) -> None:

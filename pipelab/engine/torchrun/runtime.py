@@ -63,6 +63,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "_PipelineScheduleRuntime._initialize_stages",
         "_PipelineScheduleRuntime._prepare_schedule_with_comms",
         "_PipelineScheduleRuntime._step_microbatches",
+        "_add_send_recv",
         "logger",
     ),
     _STAGE: (

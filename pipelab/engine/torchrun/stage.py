@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Act, RankState, StepState, awaited_action, run_action
@@ -209,6 +210,7 @@ class ProcessStage:
     def _all_reduce(self, *_: object) -> None:
         if self._reducer is not None:
             self._reducer.reduce()
+            emulate_all_reduce(self.runner.module)
 
     # --- values between stages of this rank
 

@@ -20,6 +20,7 @@ from traces import assert_obeys
 
 import pipelab
 from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
+from pipelab.engine.emulation import instantly
 from pipelab.engine.stage.replicas import copied
 from pipelab.engine.threads import engine
 from pipelab.engine.threads.all_reduce import AllReduce
@@ -185,7 +186,14 @@ def test_a_rank_without_a_gradient_for_a_weight_adds_none():
 
 @pytest.mark.parametrize(
     "schedule",
-    [replicate(OneFOneB(2, 2), 2), replicate(GPipe(2, 2), 3), TwoWays(4, 8), DualPipe(2, 4), DualPipe(4, 8)],
+    [
+        replicate(OneFOneB(2, 2), 2),
+        replicate(OneFOneB(3, 4), 2),
+        replicate(GPipe(2, 2), 3),
+        TwoWays(4, 8),
+        DualPipe(2, 4),
+        DualPipe(4, 8),
+    ],
     ids=lambda schedule: schedule._name(),
 )
 def test_five_steps_of_adam_train_what_one_device_trains(schedule):
@@ -244,6 +252,23 @@ def test_emulated_replicas_take_their_time_side_by_side():
         trace = pipe.step(torch.ones(4, 1), torch.ones(4, 1)).trace
     assert_obeys(trace, plan)
     assert trace.makespan < 8 * 15  # what one rank after the other would take
+
+
+def test_an_emulated_all_reduce_takes_its_time_on_every_rank_and_none_in_a_warm_up():
+    model = emulated(2, forward_ms=1, backward_ms=2, all_reduce_ms=[300, 5])
+    assert repr(model[0]) == "EmulatedStage(forward_ms=1, backward_ms=2, all_reduce_ms=300)"
+    with Pipeline(model, replicate(OneFOneB(2, 2), 2), mse) as pipe:
+        trace = pipe.step(torch.ones(4, 1), torch.ones(4, 1)).trace
+        with instantly(model):
+            instant = pipe.step(torch.ones(4, 1), torch.ones(4, 1)).trace
+    reduces = [event for event in trace.events if event.action.kind == "R"]
+    assert [event.rank for event in reduces] == [0, 1, 2, 3]
+    lowest, _, other, _ = reduces
+    assert lowest.duration >= 300
+    assert other.duration >= 250  # it waits for the lowest rank, but may have begun a little later
+    assert_obeys(trace, trace.plan)
+    assert instant.makespan < 300
+    assert model[0].all_reduce_ms == 300
 
 
 # --- one model

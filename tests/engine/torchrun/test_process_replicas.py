@@ -39,6 +39,31 @@ def test_a_pipeline_works_after_the_process_group_was_destroyed(said):
     assert [fact["again"] for fact in said] == [True, True]
 
 
+@pytest.fixture(scope="module")
+def hybrids():
+    """What each of six processes said: 3 stages x 2 replicas, 2 stages x 3 replicas, emulated all-reduces."""
+    ended = processes.run_in(6, "hybrids.py")
+    assert [each.code for each in ended] == [0] * 6, processes.shown(ended)
+    return [each.facts for each in ended]
+
+
+def test_stages_times_replicas_train_what_one_device_trains_on_the_same_batches(hybrids):
+    for *layouts, _ in hybrids:
+        assert [(fact["stages"], fact["replicas"]) for fact in layouts] == [(3, 2), (2, 3)]
+        for fact in layouts:
+            assert fact["losses"] == pytest.approx(fact["expected"], rel=1e-5)
+            assert fact["gradients"] < 1e-5
+            assert fact["weights"] < 1e-5
+
+
+def test_emulated_all_reduces_take_their_time_on_every_process(hybrids):
+    for *_, fact in hybrids:
+        took = sorted(fact["reduces"])
+        assert [stage for stage, _ in took] == [0, 0, 0, 1, 1, 1]
+        assert min(took[:3])[1] >= 19.99
+        assert min(took[3:])[1] >= 4.99
+
+
 def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused(said):
     for fact in said:
         assert fact["hooked"].startswith("stage 0 is on ranks 0, 1, and its 0.bias has a post-accumulate-grad hook")

@@ -20,6 +20,7 @@ SITUATIONS = [
     "stage_state",
     "mesh",
     "differences",
+    "placed_reduces",
 ]
 """Scripts that run in the same four processes, one after another."""
 
@@ -176,3 +177,10 @@ def test_the_script_of_the_documentation_runs_as_it_says(tmp_path):
     )
     assert (tmp_path / "1f1b.html").exists()
     assert (tmp_path / "model.pt").exists()
+
+
+def test_all_reduces_placed_by_hand_run_beside_the_backwards_of_other_ranks(said):
+    for (fact,) in said("placed reduces"):
+        assert fact["parameters"] == 4  # two stages of one layer
+        assert fact["difference"] < 1e-6
+        assert fact["beside"]  # of the replica that came last at least

@@ -1,0 +1,167 @@
+"""How well one GPipe run predicts other schedules and other numbers of micro-batches: two ranks, both engines.
+
+The model runs once in four stages on two ranks, in GPipe's order, with 8 micro-batches. `Cost.fit` takes the costs from
+each of its steps, and the prediction is the median of those that follow; schedules with two stages get them merged.
+What `I` and `W` cost comes from the same order with split backwards. All micro-batches have the same rows, and all
+steps run in turns. Of these rounds, those count in which other programs used the processor least: two ranks that share
+one core are quicker whenever one of them waits, which no cost can know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from statistics import median, quantiles
+
+import torch
+from native import linear_stack
+from torch import nn
+
+import pipelab
+
+RANKS, STAGES, FITTED = 2, 4, 8
+SCHEDULES = ("gpipe", "1f1b", "delayed", "interleaved-1f1b", "zb-h1")
+MICROBATCHES = (4, 8, 16)
+FULL = {"width": 1024, "rows": 128, "rounds": 15, "quietest": 5}
+QUICK = {"width": 64, "rows": 4, "rounds": 1, "quietest": 1}
+
+
+def fine(split: bool) -> pipelab.Plan:
+    """Return GPipe's order of four stages on two ranks; with split backwards, each `W` right after its `I`."""
+    plan = pipelab.LoopedBFS(RANKS, FITTED, stages_per_rank=STAGES // RANKS).plan()
+    if not split:
+        return plan
+    rows = [
+        [part for action in row for part in (_halves(action) if action.kind == "B" else (action,))] for row in plan.rows
+    ]
+    return pipelab.Plan(rows, name="split")
+
+
+def _halves(action: pipelab.Action) -> tuple[pipelab.Action, ...]:
+    return pipelab.I(action.microbatch, action.stage), pipelab.W(action.microbatch, action.stage)
+
+
+def _busy() -> float:
+    """Return how many seconds all cores together have worked for anybody; 0 where Linux does not say."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _idle, _wait, *interrupts = map(int, file.readline().split()[1:9])
+    except OSError:
+        return 0.0
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def predict(engine: str, width: int, rows: int, rounds: int, quietest: int) -> dict[str, object]:
+    """Return each schedule's predicted and measured makespan in one engine, in milliseconds.
+
+    With them, how many cores other programs used in the rounds that count; in two processes, both work alike.
+    """
+    own = 1 if engine == "threads" else RANKS
+    torch.set_num_threads(1)
+    model = linear_stack(width)
+    plans = {"fit": fine(split=False), "split": fine(split=True)}
+    plans |= {
+        (name, count): pipelab.schedules[name](RANKS, count).plan() for name in SCHEDULES for count in MICROBATCHES
+    }
+    data = {count: torch.randn(2, rows * count, width).unbind() for count in {FITTED, *MICROBATCHES}}
+    pipes = {
+        key: pipelab.Pipeline(model, plan, nn.functional.mse_loss, engine=engine, intra_op_threads=1)
+        for key, plan in plans.items()
+    }
+    found_in: list[tuple[float, dict[object, pipelab.Trace]]] = []  # by round: cores that others used, and the traces
+    for _ in range(rounds + 1):
+        began, busy, mine = time.perf_counter(), _busy(), time.process_time()
+        steps: dict[object, pipelab.Trace] = {}
+        for key, pipe in pipes.items():
+            model.zero_grad()
+            steps[key] = pipe.step(*data[plans[key].microbatches]).trace
+        others = _busy() - busy - own * (time.process_time() - mine)
+        found_in.append((max(others, 0.0) / (time.perf_counter() - began), steps))
+    for pipe in pipes.values():
+        pipe.close()
+    kept = sorted(found_in[1:], key=lambda each: each[0])[:quietest]  # the first round warms up
+    traces = {key: [steps[key] for _, steps in kept] for key in pipes}
+    costs = [
+        pipelab.Cost.fit(*both, typical="mean") for both in zip(traces.pop("fit"), traces.pop("split"), strict=True)
+    ]
+    found = []
+    for key, measured_traces in traces.items():
+        plan = plans[key]
+        predicted = median(
+            pipelab.simulate(plan, cost if plan.stages == STAGES else cost.merged(plan.stages)).makespan
+            for cost in costs
+        )
+        spans = [each.makespan for each in measured_traces]
+        measured = median(spans)
+        low, _, high = quantiles(spans, n=4) if len(spans) > 1 else (measured,) * 3
+        found.append(
+            {
+                "schedule": key[0],
+                "microbatches": key[1],
+                "predicted_ms": predicted,
+                "measured_ms": measured,
+                "quartile_1_ms": low,
+                "quartile_3_ms": high,
+                "error": predicted / measured - 1,
+            }
+        )
+    return {"others": max(others for others, _ in kept), "rows": found}
+
+
+def measure(quick: bool = False) -> dict[str, object]:
+    """Return predictions and measurements of both engines."""
+    setting = QUICK if quick else FULL
+    threads = torch.get_num_threads()
+    try:
+        here = predict("threads", **setting)
+    finally:
+        torch.set_num_threads(threads)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    ran = subprocess.run(
+        [*command, __file__, json.dumps(setting)], stdout=subprocess.PIPE, text=True, check=True, timeout=900
+    )
+    return {**setting, "engines": {"threads": here, "torch": json.loads(ran.stdout.splitlines()[-1])}}
+
+
+def report(found: dict[str, object]) -> str:
+    """Return the figures as Markdown."""
+    engines: dict[str, dict] = found["engines"]  # type: ignore[assignment]
+    lines = [
+        f"Width {found['width']}, {found['rows']} rows per micro-batch, median of {found['quietest']} steps each: of "
+        f"{found['rounds']} rounds, those in which other programs used the processor least.",
+        "",
+        "| engine | median error | half of the errors between | largest | cores used by others, at most |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for engine, made in engines.items():
+        errors = [row["error"] for row in made["rows"] if row["schedule"] != "gpipe"]
+        low, _, high = quantiles(errors, n=4)
+        lines.append(
+            f"| {engine} | **{median(map(abs, errors)):.1%}** | {low:+.1%} and {high:+.1%} "
+            f"| {max(errors, key=abs):+.1%} | {made['others']:.2f} |"
+        )
+    for engine, made in engines.items():
+        lines += [
+            "",
+            f"**{engine}**, predicted and measured milliseconds",
+            "",
+            f"| schedule | {' | '.join(f'M = {count}' for count in MICROBATCHES)} |",
+            f"|---|{'---:|' * len(MICROBATCHES)}",
+        ]
+        for name in SCHEDULES:
+            cells = [
+                f"{row['predicted_ms']:.1f}, {row['measured_ms']:.1f}: {row['error']:+.1%}"
+                for row in made["rows"]
+                if row["schedule"] == name
+            ]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    made = predict("torch", **json.loads(sys.argv[1]))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(made))

@@ -1,0 +1,96 @@
+"""Traces for other tools: Perfetto and Chrome's tracing, and a table of events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipelab.draw.table import Table
+from pipelab.trace.waits import waits
+
+if TYPE_CHECKING:
+    from pipelab.trace.ledger import Idle
+    from pipelab.trace.trace import Trace
+
+__all__ = ["events", "perfetto"]
+
+_MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
+
+
+def perfetto(trace: Trace) -> dict[str, Any]:
+    """Return a trace in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open.
+
+    Each rank is a thread, each action a slice with what it waited for, each transfer an arrow, and the activations that
+    a rank holds a counter. Times are microseconds; a unit that is no time counts as a millisecond.
+
+    Example:
+        >>> import pipelab
+        >>> events = perfetto(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1)))["traceEvents"]
+        >>> [(event["name"], event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+        [('0F0', 0, 0.0, 1000.0), ('0B0', 0, 4000.0, 2000.0), ('1F0', 1, 1000.0, 1000.0), ('1B0', 1, 2000.0, 2000.0)]
+
+    Source:
+        "Trace Event Format", Google, 2016.
+    """
+    scale = _MICROSECONDS.get(trace.unit, 1e3)
+    action, rows = trace.plan.bound.codes.action, trace.plan.bound.rows
+    where: dict[tuple[int, str], tuple[float, float]] = {}
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": trace.name}}]
+    for rank, (row, waited) in enumerate(zip(rows, waits(trace), strict=True)):
+        thread: dict[str, Any] = {"pid": 0, "tid": rank}
+        found.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": f"rank {rank}"}})
+        found.append({"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": rank}})
+        held = trace.plan.bound.in_flight(rank)
+        for code, wait, start, end, count in zip(row, waited, trace.starts[rank], trace.ends[rank], held, strict=True):
+            each = action(code)
+            begin, last = scale * (start - trace.start), scale * (end - start)
+            where[rank, str(each)] = begin, begin + last
+            args: dict[str, Any] = {"stage": each.stage}
+            if each.microbatch is not None:
+                args["micro-batch"] = each.microbatch
+            if wait is not None:
+                args["waited for"] = str(action(wait.giver))
+            about = {"ph": "X", "name": str(each), "cat": each.word, **thread, "ts": begin, "dur": last, "args": args}
+            found.append(about)
+            if each.kind in "FBW":
+                at = begin if each.kind == "F" else begin + last
+                counter = f"activations of rank {rank}"
+                found.append({"ph": "C", "name": counter, "pid": 0, "ts": at, "args": {"held": count}})
+    for number, transfer in enumerate(trace.transfers):
+        flow = {"name": "transfer", "cat": "transfer", "id": number, "pid": 0}
+        _, left = where[transfer.source, str(transfer.giver)]
+        begun, _ = where[transfer.target, str(transfer.needer)]
+        found.append({"ph": "s", **flow, "tid": transfer.source, "ts": left})
+        found.append({"ph": "f", "bp": "e", **flow, "tid": transfer.target, "ts": begun})
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def events(trace: Trace) -> Table:
+    """Return every action as a row: when it ran, what it waited for, and how long its rank was idle before, and why.
+
+    Example:
+        >>> import pipelab
+        >>> events(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))).rows[1]["reason"]
+        'dependency'
+    """
+    action = trace.plan.bound.codes.action
+    before: dict[tuple[int, str], list[Idle]] = {}
+    for each in trace.idle:
+        before.setdefault((each.rank, str(each.needer)), []).append(each)
+    rows: list[dict[str, Any]] = []
+    for rank, waited in enumerate(waits(trace)):
+        for event, wait in zip(trace.events_of(rank), waited, strict=True):
+            idle = before.get((rank, str(event.action)), [])
+            rows.append(
+                {
+                    "rank": rank,
+                    "kind": event.action.kind,
+                    "stage": event.action.stage,
+                    "microbatch": event.action.microbatch,
+                    "start": event.start,
+                    "end": event.end,
+                    "waited_for": None if wait is None else str(action(wait.giver)),
+                    "idle_before": sum(each.duration for each in idle),
+                    "reason": max(idle, key=lambda each: each.duration).reason if idle else None,
+                }
+            )
+    return Table(rows, [])

@@ -1,0 +1,199 @@
+"use strict";
+
+// What Python put in (see _trace in page.py), unpacked: every action has a place, a whole number, and each of its
+// properties is a list by place. The actions of a rank lie side by side, in its order.
+const data = JSON.parse(document.getElementById("data").textContent);
+const KINDS = "FBIWR";
+
+class Model {
+  constructor(raw) {
+    Object.assign(this, { title: raw.name, unit: raw.unit, span: raw.span * raw.tick, tick: raw.tick, typical: raw.typical });
+    Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
+    const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
+    this.first = []; // by rank: its first place
+    this.rank = new Int32Array(count);
+    this.kind = new Uint8Array(count);
+    this.stage = new Int32Array(count);
+    this.microbatch = new Int32Array(count);
+    this.start = new Float64Array(count);
+    this.end = new Float64Array(count);
+    this.half = new Uint8Array(count); // 1: the upper half of a slot, 2: the lower
+    this.places = new Map(); // name -> place
+    this.reduces = new Map(); // stage -> places of its all-reduce
+    let place = 0;
+    raw.ranks.forEach((rank, r) => {
+      this.first.push(place);
+      const before = [0, 0, 0, 0, 0];
+      let time = 0;
+      for (let index = 0; index < rank.kinds.length; index += 1, place += 1) {
+        const kind = KINDS.indexOf(rank.kinds[index]);
+        this.rank[place] = r;
+        this.kind[place] = kind;
+        this.stage[place] = Array.isArray(rank.stage) ? rank.stage[index] : rank.stage;
+        before[kind] += rank.microbatches[index];
+        this.microbatch[place] = kind === 4 ? -1 : before[kind];
+        time += rank.gaps[index];
+        this.start[place] = time * raw.tick;
+        time += rank.lasts[index];
+        this.end[place] = time * raw.tick;
+        if (kind < 4) this.places.set(this.name(place), place);
+        else this.reduces.set(this.stage[place], [...(this.reduces.get(this.stage[place]) ?? []), place]);
+      }
+      for (const index of rank.halves) this.half.set([1, 2], this.first[r] + index);
+    });
+    this.first.push(place);
+    this.count = count;
+    this.unpackLags(raw);
+    this.unpackIdle(raw);
+    this.critical = new Set(raw.critical.map(([rank, index]) => this.first[rank] + index));
+  }
+
+  // How long values travel, by "giver,needer"; nothing where all are there at once.
+  unpackLags(raw) {
+    this.lags = new Map();
+    raw.ranks.forEach((rank, r) => {
+      if (!rank.lags) return;
+      let at = 0;
+      for (let place = this.first[r]; place < this.first[r + 1]; place += 1) {
+        for (const giver of this.needs(place)) {
+          if (this.rank[giver] !== r && this.kind[place] < 4) this.lags.set(giver * this.count + place, (Array.isArray(rank.lags) ? rank.lags[at++] : rank.lags) * raw.tick);
+        }
+      }
+    });
+  }
+
+  unpackIdle(raw) {
+    this.idle = [];
+    raw.ranks.forEach((rank, r) => {
+      let time = 0;
+      for (let at = 0; at < rank.idle.length; at += 3) {
+        const start = time + rank.idle[at + 1];
+        time = start + rank.idle[at + 2];
+        this.idle.push({ rank: r, reason: data.reasons[rank.idle[at]], start: start * raw.tick, end: time * raw.tick });
+      }
+    });
+  }
+
+  find(kind, stage, microbatch) { return this.places.get(`${stage}${KINDS[kind]}${microbatch}`) ?? -1; }
+
+  name(place) {
+    return `${this.stage[place]}${KINDS[this.kind[place]]}${this.kind[place] === 4 ? "" : this.microbatch[place]}`;
+  }
+
+  label(place) {
+    return this.namesStages ? this.name(place) : this.name(place).replace(/^\d+/, "");
+  }
+
+  named(name) {
+    const parts = /^(\d+)([FBIWR])(\d*)$/i.exec(name);
+    if (!parts) return -1;
+    const kind = KINDS.indexOf(parts[2].toUpperCase());
+    if (kind === 4) return this.reduces.get(Number(parts[1]))?.[0] ?? -1;
+    return this.find(kind, Number(parts[1]), Number(parts[3]));
+  }
+
+  // The places of the actions whose values an action needs.
+  needs(place) {
+    const kind = this.kind[place], s = this.stage[place], m = this.microbatch[place];
+    const either = (stage, micro) => [this.find(1, stage, micro), this.find(2, stage, micro)];
+    let found = [];
+    if (kind === 0) found = [this.find(0, s - 1, m)];
+    else if (kind === 1 || kind === 2) found = [this.find(0, s, m), ...either(s + 1, m)];
+    else if (kind === 3) found = [this.find(2, s, m)];
+    else for (let micro = 0; micro < this.microbatches; micro += 1) found.push(this.find(1, s, micro), this.find(3, s, micro));
+    return found.filter((giver) => giver >= 0);
+  }
+
+  gives(place) {
+    const kind = this.kind[place], s = this.stage[place], m = this.microbatch[place];
+    let found = [];
+    if (kind === 0) found = [this.find(0, s + 1, m), this.find(1, s, m), this.find(2, s, m)];
+    else if (kind === 2) found = [this.find(3, s, m), this.find(1, s - 1, m), this.find(2, s - 1, m)];
+    else if (kind === 1) found = [this.find(1, s - 1, m), this.find(2, s - 1, m)];
+    if (kind === 1 || kind === 3) found.push(...(this.reduces.get(s) ?? []));
+    return found.filter((needer) => needer >= 0);
+  }
+
+  arrives(giver, place) { return this.end[giver] + (this.lags.get(giver * this.count + place) ?? 0); }
+
+  // The place before an action on its rank, in an earlier slot; -1 if it is the first.
+  before(place) {
+    const previous = place - (this.half[place] === 2 ? 2 : 1);
+    return previous >= this.first[this.rank[place]] ? previous : -1;
+  }
+
+  // What an action waited for last: [giver, when its value was there], or null if its rank was busy until it started.
+  waited(place) {
+    let givers = this.needs(place).map((giver) => [giver, this.arrives(giver, place)]);
+    if (this.half[place] === 1) givers = givers.concat(this.needs(place + 1).map((giver) => [giver, this.arrives(giver, place + 1)]));
+    if (this.half[place] === 2) givers = givers.concat(this.needs(place - 1).map((giver) => [giver, this.arrives(giver, place - 1)]));
+    if (this.kind[place] === 4) {
+      const lasts = this.reduces.get(this.stage[place]).map((each) => this.before(each)).filter((each) => each >= 0);
+      givers = lasts.map((each) => [each, this.end[each]]);
+    }
+    const before = this.before(place), free = before < 0 ? 0 : this.end[before];
+    const last = givers.reduce((most, each) => (most === null || each[1] > most[1] ? each : most), null);
+    return last && last[1] > free + 1e-6 * this.span ? last : null;
+  }
+
+  // The first action of a rank that starts at a time or later; -1 after its last.
+  next(rank, time) {
+    const place = above(this.start, time - 1e-7 * this.span, this.first[rank], this.first[rank + 1]);
+    return place < this.first[rank + 1] ? place : -1;
+  }
+
+  // How much later each action could end without a longer makespan, if nothing else changed.
+  get slack() {
+    if (this.slackByPlace) return this.slackByPlace;
+    const late = new Float64Array(this.count).fill(this.span);
+    const order = [...late.keys()].sort((a, b) => this.end[b] - this.end[a] || this.start[b] - this.start[a] || b - a);
+    for (const place of order) {
+      const limit = (needer, lag) => { late[place] = Math.min(late[place], late[needer] - (this.end[needer] - this.start[needer]) - lag); };
+      for (const needer of this.gives(place)) limit(needer, this.arrives(place, needer) - this.end[place]);
+      const following = place + (this.half[place] === 1 ? 2 : 1);
+      if (following < this.first[this.rank[place] + 1]) limit(following, 0);
+    }
+    this.slackByPlace = late.map((time, place) => Math.max(0, time - this.end[place]));
+    return this.slackByPlace;
+  }
+
+  // How many activations a rank holds, as [time, count] from then on.
+  memory(rank) {
+    const changes = [];
+    for (let place = this.first[rank]; place < this.first[rank + 1]; place += 1) {
+      if (this.kind[place] === 0) changes.push([this.start[place], 1]);
+      if (this.kind[place] === 1 || this.kind[place] === 3) changes.push([this.end[place], -1]);
+    }
+    changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+    let held = 0;
+    return changes.map(([time, change]) => [time, (held += change)]);
+  }
+
+  // The stage-0 rank of each micro-batch: schedules with two directions have two.
+  direction(place) {
+    const first = this.find(0, 0, Math.max(this.microbatch[place], 0));
+    return first < 0 ? 0 : this.rank[first];
+  }
+}
+
+// The first index from `low` whose value is above `bound`, in a list that rises.
+function above(values, bound, low = 0, high = values.length) {
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] > bound) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+
+// Whole numbers in full, others to seven digits: as many as the data have.
+function number(value) {
+  return Number(value.toPrecision(7)).toLocaleString("en-US", { maximumFractionDigits: 12 });
+}
+
+// A time with its unit; "units" is what abstract times are called.
+function time(value, unit) {
+  const text = number(value);
+  return `${text} ${unit === "units" && text === "1" ? "unit" : unit}`;
+}
+
+const models = data.traces.map((raw) => new Model(raw));

@@ -1,0 +1,421 @@
+const panel = document.getElementById("panel");
+const tip = document.getElementById("tip");
+const saying = document.getElementById("say");
+const longest = Math.max(...models.map((model) => model.span));
+const timelines = [];
+const WORDS = data.kinds; // letter -> word
+const state = { timeline: null, chosen: null };
+const near = 1e-7;
+
+// A button that selects an action or an idle time.
+function link(timeline, chosen, text = null) {
+  const { model } = timeline;
+  const made = tag("button", text ?? (chosen.idle ? `idle from ${number(chosen.idle.start)} to ${number(chosen.idle.end)}` : model.name(chosen.place)), "link");
+  made.type = "button";
+  made.addEventListener("click", () => select(timeline, chosen, true));
+  return made;
+}
+
+function sentence(model, { place, idle }) {
+  if (idle) return `rank ${idle.rank} is idle from ${number(idle.start)} to ${number(idle.end)}: ${idle.reason}`;
+  const m = model.microbatch[place], of = m < 0 ? "" : ` of micro-batch ${m}`;
+  return `${model.name(place)}, ${WORDS[KINDS[model.kind[place]]]}${of} on stage ${model.stage[place]}, rank ${model.rank[place]}, ${number(model.start[place])} to ${number(model.end[place])}`;
+}
+
+function select(timeline, chosen, reveal = false) {
+  state.timeline = timeline;
+  state.chosen = chosen;
+  look.lit = chosen && chosen.place !== undefined && timeline.model.microbatch[chosen.place] >= 0 ? timeline.model.microbatch[chosen.place] : null;
+  for (const each of timelines) {
+    each.chosen = each === timeline ? chosen : chosen && twin(timeline, chosen, each);
+    each.redraw();
+  }
+  if (chosen && reveal) timeline.reveal(chosen);
+  saying.textContent = chosen ? sentence(timeline.model, chosen) : "";
+  explain();
+  keep();
+}
+
+// The same action in another timeline, or null.
+function twin(timeline, chosen, other) {
+  const found = chosen.idle ? -1 : other.model.named(timeline.model.name(chosen.place));
+  return found < 0 ? null : { place: found };
+}
+
+function row(list, name, ...values) {
+  const value = tag("dd");
+  value.append(...values);
+  list.append(tag("dt", name), value);
+}
+
+function explain() {
+  const { timeline, chosen } = state;
+  panel.hidden = !chosen;
+  document.body.classList.toggle("with-panel", Boolean(chosen));
+  if (!chosen) return;
+  const close = tag("button", "×", "close");
+  close.type = "button";
+  close.title = "close (Esc)";
+  close.setAttribute("aria-label", "close");
+  close.addEventListener("click", () => select(timeline, null));
+  panel.replaceChildren(close, ...(chosen.idle ? explainIdle(timeline, chosen.idle) : explainAction(timeline, chosen.place)));
+}
+
+function explainAction(timeline, place) {
+  const { model } = timeline, list = tag("dl"), start = model.start[place], end = model.end[place];
+  const m = model.microbatch[place], lane = model.lanes[model.rank[place]];
+  row(list, "what", `${WORDS[KINDS[model.kind[place]]]}${m < 0 ? "" : ` of micro-batch ${m}`} on stage ${model.stage[place]}`);
+  row(list, "where", `rank ${model.rank[place]}${lane.lane ? ` (${lane.lane})` : ""}`);
+  row(list, "when", `${number(start)} to ${number(end)} (${time(end - start, model.unit)})`);
+  const last = model.waited(place);
+  const values = (places, text) => places.map((each) => { const item = tag("li"); item.append(link(timeline, { place: each }), text(each)); item.dataset.name = model.name(each); return item; });
+  const listed = (name, places, text) => {
+    const items = tag("ul");
+    items.append(...values(places.slice(0, 24), text));
+    if (places.length > 24) items.append(tag("li", `and ${places.length - 24} more`));
+    row(list, name, places.length ? items : "nothing");
+    list.lastChild.dataset.list = name;
+  };
+  listed("needs", model.needs(place), (giver) => {
+    const there = model.arrives(giver, place), spare = start - there;
+    const text = ` on rank ${model.rank[giver]}, there at ${number(there)}${last && last[0] === giver ? ": the last" : spare > near * model.span ? `, ${number(spare)} before` : ""}`;
+    return last && last[0] === giver ? tag("b", text) : text;
+  });
+  listed("gives to", model.gives(place), (needer) => ` on rank ${model.rank[needer]}, which starts at ${number(model.start[needer])}`);
+  const before = model.before(place), free = before < 0 ? 0 : model.end[before], waited = tag("span");
+  if (last) waited.append(link(timeline, { place: last[0] }), `, for which the rank was idle for ${time(start - free, model.unit)}`);
+  else if (start - free > near * model.span) waited.append(`nothing that it needs: it started ${time(start - free, model.unit)} after its rank was free`);
+  else waited.append(before < 0 ? "nothing" : "nothing: it started when its rank was free");
+  row(list, "waited for", waited);
+  const slack = model.slack[place];
+  row(list, "slack", model.critical.has(place) ? "none: it is on the critical path, and the step gets shorter only if that does"
+    : slack > near * model.span ? `${time(slack, model.unit)}: it could end so much later without a longer makespan` : "none: if it took longer, so would the step");
+  const held = (moment) => model.memory(model.rank[place]).reduce((now, [at, count]) => (at <= moment + near * model.span ? count : now), 0);
+  row(list, "memory", `the rank holds ${held(start)} activations while it runs, ${held(end)} after it; its peak is ${lane.peak}`);
+  return [tag("h3", model.name(place)), list];
+}
+
+// Why an idle time is there: what the next action waited for, step by step back to a first action.
+function explainIdle(timeline, idle) {
+  const { model } = timeline, parts = [], length = time(idle.end - idle.start, model.unit), next = model.next(idle.rank, idle.end);
+  const text = tag("p");
+  if (idle.reason === "drain") text.append("The rank has done all of its actions. The last was ", link(timeline, { place: model.first[idle.rank + 1] - 1 }), `; other ranks end at ${number(model.span)}.`);
+  else if (next < 0) text.append("The rank has nothing to do.");
+  else {
+    const last = model.waited(next);
+    text.append(link(timeline, { place: next }), idle.reason === "fill" ? ", its first action, " : " ");
+    if (!last || idle.reason === "order") text.append("has all that it needs; the rank had not started it.");
+    else if (idle.reason === "all-reduce") text.append("begins when the last rank of its stage is there, which runs ", link(timeline, { place: last[0] }), ` until ${number(model.end[last[0]])}.`);
+    else {
+      const travel = idle.reason === "transfer" ? " and is on its way" : idle.reason === "behind another transfer" ? ", but its transfer stands behind another" : "";
+      const behind = model.lanes[idle.rank].behind[next - model.first[idle.rank]];
+      text.append("needs ", link(timeline, { place: last[0] }), ` of rank ${model.rank[last[0]]}, which ends at ${number(model.end[last[0]])}${travel}.${behind ? ` ${behind}.` : ""}`);
+    }
+    if (last) parts.push(chain(timeline, last[0]));
+  }
+  return [tag("h3", `Rank ${idle.rank} is idle from ${number(idle.start)} to ${number(idle.end)}`), tag("p", `${length}: ${idle.reason}. ${data.meanings[idle.reason]}`), text, ...parts];
+}
+
+function chain(timeline, place) {
+  const { model } = timeline, steps = tag("ol", "", "chain");
+  const step = () => {
+    const last = model.waited(place), before = model.before(place), item = tag("li");
+    item.append(link(timeline, { place }), ` begins at ${number(model.start[place])}`);
+    if (last) item.append(" when ", link(timeline, { place: last[0] }), ` of rank ${model.rank[last[0]]} ends at ${number(model.end[last[0]])}`, last[1] > model.end[last[0]] + near * model.span ? ` and its value is there at ${number(last[1])}` : "");
+    else if (before >= 0) item.append(": until then its rank runs ", link(timeline, { place: before }));
+    else item.append(": it is its rank's first, and needs nothing");
+    steps.append(item);
+    place = last ? last[0] : before;
+    return place >= 0;
+  };
+  let more = true;
+  for (let count = 0; count < 3 && more; count += 1) more = step();
+  const holder = tag("div");
+  holder.append(tag("p", "Because:"), steps);
+  if (more) {
+    const button = tag("button", "more, back to the root");
+    button.type = "button";
+    button.addEventListener("click", () => { for (let count = 0; count < 500 && more; count += 1) more = step(); button.remove(); });
+    holder.append(button);
+  }
+  return holder;
+}
+
+// Where the time of all ranks went, as a bar and, opened, as a table.
+function ledgerOf(timeline) {
+  const { model } = timeline, whole = model.span * model.lanes.length, totals = new Map([["work", 0]]);
+  for (const reason of data.reasons) totals.set(reason, 0);
+  for (const idle of model.idle) totals.set(idle.reason, totals.get(idle.reason) + idle.end - idle.start);
+  totals.set("work", whole - [...totals.values()].reduce((sum, each) => sum + each, 0));
+  const parts = [...totals].filter(([, each]) => each > near * whole);
+  const holder = tag("details", "", "ledger"), summary = tag("summary"), bar = tag("div", "", "parts");
+  for (const [name, each] of parts) {
+    const part = tag("button", `${name} ${number(each)}`, name === "work" ? "work" : "lost");
+    part.type = "button";
+    part.style.flexGrow = each;
+    part.title = `${name}: ${time(each, model.unit)}, ${(100 * each / whole).toFixed(1)} %`;
+    part.dataset.reason = name;
+    part.addEventListener("click", (event) => {
+      event.preventDefault();
+      const gaps = model.idle.filter((idle) => idle.reason === name).sort((a, b) => b.end - b.start - (a.end - a.start));
+      if (gaps.length) select(timeline, { idle: gaps[0] }, true);
+    });
+    bar.append(part);
+  }
+  summary.append(tag("span", `${number(whole)} = ${parts.map(([name, each]) => `${name} ${number(each)}`).join(" + ")}`));
+  const table = tag("table"), head = tag("tr");
+  head.append(...["rank", ...parts.map(([name]) => name), "idle"].map((name) => tag("th", name)));
+  table.append(head);
+  model.lanes.forEach((_, rank) => {
+    const mine = model.idle.filter((idle) => idle.rank === rank), line = tag("tr");
+    const lost = mine.reduce((sum, idle) => sum + idle.end - idle.start, 0);
+    const cells = parts.map(([name]) => (name === "work" ? model.span - lost : mine.filter((idle) => idle.reason === name).reduce((sum, idle) => sum + idle.end - idle.start, 0)));
+    line.append(tag("th", `rank ${rank}`), ...cells.map((each) => tag("td", number(each))), tag("td", `${number(lost)} (${(100 * lost / model.span).toFixed(1)} %)`));
+    table.append(line);
+  });
+  holder.append(summary, table);
+  const both = tag("div");
+  both.append(...(models.length > 1 ? [] : [bar]), holder); // side by side, timelines need the room
+  return both;
+}
+
+function showTip(timeline, event) {
+  tip.hidden = !timeline.hovered || !event;
+  if (tip.hidden) return;
+  tip.textContent = sentence(timeline.model, timeline.hovered);
+  tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${event.clientY + 40 > innerHeight ? event.clientY - 34 : event.clientY + 18}px`;
+}
+
+const moved = (source) => { for (const each of timelines) { if (each === source) each.redraw(); else if (data.shared) each.follow(source); else each.redraw(); } keep(); };
+const hooks = { moved, chosen: (timeline) => select(timeline, timeline.chosen), hovered: showTip };
+models.forEach((model, at) => timelines.push(new Timeline(model, at, data.shared ? longest : model.span, hooks)));
+// On one axis, the others follow.
+const zoom = (factor) => timelines.slice(0, data.shared ? 1 : undefined).forEach((each) => each.setZoom(each.zoom * factor || 1));
+const redraw = () => timelines.forEach((each) => each.redraw());
+
+// Layers and colours.
+function setLook(name, value) {
+  look[name] = value;
+  for (const button of document.querySelectorAll(`[data-layer="${name}"]`)) button.setAttribute("aria-pressed", String(Boolean(value)));
+  if (name === "colour") { document.getElementById("colour").value = value; legend(); }
+  redraw();
+  keep();
+}
+
+function legend() {
+  const place = document.querySelector(".legend");
+  const entry = (name, text, colour) => {
+    const made = tag("button", text);
+    made.type = "button";
+    made.style.setProperty("--swatch", `var(${colour})`);
+    made.setAttribute("aria-pressed", String(!look.hidden.has(name)));
+    made.title = "show or dim";
+    made.addEventListener("click", () => { toggle(look.hidden, name); legend(); redraw(); });
+    return made;
+  };
+  const kinds = Object.entries(WORDS).map(([letter, word]) => entry(letter, `${letter} ${word}`, look.colour === "kind" ? `--${letter}0` : "--idle"));
+  const idle = tag("span", "idle");
+  idle.style.setProperty("--swatch", "var(--idle)");
+  const notes = { kind: "", "micro-batch": "colour: micro-batch, in turns of eight", stage: "colour: stage, in turns of eight", direction: "colour: the end at which a micro-batch enters" };
+  const crowded = timelines.some((each) => each.crowded) ? "share of time, where bars are thinner than a pixel" : "";
+  place.replaceChildren(...kinds, idle, tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")));
+}
+
+// Search: an action, F3, mb 3, rank 2, stage 1, idle > 3.
+function search(text) {
+  look.found = new Set();
+  const query = text.trim(), { model } = (state.timeline ?? timelines[0]), gaps = [];
+  const word = /^(mb|micro-batch|rank|stage)\s*(\d+)$/i.exec(query), idle = /^idle\s*>\s*([\d.]+)$/i.exec(query), kind = /^([FBIWR])(\d+)$/i.exec(query);
+  const lists = { mb: model.microbatch, "micro-batch": model.microbatch, rank: model.rank, stage: model.stage };
+  if (idle) gaps.push(...model.idle.filter((each) => each.end - each.start > Number(idle[1])));
+  else if (word) lists[word[1].toLowerCase()].forEach((value, at) => { if (value === Number(word[2])) look.found.add(at); });
+  else if (kind) model.microbatch.forEach((value, at) => { if (value === Number(kind[2]) && KINDS[model.kind[at]] === kind[1].toUpperCase()) look.found.add(at); });
+  else if (model.named(query) >= 0) look.found.add(model.named(query));
+  look.hits = gaps.length ? gaps.map((each) => ({ idle: each })) : [...look.found].sort((a, b) => model.start[a] - model.start[b]).map((at) => ({ place: at }));
+  look.hit = -1;
+  document.getElementById("hits").textContent = query ? `${look.hits.length} found` : "";
+  redraw();
+}
+
+function nextHit(step) {
+  if (!look.hits?.length) return;
+  look.hit = (look.hit + step + look.hits.length) % look.hits.length;
+  select(state.timeline ?? timelines[0], look.hits[look.hit], true);
+}
+
+// The player: time passes, and one sentence says what begins.
+const moments = [...new Set(models[0].start)].sort((a, b) => a - b).concat(longest);
+const player = { at: moments.length - 1, playing: null };
+
+function begun(model, moment) {
+  const from = [...model.start.keys()].filter((place) => Math.abs(model.start[place] - moment) <= near * model.span);
+  const waiting = model.lanes.map((_, rank) => rank).filter((rank) => model.idle.some((idle) => idle.rank === rank && idle.start <= moment && moment < idle.end));
+  const told = from.slice(0, 6).map((place) => `rank ${model.rank[place]} begins ${model.name(place)}`);
+  if (from.length > 6) told.push(`${from.length - 6} more begin`);
+  const idle = waiting.slice(0, 4).map((rank) => {
+    const next = model.next(rank, moment), last = next < 0 ? null : model.waited(next);
+    return next < 0 ? `rank ${rank} is done` : `rank ${rank} is idle${last ? `, waiting for ${model.name(last[0])}` : ""}`;
+  });
+  return `t = ${number(moment)}: ${[...told, ...idle].join("; ") || "the end"}`;
+}
+
+function play(at) {
+  player.at = Math.min(Math.max(at, 0), moments.length - 1);
+  const last = player.at === moments.length - 1, moment = moments[player.at];
+  look.now = last ? null : moment + near * longest;
+  document.getElementById("moment").value = player.at;
+  document.getElementById("now").textContent = last ? "" : begun(models[0], moment);
+  redraw();
+}
+
+function playing(on) {
+  clearInterval(player.playing);
+  player.playing = null;
+  document.getElementById("play").textContent = on ? "pause" : "play";
+  if (!on) return;
+  if (player.at === moments.length - 1) play(0);
+  player.playing = setInterval(() => { play(player.at + 1); if (player.at === moments.length - 1) playing(false); }, Math.max(60, Math.min(600, 20000 / moments.length)));
+}
+
+// Every action as a table, made when it is opened.
+function table(holder) {
+  if (holder.querySelector("table")) return;
+  for (const { model } of timelines) {
+    const made = tag("table"), head = tag("tr");
+    head.append(...["rank", "action", "start", "end", "waited for"].map((each) => tag("th", each)));
+    made.append(tag("caption", model.title), head);
+    for (let place = 0; place < Math.min(model.count, 5000); place += 1) {
+      const line = tag("tr"), last = model.waited(place);
+      line.append(...[model.rank[place], model.name(place), number(model.start[place]), number(model.end[place]), last ? model.name(last[0]) : ""].map((each) => tag("td", each)));
+      made.append(line);
+    }
+    holder.append(made);
+  }
+}
+
+// The whole state in the address, so that a link shows the same: zoom, selection, layers.
+let keeping = null;
+function keep() {
+  clearTimeout(keeping);
+  keeping = setTimeout(() => { const hash = hashOf(); try { history.replaceState(null, "", hash || " "); } catch { /* a frame without an address */ } }, 200);
+}
+
+function hashOf() {
+  const [first] = timelines, parts = ["v=1"];
+  if (first.zoom > 1) parts.push(`z=${[first.left / first.scale, (first.left + first.width) / first.scale].map((each) => Number(each.toPrecision(6))).join(",")}`);
+  if (state.chosen) {
+    const at = timelines.indexOf(state.timeline), { model } = state.timeline, { place, idle } = state.chosen;
+    parts.push(`s=${at}:${idle ? `idle.${idle.rank}.${Number(idle.start.toPrecision(7))}` : `${model.name(place)}.${model.rank[place]}`}`);
+  }
+  const layers = [look.critical && "c", look.memory && "a"].filter(Boolean);
+  if (layers.length) parts.push(`l=${layers.join(",")}`);
+  if (look.colour !== "kind") parts.push(`k=${look.colour}`);
+  return parts.length > 1 ? `#${parts.join("&")}` : "";
+}
+
+function restore(hash) {
+  const parts = new Map(hash.replace(/^#/, "").split("&").map((each) => each.split("=", 2)));
+  if (parts.get("v") !== "1") return;
+  const layers = (parts.get("l") ?? "").split(",");
+  setLook("critical", layers.includes("c"));
+  setLook("memory", layers.includes("a"));
+  if (["micro-batch", "stage", "direction"].includes(parts.get("k"))) setLook("colour", parts.get("k"));
+  const [from, to] = (parts.get("z") ?? "").split(",").map(Number);
+  if (from >= 0 && to > from) timelines[0].show(from, to);
+  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|(\w+)\.(\d+))$/.exec(parts.get("s") ?? ""), timeline = chosen && timelines[chosen[1]];
+  if (!timeline) return;
+  const { model } = timeline;
+  if (chosen[4]) {
+    const found = model.named(chosen[4]), all = found >= 0 && model.kind[found] === 4 ? model.reduces.get(model.stage[found]) : [found];
+    const place = all.find((each) => each >= 0 && model.rank[each] === Number(chosen[5]));
+    if (place !== undefined) select(timeline, { place });
+  } else {
+    const idle = model.idle.find((each) => each.rank === Number(chosen[2]) && Math.abs(each.start - Number(chosen[3])) <= 1e-5 * model.span);
+    if (idle) select(timeline, { idle });
+  }
+}
+
+// The keyboard, wherever the focus is but in a text field.
+function key(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
+  if (event.target.tagName === "BUTTON" && /^(Enter| )$/.test(event.key)) return;
+  const timeline = state.timeline ?? timelines.find((each) => each.scroller.contains(event.target)) ?? timelines[0], { model } = timeline;
+  const place = state.chosen?.place, rank = place !== undefined ? model.rank[place] : state.chosen?.idle?.rank ?? 0;
+  const go = (each) => { if (each !== undefined && each >= 0) select(timeline, { place: each }, true); };
+  const around = (step) => {
+    if (place === undefined) { const from = state.chosen?.idle ? model.next(rank, state.chosen.idle.end) : model.first[rank]; return state.chosen?.idle && step < 0 ? from - 1 : from; }
+    const other = place + step;
+    return other >= model.first[rank] && other < model.first[rank + 1] ? other : place;
+  };
+  const beside = (step) => {
+    const other = Math.min(Math.max(rank + step, 0), model.lanes.length - 1), moment = place !== undefined ? model.start[place] : state.chosen?.idle?.start ?? 0;
+    return Math.min(Math.max(above(model.start, moment + near * model.span, model.first[other], model.first[other + 1]) - 1, model.first[other]), model.first[other + 1] - 1);
+  };
+  const gap = (step, largest) => {
+    const gaps = largest ? [...model.idle].sort((a, b) => b.end - b.start - (a.end - a.start)) : model.idle;
+    const now = state.chosen?.idle ? gaps.indexOf(state.chosen.idle) : -1;
+    const here = largest || state.chosen?.idle || place === undefined ? now + step : gaps.findIndex((each) => each.rank > rank || (each.rank === rank && each.start >= model.start[place])) + (step < 0 ? -1 : 0);
+    const found = gaps[(here + gaps.length) % gaps.length];
+    if (found) select(timeline, { idle: found }, true);
+  };
+  const keys = {
+    ArrowRight: () => go(around(1)), ArrowLeft: () => go(around(-1)), ArrowDown: () => go(beside(1)), ArrowUp: () => go(beside(-1)),
+    Home: () => go(model.first[rank]), End: () => go(model.first[rank + 1] - 1),
+    n: () => place !== undefined && go(model.waited(place)?.[0] ?? model.needs(place)[0]), p: () => place !== undefined && go(model.gives(place)[0]),
+    "[": () => gap(-1), "]": () => gap(1), "}": () => gap(1, true), "{": () => gap(-1, true),
+    c: () => setLook("critical", !look.critical), a: () => setLook("memory", !look.memory),
+    m: () => place !== undefined && model.microbatch[place] >= 0 && (find.value = `mb ${model.microbatch[place]}`, search(find.value)),
+    "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), w: () => zoom(1.5), s: () => zoom(1 / 1.5), 0: () => zoom(0),
+    d: () => { timeline.scroller.scrollLeft += timeline.width / 4; }, f: () => { const box = state.chosen && timeline.boxOf(state.chosen); if (box) timeline.show(...[-2, 3].map((by) => (box.x + timeline.left + by * box.width) / timeline.scale)); },
+    " ": () => playing(!player.playing), ",": () => play(player.at - 1), ".": () => play(player.at + 1 < moments.length ? player.at + 1 : 0),
+    "/": () => find.focus(), t: () => { const holder = document.getElementById("actions"); holder.open = !holder.open; },
+    l: () => navigator.clipboard?.writeText(location.href.split("#")[0] + hashOf()),
+    Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { search(find.value = ""); select(timeline, null); },
+  };
+  const act = keys[event.key];
+  if (!act) return;
+  event.preventDefault();
+  act();
+}
+
+const find = document.getElementById("find");
+find.addEventListener("input", () => search(find.value));
+find.addEventListener("keydown", (event) => {
+  if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
+  if (event.key === "Escape") { search(find.value = ""); find.blur(); }
+});
+document.addEventListener("keydown", key);
+const steps = { in: 1.5, out: 1 / 1.5, fit: 0 };
+document.querySelectorAll("[data-zoom]").forEach((button) =>
+  button.addEventListener("click", () => zoom(steps[button.dataset.zoom])));
+document.querySelectorAll("[data-layer]").forEach((button) => button.addEventListener("click", () => setLook(button.dataset.layer, !look[button.dataset.layer])));
+document.getElementById("colour").addEventListener("change", (event) => setLook("colour", event.target.value));
+Object.assign(document.getElementById("moment"), { max: moments.length - 1, value: moments.length - 1 });
+document.getElementById("moment").addEventListener("input", (event) => { playing(false); play(Number(event.target.value)); });
+document.getElementById("play").addEventListener("click", () => playing(!player.playing));
+document.getElementById("actions").addEventListener("toggle", (event) => event.target.open && table(event.target));
+
+// Light or dark: the reader's system, the button, or the page around this one.
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  palette = null;
+  redraw();
+}
+const dark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+document.getElementById("theme").addEventListener("click", () => theme(dark() ? "light" : "dark"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { palette = null; redraw(); });
+addEventListener("message", (event) => { if (["light", "dark"].includes(event.data?.pipelabTheme)) theme(event.data.pipelabTheme); });
+
+// On paper, all of it is drawn anew for the paper's width.
+addEventListener("beforeprint", () => {
+  for (const timeline of timelines) timeline.scroller.parentElement.after(timeline.printed(1000));
+});
+addEventListener("afterprint", () => document.querySelectorAll(".print").forEach((each) => each.remove()));
+
+document.querySelectorAll(".tools[hidden], .hint[hidden]").forEach((each) => { each.hidden = false; });
+timelines.forEach((each) => each.draw());
+setLook("memory", models.every((model) => model.lanes.length <= 16));
+legend();
+restore(location.hash);
+addEventListener("hashchange", () => restore(location.hash));

@@ -1,0 +1,150 @@
+"""Idle time in words: why a rank waits, followed back to its root, and the ledger as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from pipelab.draw import wording
+from pipelab.draw.table import Column, Table
+from pipelab.draw.wording import number
+from pipelab.errors import UsageError
+from pipelab.trace.ledger import REASONS, Idle, Ledger
+from pipelab.trace.waits import Waits, before_slot
+
+if TYPE_CHECKING:
+    from pipelab.trace.trace import Trace
+
+__all__ = ["chain", "ledger_table", "sentence", "why"]
+
+
+def why(trace: Trace, rank: int, at: float, lines: int = 5) -> str:
+    """Return why a rank is idle at a time, or runs what it runs; see `Trace.why`.
+
+    Raises:
+        UsageError: if there is no such rank, or the time is outside of the trace.
+    """
+    if not 0 <= rank < trace.ranks:
+        raise UsageError(f"rank {rank}: the trace has ranks 0 to {trace.ranks - 1}")
+    if not trace.start <= at <= trace.end:
+        raise UsageError(f"time {number(at)}: the trace goes from {number(trace.start)} to {number(trace.end)}")
+    row = [idle for idle in trace.idle if idle.rank == rank]
+    found = next((idle for idle in row if idle.start <= at < idle.end), None)
+    if found is None and row and row[-1].end == at == trace.end:
+        found = row[-1]
+    if found is not None:
+        root = found.giver
+        told = [sentence(trace, found)]
+    else:
+        code = max(
+            (each for each in trace.events_of(rank) if each.start <= at), key=lambda each: (each.start, each.end)
+        )
+        root = code.action
+        told = [f"Rank {rank} is busy at {number(at)}: it runs {root} from {number(code.start)} to {number(code.end)}."]
+    if root is not None:
+        steps = chain(trace, root)
+        told += islice(steps, lines)
+        if more := sum(1 for _ in steps):
+            told.append(f"… and {more} more steps, back to a first action.")
+    return "\n".join(told)
+
+
+def sentence(trace: Trace, idle: Idle) -> str:
+    """Return what an idle time is, in one sentence."""
+    length = f"{number(idle.duration)} {wording.unit(trace)}"
+    head = f"Rank {idle.rank} is idle from {number(idle.start)} to {number(idle.end)} ({length}, {idle.reason}): "
+    if idle.reason == "drain":
+        last = trace.events_of(idle.rank)[-1].action
+        return f"{head}it has done all of its actions, {last} was the last; others end at {number(trace.end)}."
+    if idle.needer is None:
+        return f"{head}it has nothing to do."
+    if idle.reason == "order":
+        return f"{head}all that {idle.needer} needs is there, and the rank has not started it."
+    if idle.giver is None:
+        return f"{head}{idle.needer}, its first action, needs nothing, and has not been started."
+    ended = _when(trace, idle.giver)
+    if idle.reason == "all-reduce":
+        return f"{head}{idle.needer} begins when the last rank is there, which runs {idle.giver} until {number(ended)}."
+    told = {
+        "behind another transfer": f"which ended at {number(ended)}, but whose transfer stands behind another",
+        "transfer": f"which ended at {number(ended)} and is on its way",
+    }.get(idle.reason, f"which ends at {number(ended)}")
+    first = ", its first action," if idle.reason == "fill" else ""
+    if idle.reason == "behind another transfer":
+        found = Waits(trace)
+        codes = trace.plan.bound.rows[idle.rank]
+        wait = found.of(idle.rank, codes.index(trace.plan.bound.codes.code(idle.needer)))
+        behind = wording.stood_behind(trace, wait) if wait is not None else ""
+        told = f"which ended at {number(ended)}: {behind}" if behind else told
+    return f"{head}{idle.needer}{first} needs {idle.giver}, {told}."
+
+
+def chain(trace: Trace, action: object) -> Iterator[str]:
+    """Yield, step by step backwards, why an action did not begin earlier."""
+    bound, found = trace.plan.bound, Waits(trace)
+    where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
+    named = bound.codes.action
+    code = next(each for each in where if named(each) == action)
+    while True:
+        rank, index = where[code]
+        began, wait = number(trace.starts[rank][index]), found.of(rank, index)
+        before = before_slot(trace, rank, index)
+        if wait is not None:
+            giver, there = named(wait.giver), f", and its value is there at {number(wait.there)}"
+            yield (
+                f"{named(code)} begins on rank {rank} at {began}: {giver} on rank {where[wait.giver][0]} ends at "
+                f"{number(wait.ended)}{there if wait.there > wait.ended else ''}."
+            )
+            code = wait.giver
+        elif before >= 0:
+            other = bound.rows[rank][before]
+            yield f"{named(code)} begins on rank {rank} at {began}: until then it runs {named(other)}."
+            code = other
+        else:
+            yield f"{named(code)} begins on rank {rank} at {began}: it is the rank's first action, and needs nothing."
+            return
+
+
+def _when(trace: Trace, action: object) -> float:
+    """Return when an action ended; an `R` ends on the last of its ranks."""
+    return max(event.end for event in trace.events if event.action == action)
+
+
+def ledger_table(ledger: Ledger) -> Table:
+    """Return a ledger as a table, with a row for each rank and one for all, and the sum in a sentence.
+
+    Example:
+        >>> import pipelab
+        >>> print(ledger_table(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=2)).ledger))
+        rank  work  fill  dependency  drain  idle  idle share
+        0        6     -           3      -     3      33.3 %
+        1        6     1           -      2     3      33.3 %
+        all     12     1           3      2     6      33.3 %
+        <BLANKLINE>
+        2 ranks x 9 = 18 = work 12 + fill 1 + dependency 3 + drain 2
+    """
+    total = ledger.total
+    everyone = ledger.makespan * len(ledger)
+    parts = [
+        *zip(map(str, range(len(ledger))), ledger.work, ledger.idle, strict=True),
+        ("all", sum(ledger.work), total),
+    ]
+    rows: list[dict[str, object]] = []
+    for rank, work, idle in parts:
+        lost, whole = sum(idle.values()), everyone if rank == "all" else ledger.makespan
+        rows.append(
+            {
+                "rank": rank,
+                "work": work,
+                **{str(key): idle[key] for key in idle},
+                "idle": lost,
+                "share": lost / whole if whole else 0.0,
+            }
+        )
+    reasons = [reason for reason in REASONS if reason in total]
+    numbers = [Column(key, show=number) for key in ("work", *reasons, "idle")]
+    unit = f" {ledger.unit}" if ledger.unit else ""
+    terms = " + ".join(["work " + number(sum(ledger.work)), *(f"{key} {number(total[key])}" for key in reasons)])
+    note = f"{len(ledger)} ranks x {number(ledger.makespan)}{unit} = {number(everyone)}{unit} = {terms}"
+    return Table(rows, [Column("rank"), *numbers, Column("share", "idle share", wording.percent)], notes=[note])

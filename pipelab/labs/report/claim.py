@@ -1,0 +1,173 @@
+"""A claim of the report: how its setting can be read, the right value in each reading, and the verdict.
+
+The setting can be read in four ways, and each claim is checked in all that make a difference:
+
+    >>> for reading in READINGS:
+    ...     job = reading.job()
+    ...     print(f"{reading}: {job.response_time:g} ms; one device {job.alone.makespan:g} ms")
+    per stage, 8 per replica: 1210 ms; one device 4160 ms
+    per stage, 8 in all: 690 ms; one device 2080 ms
+    split, 8 per replica: 625 ms; one device 2080 ms
+    split, 8 in all: 365 ms; one device 1040 ms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelab.draw.table import Column, Table
+from pipelab.labs.hybrid import Hybrid, same_work
+
+__all__ = ["READINGS", "SETTING", "Claim", "Reading", "figures", "rows", "summary", "table", "text", "verdict"]
+
+FORWARD, BACKWARD, RING_STEP, ROWS, ACTIVATION = 50, 80, 20, 32, 10
+"""Milliseconds of a micro-batch forward and backward, and of a ring's step; rows of a micro-batch; units of memory."""
+
+SETTING = (
+    "The report's setting: 50 ms forward and 80 ms backward per micro-batch, 2 stages x 2 replicas, 8 micro-batches, "
+    "an all-reduce of 2 (D - 1) steps of 20 ms for D replicas. Two things can be read in two ways each:\n"
+    "- per stage: each stage takes 50 + 80 ms; split: the whole model does, and each of 2 stages takes 25 + 40 ms;\n"
+    "- 8 per replica: each replica runs 8 micro-batches; in all: both replicas together run 8, so each runs 4."
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read the report's setting.
+
+    Attributes:
+        split: whether the whole model takes 50 + 80 ms, and a stage its part; otherwise each stage takes as long.
+        in_all: whether all replicas together run the micro-batches; otherwise each replica runs so many.
+        ring_step: milliseconds of one step of the all-reduce.
+        name: what the reading is called; by default it follows from the others.
+    """
+
+    split: bool = False
+    in_all: bool = False
+    ring_step: float = RING_STEP
+    name: str = ""
+
+    def job(self, stages: int = 2, replicas: int = 2, microbatches: int = 8) -> Hybrid:
+        """Return the job that the report means."""
+        share = stages if self.split else 1
+        return Hybrid(
+            stages=stages,
+            replicas=replicas,
+            microbatches=microbatches // replicas if self.in_all else microbatches,
+            forward=FORWARD / share,
+            backward=BACKWARD / share,
+            ring_step=self.ring_step,
+            rows=ROWS,
+            activation=ACTIVATION,
+        )
+
+    def __str__(self) -> str:
+        return self.name or f"{'split' if self.split else 'per stage'}, 8 {'in all' if self.in_all else 'per replica'}"
+
+
+READINGS = tuple(Reading(split, in_all) for split in (False, True) for in_all in (False, True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A figure of the report, or a row of figures, and how to compute it.
+
+    Attributes:
+        about: what it says something about.
+        says: what it says, in its own figures.
+        reported: these figures; a range is a pair.
+        value: computes the right ones.
+        how: says in one line, with numbers, how they follow.
+        readings: the readings under which the values differ.
+        unit: the unit of all figures.
+        digits: how many decimals of the right value are shown.
+        off: how much a right figure may be off, for it is rounded.
+        remark: what a reader can learn from it.
+    """
+
+    about: str
+    says: str
+    reported: tuple[float | tuple[float, float], ...]
+    value: Callable[[Reading], Sequence[float]]
+    how: Callable[[Reading], str]
+    readings: tuple[Reading, ...] = READINGS
+    unit: str = ""
+    digits: int = 2
+    off: float = 0.5
+    remark: str = ""
+
+
+_COLUMNS = (
+    Column("verdict", "report is", left=True),
+    Column("value", "right value"),
+    Column("how", "how it follows", left=True),
+)
+
+
+def rows(claim: Claim) -> Iterator[dict[str, Any]]:
+    """Yield a row for each reading of a claim: the right value, how it follows, and whether the report agrees."""
+    for reading in claim.readings:
+        values = claim.value(reading)
+        right = [_agrees(*each, claim.off) for each in zip(claim.reported, values, strict=True)]
+        some = f"{sum(right)} of {len(right)} right"
+        yield {
+            "about": claim.about,
+            "says": claim.says,
+            "reading": str(reading),
+            "value": " ".join([*(f"{round(value, claim.digits):g}" for value in values), claim.unit]).strip(),
+            "verdict": "right" if all(right) else some if any(right) else "wrong",
+            "how": claim.how(reading),
+        }
+
+
+def verdict(claim: Claim) -> str:
+    """Return whether a claim is right, wrong, or right under some of its readings."""
+    right = [row["verdict"] == "right" for row in rows(claim)]
+    if all(right):
+        return "right"
+    if not any(right):
+        return "wrong"
+    return "right under one reading" if sum(right) == 1 else f"right under {sum(right)} of {len(right)} readings"
+
+
+def table(claims: Sequence[Claim]) -> Table:
+    """Return claims with all their readings as one table, for a file."""
+    numbered = enumerate(claims, start=1)
+    listed = [{"claim": number, **row, "in_all": verdict(each)} for number, each in numbered for row in rows(each)]
+    words = [
+        Column(key, head, left=True) for key, head in (("about", ""), ("says", "the report says"), ("reading", ""))
+    ]
+    return Table(listed, [Column("claim"), *words, *_COLUMNS, Column("in_all", "the claim is", left=True)])
+
+
+def text(claim: Claim) -> str:
+    """Return a claim's readings for people: whether the report is right, the right value, and how it follows."""
+    return Table(list(rows(claim)), [Column("reading"), *_COLUMNS]).text(width=120)
+
+
+def summary(claims: Sequence[Claim]) -> str:
+    """Return how many claims are right, and what most of the wrong ones have in common."""
+    verdicts = [verdict(each) for each in claims]
+    counts = {each: sum(found.startswith(each) for found in verdicts) for each in ("right", "right under", "wrong")}
+    return (
+        f"Of {len(verdicts)} claims, these are right: {counts['right'] - counts['right under']}; right under one "
+        f"reading: {counts['right under']}; wrong: {counts['wrong']}. The report's model of one pipeline and its ring "
+        "is sound: the total, the work of each device, warm-up, steady state, cooldown, the ring's steps and 1F1B's "
+        "memory all follow, each in a reading. Most of what is wrong has one cause: figures of different readings, so "
+        "of different work, stand side by side. Say once what a stage takes and how many micro-batches each replica "
+        "runs, and let the baseline do the same work."
+    )
+
+
+def figures() -> list[Hybrid]:
+    """Return the report's job and others that do the same work, read per stage and 8 per replica."""
+    layouts = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 4)]
+    more = {"ring_step": RING_STEP, "rows": ROWS, "activation": 2 * ACTIVATION}
+    return same_work(layouts, 16, 2 * FORWARD, 2 * BACKWARD, **more)
+
+
+def _agrees(reported: float | tuple[float, float], value: float, off: float) -> bool:
+    low, high = reported if isinstance(reported, tuple) else (reported - off, reported + off)
+    return low - 1e-9 <= value <= high + 1e-9

@@ -1,0 +1,299 @@
+"""Lower bounds: how quickly a plan's actions could run at best, in whatever order.
+
+Every order keeps three rules, and each one limits the makespan:
+
+    data      an action starts after the actions whose values it needs            the longest path
+    rank      a rank runs one action at a time: some before, its work, some after  Carlier's bound for one machine
+    memory    with a cap, forward k + cap of a stage starts after release k        further edges of the longest path
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from itertools import pairwise
+from math import inf
+from typing import TYPE_CHECKING
+
+from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
+from pipelab.errors import CostError, require_caps
+from pipelab.plan.order import traverse
+from pipelab.plan.plan import Plan
+from pipelab.simulation.clock import Cost
+from pipelab.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from pipelab.plan.bound import BoundPlan
+
+__all__ = ["Job", "Work", "lower_bound", "work_of"]
+
+Subject = Trace | Plan | ScheduleLike
+
+Edge = tuple[int, int, float]
+"""An earlier job, a later one, and the time between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One action of a plan, or an overlapped pair in one slot, without its place in a row.
+
+    Attributes:
+        codes: the action's code; of a pair, both.
+        ranks: the ranks that it occupies: one, or all that hold the stage of an `R`.
+        time: how long it takes.
+        needs: each earlier job that it waits for, as an index, and how long the value travels.
+    """
+
+    codes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    time: float
+    needs: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What any order of a plan's actions has to do.
+
+    Attributes:
+        plan: the plan.
+        jobs: its actions, each after all that it needs.
+        activations: for each rank, its stage activations: the job that makes it and the job that releases it.
+        lines: jobs of one kind and stage, of micro-batches that are all alike. They may be assumed to run in this
+            order: whichever micro-batch comes first can be given the first one's name.
+    """
+
+    plan: Plan
+    jobs: tuple[Job, ...]
+    activations: tuple[tuple[tuple[int, int], ...], ...]
+    lines: tuple[tuple[int, ...], ...]
+
+    def edges(self, caps: Sequence[int] | None) -> list[Edge]:
+        """Return what must come before what.
+
+        With caps, stage `s` alone may not hold more activations than its rank: of micro-batches that are alike, forward
+        `k + cap` waits until the `k`-th activation is released.
+        """
+        found = [(before, after, lag) for after, job in enumerate(self.jobs) for before, lag in job.needs]
+        release_of = {made: (released, rank) for rank, each in enumerate(self.activations) for made, released in each}
+        for line in self.lines:
+            found += [(before, after, 0.0) for before, after in pairwise(line)]
+            if caps is not None and line[0] in release_of:
+                cap = caps[release_of[line[0]][1]]
+                found += [(release_of[made][0], later, 0.0) for made, later in zip(line, line[cap:], strict=False)]
+        return found
+
+    def heads(self, edges: Sequence[Edge]) -> list[float]:
+        """Return, for each job, when it could start at the earliest."""
+        heads = [0.0] * len(self.jobs)
+        for before, after, lag in sorted(edges, key=lambda edge: edge[1]):
+            heads[after] = max(heads[after], heads[before] + self.jobs[before].time + lag)
+        return heads
+
+    def tails(self, edges: Sequence[Edge]) -> list[float]:
+        """Return, for each job, how long the step lasts at least after its end."""
+        tails = [0.0] * len(self.jobs)
+        for before, after, lag in sorted(edges, key=lambda edge: -edge[0]):
+            tails[before] = max(tails[before], lag + self.jobs[after].time + tails[after])
+        return tails
+
+
+def lower_bound(subject: Subject, cost: Cost | None = None, memory_cap: int | Sequence[int] | None = None) -> float:
+    """Return a time that no order of a plan's actions on its ranks can undercut.
+
+    It holds for every plan with the same actions on the same ranks, whatever their order. For each rank it adds up the
+    work, the earliest possible start and the shortest possible rest after it (Carlier 1982, The One-Machine Sequencing
+    Problem, with interruptions allowed), and it follows the longest path. So `trace.makespan / lower_bound(trace)` says
+    how far a schedule is from the best order, at most. `pipelab.optimum` finds that order.
+
+    Args:
+        subject: a plan or a schedule, whose order does not matter; or a trace, simulated or measured, whose actions
+            then take as long as they took there. Measured transfers count as free.
+        cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
+        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
+            number.
+
+    Returns:
+        The bound, in the cost's unit of time or in the trace's.
+
+    Example:
+        No order of 1F1B's actions is faster than 1F1B. ZB-H1's actions, which split the backward, could be done sooner:
+
+        >>> import pipelab
+        >>> lower_bound(pipelab.OneFOneB(ranks=4, microbatches=8))
+        33.0
+        >>> trace = pipelab.simulate(pipelab.ZBH1(ranks=4, microbatches=8))
+        >>> trace.makespan, lower_bound(trace), lower_bound(trace, memory_cap=3)
+        (27.0, 27.0, 30.0)
+
+    Raises:
+        ScheduleError: if the plan has faults.
+        CostError: if a trace comes with a cost, or if a list of the cost does not have one number per stage.
+        UsageError: if `memory_cap` is not a positive whole number, or one per rank.
+        TypeError: if the subject is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
+    """
+    work = work_of(subject, cost)
+    caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
+    jobs, edges = work.jobs, work.edges(caps)
+    heads, tails = work.heads(edges), work.tails(edges)
+    best = max((head + job.time + tail for head, job, tail in zip(heads, jobs, tails, strict=True)), default=0.0)
+    on_rank: list[list[tuple[float, float, float]]] = [[] for _ in range(work.plan.ranks)]
+    for head, job, tail in zip(heads, jobs, tails, strict=True):
+        for rank in job.ranks:
+            on_rank[rank].append((head, job.time, tail))
+    best = max([best, *map(_one_machine, on_rank)])
+    if caps is None:
+        return best
+    return max(best, *(_held(work, rank, cap, heads, tails) for rank, cap in enumerate(caps)))
+
+
+def work_of(subject: Subject, cost: Cost | None = None) -> Work:
+    """Return what any order of the actions of a plan, a schedule or a trace has to do."""
+    paired: dict[int, float] = {}
+    if isinstance(subject, Trace):
+        if cost is not None:
+            raise CostError("lower_bound got a cost, but a trace has its own times: give it the trace's plan instead")
+        plan, (lasts, delays, paired) = subject.plan, _times_of(subject)
+    else:
+        plan = as_plan(subject)
+        cost = Cost() if cost is None else cost
+        if not isinstance(cost, Cost):
+            raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
+        codes = plan.bound.codes
+        lasts, delays = codes.by_code(cost.times(plan)), codes.by_value(*cost.transfer_times(plan))
+        if plan.bound.pairs and (each := cost.pair_times(plan)) is not None:
+            paired = {code: each[codes.slot[code]] for code in plan.bound.pairs}
+    order = require_legal(plan).order
+    if paired:
+        order = traverse(plan.bound, atomic_pairs=True).order
+    return _laid_out(plan, order, lasts, delays, paired)
+
+
+def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]:
+    """Return how long a trace's actions, values and overlapped pairs took; nine digits, because sums are rounded."""
+    bound = trace.plan.bound
+    lasts = [0.0] * len(bound.codes.kind)
+    paired: dict[int, float] = {}
+    for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
+        for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
+            lasts[code] = float(f"{end - start:.9g}")
+            if code in bound.pairs and starts[index + 1] == start and end > start:
+                paired[code] = lasts[code]
+    delays = [0.0] * (bound.codes.always + 1)
+    if trace.source == "simulated":
+        for each in trace.transfers:
+            code = bound.codes.code(each.giver)
+            delays[bound.codes.gives[code]] = float(f"{each.end - each.start:.9g}")
+    return lasts, delays, paired
+
+
+def _laid_out(
+    plan: Plan, order: Sequence[int], lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float]
+) -> Work:
+    bound, codes = plan.bound, plan.bound.codes
+    if not paired:  # micro-batch after micro-batch, so that lines and caps, too, lead from earlier to later jobs
+        order = sorted(order, key=lambda code: (codes.kind[code] == "R", codes.microbatch[code]))
+    jobs: list[Job] = []
+    job_of: dict[int, int] = {}
+    listed = iter(order)
+    for code in listed:
+        both = (code, next(listed)) if code in paired else (code,)
+        needs = [need for each in both for need in _needs(bound, each, job_of, delays)]
+        ranks = tuple(bound.reduces[code]) if codes.kind[code] == "R" else (bound.rank_of[code],)
+        job_of.update(dict.fromkeys(both, len(jobs)))
+        jobs.append(Job(both, ranks, paired.get(code, lasts[code]), tuple(needs)))
+    activations: list[list[tuple[int, int]]] = [[] for _ in bound.rows]
+    for row, held in zip(bound.rows, activations, strict=True):
+        for code in row:
+            if codes.releases[code]:
+                held.append((job_of[codes.sibling(code, "F")], job_of[code]))
+    lines = () if paired else _lines(plan, jobs)
+    return Work(plan, tuple(jobs), tuple(map(tuple, activations)), lines)
+
+
+def _needs(bound: BoundPlan, code: int, job_of: dict[int, int], delays: Sequence[float]) -> list[tuple[int, float]]:
+    """Return the jobs that an action waits for, and how long their values travel."""
+    if bound.codes.kind[code] == "R":
+        givers = (giver for value in bound.codes.all_needs(code) for giver in bound.codes.givers(value))
+        return [(job_of[giver], 0.0) for giver in givers if giver in job_of]
+    rank = bound.rank_of[code]
+    return [
+        (job_of[giver], 0.0 if bound.rank_of[giver] == rank else delays[value]) for value, giver in bound.inputs(code)
+    ]
+
+
+def _lines(plan: Plan, jobs: Sequence[Job]) -> tuple[tuple[int, ...], ...]:
+    """Return the jobs of one kind and stage of all micro-batches that have the same actions, ranks and times."""
+    codes = plan.bound.codes
+    of_microbatch: dict[int, dict[tuple[str, int], int]] = {}
+    for index, job in enumerate(jobs):
+        (code,) = job.codes
+        if codes.kind[code] != "R":
+            of_microbatch.setdefault(codes.microbatch[code], {})[codes.kind[code], codes.stage[code]] = index
+    alike: dict[tuple[object, ...], list[dict[tuple[str, int], int]]] = {}
+    for found in of_microbatch.values():
+        mine = sorted(found.items())
+        lags = (tuple(lag for _, lag in jobs[index].needs) for _, index in mine)
+        same = tuple((key, jobs[index].ranks, jobs[index].time) for key, index in mine)
+        alike.setdefault((same, *lags), []).append(found)
+    return tuple(tuple(found[key] for found in group) for group in alike.values() if len(group) > 1 for key in group[0])
+
+
+def _one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:
+    """Return how long a rank's jobs take at least, each given as (earliest start, time, time after it).
+
+    Whenever a job could start, the one with the longest time after it runs, even if another one is interrupted: that is
+    the best order if interruptions cost nothing.
+    """
+    coming = sorted(jobs, reverse=True)
+    waiting: list[tuple[float, float]] = []  # (-time after it, what is left of it)
+    now = best = 0.0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, coming[-1][0])
+        while coming and coming[-1][0] <= now:
+            _, time, tail = coming.pop()
+            heappush(waiting, (-tail, time))
+        tail, left = waiting[0]
+        interrupted = coming[-1][0] if coming else inf
+        if now + left <= interrupted:
+            heappop(waiting)
+            now += left
+            best = max(best, now - tail)
+        else:
+            heapreplace(waiting, (tail, left - (interrupted - now)))
+            now = interrupted
+    return best
+
+
+def _held(work: Work, rank: int, cap: int, heads: Sequence[float], tails: Sequence[float]) -> float:
+    """Return how long a rank takes at least because it holds only `cap` activations at a time.
+
+    Each is held from its forward to its release. Laid end to end, `cap` beside each other, all of them fill this time.
+    """
+    held = work.activations[rank]
+    if len(held) <= cap:
+        return 0.0
+    at_least = _residences(work, held)
+    return min(heads[made] for made, _ in held) + sum(at_least) / cap + min(tails[released] for _, released in held)
+
+
+def _residences(work: Work, held: Sequence[tuple[int, int]]) -> list[float]:
+    """Return how long each activation is held at least: the longest path from its forward to its release."""
+    jobs = work.jobs
+    first_of = {made: line[0] for line in work.lines for made in line}
+    found: dict[int, float] = {}
+    for made, released in held:
+        if first_of.get(made, made) in found:  # of a micro-batch that is like this one
+            continue
+        longest = {released: jobs[released].time}  # by job: from its start to the release
+        pending = [-released]
+        while pending:  # each job after all that need it, and none from before the forward
+            after = -heappop(pending)
+            for before, lag in jobs[after].needs:
+                if before >= made:
+                    if before not in longest:
+                        heappush(pending, -before)
+                    longest[before] = max(longest.get(before, 0.0), jobs[before].time + lag + longest[after])
+        found[first_of.get(made, made)] = longest[made]
+    return [found[first_of.get(made, made)] for made, _ in held]

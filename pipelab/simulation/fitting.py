@@ -1,0 +1,216 @@
+"""Costs from measurements: of a trace, how long its actions and transfers took; of batches, how long their parts do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
+from statistics import fmean, median
+from typing import Any
+
+from pipelab.errors import CostError, require_size
+from pipelab.plan.fault import shorten
+from pipelab.simulation.links import finite
+from pipelab.trace.trace import Trace
+
+__all__ = ["fitted", "shares"]
+
+_FEW = 3
+"""From fewer measured transfers of one stage than this, no time of its own is fitted: those of all stages count."""
+
+Spans = dict[tuple[str, int], list[float]]
+"""By kind and stage, how long its actions took, or what they gave travelled; a pair in one slot has the kind "pair"."""
+
+
+def fitted(trace: Trace, split: Trace | float | None, typical: str) -> dict[str, Any]:
+    """Return the arguments of a `Cost` per stage that predicts a trace; see `Cost.fit`."""
+    if not isinstance(trace, Trace):
+        raise TypeError(f"Cost.fit takes a trace, from step.trace or simulate, got {shorten(trace)}")
+    if typical not in ("median", "mean"):
+        raise CostError(f"typical={shorten(typical)}: expected 'median' or 'mean'")
+    middle = fmean if typical == "mean" else median
+    moved, between = _transfers(trace)
+    times = {each: middle(spans) for each, spans in _spans(trace, moved, between).items()}
+    ratio = 1.0
+    if isinstance(split, Trace):
+        halves = _halves_of(split, trace, middle)
+        times = {each: time for each, time in times.items() if each[0] not in "IW"} | halves
+    elif split is not None:
+        given = finite(split) if not isinstance(split, bool) else None
+        if given is None and not isinstance(split, (int, float)):
+            raise TypeError(f"split={shorten(split)}: expected the ratio (I + W) / B, or a trace with split backwards")
+        if not given:
+            raise CostError(f"split={split}: expected a ratio (I + W) / B above 0, such as 1.1")
+        ratio = given
+    stages = range(trace.plan.stages)
+    measured = trace.source == "measured"
+    for stage in stages:
+        own = 1.0 if measured and stage == 0 else ratio  # no input gradient is asked for there, so nothing is split
+        _complete(times, stage, own)
+    found: dict[str, Any] = {
+        name: [times.get((kind, stage), 0.0) for stage in stages]
+        for name, kind in (("forward", "F"), ("backward", "B"), ("pair", "pair"), ("all_reduce", "R"))
+        if kind in {each for each, _ in times}
+    }
+    if split is not None or any(kind == "I" for kind, _ in times):
+        for name, kind in (("input_grad", "I"), ("weight_grad", "W")):
+            found[name] = [times.get((kind, stage), 0.0) for stage in stages]
+    nothing: dict[str, Any] = {"forward": 0, "backward": 0}
+    first = {"first_stage": "as-run"} if measured else {}
+    return {**nothing, **found, **first, **_travel(moved, trace, middle), "unit": trace.unit}
+
+
+def _complete(times: dict[tuple[str, int], float], stage: int, ratio: float) -> None:
+    """Fill in a whole backward from its halves, and halves from a whole one."""
+    both, whole = [("I", stage), ("W", stage)], ("B", stage)
+    if whole in times and both[0] not in times:
+        times.update(dict.fromkeys(both, times[whole] * ratio / 2))
+    elif both[0] in times and whole not in times:
+        times[whole] = sum(times.get(each, 0.0) for each in both) / ratio
+
+
+def _halves_of(split: Trace, trace: Trace, middle: Callable[[list[float]], float]) -> dict[tuple[str, int], float]:
+    """Return the typical times of `I` and `W` in a second trace."""
+    if split.plan.stages != trace.plan.stages:
+        raise CostError(
+            f"split is a trace of {split.plan.stages} stages, and the first one has {trace.plan.stages}: fit two "
+            "traces of the same stages"
+        )
+    spans = _spans(split, *_transfers(split))
+    halves = {each: middle(times) for each, times in spans.items() if each[0] in ("I", "W")}
+    if not halves:
+        raise CostError(
+            f"split is a trace of {split.name}, which has no I and W: run one that splits backwards, such as zb-h1, or "
+            "give the ratio (I + W) / B"
+        )
+    return halves
+
+
+def _transfers(trace: Trace) -> tuple[Spans, float]:
+    """Return how long the values that each stage's `F`, and its `B` or `I`, gave travelled to another rank.
+
+    In a measured trace, only values that left when their receiver was idle and waited for nothing else show it: from
+    then until the receiver started, less what usually lies between two actions. That is returned too.
+    """
+    found: Spans = defaultdict(list)
+    if trace.source == "simulated":
+        for each in trace.transfers:
+            found["F" if each.giver.kind == "F" else "B", each.giver.stage or 0].append(each.end - each.start)
+        return found, 0.0
+    codes = trace.plan.bound.codes
+    between = []
+    for _, start, before, inputs in _actions(trace):
+        left, giver, away = max(inputs, default=(-inf, 0, False))
+        if away and left > before:
+            found["F" if codes.kind[giver] == "F" else "B", codes.stage[giver]].append(start - left)
+        elif before > -inf and not any(away for _, _, away in inputs):
+            between.append(start - before)
+    usual = median(between) if between else 0.0
+    return {each: [max(time - usual, 0.0) for time in times] for each, times in found.items()}, usual
+
+
+def _actions(trace: Trace) -> Iterator[tuple[int, float, float, list[tuple[float, int, bool]]]]:
+    """Yield every action but `R`: code, start, end of the one before it, and by input its end, giver, whether away."""
+    bound = trace.plan.bound
+    ended = {
+        code: end for row, ends in zip(bound.rows, trace.ends, strict=True) for code, end in zip(row, ends, strict=True)
+    }
+    for rank, row in enumerate(bound.rows):
+        before = -inf
+        for code, start, end in zip(row, trace.starts[rank], trace.ends[rank], strict=True):
+            if bound.codes.kind[code] != "R":
+                givers = (giver for _, giver in bound.inputs(code))
+                yield code, start, before, [(ended[giver], giver, bound.rank_of[giver] != rank) for giver in givers]
+            before = end
+
+
+def _spans(trace: Trace, moved: Spans, between: float) -> Spans:
+    """Return how long the actions took.
+
+    In a measured trace, since the action before it ended, if the inputs were there; of those that waited for a value,
+    the last part is counted that usually lies between two actions: the rest was the wait.
+    """
+    bound = trace.plan.bound
+    kind, stage = bound.codes.kind, bound.codes.stage
+    since: dict[int, float] = {}
+    if trace.source == "measured":
+        times = [time for each in moved.values() for time in each]
+        travel = median(times) if times else 0.0
+        for code, start, before, inputs in _actions(trace):
+            there = max((end + travel * away for end, _, away in inputs), default=-inf)
+            if max(there, before) > -inf:
+                since[code] = before if before >= there else max(before, start - between)
+    spans: Spans = defaultdict(list)
+    for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
+        previous = -1
+        for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
+            if previous in bound.pairs and starts[index - 1] == start and end > start:
+                spans["F", stage[previous]].pop()
+                spans["pair", stage[previous]].append(end - start)
+            else:
+                spans[kind[code], stage[code]].append(end - since.get(code, start))
+            previous = code
+    return spans
+
+
+def _travel(moved: Spans, trace: Trace, middle: Callable[[list[float]], float]) -> dict[str, Any]:
+    """Return latency and, where some stages' values travel longer, their bytes at a bandwidth of 1."""
+    times = [time for each in moved.values() for time in each]
+    if not times:
+        return {}
+    enough = _FEW if trace.source == "measured" else 1
+    usual = middle(times)
+    typical = {each: middle(spans) if len(spans) >= enough else usual for each, spans in moved.items()}
+    latency = min(typical.values())
+    if max(typical.values()) == latency:
+        return {"latency": latency}
+    stages = range(trace.plan.stages)
+    sizes = {
+        name: [typical.get((kind, stage), latency) - latency for stage in stages]
+        for name, kind in (("activation_bytes", "F"), ("boundary_gradient_bytes", "B"))
+    }
+    return {"latency": latency, "bandwidth": 1, **sizes}
+
+
+def shares(times: Mapping[str, Any], count: int, fixed: Any = 0) -> dict[str, Any]:
+    """Return what one of `count` micro-batches takes, from the times of a whole batch; see `Cost.shared`.
+
+    A time is a line over the rows: `fixed + work / count`. From two points, the whole and its part `1 / cut`, follows
+    any other.
+    """
+    if not isinstance(fixed, Mapping):
+        stays = finite(fixed)
+        if stays is None:
+            raise CostError(f"fixed={shorten(fixed)}: expected a time, 0 or more, or {{n: cost}}")
+        return {
+            name: _each(name, lambda whole: min(stays, whole) + (whole - min(stays, whole)) / count, value)
+            for name, value in times.items()
+        }
+    cut, part = next(iter(fixed.items()), (1, None))
+    if len(fixed) != 1 or not all(hasattr(part, name) for name in times) or require_size("fixed", cut) == 1:
+        raise CostError(f"fixed={shorten(fixed)}: expected {{n: cost}}, one cost with the batch cut into n, 2 or more")
+    far = cut * (count - 1) / (count * (cut - 1))
+    return {
+        name: _each(name, lambda whole, less: whole + (less - whole) * far, value, getattr(part, name))
+        for name, value in times.items()
+    }
+
+
+def _each(name: str, scaled: Callable[..., float], *values: Any) -> Any:
+    """Return a time scaled: a number, one number per stage, or a function, as it was given."""
+    if all(value is None for value in values):
+        return None
+    if len(values) == 1 and callable(values[0]):
+        return lambda microbatch, stage: scaled(values[0](microbatch, stage))
+    listed = [value if isinstance(value, Sequence) else (value,) for value in values]
+    if len(set(map(len, listed))) > 1 or any(finite(number) is None for each in listed for number in each):
+        raise CostError(
+            f"{name}={shorten(values[0])}, and {shorten(values[1])} in fixed: fit both from the same stages"
+        )
+    made = tuple(scaled(*numbers) for numbers in zip(*listed, strict=True))
+    if min(made) < 0:
+        raise CostError(
+            f"{name} would be {min(made):.3g}: it is {shorten(values[0])} for the whole batch and {shorten(values[1])} "
+            "for the part in fixed, so it shrinks faster than the rows; measure a finer cut and give that"
+        )
+    return made if isinstance(values[0], Sequence) else made[0]

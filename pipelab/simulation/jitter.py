@@ -1,0 +1,215 @@
+"""Slow ranks and noise: how much longer a plan may take than its costs say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log, sqrt
+from typing import TYPE_CHECKING, Any
+
+from pipelab.checking.checker import ScheduleLike, as_plan
+from pipelab.errors import CostError, UsageError, clean, require_size
+from pipelab.plan.binding import NO_RANK
+from pipelab.plan.bound import BoundPlan
+from pipelab.plan.fault import shorten
+from pipelab.plan.order import traverse
+from pipelab.plan.plan import Plan
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
+from pipelab.simulation.links import finite
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Jitter", "jitter"]
+
+_NUMBERS_AT_ONCE = 1 << 24
+"""How many times are held at once; more draws run in blocks. A part of the meaning of a seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """How long a plan took in many draws. Made by `jitter`.
+
+    Attributes:
+        name: the plan's name.
+        unit: the unit of all times.
+        makespans: the makespan of each draw, in the order of the draws.
+        undisturbed: the makespan without slow ranks and noise.
+        waits: for each rank, how much longer it was idle than undisturbed, the mean of all draws.
+    """
+
+    name: str
+    unit: str
+    makespans: tuple[float, ...]
+    undisturbed: float
+    waits: tuple[float, ...]
+
+    @property
+    def hurt(self) -> int:
+        """The rank that loses most: the one that is idle longest beyond what it was undisturbed."""
+        return max(range(len(self.waits)), key=self.waits.__getitem__)
+
+    @property
+    def mean(self) -> float:
+        """The mean of the makespans."""
+        return sum(self.makespans) / len(self.makespans)
+
+    def quantile(self, q: float) -> float:
+        """Return the makespan that a share `q` of the draws does not exceed; between two draws, on their line.
+
+        Example:
+            >>> Jitter("a plan", "", (3.0, 1.0, 2.0), 1.0, (0.0,)).quantile(0.75)
+            2.5
+
+        Raises:
+            UsageError: if `q` is not a number from 0 to 1.
+        """
+        share = finite(q)
+        if share is None or share > 1:
+            raise UsageError(f"q={shorten(q)}: expected a number from 0 to 1, such as 0.95")
+        ordered = sorted(self.makespans)
+        below, part = divmod(share * (len(ordered) - 1), 1)
+        low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
+        return low + part * (high - low)
+
+    def __repr__(self) -> str:
+        unit = f" {clean(self.unit)}" if self.unit else ""
+        low, middle, high = map(self.quantile, (0.05, 0.5, 0.95))
+        return (
+            f"<{len(self.makespans)} draws of {clean(self.name)}: makespan {middle:.4g}{unit}, 90% between {low:.4g} "
+            f"and {high:.4g}; undisturbed {self.undisturbed:.4g}; rank {self.hurt} waits "
+            f"{self.waits[self.hurt]:.4g} more>"
+        )
+
+
+def jitter(
+    plan_or_schedule: Plan | ScheduleLike,
+    cost: Cost | None = None,
+    *,
+    spread: float = 0.1,
+    slow: Mapping[int, float] | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+) -> Jitter:
+    """Simulate a plan many times, each action with noise on its time and some ranks slower than others.
+
+    Each time is multiplied by a random factor of its own, log-normal with mean 1 and standard deviation `spread`, so
+    the mean work stays the same. The order of the actions stays too, and transfers have no noise. What a rank waits for
+    then comes late in some draws and not early enough in others, so the mean makespan grows.
+
+    Args:
+        plan_or_schedule: the plan or schedule.
+        cost: how long actions and transfers take undisturbed; by default forward 1, backward 2 and free transfers.
+        spread: the standard deviation of an action's time, as a share of it; 0 for no noise.
+        slow: by rank, how many times as long its actions take.
+        draws: how many simulations; all run at once, with NumPy.
+        seed: of the random numbers. The same arguments give the same draws, on the same version of NumPy.
+
+    Example:
+        >>> import pipelab
+        >>> straggling = pipelab.jitter(pipelab.OneFOneB(4, 8), spread=0, slow={3: 1.2}, draws=1)
+        >>> straggling.undisturbed, round(straggling.makespans[0], 1), straggling.hurt
+        (33.0, 37.8, 0)
+        >>> noisy = pipelab.jitter(pipelab.OneFOneB(8, 64), spread=0.1)
+        >>> 213 < noisy.quantile(0.05) < noisy.mean < noisy.quantile(0.95) < 240
+        True
+
+    Raises:
+        ScheduleError: if the plan has faults.
+        UsageError: if a rank in `slow` is none of the plan's, or a number is not possible; if NumPy is not installed.
+        CostError: if the cost has a slow-down beside transfers, or transfers in queues: what happens meanwhile then
+            depends on the draw.
+    """
+    cost = Cost() if cost is None else cost
+    plan = as_plan(plan_or_schedule)
+    factors = [1.0] * plan.ranks
+    for rank, factor in (slow or {}).items():
+        number = finite(factor)
+        if rank not in range(plan.ranks) or number is None:
+            raise UsageError(
+                f"slow={shorten(slow)}: expected ranks from 0 to {plan.ranks - 1}, each with a factor of 0 or more, "
+                f"such as {{{plan.ranks - 1}: 1.2}}"
+            )
+        factors[rank] = number
+    deviation = finite(spread)
+    if deviation is None:
+        raise UsageError(f"spread={shorten(spread)}: expected a number, 0 or more, such as 0.1 for 10 %")
+    draws = require_size("draws", draws)
+    undisturbed = simulate(plan, cost)
+    if cost.slowdown > 1 or cost.transfers != "arrive":
+        raise CostError(
+            f"jitter cannot draw with slowdown={cost.slowdown:g} and transfers={cost.transfers!r}: use simulate, or "
+            "slowdown=1 and transfers='arrive'"
+        )
+    try:
+        import numpy
+    except ImportError as error:
+        raise UsageError("jitter draws with NumPy, which is not installed\n  try: pip install numpy") from error
+    random = numpy.random.default_rng(seed)
+    block = max(1, _NUMBERS_AT_ONCE // plan.bound.codes.always)
+    makespans: list[float] = []
+    idle = numpy.zeros(plan.ranks)
+    for first in range(0, draws, block):
+        ends, busy = _drawn(undisturbed.plan, cost, factors, deviation, min(block, draws - first), random)
+        makespans += ends.tolist()
+        idle += (ends - busy).sum(axis=1)
+    before = [undisturbed.makespan - busy for busy in undisturbed.busy]
+    waits = tuple(now / draws - then for now, then in zip(idle.tolist(), before, strict=True))
+    return Jitter(plan.name, cost.unit, tuple(makespans), undisturbed.makespan, waits)
+
+
+def _drawn(
+    plan: Plan, cost: Cost, factors: list[float], spread: float, draws: int, random: Any
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the makespans of some draws, and by rank and draw, how long it was working."""
+    import numpy
+
+    bound, codes = plan.bound, plan.bound.codes
+    delay = codes.by_value(*cost.transfer_times(plan))
+    lasts, paired = codes.by_code(cost.times(plan)), cost.pair_times(plan) if bound.pairs else None
+    sigma = sqrt(log(1 + spread**2))
+    busy_sender = cost.sender == "busy"
+    zero = numpy.zeros(draws)
+    ready: dict[int, Any] = {codes.always: zero}  # by value
+    free = [zero] * plan.ranks
+    busy = numpy.zeros((plan.ranks, draws))
+    last = zero
+    for slot in _units(bound, paired is not None):
+        code = slot[0]
+        group = bound.reduces[code] if codes.kind[code] == "R" else [bound.rank_of[code]]
+        inputs = [(value, giver) for each in slot for value, giver in bound.inputs(each)]
+        starts = [free[rank] for rank in group]
+        starts += [ready[value] + delay[value] for value, giver in inputs if bound.rank_of[giver] != group[0]]
+        start = starts[0]
+        for other in starts[1:]:
+            start = numpy.maximum(start, other)
+        work = paired[codes.slot[code]] if paired is not None and len(slot) > 1 else lasts[code]
+        work *= max(factors[rank] for rank in group)
+        if spread:
+            work = work * numpy.exp(sigma * random.standard_normal(draws) - sigma**2 / 2)
+        end = start + work
+        last = numpy.maximum(last, end)
+        for rank in group:
+            busy[rank] += work
+            free[rank] = end
+        if codes.kind[code] != "R":
+            for each in slot:
+                value = codes.gives[each]
+                ready[value] = end
+                if busy_sender and any(bound.rank_of[each] not in (NO_RANK, group[0]) for each in codes.needers(value)):
+                    free[group[0]] = numpy.maximum(free[group[0]], end + delay[value])
+    return last, busy
+
+
+def _units(bound: BoundPlan, as_one: bool) -> list[list[int]]:
+    """Return what runs as one, in an order in which everything comes after what it needs."""
+    if not as_one:
+        return [[code] for code in traverse(bound).order]
+    units: list[list[int]] = []
+    for code in traverse(bound, atomic_pairs=True).order:  # a pair's backward comes right after its forward
+        if units and units[-1][-1] in bound.pairs:
+            units[-1].append(code)
+        else:
+            units.append([code])
+    return units

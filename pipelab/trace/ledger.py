@@ -1,0 +1,183 @@
+"""Why ranks were idle: every idle time of a trace with its reason, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from pipelab.plan.actions import Action
+from pipelab.trace.waits import Waits, before_slot
+
+if TYPE_CHECKING:
+    from pipelab.draw.table import Table
+    from pipelab.trace.trace import Trace
+
+__all__ = ["MEANINGS", "REASONS", "Idle", "Ledger", "Reason", "idle_times"]
+
+Reason = Literal["fill", "dependency", "behind another transfer", "transfer", "order", "all-reduce", "drain"]
+
+REASONS: tuple[Reason, ...] = get_args(Reason)
+"""Why a rank is idle, in the order in which they follow one another: each idle moment has exactly one reason."""
+
+MEANINGS: dict[Reason, str] = {
+    "fill": "The rank has not begun yet.",
+    "dependency": "A value that it needs is not computed yet.",
+    "behind another transfer": "The value is computed, and its transfer waits for others.",
+    "transfer": "The value is on its way.",
+    "order": "All values are there: the machine was late, or busy with something that the trace does not show.",
+    "all-reduce": "Another rank has not reached the all-reduce yet.",
+    "drain": "The rank has done all of its actions.",
+}
+"""What each reason means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A time in which a rank did nothing, for one reason.
+
+    Attributes:
+        rank: the rank.
+        start: when it began, in the trace's unit.
+        end: when it ended.
+        reason: one of `REASONS`.
+        needer: the action that the rank ran next; `None` after its last one.
+        giver: the action whose value came last, or which kept another rank from an all-reduce; `None` if there is none.
+    """
+
+    rank: int
+    start: float
+    end: float
+    reason: Reason
+    needer: Action | None = None
+    giver: Action | None = None
+
+    @property
+    def duration(self) -> float:
+        """How long it was."""
+        return self.end - self.start
+
+
+def idle_times(trace: Trace) -> tuple[Idle, ...]:
+    """Return every idle time, rank by rank, in order. Their sum is the ranks' makespans without their busy times.
+
+    Example:
+        >>> import pipelab
+        >>> for idle in idle_times(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))):
+        ...     print(idle.rank, idle.start, idle.end, idle.reason, idle.needer, idle.giver)
+        0 1.0 4.0 dependency 0B0 1B0
+        1 0.0 1.0 fill 1F0 0F0
+        1 4.0 6.0 drain None None
+    """
+    found = Waits(trace)
+    return tuple(idle for rank in range(trace.ranks) for idle in _of_rank(trace, found, rank))
+
+
+def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
+    """Yield the idle times of one rank."""
+    action = trace.plan.bound.codes.action
+    row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
+    free = trace.start
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if start > free:
+            needs = found.needs(rank, index)
+            last = max(needs, key=lambda need: need.there, default=None)
+            who = (action(row[index]), action(last.giver) if last is not None and last.there > free else None)
+            reduces = trace.plan.bound.codes.kind[row[index]] == "R"
+            parts: list[tuple[Reason, float]]
+            if before_slot(trace, rank, index) < 0:
+                parts = [("fill", start)]
+            elif reduces:
+                parts = [("all-reduce", max((need.there for need in needs), default=free))]
+            else:
+                moved = [need.transfer.start for need in needs if need.transfer]
+                parts = [
+                    ("dependency", max((need.ended for need in needs), default=free)),
+                    (
+                        "behind another transfer",
+                        max(moved, default=free),
+                    ),
+                    ("transfer", max((need.there for need in needs), default=free)),
+                ]
+            for reason, until in (*parts, ("order", start)):
+                if (until := min(until, start)) > free:
+                    yield Idle(rank, free, until, reason, *who)
+                    free = until
+        free = max(free, end)
+    if trace.end > free:
+        yield Idle(rank, free, trace.end, "drain" if row else "fill")
+
+
+@dataclass(frozen=True)
+class Ledger(Sequence[Mapping[Reason, float]]):
+    """Where the time of every rank went: work, and idle time by reason, in the trace's unit.
+
+    `ledger[rank]` is a dict from reason to time, with the reasons that the rank has; the times add up to the makespan
+    without the rank's busy time.
+
+    Attributes:
+        work: for each rank, how long it was busy.
+        idle: for each rank, its idle time by reason.
+        makespan: of the trace.
+        unit: of all times.
+
+    Example:
+        >>> import pipelab
+        >>> ledger = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).ledger
+        >>> ledger[1]
+        {'fill': 1.0, 'dependency': 6.0, 'drain': 2.0}
+        >>> print(ledger)
+        rank  work  fill  dependency  drain  idle  idle share
+        0       24     -           9      -     9      27.3 %
+        1       24     1           6      2     9      27.3 %
+        2       24     2           3      4     9      27.3 %
+        3       24     3           -      6     9      27.3 %
+        all     96     6          18     12    36      27.3 %
+        <BLANKLINE>
+        4 ranks x 33 = 132 = work 96 + fill 6 + dependency 18 + drain 12
+    """
+
+    work: tuple[float, ...]
+    idle: tuple[dict[Reason, float], ...]
+    makespan: float
+    unit: str = ""
+
+    @classmethod
+    def of(cls, trace: Trace) -> Ledger:
+        """Return a trace's ledger."""
+        idle: list[dict[Reason, float]] = [{} for _ in range(trace.ranks)]
+        for each in trace.idle:
+            idle[each.rank][each.reason] = idle[each.rank].get(each.reason, 0.0) + each.duration
+        return cls(trace.busy, tuple(idle), trace.makespan, trace.unit)
+
+    @property
+    def total(self) -> dict[Reason, float]:
+        """The idle time of all ranks together, by reason."""
+        return {
+            reason: sum(row.get(reason, 0.0) for row in self.idle)
+            for reason in REASONS
+            if any(reason in row for row in self.idle)
+        }
+
+    @property
+    def table(self) -> Table:
+        """A row for each rank and one for all, as a table: `ledger.table.save("ledger.csv")`."""
+        from pipelab.draw import why
+
+        return why.ledger_table(self)
+
+    def __len__(self) -> int:
+        """Return the number of ranks."""
+        return len(self.idle)
+
+    def __getitem__(self, rank: int) -> dict[Reason, float]:  # type: ignore[override]  # no slices
+        """Return a rank's idle time by reason."""
+        return self.idle[rank]
+
+    def __str__(self) -> str:
+        """Return the sum in one line, and the table."""
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return self.table._repr_html_()

@@ -1,0 +1,146 @@
+"""The report, claim by claim: right values, how they follow, and verdicts."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from pipelab.labs.report import claim as course
+from pipelab.labs.report.claim import READINGS, rows, verdict
+from pipelab.labs.report.claims import CLAIMS
+
+PER_STAGE, PER_STAGE_IN_ALL, SPLIT, SPLIT_IN_ALL = READINGS
+
+BY_ABOUT = {claim.about.partition(" for ")[0]: claim for claim in CLAIMS}
+
+VERDICTS = {
+    "The batch": "right under one reading",
+    "Total time": "right under one reading",
+    "Speed-up on 4 GPUs": "wrong",
+    "Speed-up, elsewhere": "wrong",
+    "Bubble of GPipe": "wrong",
+    "Bubble of 1F1B": "wrong",
+    "Communication": "wrong",
+    "Peak memory": "right under one reading",
+    "Ring all-reduce, from 2 to 4, 8, 16 replicas": "wrong",
+    "Table 1, compute": "right under one reading",
+    "Table 1, communication": "wrong",
+    "Table 1, total": "wrong",
+    "Table 1, speed-up": "wrong",
+    "Table 2, warm-up": "right under one reading",
+    "Table 2, steady state": "right under one reading",
+    "Table 2, cooldown": "right under one reading",
+    "Table 2, total": "wrong",
+    "Table 3, steps": "right",
+    "Table 3, time": "right under one reading",
+    "Table 3, share": "wrong",
+    "Measured, one GPU": "right under one reading",
+    "Measured, four GPUs": "right under one reading",
+    "Measured, communication": "wrong",
+    "Measured, peak memory": "wrong",
+}
+
+
+def total(reading, stages, replicas, microbatches, step=20):
+    """Return what a pipeline with an all-reduce takes, from the closed form."""
+    share, each = (stages if reading.split else 1), microbatches // (replicas if reading.in_all else 1)
+    return (each + stages - 1) * 130 / share + 2 * (replicas - 1) * step
+
+
+def alone(reading, stages, replicas, microbatches):
+    """Return what one device takes for the same work."""
+    return microbatches * (1 if reading.in_all else replicas) * (1 if reading.split else stages) * 130
+
+
+def test_every_claim_has_its_verdict():
+    assert {about: verdict(claim) for about, claim in BY_ABOUT.items()} == VERDICTS
+
+
+@pytest.mark.parametrize("reading", READINGS, ids=str)
+def test_totals_and_speed_ups_are_those_of_the_closed_forms(reading):
+    (time,), (times,) = BY_ABOUT["Total time"].value(reading), BY_ABOUT["Speed-up on 4 GPUs"].value(reading)
+    assert time == total(reading, 2, 2, 8)
+    assert times == pytest.approx(alone(reading, 2, 2, 8) / total(reading, 2, 2, 8))
+    assert BY_ABOUT["Communication"].value(reading) == [pytest.approx(100 * 40 / total(reading, 2, 2, 8))]
+    assert BY_ABOUT["Table 1, total"].value(reading) == [total(reading, 2, 2, count) for count in (2, 4, 8, 16)]
+    assert BY_ABOUT["Table 1, speed-up"].value(reading) == [
+        pytest.approx(alone(reading, 2, 2, count) / total(reading, 2, 2, count)) for count in (2, 4, 8, 16)
+    ]
+    assert BY_ABOUT["Table 3, share"].value(reading) == [
+        pytest.approx(100 * 40 * (count - 1) / total(reading, 2, count, 8)) for count in (1, 2, 4, 8)
+    ]
+
+
+@pytest.mark.parametrize("reading", [PER_STAGE, SPLIT], ids=str)
+def test_the_phases_of_a_deeper_pipeline_add_up_to_its_total(reading):
+    phases = [BY_ABOUT[f"Table 2, {phase}"].value(reading) for phase in ("warm-up", "steady state", "cooldown")]
+    expected = [total(reading, stages, 1, 8) for stages in (1, 2, 4, 8)]
+    assert BY_ABOUT["Table 2, total"].value(reading) == expected == [sum(each) for each in zip(*phases, strict=True)]
+
+
+def test_gpipe_and_1f1b_have_one_bubble_and_different_peaks():
+    for reading, bubble, peaks in ((PER_STAGE, 1 / 9, [20, 80]), (SPLIT_IN_ALL, 1 / 5, [20, 40])):
+        for kind in ("GPipe", "1F1B"):
+            assert BY_ABOUT[f"Bubble of {kind}"].value(reading) == [pytest.approx(100 * bubble)]
+        assert BY_ABOUT["Peak memory"].value(reading) == peaks
+
+
+def test_each_value_follows_as_it_is_said_to():
+    for claim in CLAIMS:
+        for row in rows(claim):
+            steps = re.findall(r"([\d(][\d. x/()+\-]*|min\(\d+, \d+\) x \d+) = ([\d.]+)", row["how"])
+            assert steps, row
+            for formula, result in steps:
+                assert eval(formula.replace(" x ", " * ")) in (  # noqa: S307 - our own formulas
+                    pytest.approx(float(result), abs=0.005),
+                    pytest.approx(float(result) / 100, abs=0.0005),
+                ), row
+            last = re.findall(r"[\d.]+", row["value"])[-1]
+            assert any(float(result) == pytest.approx(float(last), abs=0.05) for _, result in steps), row
+
+
+def test_values_are_computed_from_the_setting(monkeypatch):
+    monkeypatch.setattr(course, "FORWARD", 100)
+    assert next(rows(BY_ABOUT["Total time"]))["value"] == f"{9 * 180 + 40} ms"
+    assert verdict(BY_ABOUT["Total time"]) == "wrong"
+
+
+def test_a_part_of_a_row_that_is_right_is_counted():
+    (row,) = rows(BY_ABOUT["Table 1, communication"])
+    assert row["verdict"] == "3 of 4 right"
+
+
+def test_the_command_prints_and_saves_every_claim(pipelab_command, folder):
+    names = [f"claims.{suffix}" for suffix in ("csv", "md", "tex", "html", "txt")]
+    saved = [word for name in names for word in ("-o", name)]
+    code, output, error = pipelab_command("lab", "report", *saved, "--save-figures", "figures.svg")
+    assert code == 0, error
+    prose = " ".join(output.split())
+    for number, claim in enumerate(CLAIMS, start=1):
+        assert f"{number}. {claim.about}: the report says {claim.says}: {verdict(claim)}" in prose
+    assert "these are right: 1; right under one reading: 10; wrong: 13" in prose
+    assert "one device alone 4,160 ms" in prose
+    lines = list(csv.DictReader(Path("claims.csv").read_text().splitlines()))
+    assert len(lines) == sum(len(claim.readings) for claim in CLAIMS)
+    assert {line["in_all"] for line in lines} == {"right", "wrong", "right under one reading"}
+    for name in names:
+        assert "8 in all" in Path(name).read_text()
+    assert Path("figures.svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize("option", ["-o", "--save-figures"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_command, monkeypatch, option):
+    monkeypatch.setattr(course, "text", lambda _: pytest.fail("it worked"))
+    code, _, error = pipelab_command("lab", "report", option, "claims.json")
+    assert code == 1
+    assert "use one of .csv" in error
+
+
+def test_the_documentation_shows_what_the_command_prints(pipelab_command):
+    page = Path(course.__file__).parents[3] / "docs" / "labs.md"
+    (shown,) = re.findall(r"```console\n\$ pipelab lab report\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
+    _, output, _ = pipelab_command("lab", "report")
+    assert shown == output.rstrip()

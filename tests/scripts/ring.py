@@ -1,0 +1,50 @@
+"""Ring all-reduces over processes, beside the same in one process and PyTorch's own all-reduce; and what is refused."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from facts import attempt, say
+
+import pipelab
+from pipelab.engine.collectives.codecs import CODECS
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank, ranks = dist.get_rank(), dist.get_world_size()
+generator = torch.Generator().manual_seed(0)
+
+for codec in CODECS:
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (0, 1, ranks + 1, 1000):
+            tensors = [torch.randn(size, generator=generator).to(dtype) for _ in range(ranks)]
+            here = pipelab.ring_all_reduce(tensors, codec)
+            feedback = None if here.feedback is None else here.feedback[rank : rank + 1]
+            across = pipelab.ring_all_reduce(tensors[rank], codec)
+            again = pipelab.ring_all_reduce(tensors[rank], codec, feedback=feedback)
+            twice = pipelab.ring_all_reduce(tensors, codec, feedback=here.feedback)
+            summed = tensors[rank].clone()
+            dist.all_reduce(summed)
+            say(
+                case=f"{codec} {dtype} {size}",
+                equal=torch.equal(across.tensors[0], here.tensors[rank]),
+                fed_back=torch.equal(again.tensors[0], twice.tensors[rank]),
+                alike=(across.steps, across.payload_bytes) == (here.steps, here.payload_bytes),
+                error=float((across.tensors[0] - summed / ranks).abs().max()) if size else 0.0,
+            )
+
+pair = dist.new_group([0, 2])  # its ranks are not the processes' own
+of_group = pipelab.ring_all_reduce(torch.tensor([float(rank)]), group=pair).tensors[0].item() if rank != 1 else 1.0
+say(case="group", mean=of_group)
+if rank == 1:
+    attempt("stranger", lambda: pipelab.ring_all_reduce(torch.zeros(1), group=pair))
+attempt("shapes", lambda: pipelab.ring_all_reduce(torch.zeros(3 if rank == 1 else 2)))
+attempt("codecs", lambda: pipelab.ring_all_reduce(torch.zeros(3), "int8" if rank else "fp16"))
+attempt("type", lambda: pipelab.ring_all_reduce(torch.zeros(3, dtype=torch.int64 if rank == 2 else torch.float32)))
+attempt("feedback", lambda: pipelab.ring_all_reduce(torch.zeros(3), "int8-ef", feedback=[torch.zeros(3 + (rank == 2))]))
+say(case="afterwards", mean=pipelab.ring_all_reduce(torch.tensor([rank + 1.0])).tensors[0].item())
+if rank:  # a rank that is gone ends the others' wait at once
+    attempt("gone", lambda: pipelab.ring_all_reduce(torch.zeros(3)))
+os._exit(0)  # gloo would report the broken connections

@@ -1,0 +1,144 @@
+"""No legal plan of the same actions is quicker than their lower bound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from strategies import catalogue_plans, costs, legal_cases, reduced
+
+import pipelab
+from pipelab import Cost, F, Plan, ScheduleError, compare, lower_bound, schedules, simulate
+from pipelab.errors import CostError, UsageError
+
+
+def reordered(plan, random):
+    """Return a random legal plan of the same actions on the same ranks; pairs are taken apart."""
+    graph = plan.graph()
+    lacks = {
+        action: {giver for giver, _, edge in graph.in_edges(action, data=True) if edge["kind"] == "data"}
+        for action in graph
+    }
+    rows = [[] for _ in range(plan.ranks)]
+    done = set()
+    while len(done) < len(lacks):
+        action = random.choice([each for each, givers in lacks.items() if each not in done and givers <= done])
+        done.add(action)
+        where = graph.nodes[action]
+        for rank in where.get("ranks", [where.get("rank")]):
+            rows[rank].append(action)
+    return Plan(rows, plan.stages, plan.microbatches, plan.place)
+
+
+def drawn_cost(data, plan, **more):
+    """Return a random cost, one number per stage, that all orders of a plan share."""
+    per_stage = st.lists(costs(), min_size=plan.stages, max_size=plan.stages)
+    names = ("forward", "backward", "input_grad", "weight_grad")
+    same = data.draw(st.booleans())  # costs that all stages share make ties
+    times = {name: data.draw(costs()) if same else data.draw(per_stage) for name in names}
+    reduce = [3.0 * (stage in reduced(plan)) for stage in range(plan.stages)]
+    return Cost(**times, all_reduce=reduce, latency=data.draw(st.sampled_from([0, 0.5, 3])), per="stage", **more)
+
+
+def at_most(bound, makespan):
+    return bound <= makespan * (1 + 1e-9)
+
+
+@given(legal_cases(), st.data(), st.randoms(use_true_random=False))
+def test_no_random_plan_of_the_same_actions_is_below_the_bound(case, data, random):
+    cost = drawn_cost(data, case.plan)
+    bound = lower_bound(case.plan, cost)
+    for plan in (case.plan, reordered(case.plan, random), reordered(case.plan, random)):
+        trace = simulate(plan, cost)
+        assert at_most(bound, trace.makespan)
+        assert lower_bound(plan, cost) == pytest.approx(bound)
+        assert lower_bound(trace) == pytest.approx(bound)
+        assert at_most(lower_bound(plan, cost, [max(1, peak) for peak in trace.peak_activations]), trace.makespan)
+
+
+@given(legal_cases(), st.data(), costs())
+def test_no_plan_with_pairs_in_one_slot_is_below_the_bound(case, data, pair):
+    cost = drawn_cost(data, case.plan, pair=pair)
+    try:
+        trace = simulate(case.plan, cost)
+    except ScheduleError:  # with each pair as one slot, it would deadlock
+        assume(False)
+    peaks = [max(1, peak) for peak in trace.peak_activations]
+    assert at_most(lower_bound(case.plan, cost), trace.makespan)
+    assert at_most(lower_bound(case.plan, cost, peaks), trace.makespan)
+    assert at_most(lower_bound(trace, memory_cap=peaks), trace.makespan)
+
+
+@given(catalogue_plans(), st.data(), st.randoms(use_true_random=False))
+def test_no_schedule_and_no_order_of_its_actions_is_below_the_bound(plan, data, random):
+    cost = drawn_cost(data, plan)
+    bound = lower_bound(plan, cost)
+    trace = simulate(plan, cost)
+    assert at_most(bound, trace.makespan)
+    assert at_most(lower_bound(plan, cost, trace.peak_activations), trace.makespan)
+    if plan.stages * plan.microbatches <= 24:
+        other = simulate(reordered(plan, random), cost)
+        assert at_most(bound, other.makespan)
+        assert at_most(lower_bound(plan, cost, other.peak_activations), other.makespan)
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 8), st.booleans(), st.sampled_from([0, 0.5, 3]))
+def test_no_order_of_a_greedy_policy_is_below_the_bound_of_its_memory_cap(ranks, count, cap, split, latency):
+    cost = Cost(latency=latency)
+    plan = pipelab.Greedy(ranks, count, memory_cap=cap, cost=cost, split=split).plan()
+    assert at_most(lower_bound(plan, cost, cap), simulate(plan, cost).makespan)
+
+
+@pytest.mark.parametrize("name", sorted(set(schedules) - {"naive", "delayed"}))
+def test_the_bound_is_exact_for_the_catalogues_schedules_without_latency(name):
+    plan = schedules[name](4, 8).plan()
+    assert simulate(plan).makespan == lower_bound(plan)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cost", "cap", "bound"),
+    [
+        (pipelab.OneFOneB(4, 8), Cost(), None, 33),
+        (pipelab.OneFOneB(4, 8), Cost(), 4, 33),
+        (pipelab.OneFOneB(4, 8), Cost(), 3, 39),
+        (pipelab.OneFOneB(4, 8), Cost(), 1, 96),
+        (pipelab.OneFOneB(4, 8), Cost(latency=0.5), None, 36),
+        (pipelab.ZBH1(4, 8), Cost(), 4, 27),
+        (pipelab.Interleaved1F1B(3, 4), Cost(forward=1, backward=1, per="stage"), 6, 20),
+    ],
+)
+def test_the_bound_of_known_optima(schedule, cost, cap, bound):
+    assert lower_bound(schedule, cost, cap) == bound
+
+
+def test_a_lower_cap_never_lowers_the_bound():
+    bounds = [lower_bound(pipelab.ZBH1(4, 8), memory_cap=cap) for cap in range(8, 0, -1)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == lower_bound(pipelab.ZBH1(4, 8))
+
+
+def test_a_measured_traces_actions_take_as_long_as_they_took():
+    simulated = simulate(pipelab.OneFOneB(2, 2), Cost(forward=1, backward=2))
+    measured = pipelab.Trace(simulated.plan, simulated.starts, simulated.ends, "ms", "measured")
+    assert lower_bound(measured) == 9
+    late = [[time + 100 * (rank == 1) for time in row] for rank, row in enumerate(simulated.ends)]
+    assert lower_bound(pipelab.Trace(simulated.plan, simulated.starts, late, "ms", "measured")) > 9
+
+
+def test_a_comparison_has_a_column_for_the_bound_only_if_asked():
+    subjects = (pipelab.DelayedBackward(4, 8), simulate(pipelab.ZBH2(4, 8)))
+    assert [row.bound for row in compare(*subjects).rows] == [None, None]
+    assert [row.bound for row in compare(*subjects, bound=True).rows] == [33, 27]
+    assert "163.6 %" in str(compare(*subjects, bound=True))
+    assert "bound" not in str(compare(*subjects))
+
+
+def test_what_is_no_subject_or_cap_is_refused():
+    with pytest.raises(CostError, match="own times"):
+        lower_bound(simulate(pipelab.GPipe(2, 2)), Cost())
+    with pytest.raises(TypeError, match="expected a Cost"):
+        lower_bound(pipelab.GPipe(2, 2), 3)
+    with pytest.raises(UsageError, match="memory_cap has 1 number for 2 ranks"):
+        lower_bound(pipelab.GPipe(2, 2), memory_cap=[1])
+    with pytest.raises(ScheduleError):
+        lower_bound(Plan([[F(0)]]))

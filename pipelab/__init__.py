@@ -50,6 +50,7 @@ from pipelab.catalogue import (
     schedules,
 )
 from pipelab.checking.checker import check
+from pipelab.checking.memory import Memory
 from pipelab.draw.table import Column, Table
 from pipelab.errors import (
     BatchError,
@@ -76,7 +77,7 @@ from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.simulation.jitter import Jitter, jitter
 from pipelab.simulation.links import Links, all_reduce_time
-from pipelab.simulation.memory import Memory, MemoryUse, memory_use
+from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.simulation.optimum import Optimum, optimum
 from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.trace import Event, Trace, Transfer

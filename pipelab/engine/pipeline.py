@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
+from pipelab.checking.memory import Memory
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
 from pipelab.engine.memory import stage_memory, step_memory
@@ -29,7 +29,7 @@ from pipelab.engine.verify.verify import Verification, verify
 from pipelab.errors import BatchError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
-from pipelab.simulation.memory import Memory, MemoryUse
+from pipelab.simulation.memory import MemoryUse
 
 __all__ = ["Pipeline", "Step"]
 
@@ -153,9 +153,7 @@ class Pipeline:
         state, loss = self.run(x, y)
         return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
 
-    def run(
-        self, x: Any, y: Any, only: int | None = None, watch: Callable[..., None] | None = None
-    ) -> tuple[StepState, Loss]:
+    def run(self, x: Any, y: Any, only: int | None = None) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other micro-batch's loss counts."""
         self.stages.require_same_parts()
         rows = rows_of(x, "x")
@@ -171,8 +169,7 @@ class Pipeline:
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even)
         with self._one_at_a_time, self.engine.runners.running(self.stages.modules, learning=True):
-            caller = replace(self.caller(), watch=watch)
-            state = self.engine.run(split_batch(x, counts), loss, caller, watch_nan=self.watch_nan)
+            state = self.engine.run(split_batch(x, counts), loss, self.caller(), watch_nan=self.watch_nan)
         return state, loss
 
     def forward(self, x: Any) -> Any:

@@ -118,8 +118,6 @@ def run_action(
         _refuse_nan(rank.rank, named, stage, made, value, had_nan=had_nan)
     rank.computing = False
     rank.position += 1
-    if step.caller.watch is not None:
-        step.caller.watch(rank, stage, action, made)
     return made
 
 

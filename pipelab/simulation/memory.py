@@ -1,23 +1,14 @@
-"""Memory: how many bytes a stage's parts take, and from them how many every rank holds, and when.
-
-rank 0  ██ weights, gradients, optimizer's state: always
-          ░░ activations of 0F0: from its start to the end of 0B0, or to that of 0I0
-            ▒▒ what 0I0 leaves for 0W0: to the end of 0W0
-"""
+"""How many bytes every rank holds over the time of a trace, predicted from what its stages take."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
-from pipelab.errors import CostError, UsageError
-from pipelab.plan.actions import Action, whole
-from pipelab.plan.fault import readable, shorten
+from pipelab.checking.memory import Memory
+from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 from pipelab.trace.trace import Trace
@@ -25,74 +16,7 @@ from pipelab.trace.trace import Trace
 if TYPE_CHECKING:
     from pipelab.draw.table import Table
 
-__all__ = ["Excess", "Held", "Memory", "MemoryUse", "memory_use"]
-
-Bytes = float | Sequence[float]
-"""One number for all stages, or one per stage."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """How many bytes each stage takes: of its own, and for each micro-batch.
-
-    A number holds for every stage; a list has one number per stage. `Pipeline.memory` measures them.
-
-    Attributes:
-        weights: bytes of a stage's parameters and buffers, held all the time.
-        gradients: bytes of their gradients, held from the stage's first `B` or `W` of the step on, as after
-            `optimizer.zero_grad()`.
-        optimizer: bytes of the optimizer's state, held all the time: twice the weights for Adam.
-        activations: bytes that one micro-batch's forward keeps for its backward: what autograd saves, and the stage's
-            output. Held from the start of `F` to the end of `B`, or of `I` if the backward is split.
-        for_weight_grad: bytes that `I` leaves for `W` for one micro-batch, held from `I` to the end of `W`; as many as
-            `activations` if left out. While `I` runs, the larger of both is held.
-        outputs: bytes of the model's output for one micro-batch, which the last stage keeps until the step's end.
-
-    Example:
-        >>> Memory(activations=[96, 80], weights=400).activations
-        (96, 80)
-
-    Raises:
-        CostError: if a number is negative or not finite, or a size is of another type.
-    """
-
-    weights: Bytes = 0
-    gradients: Bytes = 0
-    optimizer: Bytes = 0
-    activations: Bytes = 0
-    for_weight_grad: Bytes | None = None
-    outputs: float = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be a size; make lists immutable, and all numbers whole ones."""
-        for each in fields(self):
-            value = readable(getattr(self, each.name))
-            if value is None and each.default is None:
-                continue
-            several = isinstance(value, Sequence) and not isinstance(value, str)
-            if several and each.name == "outputs":
-                raise CostError(f"outputs={shorten(value)}: expected one number, as only the last stage keeps outputs")
-            sizes = tuple(map(_size, value if several else (value,)))
-            if not sizes or None in sizes:
-                raise CostError(f"{each.name}={shorten(value)}: expected finite numbers of bytes, 0 or more")
-            object.__setattr__(self, each.name, sizes if several else sizes[0])
-
-    def of(self, name: str, stages: int) -> list[int]:
-        """Return one of the sizes, by the attribute's name, for every stage of a plan with so many.
-
-        Raises:
-            CostError: if it is a list with another number of stages.
-        """
-        value = getattr(self, name)
-        if value is None:
-            value = self.activations
-        if isinstance(value, Sequence):
-            if len(value) != stages:
-                raise CostError(
-                    f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage"
-                )
-            return [*map(int, value)]
-        return [value] * stages
+__all__ = ["Held", "MemoryUse", "memory_use"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,43 +48,6 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Excess:
-    """A rank that holds more than its cap for a while.
-
-    Attributes:
-        rank: which rank.
-        cap: how many bytes it may hold.
-        most: how many it holds at most in this while.
-        start: when it passes the cap, in the trace's unit.
-        end: when it is back at the cap, or the trace's end.
-        action: the action with which it passes the cap; `None` if it does before the first.
-        unit: the unit of time.
-    """
-
-    rank: int
-    cap: int
-    most: int
-    start: float
-    end: float
-    action: Action | None
-    unit: str = ""
-
-    @property
-    def bytes_over(self) -> int:
-        """How many bytes it holds beyond the cap."""
-        return self.most - self.cap
-
-    def __str__(self) -> str:
-        """Return it as a sentence."""
-        since = "from the start" if self.action is None else f"since {self.action}"
-        unit = f" {self.unit}" if self.unit else ""
-        return (
-            f"rank {self.rank} holds up to {self.most:,} bytes, {self.bytes_over:,} over its cap of {self.cap:,}, "
-            f"{since}: from {self.start:g} to {self.end:g}{unit}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryUse:
     """How many bytes every rank holds, over the time of a trace: predicted or measured.
 
@@ -186,37 +73,6 @@ class MemoryUse:
     def at_peak(self) -> tuple[Held, ...]:
         """For each rank, what it holds when it first holds the most."""
         return tuple(max(curve, key=lambda held: held.total) for curve in self.curves)
-
-    def over(self, cap: float | Sequence[float]) -> tuple[Excess, ...]:
-        """Return each while in which a rank holds more than its cap, rank by rank, in order of time.
-
-        Args:
-            cap: bytes: one number, or one per rank.
-
-        Raises:
-            UsageError: if it is neither.
-        """
-        several = isinstance(cap, Sequence) and not isinstance(cap, str)
-        caps = [_size(each) for each in cap] if several else [_size(cap)] * len(self.curves)  # type: ignore[union-attr]
-        if None in caps or len(caps) != len(self.curves):
-            raise UsageError(
-                f"cap={shorten(cap)}: expected bytes, one number or one for each of {len(self.curves)} ranks"
-            )
-        return tuple(
-            each
-            for rank, (most, curve) in enumerate(zip(caps, self.curves, strict=True))
-            for each in self._excesses(rank, most or 0, curve)
-        )
-
-    def _excesses(self, rank: int, cap: int, curve: Sequence[Held]) -> Iterator[Excess]:
-        begins = 0
-        for over, group in groupby(curve, key=lambda held: held.total > cap):
-            held = list(group)
-            begins += len(held)
-            if over:
-                most = max(each.total for each in held)
-                end = curve[begins].time if begins < len(curve) else self.trace.end
-                yield Excess(rank, cap, most, held[0].time, end, held[0].action, self.trace.unit)
 
     @property
     def table(self) -> Table:
@@ -260,61 +116,29 @@ def memory_use(subject: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUs
         1           4,300    1,000      1,000      2,000          300        0
         2           4,200    1,000      1,000      2,000          200        0
         3           4,100    1,000      1,000      2,000          100        0
-        >>> print(use.over(4350)[0])
-        rank 0 holds up to 4,400 bytes, 50 over its cap of 4,350, since 0B0: from 10 to 12
 
     Raises:
         CostError: if a list of the sizes does not have one number per stage.
         ScheduleError: if a plan has faults.
-        TypeError: if `memory` is not a `Memory`.
     """
-    if not isinstance(memory, Memory):
-        raise TypeError(f"memory={shorten(memory)}: expected a Memory, such as pipelab.Memory(activations=2**20)")
     trace = subject if isinstance(subject, Trace) else simulate(subject)
     return MemoryUse(trace, tuple(_curve(trace, rank, memory) for rank in range(trace.ranks)))
 
 
 def _curve(trace: Trace, rank: int, memory: Memory) -> tuple[Held, ...]:
     """Return what a rank holds after each change."""
-    stages, bound = trace.plan.stages, trace.plan.bound
-    sizes = {each.name: memory.of(each.name, stages) for each in fields(Memory)}
-    activations, left = sizes["activations"], sizes["for_weight_grad"]
-    changes: list[tuple[float, Action, dict[str, int]]] = []
-    without_gradients = set(bound.stages_of.get(rank, ()))
-    codes = bound.codes
-    for code, start, end in zip(bound.rows[rank], trace.starts[rank], trace.ends[rank], strict=True):
-        kind, stage = codes.kind[code], codes.stage[code]
-        adds = dict.fromkeys(("activations", "gradients", "outputs"), 0)
-        frees = 0
-        if kind == "F":
-            adds["activations"] = activations[stage]
-            adds["outputs"] = sizes["outputs"][stage] if stage == stages - 1 else 0
-        elif kind == "I":
-            adds["activations"] = max(0, left[stage] - activations[stage])
-            frees = max(0, activations[stage] - left[stage])
-        elif kind in "BW":
-            frees = activations[stage] if kind == "B" else left[stage]
-            if stage in without_gradients:
-                adds["gradients"] = sizes["gradients"][stage]
-                without_gradients.remove(stage)
-        action = codes.action(code)
-        changes += [(start, action, adds), (end, action, {"activations": -frees})]
+    bound = trace.plan.bound
+    changes: list[tuple[float, int, tuple[int, int, int]]] = []
+    times = zip(bound.rows[rank], trace.starts[rank], trace.ends[rank], memory.changes(bound, rank), strict=True)
+    for code, start, end, change in times:
+        changes += [(start, code, change[:3]), (end, code, (0, -change.freed, 0))]
     changes.sort(key=lambda change: change[0])  # stable: at one time, in the row's order
-    mine = bound.stages_of.get(rank, ())
-    weights, optimizer = (sum(sizes[name][stage] for stage in mine) for name in ("weights", "optimizer"))
+    weights, optimizer = memory.always(bound, rank)
     curve = [Held(trace.start, None, weights, 0, optimizer, 0, 0)]
-    for time, action, change in changes:
-        if any(change.values()):
-            before = curve[-1]
-            now = {name: getattr(before, name) + more for name, more in change.items()}
-            curve.append(replace(before, time=time, action=action, **now))
+    for time, code, more in changes:
+        if any(more):
+            before = curve[-1].gradients, curve[-1].activations, curve[-1].outputs
+            gradients, activations, outputs = map(sum, zip(before, more, strict=True))
+            action = bound.codes.action(code)
+            curve.append(Held(time, action, weights, gradients, optimizer, activations, outputs))
     return tuple(curve)
-
-
-def _size(value: Any) -> int | None:
-    """Return a number of bytes, NumPy's too, as a whole number; `None` if it is none."""
-    number = value if isinstance(value, (int, float)) else whole(value)
-    if isinstance(number, bool) or not isinstance(number, (int, Real)):
-        return None
-    size = number if isinstance(number, int) else float(number)
-    return round(size) if math.isfinite(size) and size >= 0 else None

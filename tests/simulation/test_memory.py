@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 import pipelab
-from pipelab import Cost, CostError, Memory, UsageError, memory_use, simulate
+from pipelab import Cost, CostError, Memory, memory_use, simulate
 
 UNIT = Memory(activations=1)
 
@@ -68,32 +68,43 @@ def test_a_pair_in_one_slot_holds_both_of_its_halves():
     assert apart == together
 
 
-def test_what_passes_a_cap_is_named_with_its_time_and_its_action():
-    use = memory_use(simulate(pipelab.OneFOneB(2, 4), Cost(unit="ms")), Memory(weights=50, activations=100))
-    assert use.peaks == (250, 150)
-    first, *others = use.over(200)
-    assert (first.rank, first.cap, first.most, first.bytes_over, str(first.action)) == (0, 200, 250, 50, "0F1")
-    assert (first.start, first.end) == (1, 6)
-    assert all(each.rank == 0 for each in others)
-    assert "50 over" in str(first)
-    assert "0F1" in str(first)
-    assert use.over([250, 150]) == ()
-    assert {each.rank for each in use.over([250, 149])} == {1}
+@pytest.mark.parametrize("name", pipelab.schedules)
+def test_a_cap_in_bytes_at_the_peaks_is_kept_and_one_byte_less_is_not(name):
+    plan = pipelab.schedules[name](4, 8).plan()
+    memory = Memory(weights=7, gradients=5, optimizer=14, activations=100, for_weight_grad=130, outputs=3)
+    peaks = memory_use(plan, memory).peaks
+    assert pipelab.check(plan, memory_cap=peaks, memory=memory) == []
+    for rank in range(4):
+        caps = [peak - (other == rank) for other, peak in enumerate(peaks)]
+        (fault,) = pipelab.check(plan, memory_cap=caps, memory=memory)
+        assert (fault.code, fault.rank) == ("memory-cap", rank)
 
 
-def test_a_rank_over_its_cap_before_the_step_is_over_it_from_start_to_end():
-    use = memory_use(simulate(pipelab.GPipe(2, 2)), Memory(weights=[10, 20], activations=1))
-    (only,) = use.over(15)
-    assert (only.rank, only.action, only.start, only.end, only.most) == (1, None, 0, use.trace.end, 22)
+def test_the_first_action_that_passes_a_cap_in_bytes_is_named():
+    memory = Memory(weights=50, activations=100, gradients=7)
+    (fault,) = pipelab.check(pipelab.GPipe(1, 4), memory_cap=349, memory=memory)
+    assert (fault.position, str(fault.action)) == (2, "0F2")
+    assert "350 bytes (cap 349)" in fault.message
+    (fault,) = pipelab.check(pipelab.GPipe(1, 4), memory_cap=456, memory=memory)
+    assert (fault.position, str(fault.action)) == (4, "0B0")
+    assert "fewer forwards" in fault.hint
+    (fault,) = pipelab.check(pipelab.GPipe(1, 4), memory_cap=149, memory=memory)
+    assert "no order holds less" in fault.hint
 
 
-@pytest.mark.parametrize("cap", ["2 MiB", [1], [1, 2, 3], -1, float("nan"), [1, None]])
-def test_a_cap_that_is_no_number_of_bytes_per_rank_is_refused(cap):
-    with pytest.raises(UsageError, match="cap="):
-        memory_use(pipelab.GPipe(2, 2), UNIT).over(cap)
+def test_an_early_weight_gradient_is_the_hint_where_one_is_pending():
+    plan = pipelab.Plan.parse(["0F0 0I0 0F1 0W0 0I1 0W1"])
+    (fault,) = pipelab.check(plan, memory_cap=199, memory=Memory(activations=100))
+    assert (str(fault.action), fault.hint[:9]) == ("0F1", "run 0W0 b")
 
 
-@pytest.mark.parametrize("wrong", [-1, "x", float("inf"), [], [1, None], True])
+def test_bytes_are_counted_only_where_nothing_else_is_wrong():
+    plan = pipelab.Plan.parse(["0F0 0B0 0B0"])
+    (fault,) = pipelab.check(plan, memory_cap=1, memory=Memory(activations=[1, 2, 3]))
+    assert fault.code == "duplicate"
+
+
+@pytest.mark.parametrize("wrong", [-1, "x", float("inf"), [], [1, None]])
 def test_a_size_that_is_no_number_of_bytes_is_refused(wrong):
     with pytest.raises(CostError, match="weights"):
         Memory(weights=wrong)
@@ -102,8 +113,3 @@ def test_a_size_that_is_no_number_of_bytes_is_refused(wrong):
 def test_sizes_of_another_number_of_stages_are_refused():
     with pytest.raises(CostError, match="activations has 3 numbers for 2 stages"):
         memory_use(pipelab.GPipe(2, 2), Memory(activations=[1, 2, 3]))
-
-
-def test_something_else_than_a_memory_is_refused():
-    with pytest.raises(TypeError, match="Memory"):
-        memory_use(pipelab.GPipe(2, 2), Cost())  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["End", "Saved", "SavingHooks", "captured_gradients", "run_backward", "saving_hooks", "unpack", "will_run"]
+__all__ = ["End", "SavingHooks", "captured_gradients", "run_backward", "saving_hooks", "unpacked", "will_run"]
 
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """The function that packs a tensor that autograd saves, and the one that unpacks it."""
@@ -45,18 +45,9 @@ def saving_hooks() -> SavingHooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001, FBT003 - see above
 
 
-class Saved:
-    """What a watching hook packs a tensor into: it lives as long as autograd keeps the tensor."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()  # with the history of a node's own output, it would keep the node for ever
-
-
-def unpack(saved: Saved) -> torch.Tensor:
-    """Return a packed tensor. As it does nothing else, a backward may call it as often as it likes."""
-    return saved.tensor
+def unpacked(tensor: torch.Tensor) -> torch.Tensor:
+    """Unpack a tensor that was packed as it is: `split_backward` knows this hook, and may call it more than once."""
+    return tensor
 
 
 def will_run(node: Node) -> bool:

@@ -7,16 +7,14 @@ backward; several workers may call them at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from pipelab.engine.stage.autograd import SavingHooks, saving_hooks
-from pipelab.plan.actions import Action
 
 __all__ = ["CallerContext"]
 
@@ -24,12 +22,6 @@ __all__ = ["CallerContext"]
 @dataclass(frozen=True, slots=True)
 class CallerContext:
     """The caller's autocast, one for each kind of device, and its hooks on saved tensors.
-
-    Attributes:
-        autocast: what enters it.
-        saving: the hooks.
-        watch: called on a rank's thread after each of its actions, with the rank's state, the stage, the action, and
-            what the action gave.
 
     Example:
         >>> with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -39,7 +31,6 @@ class CallerContext:
 
     autocast: tuple[partial[torch.autocast], ...] = ()
     saving: SavingHooks | None = None
-    watch: Callable[[Any, Any, Action, Any], None] | None = None
 
     @classmethod
     def capture(cls, kinds: Iterable[str]) -> CallerContext:

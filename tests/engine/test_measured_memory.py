@@ -45,17 +45,39 @@ def test_the_bytes_of_one_microbatch_are_those_counted_by_hand():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_the_peaks_of_the_demo_are_predicted_within_ten_per_cent(name):
-    setting = Setting(blocks=3)
+    setting = Setting()
     x, y = setting.batches(standard_library()).take()
-    schedule = pipelab.schedules[name](setting.ranks, setting.microbatches)
-    with Pipeline(setting.model(), schedule, next_byte_loss, ["cpu"] * setting.ranks) as pipe:
-        measured = pipe.memory_use(x, y)
-        predicted = memory_use(schedule, pipe.memory(x, y))
-    assert measured.source == "measured"
-    for said, found in zip(predicted.at_peak, measured.at_peak, strict=True):
-        assert said.activations == pytest.approx(found.activations, rel=0.1)
-        assert said.total == pytest.approx(found.total, rel=0.1)
-    assert [curve[-1].activations for curve in measured.curves] == [0, 0]
+    schedule, model = pipelab.schedules[name](setting.ranks, setting.microbatches), setting.model()
+    adam = torch.optim.Adam(model.parameters())
+    with Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks) as pipe:
+        pipe.step(x, y)
+        adam.step()
+        measured = pipe.memory_use(x, y, adam)
+        predicted = memory_use(schedule, pipe.memory(x, y, adam))
+    for part in ("activations", "total", "weights", "optimizer"):
+        both = zip(predicted.at_peak, measured.at_peak, strict=True)
+        off = [100 * (getattr(said, part) / getattr(found, part) - 1) for said, found in both]
+        assert off == pytest.approx([0, 0], abs=10), f"{part}: {off} per cent on each rank"
+    for said, found in zip(predicted.curves, measured.curves, strict=True):
+        ends = [
+            (held.weights, held.gradients, held.optimizer, held.activations, held.outputs)
+            for held in (said[-1], found[-1])
+        ]
+        assert ends[0] == ends[1]
+
+
+def test_what_a_forward_keeps_is_what_pytorchs_profiler_sees_left():
+    setting = Setting(blocks=2, width=32)
+    x, y = setting.batches(standard_library()).take()
+    model, rows = setting.model(), setting.rows // setting.microbatches
+    with Pipeline(model, pipelab.GPipe(1, setting.microbatches), next_byte_loss, ["cpu"]) as pipe:
+        memory = pipe.memory(x, y)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        output = model(x[:rows])
+        loss = next_byte_loss(output, y[:rows])
+    left = sum(each.self_cpu_memory_usage for each in profiler.key_averages())
+    assert sum(memory.activations) + memory.outputs == left
+    del loss  # until here, it holds the graph
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "interleaved-1f1b", "dualpipe"])
@@ -108,8 +130,38 @@ def test_measuring_under_other_hooks_on_saved_tensors_is_refused():
         pipe.memory_use(x, y)
 
 
-def test_measuring_a_part_of_the_stages_is_refused(monkeypatch):
+def test_measuring_by_an_engine_of_several_processes_is_refused(monkeypatch):
     pipe, x, y = small(pipelab.GPipe(2, 4))
-    monkeypatch.setattr(pipe.engine, "local_stages", range(1))
-    with pipe, pytest.raises(UsageError, match="1 of 2"):
+    monkeypatch.setattr("pipelab.engine.memory.ThreadsEngine", type(None))
+    with pipe, pytest.raises(UsageError, match="engine='threads'"):
         pipe.memory(x, y)
+
+
+def test_steps_before_and_after_measuring_run_the_same_instructions():
+    pipe, x, y = small(pipelab.ZBH1(2, 4))
+    with pipe:
+        rows = pipe.engine._rows
+        losses = [float(pipe.step(x, y).loss)]
+        pipe.memory_use(x, y)
+        pipe.memory(x, y)
+        losses.append(float(pipe.step(x, y).loss))
+        assert pipe.engine._rows is rows
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_a_measured_step_makes_the_same_gradients_bit_for_bit(monkeypatch, name):
+    pipe, x, y = small(pipelab.schedules[name](2, 4))
+    gradients = []
+
+    def run(*args):  # for measuring restores the gradients when it ends
+        made = Pipeline.run(pipe, *args)
+        gradients.append([each.grad.clone() for each in pipe.parameters()])
+        return made
+
+    monkeypatch.setattr(pipe, "run", run)
+    with pipe:
+        pipe.step(x, y)
+        pipe.memory_use(x, y)
+    plain, measured = gradients
+    assert all(map(torch.equal, plain, measured))

@@ -104,7 +104,6 @@ class Memory:
         codes, stages = bound.codes, bound.codes.stages
         gradients, activations = self._of("gradients", stages), self._of("activations", stages)
         leaves = activations if self.for_weight_grad is None else self._of("for_weight_grad", stages)
-        (output,) = self._of("outputs", 1)
         without_gradients = set(range(stages))
         for code in bound.rows[rank]:
             kind, stage = codes.kind[code], codes.stage[code]
@@ -115,7 +114,7 @@ class Memory:
             yield Change(
                 gradients=gradients[stage] if first else 0,
                 activations={"F": kept, "I": max(0, left - kept)}.get(kind, 0),
-                outputs=output if kind == "F" and stage == stages - 1 else 0,
+                outputs=int(self.outputs) if kind == "F" and stage == stages - 1 else 0,
                 freed={"B": kept, "I": max(0, kept - left), "W": left}.get(kind, 0),
             )
 

@@ -7,10 +7,10 @@ autograd keeps the tensor: so what is alive after an action is what the rank hol
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -18,7 +18,8 @@ from pipelab.checking.memory import Memory
 from pipelab.engine.stage.autograd import saving_hooks, unpacked
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
-from pipelab.engine.stage.stage import Stage, kept_tensors
+from pipelab.engine.stage.split_backward import Branch
+from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Step
 from pipelab.engine.threads.engine import ThreadsEngine
 from pipelab.engine.verify.verify import restored
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
 
 __all__ = ["stage_memory", "step_memory"]
+
+Tensors = WeakValueDictionary[int, torch.Tensor]
+"""Those that are alive, by identity."""
 
 
 def stage_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer | None) -> Memory:
@@ -89,7 +93,7 @@ class _Watch:
         self._runners = engine.runners.of
         self._batch = _bytes_by_address(tensors_of(batch))
         self._state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
-        self._saved: defaultdict[int, list[ref[torch.Tensor]]] = defaultdict(list)  # by thread
+        self._saved: defaultdict[int, Tensors] = defaultdict(WeakValueDictionary)  # by thread
         self._kept: list[dict[int, dict[int, Any]]] = [{} for _ in ranks]
         self._outputs: list[list[torch.Tensor]] = [[] for _ in ranks]
         self.seen: list[list[tuple[Action | None, tuple[int, ...]]]] = [[(None, self._held(rank))] for rank in ranks]
@@ -97,7 +101,7 @@ class _Watch:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what autograd keeps of a tensor."""
         own = tensor.detach()  # with the history of a node's own output, it would keep the node for ever
-        self._saved[get_ident()].append(ref(own))
+        self._saved[get_ident()][id(own)] = own
         return own
 
     def __call__(self, rank: int, stage: Stage, action: Action, kept: dict[int, Any], made: Any) -> None:
@@ -114,18 +118,12 @@ class _Watch:
         gradients = _bytes_by_address(each.grad for each in parameters if each.grad is not None)
         state = _bytes_by_address(tensors_of([self._state.get(each) for each in parameters]))
         outputs = _bytes_by_address(self._outputs[rank])
-        activations = _bytes_by_address(self._alive(rank))
+        kept = [part for stage in self._kept[rank].values() for each in stage.values() for part in each]
+        kept = [(part.ends, part.gradients) if isinstance(part, Branch) else part for part in kept]
+        activations = _bytes_by_address([*self._saved[get_ident()].values(), *tensors_of(kept)])
         for address in (self._batch | weights | outputs).keys() & activations.keys():
             del activations[address]
         return tuple(sum(each.values()) for each in (weights, gradients, state, activations, outputs))
-
-    def _alive(self, rank: int) -> Iterator[torch.Tensor]:
-        """Yield what autograd keeps in this thread, which is the rank's, and what the rank's stages keep."""
-        saved = [(each, each()) for each in self._saved[get_ident()]]
-        self._saved[get_ident()] = [each for each, tensor in saved if tensor is not None]
-        yield from (tensor for _, tensor in saved if tensor is not None)
-        for kept in self._kept[rank].values():
-            yield from kept_tensors(kept)
 
 
 def _bytes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -207,9 +207,9 @@ class Pipeline:
     def memory(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> Memory:
         """Measure how many bytes each stage takes, from one micro-batch of this batch: for `pipelab.memory_use`.
 
-        The first micro-batch runs through all stages, with a split backward. Activations are what autograd saves,
-        without parameters, buffers and the batch, and the stage's output; memory that two tensors share counts once.
-        Gradients, buffers, random state and the batch are restored afterwards.
+        The first micro-batch runs through all stages, with a split backward. Activations are what autograd saves, and
+        the stage's output. Parameters, buffers, the batch and the model's output do not count there, and memory that
+        two tensors share counts once. Gradients, buffers, random state and the batch are restored afterwards.
 
         Args:
             x: the batch, as `step` takes it.
@@ -218,7 +218,7 @@ class Pipeline:
 
         Raises:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
-            UsageError: if this process does not hold all stages, or inside hooks on saved tensors.
+            UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
         return stage_memory(self, x, y, optimizer)
 
@@ -247,7 +247,7 @@ class Pipeline:
         Raises:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
             StageError: if a stage or the loss raised.
-            UsageError: if this process does not hold all stages, or inside hooks on saved tensors.
+            UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
         return step_memory(self, x, y, optimizer)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 from torch import nn
@@ -59,11 +61,7 @@ def test_the_peaks_of_the_demo_are_predicted_within_ten_per_cent(name):
         off = [100 * (getattr(said, part) / getattr(found, part) - 1) for said, found in both]
         assert off == pytest.approx([0, 0], abs=10), f"{part}: {off} per cent on each rank"
     for said, found in zip(predicted.curves, measured.curves, strict=True):
-        ends = [
-            (held.weights, held.gradients, held.optimizer, held.activations, held.outputs)
-            for held in (said[-1], found[-1])
-        ]
-        assert ends[0] == ends[1]
+        assert astuple(said[-1])[2:] == astuple(found[-1])[2:]  # all but the time and the action
 
 
 def test_what_a_forward_keeps_is_what_pytorchs_profiler_sees_left():

@@ -10,7 +10,7 @@ The autograd graph of a micro-batch lives from its forward to its backward, with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensor
 from pipelab.engine.stage.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.errors import EngineError
 
-__all__ = ["Stage", "kept_tensors"]
+__all__ = ["Stage"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """What an output may hold besides tensors."""
@@ -153,14 +153,6 @@ class Stage:
             if grad is not None and tensor.requires_grad
         ]
         return [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
-
-
-def kept_tensors(kept: Mapping[int, Any]) -> Iterator[torch.Tensor]:
-    """Yield what a stage's actions keep for later ones, besides what autograd saves."""
-    for microbatch, each in kept.items():
-        if microbatch != _RETURNED:
-            parts = each if isinstance(each, tuple) else [(branch.ends, branch.gradients) for branch in each]
-            yield from tensors_of(parts)
 
 
 def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any], int]]) -> None:

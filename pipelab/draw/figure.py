@@ -203,7 +203,7 @@ def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None)
         >>> import pipelab
         >>> axes = plot(pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)))
         >>> print(axes.get_title(loc="left"))
-        OneFOneB(ranks=4, microbatches=8), simulated
+        OneFOneB(ranks=4, microbatches=8), simulated, F = 1, B = 2
         makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1
         >>> axes.get_xlabel()
         'time (units)'
@@ -213,7 +213,7 @@ def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None)
     """
     if ax is None:
         ax = _figure([trace], same_axis=False, width=_inches(width))[1][0]
-    draw(trace, ax, wording.headline(trace), trace.makespan)
+    draw(trace, ax, ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)])), trace.makespan)
     if width is not None:
         ax.set_title("", loc="left")
     legend([trace], ax)

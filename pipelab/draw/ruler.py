@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipelab.draw.wording import number
 
@@ -20,31 +22,37 @@ _LONGEST_CELL = 24
 """The most columns that a usual action takes."""
 _SHORTEST_STEP = 8
 """The fewest columns between two ticks."""
+_PERIOD = 4
+"""The most actions of what repeats in a left-out part: F B, or F I W."""
+_PATTERN = 12
+"""How many columns its name takes: `: FIW x 999`."""
+
+
+Window: TypeAlias = tuple[int, int]
+"""The first column, and the one after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """Columns of text for a span of time; the middle is left out if there is no room.
-
-        0 ········ head │ gap │ columns - tail ········ columns      (columns of the whole span)
+    """Columns of text for a span of time. Where there is no room, it is folded into bands, or its middle is left out.
 
     Attributes:
         scale: columns per unit of time.
         columns: how many columns the whole span would take.
-        head: how many of the first columns are drawn.
+        bands: the drawn columns of each band: one window, or two if the middle is left out.
         gap: the width of the mark for the left-out part; 0 if all is drawn.
-        tail: how many of the last columns are drawn.
     """
 
     scale: float
     columns: int
-    head: int
-    gap: int
-    tail: int
+    bands: tuple[tuple[Window, ...], ...]
+    gap: int = 0
 
     @classmethod
-    def fit(cls, lanes: Sequence[Lanes], ranks: Iterable[int], room: int, squeeze: bool = False) -> Ruler:
-        """Choose the widest scale at which everything fits; if there is none, leave the middle out.
+    def fit(
+        cls, lanes: Sequence[Lanes], ranks: Iterable[int], room: int, squeeze: bool = False, bands: int = 0
+    ) -> Ruler:
+        """Choose the widest scale at which everything fits; if there is none, fold it, or leave the middle out.
 
         The scales, in this order: a blank after each label; labels side by side; the forwards' labels cut, but the
         others whole, so that their numbers can be read.
@@ -54,6 +62,7 @@ class Ruler:
             ranks: the drawn ranks.
             room: how many columns there are.
             squeeze: whether to cut all labels before anything is left out.
+            bands: into how many bands it may be folded.
         """
         span = max(each.span for each in lanes)
         cells = _usual_cells(lanes, list(ranks))
@@ -72,44 +81,70 @@ class Ruler:
                 if not names_stages and all(cell.is_legible(scale, forward) for cell in cells):
                     scales.append(scale)
             scales += [even] if squeeze else []
-        return cls.at(next((scale for scale in scales if scale and _round(span * scale) <= room), elided), lanes, room)
+        fitting = next((scale for scale in scales if scale and _round(span * scale) <= room), None)
+        folded = cls._folded(roomy, span, room, bands) if fitting is None else None
+        return folded or cls.at(fitting or elided, lanes, room)
 
     @classmethod
     def at(cls, scale: float, lanes: Sequence[Lanes], room: int) -> Ruler:
         """Return the ruler of a scale; the middle is left out if there is no room for all."""
         columns = _round(max(each.span for each in lanes) * scale)
         if columns <= room:
-            return cls(scale, columns, columns, 0, 0)
+            return cls(scale, columns, (((0, columns),),))
         most = max(each.count(rank) for each in lanes for rank in range(each.trace.ranks))
-        gap = len(gap_mark(most)) + 2
+        gap = len(gap_mark(most)) + 2 + _PATTERN
         tail = max(0, (room - gap) * 2 // 5)
-        return cls(scale, columns, max(0, room - gap - tail), gap, tail)
+        return cls(scale, columns, (((0, max(0, room - gap - tail)), (columns - tail, columns)),), gap)
+
+    @classmethod
+    def _folded(cls, scale: float, span: float, room: int, most: int) -> Ruler | None:
+        """Return a ruler with bands of whole ticks; `None` if there would be too many."""
+        ruler = cls(scale, _round(span * scale), ())
+        step = ruler._step() * scale
+        if room < step or ruler.columns > most * (room // step * step):
+            return None
+        count = math.ceil(ruler.columns / (room // step * step))
+        each = math.ceil(ruler.columns / count / step) * step
+        ends = [*(_round(each * band) for band in range(count)), ruler.columns]
+        return cls(scale, ruler.columns, tuple((window,) for window in pairwise(ends)))
 
     def column(self, time: float) -> int:
         """Return the column of a time, counting the left-out ones."""
         return _round(time * self.scale)
 
-    @property
-    def windows(self) -> tuple[tuple[int, int], ...]:
-        """The drawn columns: all, or the first and the last."""
-        if not self.gap:
-            return ((0, self.columns),)
-        return ((0, self.head), (self.columns - self.tail, self.columns))
-
-    def axis(self, unit: str) -> tuple[str, str]:
-        """Return the axis as two lines: the ticks, and their times, the first one with the unit.
+    def names_here(self, start: int, end: int, window: Window, label: int) -> bool:
+        """Return whether an action has its label in a window: of an action on two bands, one part has it.
 
         Example:
-            >>> for line in Ruler(scale=3, columns=33, head=33, gap=0, tail=0).axis("ms"):
+            >>> ruler = Ruler(1, 20, (((0, 10),), ((10, 20),)))
+            >>> [ruler.names_here(9, 14, window, label=3) for (window,) in ruler.bands]
+            [False, True]
+        """
+        windows = [each for band in self.bands for each in band if each[0] < end and start < each[1]]
+        if len(windows) < 2:
+            return True
+        parts = [min(end, each[1]) - max(start, each[0]) for each in windows]
+        return window == windows[next((at for at, part in enumerate(parts) if part >= label), parts.index(max(parts)))]
+
+    def _step(self) -> float:
+        """Return the time between two ticks."""
+        step = nice_step(_SHORTEST_STEP / self.scale)
+        while step * self.scale < len(number(self.columns // max(self.scale, 1e-300))) + 3:
+            step = nice_step(step * 1.01)
+        return step
+
+    def axis(self, unit: str, band: int = 0) -> tuple[str, str]:
+        """Return the axis of a band as two lines: the ticks, and their times, the first one with the unit.
+
+        Example:
+            >>> for line in Ruler(scale=3, columns=33, bands=(((0, 33),),)).axis("ms"):
             ...     print(line)
             ┬──────────────┬──────────────┬──
             0 ms           5              10
         """
-        step = nice_step(_SHORTEST_STEP / self.scale)
-        while step * self.scale < len(number(self.columns // max(self.scale, 1e-300))) + 3:
-            step = nice_step(step * 1.01)
+        step = self._step()
         ticks, times = [], []
-        for first, last in self.windows:
+        for first, last in self.bands[band]:
             line, names = ["─"] * (last - first), [" "] * (last - first)
             free = 0
             for count in range(math.ceil(first / self.scale / step), math.floor(last / self.scale / step) + 1):
@@ -118,7 +153,7 @@ class Ruler:
                     continue
                 line[column] = "┬"
                 name = number(count * step) + (f" {unit}" if count == 0 else "")
-                at = max(0, min(column - (len(name) - 1) // 2 if count else 0, len(line) - len(name)))
+                at = max(0, min(column - (len(name) - 1) // 2 if column else 0, len(line) - len(name)))
                 if at >= free and at + len(name) <= len(line):
                     names[at : at + len(name)] = name
                     free = at + len(name) + 1
@@ -127,9 +162,20 @@ class Ruler:
         return ("┄" * self.gap).join(ticks), (" " * self.gap).join(times).rstrip()
 
 
-def gap_mark(count: int) -> str:
-    """Return the mark for a number of left-out actions."""
-    return f"┄ {count:,} more ┄"
+def gap_mark(count: int, kinds: str = "") -> str:
+    """Return the mark for a number of left-out actions, and how often what nearly all of them repeat is there.
+
+    Example:
+        >>> gap_mark(7, "BFBFBFB"), gap_mark(8, "FFFFBBBB")
+        ('┄ 7 more: BF x 3 ┄', '┄ 8 more ┄')
+    """
+    edge = len(kinds) // 10
+    middle = kinds[edge : len(kinds) - edge]
+    periods = (size for size in range(1, _PERIOD + 1) if middle[size:] == middle[: len(middle) - size])
+    if len(middle) <= _PERIOD or not (period := next(periods, 0)):
+        return f"┄ {count:,} more ┄"
+    runs = re.findall(f"(?:{middle[:period]})+", kinds)
+    return f"┄ {count:,} more: {middle[:period]} x {len(max(runs, key=len)) // period:,} ┄"
 
 
 def nice_step(least: float) -> float:

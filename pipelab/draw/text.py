@@ -27,6 +27,8 @@ PLAIN_WIDTH = 120
 _ALL_RANKS = 16
 """Up to so many ranks, each has a line; with more, only the first and the last have."""
 _FIRST_RANKS, _LAST_RANKS = 8, 4
+_SCREEN = 64
+"""The most lines of a timeline that is folded into bands."""
 _SHORT = "▏"
 """Stands for one action or several, each shorter than a character."""
 
@@ -35,7 +37,8 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
     """Return a timeline: one line per rank, time from left to right, `·` where a rank is idle.
 
     Every action is drawn to scale; one that is shorter than a character is a thin line. A timeline that is too wide is
-    drawn smaller as long as the numbers can be read. Then its middle is left out and replaced by a count.
+    drawn smaller as long as the numbers can be read. Then it is folded into bands, one below the other. Where these
+    would be more than a screen, its middle is left out: a count stands there, and what repeats, such as `FB x 253`.
 
     Args:
         trace: what to draw.
@@ -54,10 +57,12 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
     width, colour = _terminal(width, colour)
     lanes = Lanes(trace)
     gutter = _gutter([trace])
-    ruler = Ruler.fit([lanes], _drawn(trace), width - gutter)
-    head = _wrapped(f"{wording.headline(trace)}: {wording.figures(trace)}", width)
-    lines = [*head, *_rows(lanes, ruler, gutter, colour)]
-    lines += _axis(ruler, gutter, wording.unit(trace))
+    ranks, room = _drawn(trace), width - gutter
+    ruler = Ruler.fit([lanes], ranks, room, bands=_SCREEN // (len(ranks) + 3))
+    lines = _wrapped(f"{wording.headline(trace)}: {wording.figures(trace)}", width)
+    for band in range(len(ruler.bands)):
+        lines += [*[""] * (band > 0), *_rows(lanes, ruler, gutter, colour, band)]
+        lines += _axis(ruler, gutter, wording.unit(trace), band)
     return "\n".join([*lines, *_legend(lines)])
 
 
@@ -140,17 +145,19 @@ def _drawn(trace: Trace) -> list[int]:
     return ranks if trace.ranks <= _ALL_RANKS else ranks[:_FIRST_RANKS] + ranks[-_LAST_RANKS:]
 
 
-def _rows(lanes: Lanes, ruler: Ruler, gutter: int, colour: bool) -> Iterator[str]:
+def _rows(lanes: Lanes, ruler: Ruler, gutter: int, colour: bool, band: int = 0) -> Iterator[str]:
     """Yield a line for each drawn rank."""
+    codes = lanes.trace.plan.bound.codes
     before = -1
     for rank in _drawn(lanes.trace):
         if rank != before + 1:
             yield f"{'┆':>{gutter}} {rank - before - 1:,} more ranks"
         before = rank
-        (_, cut, row), *rest = (_lane(lanes, ruler, rank, window, colour) for window in ruler.windows)
+        (_, cut, row), *rest = (_lane(lanes, ruler, rank, window, colour) for window in ruler.bands[band])
         for first, _, tail in rest:
-            mark = gap_mark(first - cut) if first > cut else "┄"
-            row += f"{mark:^{ruler.gap}}{tail}"
+            kinds = "".join(codes.kind[code] for code in lanes.trace.plan.bound.rows[rank][cut:first])
+            mark = gap_mark(first - cut, kinds) if first > cut else "┄"
+            row += f" {mark:┄^{ruler.gap - 2}} {tail}"
         yield f"{f'rank {rank}':<{gutter - 1}}│{row}".rstrip()
 
 
@@ -169,15 +176,18 @@ def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour
             waiting = bar
             continue
         start, until = max(at, ruler.column(bar.start)), min(stop, ruler.column(bar.end))
-        if bar.half == "lower" and waiting is not None:
-            text = pair_cell(waiting.label, bar.label, until - start)
-            waiting = None
+        pair = (waiting.label, bar.label) if waiting and bar.half == "lower" else ()
+        waiting = None
+        if not ruler.names_here(
+            ruler.column(bar.start), ruler.column(bar.end), window, len("&".join(pair) or bar.label)
+        ):
+            text = "─" * max(0, until - start)
         else:
-            text = cell(bar.label, until - start)
+            text = pair_cell(*pair, until - start) if pair else cell(bar.label, until - start)
         if text:
             row[start - begin : until - begin] = [_painted(text, bar) if colour else text, *[""] * (len(text) - 1)]
             at = until
-        elif bar.end > bar.start:
+        elif bar.end > bar.start and ruler.column(bar.start) >= begin:
             short.append(start - begin)
     for place in short:
         if place < len(row) and row[place] == "·":
@@ -227,5 +237,5 @@ def _legend(lines: Sequence[str]) -> list[str]:
     return [f"{_SHORT} actions too short to be drawn"] if any(_SHORT in line for line in lines) else []
 
 
-def _axis(ruler: Ruler, gutter: int, unit: str) -> list[str]:
-    return [" " * gutter + line for line in ruler.axis(unit) if line]
+def _axis(ruler: Ruler, gutter: int, unit: str, band: int = 0) -> list[str]:
+    return [" " * gutter + line for line in ruler.axis(unit, band) if line]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "columns",
+    "costs",
     "elided",
     "figures",
     "headline",
@@ -245,3 +246,20 @@ def headline(trace: Trace, name: str | None = None) -> str:
         'GPipe(ranks=4, microbatches=8), simulated'
     """
     return clean(", ".join(filter(None, (trace.name, trace.source, trace.note))) if name is None else name)
+
+
+def costs(trace: Trace) -> str:
+    """Return what each kind of action takes in a simulated trace, where that is one time on all stages.
+
+    Example:
+        >>> import pipelab
+        >>> costs(pipelab.simulate(pipelab.GPipe(4, 8), pipelab.Cost(backward=2.5, unit="ms")))
+        'F = 1, B = 2.5 (ms)'
+    """
+    spans: dict[str, set[float]] = {}
+    bound = trace.plan.bound
+    for row, *times in zip(bound.rows, trace.starts, trace.ends, strict=True) if trace.source == "simulated" else ():
+        for code, start, end in zip(row, *times, strict=True):
+            spans.setdefault(bound.codes.kind[code], set()).add(round(end - start, 9))
+    words = ", ".join(f"{kind} = {number(min(times))}" for kind, times in spans.items() if len(times) == 1)
+    return f"{words} ({clean(trace.unit)})" if trace.unit and words else words

@@ -13,6 +13,7 @@ import pytest
 import pipelab
 from pipelab import B, Cost, F, Plan, R
 from pipelab.draw import save, text
+from pipelab.draw.bars import Lanes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -88,13 +89,28 @@ def test_idle_time_is_as_many_dots_as_the_bubble_is_long(one_f_one_b):
 
 
 def test_a_timeline_that_is_too_wide_keeps_its_begin_and_its_end_and_counts_the_rest():
-    drawn = text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 100)), 100, colour=False)
+    drawn = text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 1000)), 100, colour=False)
     first = lanes(drawn)[0]
     assert first.startswith("F0")
-    assert "B99" in first
-    shown = sum(first.split("┄")[at].count(kind) for at in (0, 2) for kind in "FB")
-    assert f"┄ {200 - shown} more ┄" in first
+    assert "B999" in first
+    shown = sum(part.count(kind) for part in (first.split("┄")[0], first.split("┄")[-1]) for kind in "FB")
+    assert f"┄ {2000 - shown:,} more: " in first
     assert max(map(len, drawn.splitlines()[1:])) <= 100
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", sorted(pipelab.schedules))
+def test_a_timeline_folded_into_bands_has_every_action_once(name, width):
+    trace = pipelab.simulate(pipelab.schedules[name](4, 8))
+    drawn = text.timeline(trace, width, colour=False)
+    assert max(map(len, drawn.splitlines())) <= width
+    several = Lanes(trace).names_stages
+    for rank in range(4):
+        row = " ".join(line.split("│")[1] for line in drawn.splitlines() if line.startswith(f"rank {rank} "))
+        listed = [event.action for event in trace.events if event.rank == rank and event.action.kind != "R"]
+        assert sorted(re.findall("[FBIW]", row)) == sorted(action.kind for action in listed)
+        if several:
+            assert re.findall(r"\d+[FBIW]\d+", row) == list(map(str, listed))
 
 
 @pytest.mark.parametrize(
@@ -119,11 +135,21 @@ def test_in_a_narrow_drawing_forwards_are_cut_and_backwards_keep_numbers(schedul
         (Plan.parse(["0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 1B0 1B1"]), 60),  # which stage, nobody can guess
     ],
 )
-def test_where_numbers_would_be_lost_the_middle_is_left_out_and_all_labels_are_whole(plan, width):
+def test_where_numbers_would_be_lost_it_is_folded_into_bands_and_all_labels_are_whole(plan, width):
     drawn = text.timeline(pipelab.simulate(plan), width, colour=False)
-    assert "more ┄" in drawn
-    whole = [row.split(" ┄")[0] for row in lanes(drawn)]
-    assert not re.findall(r"F(?!\d)", "".join(row[:-1] for row in whole))
+    assert "┄" not in drawn
+    assert len(lanes(drawn)) > plan.ranks
+    assert not re.findall(r"[FB](?!\d)", "".join(lanes(drawn)))
+
+
+@pytest.mark.parametrize(("schedule", "repeated"), [(pipelab.OneFOneB, "(FB|BF)"), (pipelab.ZBH1, "(FIW|IWF|WFI)")])
+def test_what_repeats_in_the_left_out_middle_is_named_with_its_count(schedule, repeated):
+    for row in lanes(text.timeline(pipelab.simulate(schedule(4, 1000)), 80, colour=False)):
+        assert re.search(rf"┄ [\d,]+ more: {repeated} x 99\d ┄", row)
+
+
+def test_a_middle_in_which_nothing_repeats_has_a_count_only():
+    assert "more ┄" in lanes(text.timeline(pipelab.simulate(pipelab.GPipe(4, 1000)), 80, colour=False))[0]
 
 
 def test_sixty_four_ranks_take_a_dozen_lines_and_make_no_cell_of_the_elided_part(monkeypatch):
@@ -159,7 +185,7 @@ def test_nothing_that_takes_time_still_draws():
     trace = pipelab.simulate(pipelab.OneFOneB(2, 300), Cost(forward=0, backward=0, latency=1))
     drawn = text.timeline(trace, 120, colour=False)
     assert "bubble 100.0 %" in drawn
-    assert all(set(row) <= set("·┄ more0123456789") for row in lanes(drawn))
+    assert all(set(row) <= set("·┄ more: FBx0123456789") for row in lanes(drawn))
 
 
 def test_a_measured_trace_begins_at_zero():
@@ -202,11 +228,11 @@ def test_colour_changes_no_letter(one_f_one_b):
 
 
 def test_columns_are_heard_where_there_is_no_terminal_too(monkeypatch):
-    trace = pipelab.simulate(pipelab.OneFOneB(4, 64))
+    trace = pipelab.simulate(pipelab.GPipe(4, 128))
     monkeypatch.delenv("COLUMNS", raising=False)
     assert max(map(len, text.timeline(trace).splitlines())) <= 120
     assert "more ┄" in text.timeline(trace)
-    monkeypatch.setenv("COLUMNS", "900")
+    monkeypatch.setenv("COLUMNS", "2000")
     assert "more ┄" not in text.timeline(trace)
 
 
@@ -241,7 +267,7 @@ def test_a_short_trace_beside_one_that_is_too_long_is_whole_on_the_same_scale():
     kinds = (pipelab.Naive, pipelab.GPipe)
     drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
     naive, gpipe = lanes(drawn)[:4], lanes(drawn)[4:]
-    assert all("more ┄" in row for row in naive)
+    assert all("more: " in row for row in naive)
     assert not any("┄" in row for row in gpipe)
     assert "B7" in gpipe[0]
     assert naive[3].index("B0") - naive[3].index("F0") == gpipe[3].index("F1") - gpipe[3].index("F0")

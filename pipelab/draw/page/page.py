@@ -110,16 +110,11 @@ def _table(comparison: Comparison) -> str:
 
 
 def _subtitle(trace: Trace) -> str:
-    """Return a trace's size, and the times of its actions where each kind has one time on all stages."""
+    """Return a trace's size, and its costs."""
     plan = trace.plan
-    spans: dict[str, set[float]] = {}
-    for event in trace.events if trace.source == "simulated" else ():
-        spans.setdefault(event.action.kind, set()).add(round(event.duration, 9))
     sizes = [(plan.ranks, "rank"), (plan.stages, "stage"), (plan.microbatches, "micro-batch")]
     words = [f"{count} {word}{'' if count == 1 else 'es' if word.endswith('ch') else 's'}" for count, word in sizes]
-    costs = [f"{kind} = {wording.number(min(times))}" for kind, times in spans.items() if len(times) == 1]
-    unit = f" ({clean(trace.unit)})" if trace.unit and costs else ""
-    return ", ".join([*words, *costs]) + unit
+    return ", ".join(filter(None, [*words, wording.costs(trace)]))
 
 
 def _trace(trace: Trace, name: str) -> dict[str, Any]:

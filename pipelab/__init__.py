@@ -50,6 +50,7 @@ from pipelab.catalogue import (
     schedules,
 )
 from pipelab.checking.checker import check
+from pipelab.checking.memory import Memory
 from pipelab.draw.table import Column, Table
 from pipelab.errors import (
     BatchError,
@@ -76,6 +77,7 @@ from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.simulation.jitter import Jitter, jitter
 from pipelab.simulation.links import Links, all_reduce_time
+from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.simulation.optimum import Optimum, optimum
 from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.trace import Event, Trace, Transfer
@@ -121,6 +123,8 @@ __all__ = [
     "LoopedBFS",
     "LossError",
     "LoweredPlan",
+    "Memory",
+    "MemoryUse",
     "Naive",
     "OneFOneB",
     "Optimum",
@@ -154,6 +158,7 @@ __all__ = [
     "jitter",
     "lower",
     "lower_bound",
+    "memory_use",
     "optimum",
     "replicate",
     "ring_all_reduce",

@@ -40,6 +40,7 @@ LAYERS: list[list[str]] = [
 ]
 ENGINE: list[list[str]] = [
     ["pipelab.engine.pipeline"],
+    ["pipelab.engine.memory"],
     ["pipelab.engine.verify"],
     ["pipelab.engine.threads", "pipelab.engine.torchrun"],
     ["pipelab.engine.emulation", "pipelab.engine.engine", "pipelab.engine.worker"],
@@ -66,6 +67,7 @@ DISPLAYS = {
     "pipelab.simulation.comparison:Comparison._repr_svg_",
     "pipelab.engine.collectives.ring:RingResult.plot",
     "pipelab.engine.collectives.ring:RingResult.__str__",
+    "pipelab.simulation.memory:MemoryUse.table",
     "pipelab.plan.plan:Plan.save_graph",
     "pipelab.plan.plan:Plan._repr_html_",
 }

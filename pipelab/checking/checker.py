@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol, get_args, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
+from pipelab.checking.memory import Memory
 from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
@@ -67,15 +68,18 @@ def check(
     plan_or_schedule: Plan | ScheduleLike,
     memory_cap: int | Sequence[int] | None = None,
     transfers: Semantics = "arrive",
+    memory: Memory | None = None,
 ) -> list[Fault]:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
 
     Args:
         plan_or_schedule: the plan or schedule.
-        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank.
+        memory_cap: how many stage activations a rank may hold at once, or how many bytes if there is a `memory`: one
+            number, or one per rank.
         transfers: how sends and receives are ordered and queued, as `Cost.transfers`. With any but `"arrive"`, a plan
             whose sends and receives wait for each other in a circle has the fault `transfer-deadlock`, unless it has
             other faults, which come first.
+        memory: how many bytes each stage takes. Bytes are counted only if the plan has no other faults.
 
     Example:
         >>> import pipelab
@@ -103,6 +107,7 @@ def check(
                         ^^
 
     Raises:
+        CostError: if a list of the memory does not have one number per stage.
         TypeError: if it is neither a plan nor a schedule.
         UsageError: if `memory_cap` is not a number, or one per rank; or if `transfers` is none of those words.
     """
@@ -112,8 +117,10 @@ def check(
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
         return Faults(error.faults, error.subject)
-    judge = partial(_faults, memory_cap=memory_cap, transfers=transfers)
+    judge = partial(_faults, memory_cap=memory_cap if memory is None else None, transfers=transfers)
     mistake, meant, found = diagnose(plan, judge(plan), judge)
+    if memory is not None and memory_cap is not None and not found and mistake is None:
+        found = _over_cap(plan.bound, memory_cap, memory)
     of_code: dict[str, list[Fault]] = {}
     for fault in found:
         of_code.setdefault(fault.code, []).append(fault)
@@ -267,28 +274,35 @@ def _unordered_fault(
     return Fault("unordered", rank, position, needer, message, hint)
 
 
-def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
-    """Find, for each rank, the first forward with which it holds more activations than allowed."""
+def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory | None = None) -> list[Fault]:
+    """Find, for each rank, the first action with which it holds more activations, or bytes, than allowed."""
     faults: list[Fault] = []
     for rank, cap in enumerate(require_caps(memory_cap, len(bound.rows))):
         row, in_flight = bound.rows[rank], bound.in_flight(rank)
-        index = next((index for index, held in enumerate(in_flight) if held > cap), None)
+        held = in_flight if memory is None else memory.held(bound, rank)
+        index = next((index for index, each in enumerate(held) if each > cap), None)
         if index is None:
             continue
         action = bound.codes.action(row[index])
-        message = f"{action} would be activation {in_flight[index]} in flight on rank {rank} (cap {cap})"
-        hint = _how_to_hold_less(bound.codes, row[:index], action, rank)
+        message = f"{action} would be activation {held[index]} in flight on rank {rank} (cap {cap})"
+        hint = _how_to_hold_less(bound.codes, row[: index + 1], action, rank)
+        if memory is not None:
+            message = f"{action} would make rank {rank} hold {held[index]:,} bytes (cap {cap:,})"
+            if in_flight[index] == (action.kind in "FI"):  # it holds no other activation
+                hint = f"no order holds less: raise the cap, or give rank {rank} smaller stages or micro-batches"
         faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
     return faults
 
 
-def _how_to_hold_less(codes: Codes, before: Sequence[int], action: Action, rank: int) -> str:
-    """Return how to release an activation before a forward: with a delayed weight gradient, or with a backward."""
-    done = set(before)
-    for code in before:
+def _how_to_hold_less(codes: Codes, until: Sequence[int], action: Action, rank: int) -> str:
+    """Return how to release an activation before an action: with a delayed weight gradient, or with a backward."""
+    done = set(until)
+    for code in until:
         if codes.kind[code] == "I" and (weights := codes.sibling(code, "W")) not in done:
             late = codes.action(weights)
             return f"run {late} before {action} on rank {rank}: an activation is held until its weight gradient is made"
+    if action.kind != "F":
+        return f"begin with fewer forwards on rank {rank}"
     return f"let a backward come before {action} on rank {rank}, or begin with fewer forwards"
 
 

@@ -11,5 +11,6 @@
 - `model`: the model cut into stages
 - `device`: which device a rank runs on, and its clock
 - `verify`: gradients compared with the plain model's
+- `memory`: the bytes that stages and ranks hold, measured
 - `emulation`: models that take time without using the processor
 """

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
+from pipelab.checking.memory import Memory
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
+from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
@@ -27,6 +29,7 @@ from pipelab.engine.verify.verify import Verification, verify
 from pipelab.errors import BatchError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
+from pipelab.simulation.memory import MemoryUse
 
 __all__ = ["Pipeline", "Step"]
 
@@ -200,6 +203,53 @@ class Pipeline:
             VerificationError: naming the parameter and the micro-batch that differ first.
         """
         return verify(self, x, y)
+
+    def memory(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+        """Measure how many bytes each stage takes, from one micro-batch of this batch: for `pipelab.memory_use`.
+
+        The first micro-batch runs through all stages, with a split backward. Activations are what autograd saves, and
+        the stage's output. Parameters, buffers, the batch and the model's output do not count there, and memory that
+        two tensors share counts once. Gradients, buffers, random state and the batch are restored afterwards.
+
+        Args:
+            x: the batch, as `step` takes it.
+            y: the targets.
+            optimizer: whose state counts too, as it is now: most make it in their first step.
+
+        Raises:
+            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
+        """
+        return stage_memory(self, x, y, optimizer)
+
+    def memory_use(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+        """Run one step, and measure how many bytes every rank holds after each of its actions.
+
+        It counts as `memory` does, but only what is alive at that moment; a rank's peak within an action does not show.
+        On GPUs, `allocated` is beside it. Gradients, buffers, random state and the batch are restored afterwards. The
+        step is slower than others: its trace is no timing.
+
+        Example:
+            >>> import pipelab, torch
+            >>> layers = [torch.nn.Linear(8, 8) for _ in range(2)]
+            >>> x, y = torch.randn(12, 8), torch.randn(12, 8)
+            >>> with pipelab.Pipeline(layers, pipelab.OneFOneB(2, 4), torch.nn.MSELoss(), ["cpu"] * 2) as pipe:
+            ...     measured = pipe.memory_use(x, y)
+            ...     predicted = pipelab.memory_use(measured.trace, pipe.memory(x, y))
+            >>> measured.peaks == predicted.peaks
+            True
+
+        Args:
+            x: the batch, as `step` takes it.
+            y: the targets.
+            optimizer: whose state counts too.
+
+        Raises:
+            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            StageError: if a stage or the loss raised.
+            UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
+        """
+        return step_memory(self, x, y, optimizer)
 
     @property
     def devices(self) -> Sequence[RankDevice]:

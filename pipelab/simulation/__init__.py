@@ -9,6 +9,7 @@
 - `jitter`: `jitter`: slow ranks, and noise on every action
 - `bounds`: `lower_bound`: a time that no order can undercut
 - `optimum`: `optimum`: the best order, and whether it is proven
+- `memory`: `memory_use`: how many bytes every rank holds, and when it passes a cap
 - `comparison`: `compare` traces, and find the critical path
 - `published`: published training set-ups, and their MFU
 """

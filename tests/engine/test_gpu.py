@@ -343,3 +343,13 @@ def test_an_exception_on_a_gpu_leaves_a_pipeline_that_works():
         model.zero_grad()
         pipe.step(x, y)
         assert plain.difference(plain.taken(model), expected) <= 1e-6
+
+
+def test_the_allocator_gives_out_at_least_what_the_fullest_rank_holds():
+    x, y = on_gpu(24)
+    with Pipeline(plain.mlp(8, WIDTH).cuda(), GPipe(4, 6), mse, devices=["cuda:0"] * 4) as pipe:
+        predicted, measured = pipelab.memory_use(pipe.plan, pipe.memory(x, y)), pipe.memory_use(x, y)
+    assert [max(held.activations for held in curve) for curve in measured.curves] == [
+        max(held.activations for held in curve) for curve in predicted.curves
+    ]
+    assert measured.allocated["cuda:0"] >= max(measured.peaks)

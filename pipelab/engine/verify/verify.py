@@ -32,7 +32,7 @@ from pipelab.errors import VerificationError
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
 
-__all__ = ["Verification", "verify", "whole_batch_difference"]
+__all__ = ["Verification", "restored", "verify", "whole_batch_difference"]
 
 Found = TypeVar("Found")
 Gradients = dict[str, torch.Tensor]
@@ -209,7 +209,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
     Raises:
         VerificationError: naming the parameter and the micro-batch that differ first.
     """
-    with pipe.engine.full_model(), _restored(pipe, x, y) as rewind, _as_in_the_workers(pipe):
+    with pipe.engine.full_model(), restored(pipe, x, y) as rewind, _as_in_the_workers(pipe):
         pipe.run(x, y)
         pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
@@ -331,7 +331,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _restored(pipe: Pipeline, x: Any, y: Any) -> Iterator[Rewind]:
+def restored(pipe: Pipeline, x: Any, y: Any) -> Iterator[Rewind]:
     """Restore gradients, buffers, random state and batch at the end; yield what restores all but gradients."""
     modules = [*pipe.stages.modules, *([pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else [])]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]

@@ -207,6 +207,20 @@ def test_what_a_file_does_to_its_process_does_not_reach_the_server(play):
     assert server.kinds() == ["FFFFFFFFBBBBBBBB"] * 4
 
 
+def test_a_name_is_text_whatever_it_holds(play):
+    name = "<img src=x onerror=alert(1)>{{sizes}}.py"
+    write(RIGHT, name)
+    server = play(f"{name}:MySchedule")
+    assert server.kinds() == ["FFFFFFFFBBBBBBBB"] * 4
+    for path in ("", "?gallery"):
+        text = server.get(path)[1]
+        assert "<img" not in text
+        assert "&lt;img src=x onerror=alert(1)&gt;{{sizes}}.py:MySchedule" in text
+    write(without("1 / 0"), name)
+    assert "<img" not in server.fault()
+    assert "line" in server.fault()
+
+
 def test_a_plan_in_a_file_has_its_own_sizes(play):
     write("0F0,0B0\n1F0,1B0\n", "plan.csv")
     server = play("plan.csv")
@@ -318,14 +332,16 @@ def test_a_fault_and_a_loop_stand_in_the_pictures_place_until_the_file_is_right(
 
 @pytest.mark.browser
 def test_a_save_ends_a_loop_before_its_time(opened, play):
-    write(without("open('runs', 'w')\n        while True: pass"))
+    note = "import os; open(f'{os.getppid()}.pid', 'w')"
+    write(without(f"{note}\n        while True: pass"))
     tab = opened(play("mine.py:MySchedule", "--seconds", "200"))
     deadline = time.monotonic() + 60
-    while not Path("runs").exists():
+    while not list(Path().glob("*.pid")):
         assert time.monotonic() < deadline
         tab.wait_for_timeout(20)
-    write(RIGHT)
+    write(f"{note}\n{RIGHT}")
     shows(tab, "33 units")
+    assert len(list(Path().glob("*.pid"))) == 1  # what a drawing needs is not imported again
 
 
 @pytest.mark.browser

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -58,10 +59,11 @@ def answer(asked: dict[str, str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until stdin ends; what the student's file prints goes to the terminal."""
-    seconds = float(sys.argv[1])
+    """Answer until stdin ends; what the student's file prints goes to the terminal. SIGUSR1 ends the drawing of now."""
+    seconds, child = float(sys.argv[1]), 0
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(child, signal.SIGKILL) if child else None)
     if sys.argv[2:]:
-        import pipelab.engine  # noqa: F401 - brings PyTorch, so that not every drawing must import it
+        import pipelab.engine.pipeline  # noqa: F401 - brings PyTorch, so that not every drawing must import it
     questions, answers = os.fdopen(os.dup(0)), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -69,6 +71,7 @@ def main() -> None:
     for question in questions:
         if child := os.fork():
             os.waitpid(child, 0)
+            child = 0
             os.write(answers, b"\0")
             continue
         faulthandler.dump_traceback_later(seconds, exit=True, file=answers)

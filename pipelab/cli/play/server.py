@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,8 +34,6 @@ from pipelab.plan.fault import line_of
 from pipelab.simulation.clock import simulate
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
-
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -52,7 +51,6 @@ _HEADERS = {
 _NAMES = ("127.0.0.1", "localhost")
 """The hosts that a browser may ask for. Another name that leads here is a foreign page's."""
 _MOST_PORTS = 100
-_ANSWER_BYTES = 1 << 28
 _GRACE_SECONDS = 60
 """The process ends a drawing itself. So much later, and so long after its own start, it is taken to be stuck."""
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
@@ -99,18 +97,15 @@ def play_command(
 
     async def serve() -> None:
         stage = _Stage(target, file, seconds)
-        watching = asyncio.create_task(stage.watch())
         config = uvicorn.Config(
             _app(stage, token), log_level="critical", lifespan="off", ws="none", server_header=False
         )
         try:
-            await Server(config).serve([listening])
+            await asyncio.gather(Server(config).serve([listening]), stage.watch())
         finally:
-            watching.cancel()
             stage.stop()
 
-    for ended in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ended, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), listening:
         asyncio.run(serve())
 
@@ -131,7 +126,7 @@ class _Stage:
         self.version = 0
         self._saved = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._process: Process | None = None
+        self._process: Popen[bytes] | None = None
 
     async def watch(self) -> None:
         """Count the file's versions. A Python file beside it may be one that it imports."""
@@ -147,8 +142,8 @@ class _Stage:
         folders = {file.absolute().parent, file.resolve().parent}
         async for _ in watchfiles.awatch(*folders, watch_filter=concerns, debounce=400, step=20, recursive=False):
             self.version += 1
-            if self._turn.locked():
-                self.stop()  # what is being drawn is out of date, and may not end
+            if self._process is not None and self._turn.locked():
+                self._process.send_signal(signal.SIGUSR1)  # what is being drawn is out of date, and may not end
             self._saved.set()
             self._saved = asyncio.Event()
 
@@ -164,51 +159,39 @@ class _Stage:
         while True:
             async with self._turn:
                 version = self.version
-                said = await self._ask(json.dumps(asked).encode() + b"\n")
+                if self._process is None or self._process.poll() is not None:
+                    self._process = self._started()
+                try:
+                    said = await asyncio.wait_for(
+                        asyncio.to_thread(_asked, self._process, asked), self.seconds + _GRACE_SECONDS
+                    )
+                except TimeoutError:
+                    said = b""
+                if not said.endswith(b"\0"):
+                    self.stop()
             if version == self.version:
                 break
         try:
-            answer: dict[str, str] = json.loads(said)
+            answer: dict[str, str] = json.loads(said.rstrip(b"\0"))
         except ValueError:
             answer = {"fault": self._unanswered(said.decode(errors="replace"), asked["schedule"])}
         return answer
 
-    async def _ask(self, question: bytes) -> bytes:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await self._started()
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(question)
-        try:
-            return (await asyncio.wait_for(process.stdout.readuntil(b"\0"), self.seconds + _GRACE_SECONDS))[:-1]
-        except asyncio.IncompleteReadError as error:
-            self.stop()
-            return error.partial
-        except TimeoutError:
-            self.stop()
-            return b""
-
-    async def _started(self) -> Process:
+    def _started(self) -> Popen[bytes]:
         """Start the process that draws, with what the student's file may need: never a module beside the file."""
         root = str(Path(pipelab.__file__).parents[1])
-        code = (
-            f"import runpy, sys; sys.path.append({root!r}); runpy.run_module('pipelab.cli.play', run_name='__main__')"
-        )
+        run = "runpy.run_module('pipelab.cli.play', run_name='__main__')"
         torch = self.file is not None and self.file.is_file() and b"import torch" in self.file.read_bytes()
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-BPc", code, str(self.seconds), *["torch"] * torch),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_ANSWER_BYTES,
-            start_new_session=True,
-        )
+        code = f"import runpy, sys; sys.path.append({root!r}); {run}"
+        command = [sys.executable, "-BPc", code, str(self.seconds), *["torch"] * torch]
+        return Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)  # noqa: S603 - pipelab's own
 
     def stop(self) -> None:
         """End the process that draws, and all that it started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
             self._process = None
 
     def _unanswered(self, said: str, name: str) -> str:
@@ -221,6 +204,19 @@ class _Stage:
         return clean(f"{name} was stopped after {self.seconds:g} s{where}\n  try: {move}", keep="\n\t")
 
 
+def _asked(process: Popen[bytes], asked: dict[str, str]) -> bytes:
+    """Return what a process answers, up to a zero byte; without one, the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    said = b""
+    with suppress(OSError):
+        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.flush()
+        while not said.endswith(b"\0") and (more := os.read(process.stdout.fileno(), 1 << 16)):
+            said += more
+    return said
+
+
 def _app(stage: _Stage, token: str) -> ASGIApp:
     """Return what answers: the page, the picture in it, and the stream of versions."""
     from starlette.applications import Starlette
@@ -230,7 +226,7 @@ def _app(stage: _Stage, token: str) -> ASGIApp:
     async def page(request: Request) -> Response:
         name = request.query_params.get("schedule", "")
         if name in schedules or (not name and stage.target is not None and "gallery" not in request.query_params):
-            return HTMLResponse(_player(name, stage.target), headers=_HEADERS)
+            return HTMLResponse(_player(name, stage), headers=_HEADERS)
         return HTMLResponse(await asyncio.to_thread(_gallery, stage.target), headers=_HEADERS)
 
     async def draw(request: Request) -> Response:
@@ -266,11 +262,12 @@ def _filled(file: str, **parts: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], source)
 
 
-def _player(name: str, target: str | None) -> str:
+def _player(name: str, stage: _Stage) -> str:
     """Return the page around the picture: of a schedule with this name, or else of the target."""
-    shown = clean(name or target or "")
-    own = not name and target is not None and has_sizes(target)
-    return _filled("play.html", name=html.escape(shown), schedule=html.escape(name), sizes="disabled hidden" * own)
+    target = name or stage.target or ""
+    sizes = "disabled hidden" if has_sizes(target) else ""
+    shown = {"name": clean(target), "schedule": name, "sizes": sizes, "version": str(stage.version)}
+    return _filled("play.html", **{place: html.escape(text) for place, text in shown.items()})
 
 
 def _gallery(target: str | None) -> str:

@@ -25,7 +25,7 @@ import typer
 
 import pipelab
 from pipelab.catalogue import schedules
-from pipelab.cli.printing import echo
+from pipelab.cli.printing import echo, is_row
 from pipelab.cli.targets import file_of, has_sizes
 from pipelab.draw import colours, wording
 from pipelab.draw.bars import Lanes
@@ -233,7 +233,7 @@ def _app(stage: _Stage, token: str) -> ASGIApp:
         asked = dict(request.query_params)
         asked["schedule"] = name if (name := asked.get("schedule", "")) in schedules else stage.target or ""
         answer = await stage.draw(asked)
-        shown = answer.get("page") or _filled("fault.html", fault=html.escape(answer["fault"]))
+        shown = answer.get("page") or _fault(answer["fault"])
         return HTMLResponse(shown, headers=_HEADERS)
 
     async def versions(_: Request) -> Response:
@@ -260,6 +260,15 @@ def _filled(file: str, **parts: str) -> str:
     """Return a page with its places filled in one pass, so that what looks like a place in a name stays a name."""
     source = (files("pipelab.cli.play") / file).read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], source)
+
+
+def _fault(text: str) -> str:
+    """Return a page with a fault. Long lines are wrapped, rows of actions are not."""
+    lines = [
+        f'<span class="row">{html.escape(line)}</span>' if is_row(line) else html.escape(line)
+        for line in text.splitlines()
+    ]
+    return _filled("fault.html", fault="\n".join(lines))
 
 
 def _player(name: str, stage: _Stage) -> str:

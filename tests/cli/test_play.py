@@ -316,7 +316,7 @@ def test_a_saved_file_is_drawn_again_with_the_same_selection_and_zoom(opened, pl
 @pytest.mark.browser
 def test_a_fault_and_a_loop_stand_in_the_pictures_place_until_the_file_is_right(opened, play):
     write(RIGHT)
-    server = play("mine.py:MySchedule", "--seconds", "2")
+    server = play("mine.py:MySchedule", "--seconds", "4")
     tab = opened(server)
     shows(tab, "33 units")
     write(RIGHT.replace("yield F(m)", "yield F(m + 1)"))

@@ -9,6 +9,7 @@
 - `showing`: `pipelab demo`
 - `labs`: `pipelab lab`
 - `grading`: `pipelab grade`
+- `play`: `pipelab play`
 - `conformance`: `pipelab conformance`
 - `printing`: results written to the terminal and to files
 """

@@ -36,6 +36,7 @@ from pipelab.cli.options import (
     untimed,
     whole_numbers,
 )
+from pipelab.cli.play.server import play_command
 from pipelab.cli.printing import (
     COMPARISON,
     GRAPH,
@@ -71,6 +72,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 app.add_typer(lab, name="lab")
 app.command(name="grade")(grade_command)
+app.command(name="play")(play_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -29,6 +29,7 @@ __all__ = [
     "TIMELINE",
     "echo",
     "folded",
+    "is_row",
     "number",
     "require_writable",
     "save_timeline",
@@ -139,9 +140,15 @@ def folded(message: str) -> str:
     lines: list[str] = []
     for line in message.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        rows = " | " in line or not line.strip(" ^")
-        lines.append(line if rows else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+        lines.append(
+            line if is_row(line) else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        )
     return "\n".join(lines)
+
+
+def is_row(line: str) -> bool:
+    """Return whether a message's line holds actions, or marks under them, which stand in columns."""
+    return " | " in line or not line.strip(" ^")
 
 
 def titled(title: str) -> Columns:

@@ -21,7 +21,7 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace.trace import Trace
 
-__all__ = ["find", "has_sizes", "settings", "with_settings"]
+__all__ = ["file_of", "find", "has_sizes", "settings", "with_settings"]
 
 _MICROBATCHES = 8
 _STDIN = "-"
@@ -211,6 +211,18 @@ def _guess(target: str) -> str:
 def has_sizes(target: str) -> bool:
     """Return whether a target is a plan or a trace, which has its own numbers of ranks and micro-batches."""
     return target.endswith((".csv", ".json")) or target == _STDIN or is_plan(target)
+
+
+def file_of(target: str) -> Path | None:
+    """Return the file that a target names, or `None` if it names a schedule of pipelab or is a plan itself.
+
+    Raises:
+        UsageError: if there is no such file; the message names those beside it.
+    """
+    if has_sizes(target):
+        return existing(target) if target.endswith((".csv", ".json")) else None
+    named = _student_file(_parameters(target)[0])
+    return existing(named[0]) if named else None
 
 
 def settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import time
 from html.parser import HTMLParser
 from itertools import accumulate
 
 import pytest
+from browsing import wait_until
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R, draw
 from pipelab.draw.page import page
 from pipelab.trace.waits import waits
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>{{data}}&\"'"
 
 
@@ -160,25 +149,6 @@ def test_a_comparison_says_where_units_differ(trace):
     other = pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms"))
     assert "The units of time differ" in page.comparison_page(pipelab.compare(trace, other))
     assert "The units of time differ" not in page.comparison_page(pipelab.compare(trace, trace))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-def wait_until(tab, holds):
-    """Wait until an expression holds. Playwright's own waiting needs an eval, which the page forbids."""
-    deadline = time.monotonic() + 20
-    while not tab.evaluate(holds):
-        assert time.monotonic() < deadline, holds
-        tab.wait_for_timeout(20)
 
 
 @pytest.fixture

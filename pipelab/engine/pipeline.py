@@ -160,16 +160,17 @@ class Pipeline:
         if rows_of(y, "y") != rows:
             raise BatchError(f"x has {rows} rows and y has {rows_of(y, 'y')}: every row of x needs a target")
         counts = row_counts(rows, self.plan.microbatches)
-        self.stages.require_rows(counts)
         self.stages.require_no_lost_hooks()
+        inputs = split_batch(x, counts)
+        modules = self.stages.ready(inputs, counts)
         targets = split_batch(y, counts)
         weights = weights_of(self.reduction, counts, targets)
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even)
-        with self._one_at_a_time, self.engine.runners.running(self.stages.modules, learning=True):
-            state = self.engine.run(split_batch(x, counts), loss, self.caller(), watch_nan=self.watch_nan)
+        with self._one_at_a_time, self.engine.runners.running(modules, learning=True):
+            state = self.engine.run(inputs, loss, self.caller(), watch_nan=self.watch_nan)
         return state, loss
 
     def forward(self, x: Any) -> Any:
@@ -189,7 +190,7 @@ class Pipeline:
         counts = row_counts(rows_of(x, "x"), self.plan.microbatches)
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
-        modules = self.stages.for_evaluation(inputs, counts)
+        modules = self.stages.ready(inputs, counts)
         with self._one_at_a_time, self.engine.runners.running(modules, learning=False):
             state = self.engine.run(inputs, None, self.caller())
         return join(state.outputs)

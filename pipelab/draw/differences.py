@@ -71,9 +71,9 @@ def table(found: Diff, most: int | None = None) -> Table:
         >>> print(table(pipelab.diff(fast, slow, names=["even", "uneven"]), most=2))
         uneven takes 0.5 units longer than even (6.5 instead of 6 units): +0.5 durations
         <BLANKLINE>
-        action  rank  start  shift  duration  change  effect
-        1F0        1      1      0         1    +0.5    +0.5
-        1B0        1      2   +0.5         2       0       0
+        action  rank  effect  start  shift  duration  change
+        1F0        1    +0.5      1      0         1    +0.5
+        1B0        1       0      2   +0.5         2       0
         <BLANKLINE>
         by rank: +0.5 on rank 1; by kind: +0.5 forward
         <BLANKLINE>
@@ -90,20 +90,21 @@ def table(found: Diff, most: int | None = None) -> Table:
                 "action": str(change.action),
                 "rank": change.rank,
                 **moved,
+                "effect": change.effect,
+                **{part: change.effects.get(part, 0.0) for part in PARTS},
                 "start": change.start,
                 "shift": change.shift,
                 "duration": change.duration,
                 "change": change.change,
-                "effect": change.effect,
-                **{part: change.effects.get(part, 0.0) for part in PARTS},
             }
         )
     columns = [Column("action"), Column("rank")]
     if any("moved_from" in row for row in rows):
         columns.append(Column("moved_from", "on rank before"))
-    columns += [Column("start", show=number), Column("shift", show=signed), Column("duration", show=number)]
-    columns += [Column("change", show=signed), Column("effect", show=signed)]
+    columns.append(Column("effect", show=signed))
     columns += [Column(part, show=signed) for part in parts] if len(parts) > 1 else []
+    columns += [Column("start", show=number), Column("shift", show=signed)]
+    columns += [Column("duration", show=number), Column("change", show=signed)]
     notes = _sums(found)
     if more:
         notes.append(f"{more} more action{' changes' if more == 1 else 's change'}, with a smaller effect")
@@ -151,10 +152,4 @@ def data(before: Trace, after: Trace, names: tuple[str, str]) -> dict[str, Any]:
         for change in found
         if any(change.effects.get(part) for part in found.parts)
     ]
-    sums = _sums(found)
-    return {
-        "sentence": sentence(found),
-        "sums": sums[0] if sums else "",
-        "parts": list(found.parts),
-        "effects": effects,
-    }
+    return {"notes": [sentence(found), *_sums(found)], "parts": list(found.parts), "effects": effects}

@@ -202,7 +202,7 @@ def diff(before: Trace, after: Trace, names: Sequence[str] | None = None) -> Dif
         if not isinstance(each, Trace):
             raise TypeError(f"diff takes two traces, got {shorten(each)}: simulate schedules and plans first")
     if refusal := why_not(before, after):
-        raise UsageError(refusal)
+        raise UsageError(f"no difference of these two traces: {refusal}; pipelab.compare shows them side by side")
     if names is None:
         names = [each.source if before.name == after.name else each.name for each in (before, after)]
         names = names if names[0] != names[1] else ["the first", "the second"]
@@ -215,7 +215,7 @@ def why_not(before: Trace, after: Trace) -> str:
     """Return why two traces cannot be compared action by action; empty if they can."""
     if before.unit != after.unit:
         units = " and ".join(shorten(each.unit) if each.unit else "no name" for each in (before, after))
-        return f"the traces have different units of time ({units}): simulate with the unit and the times of the other"
+        return f"they have different units of time ({units}); simulate with the times of the other, and its unit"
     mine, theirs = (listed(each) for each in (before, after))
     if (before.plan.stages, before.plan.microbatches) == (after.plan.stages, after.plan.microbatches):
         lacking = sorted(mine.keys() ^ theirs.keys())
@@ -229,7 +229,7 @@ def why_not(before: Trace, after: Trace) -> str:
         what = " and ".join(
             f"{each.stages} stages x {each.microbatches} micro-batches" for each in (before.plan, after.plan)
         )
-    return f"the traces have other actions ({what}): pipelab.compare shows them side by side"
+    return f"they have other actions ({what})"
 
 
 class _Effects:

@@ -69,7 +69,8 @@ def diff_page(found: Diff) -> str:
     """
     comparison = compare(found.before, found.after, names=found.names)
     plain = f"{differences.text(found)}\n\n{text.comparison(comparison, text.PLAIN_WIDTH, colour=False)}"
-    return _page(differences.sentence(found), comparison, plain, view="diff")
+    before, after = found.names
+    return _page(f"{after} compared with {before}", comparison, plain, view="diff")
 
 
 def _page(title: str, comparison: Comparison, plain: str, view: str = "stack") -> str:
@@ -115,10 +116,11 @@ def _script_safe(data: str) -> str:
 
 
 def _palette() -> str:
-    """Return the colours as CSS variables: `--F0` and `--F1` for even and odd micro-batches, `--F-ink` on them."""
+    """Return the colours as CSS variables: `--F0` and `--F1` for even and odd micro-batches, and inks on them."""
     lines = [f"--{kind}{at}:{colour};" for kind, pair in colours.PALETTE.items() for at, colour in enumerate(pair)]
-    lines += [f"--{kind}-ink:{colours.ink(pair[0])};" for kind, pair in colours.PALETTE.items()]
-    lines += [f"--hue{at}:{colour};--hue{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(colours.HUES)]
+    lines += [f"--{kind}{at}-ink:{colours.ink(pair[0])};" for kind, pair in colours.PALETTE.items() for at in (0, 1)]
+    for name, palette in (("hue", colours.HUES), ("diff", colours.DIVERGING)):
+        lines += [f"--{name}{at}:{colour};--{name}{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(palette)]
     return f":root{{{''.join(lines)}}}\n"
 
 

@@ -37,7 +37,7 @@ def sentence(found: Diff) -> str:
     else:
         word = "longer" if found.longer > 0 else "shorter"
         both = f"{number(found.after.makespan)} instead of {wording.span(found.before)}"
-        told = f"{after} takes {_time(found.after, abs(found.longer))} {word} than {before} ({both})"
+        told = f"{after} is {_time(found.after, abs(found.longer))} {word} than {before} ({both})"
     parts = ", ".join(f"{signed(value)} {part}" for part, value in found.parts.items())
     return f"{told}: {parts}" if parts else told
 
@@ -69,7 +69,7 @@ def table(found: Diff, most: int | None = None) -> Table:
         >>> import pipelab
         >>> fast, slow = (pipelab.simulate(pipelab.GPipe(2, 1), pipelab.Cost(forward=f)) for f in (1, [1, 1.5]))
         >>> print(table(pipelab.diff(fast, slow, names=["even", "uneven"]), most=2))
-        uneven takes 0.5 units longer than even (6.5 instead of 6 units): +0.5 durations
+        uneven is 0.5 units longer than even (6.5 instead of 6 units): +0.5 durations
         <BLANKLINE>
         action  rank  effect  start  shift  duration  change
         1F0        1    +0.5      1      0         1    +0.5

@@ -92,7 +92,7 @@ class Diff(Sequence[Change]):
         >>> found.parts
         {'durations': 2.0, 'transfers': 0.5}
         >>> print(found.sentence)
-        slower takes 2.5 units longer than predicted (17.5 instead of 15 units): +2 durations, +0.5 transfers
+        slower is 2.5 units longer than predicted (17.5 instead of 15 units): +2 durations, +0.5 transfers
 
     Source:
         Sums of changes along a path: Aumann and Shapley, "Values of Non-Atomic Games", 1974; for a reader of machine
@@ -192,7 +192,7 @@ def diff(before: Trace, after: Trace, names: Sequence[str] | None = None) -> Dif
         >>> cost = pipelab.Cost(latency=1)
         >>> gpipe, one = (pipelab.simulate(kind(4, 8), cost) for kind in (pipelab.GPipe, pipelab.OneFOneB))
         >>> print(diff(gpipe, one, names=["GPipe", "1F1B"]).sentence)
-        1F1B takes 10 units longer than GPipe (49 instead of 39 units): +10 order
+        1F1B is 10 units longer than GPipe (49 instead of 39 units): +10 order
 
     Raises:
         TypeError: if one of them is not a trace.
@@ -221,8 +221,8 @@ def why_not(before: Trace, after: Trace) -> str:
         lacking = sorted(mine.keys() ^ theirs.keys())
         if not lacking:
             return ""
-        code, rank = lacking[0]
-        place = "" if rank < 0 else f" on rank {rank}"
+        rank, code = divmod(lacking[0], len(before.plan.bound.codes.kind))
+        place = f" on rank {rank - 1}" if rank else ""
         only = "first" if lacking[0] in mine else "second"
         what = f"{len(lacking)} differ, such as {before.plan.bound.codes.action(code)}{place}, only in the {only}"
     else:
@@ -243,8 +243,8 @@ class _Effects:
         order = self.by_part["order"]
         for action in path.actions:
             order[action] += weight * (times.durations[action] + times.lates[action])
-        for edge in path.edges:
-            order[edge[1]] += weight * times.lags[edge]
+        for travel in path.travels:
+            order[travel // 2] += weight * times.lags[travel]
 
     def add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
         """Add what changes on a path from some times to others."""
@@ -252,8 +252,8 @@ class _Effects:
         for action in path.actions:
             durations[action] += weight * (after.durations[action] - before.durations[action])
             lates[action] += weight * (after.lates[action] - before.lates[action])
-        for edge in path.edges:
-            transfers[edge[1]] += weight * (after.lags[edge] - before.lags[edge])
+        for travel in path.travels:
+            transfers[travel // 2] += weight * (after.lags[travel] - before.lags[travel])
 
 
 def _changes(before: Trace, after: Trace) -> list[Change]:
@@ -263,8 +263,8 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
     orders = [Order(each, number) for each in (before, after)]
     old, new = (each.times for each in orders)
     # A value that travels in one order only travels as long with the times of the other trace: the order is to blame.
-    old.lags.update({edge: lag for edge, lag in new.lags.items() if edge not in old.lags})
-    new.lags.update({edge: lag for edge, lag in old.lags.items() if edge not in new.lags})
+    for travel in orders[0].travels ^ orders[1].travels:
+        old.lags[travel] = new.lags[travel] = old.lags[travel] + new.lags[travel]
     effects = _Effects(len(number))
     if (orders[0].slots, orders[0].after) == (orders[1].slots, orders[1].after):
         orders.pop()
@@ -282,6 +282,11 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
         shift = (after.starts[rank][index] - after.start) - (start - before.start)
         change = after.ends[rank][index] - after.starts[rank][index] - (end - start)
         parts = {part: values[at] for part, values in effects.by_part.items() if values[at]}
-        action = after.plan.bound.codes.action(key[0])
+        action = after.plan.bound.codes.action(key % len(after.plan.bound.codes.kind))
         changes.append(Change(action, rank, moved_from, start - before.start, shift, end - start, change, parts))
-    return sorted(changes, key=lambda each: (-abs(each.effect), -abs(each.change), -abs(each.shift), each.start))
+    whole = max(before.makespan, after.makespan, 1e-300)
+
+    def size(value: float) -> float:
+        return -round(abs(value) / whole, 9)  # equal sizes in the order of their starts, whatever rounding made of them
+
+    return sorted(changes, key=lambda each: (size(each.effect), size(each.change), size(each.shift), each.start))

@@ -15,29 +15,31 @@ from math import fsum
 from typing import TYPE_CHECKING
 
 from pipelab.plan.order import traverse
-from pipelab.trace.waits import Waits, half
+from pipelab.trace.waits import half
 
 if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
-__all__ = ["Key", "Order", "Path", "Times", "listed", "passed"]
+__all__ = ["Order", "Path", "Times", "listed", "passed"]
 
 _WORK = 2_000_000
 """How many actions are replayed, roughly, to follow the critical path from some times to others."""
 
-Key = tuple[int, int]
-"""An action: its code, and its rank if it is an all-reduce, which runs on several; -1 otherwise."""
-Edge = tuple[int, int]
-"""A transfer: the numbers of the action that gives the value and of the one that needs it."""
-Step = tuple[int, Edge | None]
-"""A slot that another follows, -1 for none, and the transfer from it, if there is one."""
+Step = tuple[int, int]
+"""A slot that another follows and the number of the value that travels between them; -1 where there is none."""
 
 
-def listed(trace: Trace) -> dict[Key, tuple[int, int]]:
-    """Return where each action is: its rank and its index there."""
+def listed(trace: Trace) -> dict[int, tuple[int, int]]:
+    """Return where each action is, its rank and its index there: by its code; an all-reduce is one on each rank.
+
+    Example:
+        >>> import pipelab
+        >>> list(listed(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1))).values())
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
     kind = trace.plan.bound.codes.kind
     return {
-        (code, rank if kind[code] == "R" else -1): (rank, index)
+        code + (rank + 1) * len(kind) if kind[code] == "R" else code: (rank, index)
         for rank, row in enumerate(trace.plan.bound.rows)
         for index, code in enumerate(row)
     }
@@ -45,11 +47,17 @@ def listed(trace: Trace) -> dict[Key, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The times of a trace, by action; those of transfers by the numbers of giver and needer."""
+    """The times of a trace, by the numbers of its actions.
+
+    Attributes:
+        durations: how long each action takes; two that share a slot take half of it each.
+        lates: how much later it starts than its rank and all that it needs are there.
+        lags: how long values travel: for each action the first that it needs, and the second.
+    """
 
     durations: list[float]
     lates: list[float]
-    lags: dict[Edge, float]
+    lags: list[float]
 
 
 class Order:
@@ -57,58 +65,79 @@ class Order:
 
     Attributes:
         slots: the numbers of the actions in each slot: one, or two that overlap. A slot stands after those it follows.
-        after: for each slot, what it follows: a slot, and the transfer from there, or `None`. The first is the slot
-            before it on its rank, -1 if there is none.
+        after: for each slot, what it follows; first the slot before it on its rank.
         times: the trace's own times.
+        travels: the numbers of the values that travel between ranks.
     """
 
-    def __init__(self, trace: Trace, number: Mapping[Key, int]) -> None:
+    def __init__(self, trace: Trace, number: Mapping[int, int]) -> None:
         bound = trace.plan.bound
+        codes, count = bound.codes, len(bound.codes.kind)
         walk = traverse(bound, atomic_pairs=bool(bound.pairs))
         shares = not walk.stuck  # if pairs that are slots could not run, none of them is one
         self.slots: list[tuple[int, ...]] = []
         self.after: list[list[Step]] = []
-        self.times = Times([0.0] * len(number), [0.0] * len(number), {})
-        self._trace, self._number, self._where, self._waits = trace, number, listed(trace), Waits(trace)
-        self._slot_of: dict[tuple[int, int], int] = {}  # rank and index -> slot
+        self.times = Times([0.0] * len(number), [0.0] * len(number), [0.0] * (2 * len(number)))
+        self.travels: set[int] = set()
+        self._trace, self._number = trace, number
+        self._arrivals = {(codes.code(each.giver), codes.code(each.needer)): each.end for each in trace.transfers}
+        self._made: dict[int, tuple[int, int, int, float]] = {}  # value -> slot, rank, code and end of its giver
+        self._slot_of = [[-1] * len(row) for row in bound.rows]
+        where = listed(trace)
         for code in (walk if shares else traverse(bound)).order:
-            reduces = bound.codes.kind[code] == "R"
-            places = [self._where[code, rank] for rank in bound.reduces[code]] if reduces else [self._where[code, -1]]
-            for rank, index in places:
-                part = half(trace, rank, index) if shares else "whole"
-                if part != "lower":
-                    self._append(rank, [index, index + 1] if part == "upper" else [index])
+            if codes.kind[code] == "R":
+                places = [where[code + (rank + 1) * count] for rank in bound.reduces[code]]
+                for rank, index in places:
+                    number_here = number[code + (rank + 1) * count]
+                    others = [(other, at - 1) for other, at in places if other != rank and at]
+                    after = [(self._slot_of[other][at], -1) for other, at in others]
+                    theres = [trace.ends[other][at] for other, at in others]
+                    self._append(rank, [index], [number_here], after, theres)
+                continue
+            rank, index = where[code]
+            part = half(trace, rank, index) if shares and bound.pairs else "whole"
+            if part != "lower":
+                self._append_needs(rank, [index, index + 1] if part == "upper" else [index])
 
-    def _append(self, rank: int, indices: list[int]) -> None:
-        """Append the slot of one action, or of the two halves of a pair."""
-        trace, bound = self._trace, self._trace.plan.bound
-        row, index = bound.rows[rank], indices[0]
-        start, end = trace.starts[rank][index], trace.ends[rank][index]
-        after: list[Step] = [(self._slot_of.get((rank, index - 1), -1), None)]
-        theres = [trace.ends[rank][index - 1] if index else trace.start]
-        if bound.codes.kind[row[index]] == "R":
-            mine = [self._number[row[index], rank]]
-            for other in bound.reduces[row[index]]:
-                _, place = self._where[row[index], other]
-                if place and other != rank:
-                    after.append((self._slot_of[other, place - 1], None))
-                    theres.append(trace.ends[other][place - 1])
-        else:
-            mine = [self._number[row[each], -1] for each in indices]
-            for needer, action in zip(indices, mine, strict=True):
-                for need in self._waits.arrivals(row[needer]):
-                    giver = self._where[need.giver, -1]
-                    edge = None if giver[0] == rank else (self._number[need.giver, -1], action)
-                    if edge:
-                        self.times.lags[edge] = need.there - need.ended
-                    after.append((self._slot_of[giver], edge))
-                    theres.append(need.there)
-        for action in mine:
-            self.times.durations[action] = (end - start) / len(mine)
-        self.times.lates[mine[0]] = start - max(theres)
-        self._slot_of |= dict.fromkeys(((rank, each) for each in indices), len(self.slots))
-        self.slots.append(tuple(mine))
-        self.after.append(after)
+    def _append_needs(self, rank: int, indices: list[int]) -> None:
+        """Append the slot of one action, or of the two halves of a pair, with the values that they need."""
+        bound, numbers, theres = self._trace.plan.bound, [], []
+        codes = bound.codes
+        after: list[Step] = []
+        for index in indices:
+            code = bound.rows[rank][index]
+            numbers.append(self._number[code])
+            for which, value in enumerate((codes.first_need[code], codes.second_need[code])):
+                if value == codes.always:
+                    continue
+                slot, source, giver, ended = self._made[value]
+                there, travel = ended, -1
+                if source != rank:
+                    there, travel = self._arrivals.get((giver, code), ended), 2 * numbers[-1] + which
+                    self.times.lags[travel] = there - ended
+                    self.travels.add(travel)
+                after.append((slot, travel))
+                theres.append(there)
+        end = self._trace.ends[rank][indices[0]]
+        for index in indices:
+            code = bound.rows[rank][index]
+            self._made[codes.gives[code]] = len(self.slots), rank, code, end
+        self._append(rank, indices, numbers, after, theres)
+
+    def _append(
+        self, rank: int, indices: list[int], numbers: list[int], after: list[Step], theres: list[float]
+    ) -> None:
+        """Append a slot that follows others, from which all that it needs is there at some times."""
+        index, starts, ends = indices[0], self._trace.starts[rank], self._trace.ends[rank]
+        before = self._slot_of[rank][index - 1] if index else -1
+        free = ends[index - 1] if index else self._trace.start
+        for action in numbers:
+            self.times.durations[action] = (ends[index] - starts[index]) / len(numbers)
+        self.times.lates[numbers[0]] = starts[index] - max([free, *theres])
+        for each in indices:
+            self._slot_of[rank][each] = len(self.slots)
+        self.slots.append(tuple(numbers))
+        self.after.append([(before, -1), *after])
 
     def path(self, times: Times) -> Path:
         """Replay the order with other times; return its critical path."""
@@ -118,8 +147,10 @@ class Order:
         for slot, after in zip(self.slots, self.after, strict=True):
             ready, cause = float("-inf"), after[0]
             for each in after:
-                giver, edge = each
-                there = (ends[giver] if giver >= 0 else 0.0) + (lags[edge] if edge else 0.0)
+                slot_before, travel = each
+                there = ends[slot_before] if slot_before >= 0 else 0.0
+                if travel >= 0:
+                    there += lags[travel]
                 if there > ready:
                     ready, cause = there, each
             for action in slot:
@@ -130,24 +161,24 @@ class Order:
         found = Path(ends[at], [], [])
         while at >= 0:
             found.actions.extend(self.slots[at])
-            at, edge = causes[at]
-            if edge:
-                found.edges.append(edge)
+            at, travel = causes[at]
+            if travel >= 0:
+                found.travels.append(travel)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A critical path: how long it is, its actions, and the transfers between them."""
+    """A critical path: how long it is, its actions, and the values that travel between them."""
 
     length: float
     actions: list[int]
-    edges: list[Edge]
+    travels: list[int]
 
     def taking(self, times: Times) -> float:
         """Return how long the path is with other times."""
         durations, lates = ([each[action] for action in self.actions] for each in (times.durations, times.lates))
-        return fsum([*durations, *lates, *(times.lags[edge] for edge in self.edges)])
+        return fsum([*durations, *lates, *(times.lags[travel] for travel in self.travels)])
 
 
 def passed(order: Order, old: Times, new: Times) -> Iterator[tuple[Path, float]]:
@@ -187,5 +218,4 @@ def _between(old: Times, new: Times, way: float) -> Times:
     def mixed(some: Sequence[float], others: Sequence[float]) -> list[float]:
         return [one + way * (other - one) for one, other in zip(some, others, strict=True)]
 
-    lags = {edge: lag + way * (new.lags[edge] - lag) for edge, lag in old.lags.items()}
-    return Times(mixed(old.durations, new.durations), mixed(old.lates, new.lates), lags)
+    return Times(mixed(old.durations, new.durations), mixed(old.lates, new.lates), mixed(old.lags, new.lags))

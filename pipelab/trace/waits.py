@@ -125,19 +125,10 @@ class Waits:
     def needs(self, rank: int, index: int) -> list[Wait]:
         """Return all values that an action needs, and the other half of its slot, if it has one."""
         row, part = self.bound.rows[rank], half(self.trace, rank, index)
-        needs = self.arrivals(row[index])
+        needs = self._arrivals(row[index])
         if part != "whole":  # a slot starts when both of its halves have what they need
-            needs += self.arrivals(row[index + (1 if part == "upper" else -1)])
+            needs += self._arrivals(row[index + (1 if part == "upper" else -1)])
         return needs
-
-    def arrivals(self, code: int) -> list[Wait]:
-        """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
-        if self.bound.codes.kind[code] != "R":
-            return [self._arrival(giver, code) for _, giver in self.bound.inputs(code)]
-        rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
-        before = ((rank, row, row.index(code) - 1) for rank, row in rows)
-        ends = ((row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0)
-        return [Wait(code, end, end) for code, end in ends]
 
     def culprit(self, wait: Wait) -> int:
         """Return the giver of the first of the transfers that stood one behind the other before this wait ended."""
@@ -150,6 +141,15 @@ class Waits:
             passed.add(ends)
             giver, transfer = ends[0], self.travelled.get(ends)
         return giver
+
+    def _arrivals(self, code: int) -> list[Wait]:
+        """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
+        if self.bound.codes.kind[code] != "R":
+            return [self._arrival(giver, code) for _, giver in self.bound.inputs(code)]
+        rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
+        before = ((rank, row, row.index(code) - 1) for rank, row in rows)
+        ends = ((row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0)
+        return [Wait(code, end, end) for code, end in ends]
 
     def _arrival(self, giver: int, needer: int) -> Wait:
         """Return when a value was computed and when it arrived."""

@@ -99,7 +99,7 @@ def test_compare_says_why_the_second_of_two_takes_longer(pipelab_command, folder
         "compare", "one.json", "1f1b", "-f", "1.5", "--diff", "-o", "x.csv", "-o", "x.html"
     )
     assert code == 0
-    assert "1f1b takes 5.5 units longer than one.json (38.5 instead of 33 units): +5.5 durations" in " ".join(
+    assert "1f1b is 5.5 units longer than one.json (38.5 instead of 33 units): +5.5 durations" in " ".join(
         output.split()
     )
     assert len(Path("x.csv").read_text(encoding="utf-8").splitlines()) == 65

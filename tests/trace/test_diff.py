@@ -23,10 +23,11 @@ def shaken(trace, seed, share=0.3):
     times = order.times
     times.durations[:] = [time * chance.uniform(1 - share, 1 + share) for time in times.durations]
     times.lates[:] = [time + chance.choice([0, 0, chance.random() * share]) for time in times.lates]
-    times.lags.update({edge: lag + chance.random() * share for edge, lag in times.lags.items()})
+    for travel in sorted(order.travels):
+        times.lags[travel] += chance.random() * share
     ends, begun = [], {}
     for slot, after in zip(order.slots, order.after, strict=True):
-        start = max((ends[at] if at >= 0 else 0) + (times.lags[edge] if edge else 0) for at, edge in after)
+        start = max((ends[at] if at >= 0 else 0) + (times.lags[lag] if lag >= 0 else 0) for at, lag in after)
         start += sum(times.lates[each] for each in slot)
         ends.append(start + sum(times.durations[each] for each in slot))
         begun |= dict.fromkeys(slot, (start, ends[-1]))
@@ -34,13 +35,12 @@ def shaken(trace, seed, share=0.3):
     for key, (rank, index) in listed(trace).items():
         for side, time in zip(rows, begun[number[key]], strict=True):
             side[rank][index] = time
-    code = trace.plan.bound.codes.code
-    moved = [
-        Transfer(each.source, each.target, each.giver, each.needer, left, left + times.lags[edge])
-        for each in trace.transfers
-        for edge in [(number[code(each.giver), -1], number[code(each.needer), -1])]
-        for left in [begun[edge[0]][1]]
-    ]
+    codes, moved = trace.plan.bound.codes, []
+    for each in trace.transfers:
+        giver, needer = codes.code(each.giver), codes.code(each.needer)
+        (which,) = (at for at, value in enumerate(codes.needs(needer)) if giver in codes.givers(value))
+        left, lag = begun[number[giver]][1], times.lags[2 * number[needer] + which]
+        moved.append(Transfer(each.source, each.target, each.giver, each.needer, left, left + lag))
     return Trace(trace.plan, *rows, unit=trace.unit, source="measured", transfers=moved)
 
 
@@ -128,6 +128,36 @@ def test_an_action_that_takes_longer_counts_only_while_it_is_critical():
     assert shares == [(before.makespan, 0.5), (before.makespan - 1.5, 0.5)]  # the second was not yet the longest
 
 
+@pytest.mark.parametrize("kind", [pipelab.GPipe, pipelab.OneFOneB, pipelab.ZBH1])
+def test_effects_are_what_many_simulations_on_the_way_add_up_to(kind):
+    """At 400 moments of the way, the clock says how fast the makespan grows if only one rank's actions change."""
+    plan, chance, steps, nudge = kind(3, 5).plan(), Random(7), 400, 1e-6  # noqa: S311
+    actions = [action for row in plan.rows for action in row]
+    old, new = ({action: chance.uniform(1, 2) for action in actions} for _ in range(2))
+
+    def simulated(ways):
+        """Return the trace in which each stage's actions are so far on the way from old times to new ones."""
+
+        def cost_of(letter):
+            times = {each: old[each] + ways[each.stage] * (new[each] - old[each]) for each in actions}
+            return lambda m, s: times.get(pipelab.Action(letter, m, s), 1.0)
+
+        forward, backward, inputs, weights = map(cost_of, "FBIW")
+        cost = Cost(forward=forward, backward=backward, input_grad=inputs, weight_grad=weights, latency=0.125)
+        return pipelab.simulate(plan, cost)
+
+    found = pipelab.diff(simulated([0, 0, 0]), simulated([1, 1, 1])).by("rank")
+    for rank in range(3):
+        total = 0.0
+        for step in range(steps):
+            way = (step + 0.5) / steps
+            there, back = (
+                simulated([way + side * (each == rank) for each in range(3)]).makespan for side in (nudge, -nudge)
+            )
+            total += (there - back) / (2 * nudge) / steps
+        assert total == pytest.approx(found[rank], abs=0.01)
+
+
 def test_an_action_that_is_late_for_no_reason_in_the_trace_is_a_late_start():
     """0B0 starts at 10 in both traces, so if 1B0 takes 3 units longer, 0B0 waits 3 units less for nothing."""
     rows = [[F(0, 0), F(1, 0), B(0, 0), B(1, 0)], [F(0, 1), B(0, 1), F(1, 1), B(1, 1)]]
@@ -152,6 +182,13 @@ def test_each_part_is_named_by_what_changed():
     assert pipelab.diff(usual, late).parts == {"late starts": 3}
     gpipe = pipelab.simulate(pipelab.GPipe(2, 4), Cost(latency=1))
     assert pipelab.diff(gpipe, usual).parts == {"order": usual.makespan - gpipe.makespan}
+
+
+def test_a_value_that_travels_in_one_order_only_is_due_to_the_order():
+    apart = Plan([[F(0, 0), B(0, 0)], [F(0, 1), B(0, 1)]], stages=2, microbatches=1)
+    together = Plan([[F(0, 0), F(0, 1), B(0, 1), B(0, 0)], []], stages=2, microbatches=1)
+    before, after = (pipelab.simulate(plan, Cost(latency=1, per="stage")) for plan in (apart, together))
+    assert pipelab.diff(before, after).parts == {"order": -2}
 
 
 def test_what_cannot_be_compared_is_refused_with_the_reason():
@@ -183,7 +220,7 @@ def test_the_table_has_every_action_the_largest_effect_first(tmp_path):
         parts = sum(float(row[part]) for part in ("durations", "transfers", "late starts", "order"))
         assert parts == pytest.approx(float(row["effect"]))
     assert len(str(found).splitlines()) < 30
-    assert str(found).startswith("measured takes")
+    assert str(found).startswith("measured is")
     assert "predicted" in found._repr_html_()
     with pytest.raises(pipelab.FormatError):
         found.save(tmp_path / "diff.png")

@@ -59,6 +59,7 @@ function outlines(timeline, painter, right) {
       const opacity = timeline.opacity(place, base), lower = base.half[place] === 2, top = timeline.box(0, 0, rank, 0).y - up;
       const strip = { ...box, y: lower ? top + up / 2 : top, height: base.half[place] ? up / 2 : up };
       painter.rect(strip, `--${KINDS[base.kind[place]]}${Math.max(base.microbatch[place], 0) % 2}`, opacity, { class: "before", "data-before": base.name(place) });
+      if (box.width < 4) continue; // lines so near to one another would hide what is behind them
       const outline = lower ? box : { ...box, y: top, height: box.y + box.height - top };
       painter.rect(outline, "--clear", opacity, { class: `outline${timelines[0].chosen?.place === place ? " chosen" : ""}` });
     }
@@ -125,7 +126,8 @@ function scale() {
     cell.style.color = `var(--diff${step + STEPS}-ink)`;
     made.append(cell);
   }
-  return [...whose, tag("small", `${SHADES[look.colour]} (${models[0].unit}):`), made];
+  const crowded = timelines.some((each) => each.crowded) ? ", where bars are wide enough to have a colour: zoom in" : "";
+  return [...whose, tag("small", `${SHADES[look.colour]} (${models[0].unit})${crowded}:`), made];
 }
 
 function setView(name) {

@@ -13,7 +13,7 @@ from pipelab.trace.diff import PARTS, diff, why_not
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pipelab.trace.diff import Change, Diff
+    from pipelab.trace.diff import Change, Diff, Part
     from pipelab.trace.trace import Trace
 
 __all__ = ["MOST", "data", "sentence", "signed", "table", "text"]
@@ -79,7 +79,7 @@ def table(found: Diff, most: int | None = None) -> Table:
         <BLANKLINE>
         1 more action changes, with a smaller effect
     """
-    parts = list(found.parts)
+    parts = _parts(found)
     shown = found.changes if most is None else [each for each in found if _changed(each)]
     more = len(shown) - len(shown[:most])
     rows: list[dict[str, Any]] = []
@@ -109,6 +109,12 @@ def table(found: Diff, most: int | None = None) -> Table:
     if more:
         notes.append(f"{more} more action{' changes' if more == 1 else 's change'}, with a smaller effect")
     return Table(rows, columns, notes=notes, title=sentence(found))
+
+
+def _parts(found: Diff) -> list[Part]:
+    """Return the parts that some action's effect has, although they may add up to 0."""
+    least = 1e-9 * max(found.before.makespan, found.after.makespan)
+    return [part for part in PARTS if any(abs(change.effects.get(part, 0.0)) > least for change in found)]
 
 
 def _changed(change: Change) -> bool:
@@ -146,10 +152,11 @@ def data(before: Trace, after: Trace, names: tuple[str, str]) -> dict[str, Any]:
     if refusal := why_not(before, after):
         return {"refusal": refusal}
     found = diff(before, after, names)
+    parts = _parts(found)
     place = {(event.rank, event.action): at for at, event in enumerate(after.events)}
     effects = [
-        [place[change.rank, change.action], *(float(f"{change.effects.get(part, 0.0):.7g}") for part in found.parts)]
+        [place[change.rank, change.action], *(float(f"{change.effects.get(part, 0.0):.7g}") for part in parts)]
         for change in found
-        if any(change.effects.get(part) for part in found.parts)
+        if any(change.effects.get(part) for part in parts)
     ]
-    return {"notes": [sentence(found), *_sums(found)], "parts": list(found.parts), "effects": effects}
+    return {"notes": [sentence(found), *_sums(found)], "parts": parts, "effects": effects}

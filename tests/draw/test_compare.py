@@ -49,6 +49,15 @@ def test_the_data_hold_how_each_trace_differs_from_the_first(pair):
     assert effects == {(each.rank, each.action): pytest.approx(each.effect, rel=1e-6) for each in found if each.effects}
 
 
+def test_effects_that_cancel_out_are_still_there():
+    found = pipelab.diff(*(pipelab.simulate(kind(4, 8)) for kind in (pipelab.GPipe, pipelab.OneFOneB)))
+    (data,) = Reader(page.diff_page(found)).data["diffs"]
+    assert found.longer == 0
+    assert data["parts"] == ["order"]
+    assert len(data["effects"]) == sum(each.effect != 0 for each in found) > 0
+    assert sum(value for _, value in data["effects"]) == 0
+
+
 def test_traces_of_other_actions_are_not_compared_and_say_why(pair):
     first = pipelab.simulate(pipelab.OneFOneB(4, 8))
     others = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.ZBH1, pipelab.GPipe)]

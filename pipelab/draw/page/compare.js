@@ -59,7 +59,7 @@ function outlines(timeline, painter, right) {
       const opacity = timeline.opacity(place, base), lower = base.half[place] === 2, top = timeline.box(0, 0, rank, 0).y - up;
       const strip = { ...box, y: lower ? top + up / 2 : top, height: base.half[place] ? up / 2 : up };
       painter.rect(strip, `--${KINDS[base.kind[place]]}${Math.max(base.microbatch[place], 0) % 2}`, opacity, { class: "before", "data-before": base.name(place) });
-      if (box.width < 4) continue; // lines so near to one another would hide what is behind them
+      if (box.width < 8) continue; // lines so near to one another would hide what is behind them
       const outline = lower ? box : { ...box, y: top, height: box.y + box.height - top };
       painter.rect(outline, "--clear", opacity, { class: `outline${timelines[0].chosen?.place === place ? " chosen" : ""}` });
     }
@@ -143,6 +143,8 @@ const nextView = () => compared.length && setView(Object.keys(VIEWS)[(Object.key
 function compareTraces() {
   if (!compared.length) return;
   const layers = document.querySelector(".layers"), buttons = tag("span", "", "views"), colours = document.getElementById("colour");
+  buttons.setAttribute("role", "group");
+  buttons.setAttribute("aria-label", "view");
   for (const [name, meaning] of Object.entries(VIEWS)) {
     const button = tag("button", name);
     button.type = "button";

@@ -80,6 +80,7 @@ from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.simulation.optimum import Optimum, optimum
 from pipelab.simulation.wire import LoweredPlan, lower
+from pipelab.trace.diff import Change, Diff, diff
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
@@ -99,12 +100,14 @@ __all__ = [
     "Action",
     "B",
     "BatchError",
+    "Change",
     "Column",
     "Comparison",
     "Cost",
     "CostError",
     "DelayedBackward",
     "DeviceError",
+    "Diff",
     "DualPipe",
     "DualPipeV",
     "Eager1F1B",
@@ -154,6 +157,7 @@ __all__ = [
     "compare",
     "critical_path",
     "devices",
+    "diff",
     "emulated",
     "jitter",
     "lower",

@@ -54,6 +54,11 @@ ENGINE: list[list[str]] = [
 
 # The one place where an import may point up: what shows a thing imports `draw` when it is called.
 DISPLAYS = {
+    "pipelab.trace.diff:Diff.sentence",
+    "pipelab.trace.diff:Diff.table",
+    "pipelab.trace.diff:Diff.save",
+    "pipelab.trace.diff:Diff.__str__",
+    "pipelab.trace.diff:Diff._repr_html_",
     "pipelab.trace.ledger:Ledger.table",
     "pipelab.trace.trace:Trace.save",
     "pipelab.trace.trace:Trace.why",

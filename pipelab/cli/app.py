@@ -39,6 +39,7 @@ from pipelab.cli.options import (
 from pipelab.cli.play.server import play_command
 from pipelab.cli.printing import (
     COMPARISON,
+    DIFF,
     GRAPH,
     RUN,
     TABLE,
@@ -231,20 +232,26 @@ def compare(
     times: Times,
     save: SaveComparison = None,
     bound: Annotated[bool, typer.Option("--bound", help="how far each is above what any order must take")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="of two: why the second takes longer, action by action")] = False,
 ) -> None:
-    """Simulate schedules with the same costs and show them side by side.
+    """Simulate schedules with the same costs and show them side by side; or say why one of two takes longer.
 
     Several numbers of micro-batches (`-m 2,4,8`) make a table. Its times are for the whole batch, the same in every
     column.
     """
     counts = sizes.counts_beside(targets)
     targets = sizes.with_settings(targets)
-    require_writable(save, COMPARISON if len(counts) <= 1 else TABLE)
+    if diff and (len(targets) != 2 or len(counts) > 1 or bound):
+        raise UsageError("--diff needs two schedules or traces, one number of micro-batches, and no --bound")
+    require_writable(save, DIFF if diff else COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
-        show(pipelab.compare(*traces, names=targets, bound=bound), save)
+        if diff:
+            show(pipelab.diff(traces[0], traces[1], names=targets), save)
+        else:
+            show(pipelab.compare(*traces, names=targets, bound=bound), save)
         return
     if bound:
         raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")

@@ -15,14 +15,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as Columns
 
 from pipelab import draw, files
-from pipelab.draw import graph, table, text, wording
+from pipelab.draw import differences, graph, table, text, wording
 from pipelab.draw.table import Table
 from pipelab.errors import clean, require_suffix
 from pipelab.simulation.comparison import Comparison
+from pipelab.trace.diff import Diff
 from pipelab.trace.trace import Trace
 
 __all__ = [
     "COMPARISON",
+    "DIFF",
     "GRAPH",
     "RUN",
     "TABLE",
@@ -48,6 +50,7 @@ _PLAIN = dict(zip("│┆▏─┄┬┴┐└┘┤┌▲·…", "|||--+++++++^
 TIMELINE = ("a timeline", (*draw.TRACE_SUFFIXES, ".csv"))
 RUN = ("a run", (*draw.COMPARISON_SUFFIXES, ".json"))
 COMPARISON = ("a comparison", draw.COMPARISON_SUFFIXES)
+DIFF = ("two compared traces", draw.DIFF_SUFFIXES)
 TABLE = ("a table", table.SUFFIXES)
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
@@ -102,10 +105,11 @@ def save_timeline(trace: Trace, path: Path) -> Path:
     return trace.plan.to_csv(path) if plan else trace.save(path)
 
 
-def show(shown: Comparison | Table, save: list[Path] | None) -> None:
+def show(shown: Comparison | Diff | Table, save: list[Path] | None) -> None:
     """Print a comparison or a table, and write it to files."""
-    if isinstance(shown, Table):
-        echo(f"\n{clean(shown.text(_width()), keep=_LAYOUT)}\n")
+    if isinstance(shown, (Diff, Table)):
+        lines = shown.text(_width()) if isinstance(shown, Table) else differences.text(shown, _width())
+        echo(f"\n{clean(lines, keep=_LAYOUT)}\n")
     else:
         echo(text.comparison(shown))
     for path in save or []:

@@ -13,6 +13,7 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `ruler`: the ruler under a text timeline
 - `wording`: headlines and tables in words
 - `why`: idle time in words
+- `differences`: two traces compared, in words
 - `exports`: traces for other tools
 - `colours`: the palette
 """
@@ -28,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.draw import colours, exports, figure, text, wording
+from pipelab.draw import colours, differences, exports, figure, text, wording
 from pipelab.draw.page import page
 from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError, clean, require_suffix
@@ -44,9 +45,19 @@ if TYPE_CHECKING:
 
     from pipelab.plan.plan import Plan
     from pipelab.simulation.comparison import Comparison
+    from pipelab.trace.diff import Diff
     from pipelab.trace.trace import Trace
 
-__all__ = ["COMPARISON_SUFFIXES", "TRACE_SUFFIXES", "plan_html", "save", "save_comparison", "show"]
+__all__ = [
+    "COMPARISON_SUFFIXES",
+    "DIFF_SUFFIXES",
+    "TRACE_SUFFIXES",
+    "plan_html",
+    "save",
+    "save_comparison",
+    "save_diff",
+    "show",
+]
 
 _FIGURES = (".svg", ".png", ".pdf")
 _DRAWN = (".html", *_FIGURES, ".txt")
@@ -56,6 +67,8 @@ _MOST_CELLS = 200
 """How many actions of a rank a notebook shows."""
 COMPARISON_SUFFIXES = (*_DRAWN, ".csv", ".md", ".tex")
 """The formats of `Comparison.save`."""
+DIFF_SUFFIXES = (".html", ".txt", ".csv", ".md", ".tex")
+"""The formats of `Diff.save`."""
 
 
 def save(trace: Trace, path: str | Path, width: float | str | None = None) -> Path:
@@ -116,6 +129,21 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
         txt=lambda: text.comparison(comparison, text.PLAIN_WIDTH, colour=False),
         picture=lambda: figure.plot_comparison(comparison),
     )
+
+
+def save_diff(found: Diff, path: Path) -> Path:
+    """Write two compared traces as a page, or as a table; the suffix is one of `DIFF_SUFFIXES`.
+
+    Returns:
+        The path.
+
+    Raises:
+        FormatError: if the suffix is another one.
+    """
+    suffix = require_suffix(path, "two compared traces", DIFF_SUFFIXES)
+    if suffix == ".html":
+        return write(path, page.diff_page(found))
+    return differences.table(found).save(path)
 
 
 def show(trace: Trace) -> Path | None:

@@ -24,7 +24,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("simulate", "measure", "measure_sweep"):
         monkeypatch.setattr(app, name, work)
-    monkeypatch.setattr(pipelab, "compare", work)
+    for name in ("compare", "diff"):
+        monkeypatch.setattr(pipelab, name, work)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         ("draw gpipe", ".html .svg .png .pdf .txt .json .events.csv .perfetto.json .csv"),
         ("draw gpipe --graph", ".dot .gv .svg .png .pdf"),
         ("compare gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
+        ("compare gpipe 1f1b --diff", ".html .txt .csv .md .tex"),
         ("compare gpipe -m 2,4", ".csv .txt .md .tex .html .png .svg .pdf"),
         ("run gpipe", ".html .svg .png .pdf .txt .csv .md .tex .json"),
         ("run gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),

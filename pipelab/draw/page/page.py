@@ -1,7 +1,8 @@
 """Timelines as one HTML file that needs nothing else: no network, no fonts, no libraries.
 
-`page.html` holds the frame, `page.css` the looks. Three scripts follow: `model.js` reads the data that Python puts in,
-`timeline.js` draws what is visible, `panel.js` answers: what is selected, why it waited, and everything else.
+`page.html` holds the frame, `page.css` the looks. Four scripts follow: `model.js` reads the data that Python puts in,
+`timeline.js` draws what is visible, `compare.js` shows how traces differ from the first, `panel.js` answers: what is
+selected, why it waited, and everything else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from pipelab.draw import colours, text, wording
+from pipelab.draw import colours, differences, text, wording
 from pipelab.draw.bars import Lanes
 from pipelab.errors import clean
 from pipelab.plan.actions import KINDS, Action
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pipelab.plan.bound import BoundPlan
+    from pipelab.trace.diff import Diff
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
-__all__ = ["comparison_page", "page"]
+__all__ = ["comparison_page", "diff_page", "page"]
 
 
 def page(trace: Trace) -> str:
@@ -56,8 +58,23 @@ def comparison_page(comparison: Comparison) -> str:
     return _page(f"Comparison of {len(comparison.traces)} traces", comparison, plain)
 
 
-def _page(title: str, comparison: Comparison, plain: str) -> str:
-    """Fill the frame."""
+def diff_page(found: Diff) -> str:
+    """Return a page with two traces of the same actions, one over the other, coloured by what changed.
+
+    Example:
+        >>> import pipelab
+        >>> one = pipelab.simulate(pipelab.OneFOneB(2, 2))
+        >>> "once takes as long as again (9 units)" in diff_page(pipelab.diff(one, one, names=["again", "once"]))
+        True
+    """
+    comparison = compare(found.before, found.after, names=found.names)
+    plain = f"{differences.text(found)}\n\n{text.comparison(comparison, text.PLAIN_WIDTH, colour=False)}"
+    before, after = found.names
+    return _page(f"{after} compared with {before}", comparison, plain, view="diff")
+
+
+def _page(title: str, comparison: Comparison, plain: str, view: str = "stack") -> str:
+    """Fill the frame. A comparison of the same actions can also be shown as overlay or diff; `view` is the first."""
     alone = len(comparison.traces) == 1
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
     data = {
@@ -65,6 +82,8 @@ def _page(title: str, comparison: Comparison, plain: str) -> str:
         "reasons": REASONS,
         "meanings": MEANINGS,
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
+        "view": view,
+        "diffs": [] if alone else _diffs(comparison),
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
     }
     parts = {
@@ -75,10 +94,16 @@ def _page(title: str, comparison: Comparison, plain: str) -> str:
         "note": "" if comparison.shares_axis else "<p>The units of time differ: every timeline has its own scale.</p>",
         "text": html.escape(plain),
         "data": _script_safe(json.dumps(data, separators=(",", ":"))),
-        "script": "\n".join(map(_read, ("model.js", "timeline.js", "panel.js"))),
+        "script": "\n".join(map(_read, ("model.js", "timeline.js", "compare.js", "panel.js"))),
     }
     # In one pass, so that what looks like a place in a name stays a name.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read("page.html"))
+
+
+def _diffs(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return how each trace but the first differs from the first."""
+    (first, name), *others = zip(comparison.traces, comparison.names, strict=True)
+    return [differences.data(first, trace, (name, other)) for trace, other in others]
 
 
 def _read(name: str) -> str:
@@ -91,10 +116,11 @@ def _script_safe(data: str) -> str:
 
 
 def _palette() -> str:
-    """Return the colours as CSS variables: `--F0` and `--F1` for even and odd micro-batches, `--F-ink` on them."""
+    """Return the colours as CSS variables: `--F0` and `--F1` for even and odd micro-batches, and inks on them."""
     lines = [f"--{kind}{at}:{colour};" for kind, pair in colours.PALETTE.items() for at, colour in enumerate(pair)]
-    lines += [f"--{kind}-ink:{colours.ink(pair[0])};" for kind, pair in colours.PALETTE.items()]
-    lines += [f"--hue{at}:{colour};--hue{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(colours.HUES)]
+    lines += [f"--{kind}{at}-ink:{colours.ink(pair[0])};" for kind, pair in colours.PALETTE.items() for at in (0, 1)]
+    for name, palette in (("hue", colours.HUES), ("diff", colours.DIVERGING)):
+        lines += [f"--{name}{at}:{colour};--{name}{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(palette)]
     return f":root{{{''.join(lines)}}}\n"
 
 

@@ -87,6 +87,7 @@ function explainAction(timeline, place) {
   else if (start - free > near * model.span) waited.append(`nothing that it needs: it started ${time(start - free, model.unit)} after its rank was free`);
   else waited.append(before < 0 ? "nothing" : "nothing: it started when its rank was free");
   row(list, "waited for", waited);
+  for (const [name, text] of changes(timeline, place)) row(list, name, text);
   const slack = model.slack[place];
   row(list, "slack", model.critical.has(place) ? "none: it is on the critical path, and the step gets shorter only if that does"
     : slack > near * model.span ? `${time(slack, model.unit)}: it could end so much later without a longer makespan` : "none: if it took longer, so would the step");
@@ -214,12 +215,12 @@ function legend() {
     made.addEventListener("click", () => { toggle(look.hidden, name); legend(); redraw(); });
     return made;
   };
-  const kinds = Object.entries(WORDS).map(([letter, word]) => entry(letter, `${letter} ${word}`, look.colour === "kind" ? `--${letter}0` : "--idle"));
+  const kinds = Object.entries(WORDS).map(([letter, word]) => entry(letter, `${letter} ${word}`, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"));
   const idle = tag("span", "idle");
   idle.style.setProperty("--swatch", "var(--idle)");
   const notes = { kind: "", "micro-batch": "colour: micro-batch, in turns of eight", stage: "colour: stage, in turns of eight", direction: "colour: the end at which a micro-batch enters" };
   const crowded = timelines.some((each) => each.crowded) ? "share of time, where bars are thinner than a pixel" : "";
-  place.replaceChildren(...kinds, idle, tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")));
+  place.replaceChildren(...kinds, idle, tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")), ...scale());
 }
 
 // Search: an action, F3, mb 3, rank 2, stage 1, idle > 3.
@@ -310,7 +311,8 @@ function hashOf() {
   }
   const layers = [look.critical && "c", look.memory && "a"].filter(Boolean);
   if (layers.length) parts.push(`l=${layers.join(",")}`);
-  if (look.colour !== "kind") parts.push(`k=${look.colour}`);
+  if (look.view !== data.view) parts.push(`w=${look.view}`);
+  if (look.colour !== "kind" || look.view === "diff") parts.push(`k=${look.colour}`);
   return parts.length > 1 ? `#${parts.join("&")}` : "";
 }
 
@@ -320,7 +322,8 @@ function restore(hash) {
   const layers = (parts.get("l") ?? "").split(",");
   setLook("critical", layers.includes("c"));
   setLook("memory", layers.includes("a"));
-  if (["micro-batch", "stage", "direction"].includes(parts.get("k"))) setLook("colour", parts.get("k"));
+  if (compared.length && parts.get("w") in VIEWS) setView(parts.get("w"));
+  if ([...document.getElementById("colour").options].some((each) => each.value === parts.get("k"))) setLook("colour", parts.get("k"));
   const [from, to] = (parts.get("z") ?? "").split(",").map(Number);
   if (from >= 0 && to > from) timelines[0].show(from, to);
   const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|(\w+)\.(\d+))$/.exec(parts.get("s") ?? ""), timeline = chosen && timelines[chosen[1]];
@@ -370,6 +373,7 @@ function key(event) {
     d: () => { timeline.scroller.scrollLeft += timeline.width / 4; }, f: () => { const box = state.chosen && timeline.boxOf(state.chosen); if (box) timeline.show(...[-2, 3].map((by) => (box.x + timeline.left + by * box.width) / timeline.scale)); },
     " ": () => playing(!player.playing), ",": () => play(player.at - 1), ".": () => play(player.at + 1 < moments.length ? player.at + 1 : 0),
     "/": () => find.focus(), t: () => { const holder = document.getElementById("actions"); holder.open = !holder.open; },
+    o: () => nextView(),
     l: () => navigator.clipboard?.writeText(location.href.split("#")[0] + hashOf()),
     Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { search(find.value = ""); select(timeline, null); },
   };
@@ -417,5 +421,6 @@ document.querySelectorAll(".tools[hidden], .hint[hidden]").forEach((each) => { e
 timelines.forEach((each) => each.draw());
 setLook("memory", models.every((model) => model.lanes.length <= 16));
 legend();
+compareTraces();
 restore(location.hash);
 addEventListener("hashchange", () => restore(location.hash));

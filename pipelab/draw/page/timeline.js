@@ -100,7 +100,7 @@ class Timeline {
   get width() { return this.scroller.clientWidth; }
   get scale() { return (this.width * this.zoom) / this.span; } // pixels per unit of time
   get left() { return this.scroller.scrollLeft; }
-  get strip() { return look.memory ? STRIP : 0; }
+  get strip() { return (look.memory ? STRIP : 0) + rise(this); }
   get pitch() { return this.lane + this.strip; }
   get height() { return this.pitch * this.model.lanes.length; }
 
@@ -156,18 +156,18 @@ class Timeline {
   }
 
   colour(place) {
-    const { model } = this, letter = KINDS[model.kind[place]], m = Math.max(model.microbatch[place], 0);
+    const { model } = this, letter = KINDS[model.kind[place]], m = Math.max(model.microbatch[place], 0), changed = shade(this, place);
+    if (changed) return changed;
     if (look.colour === "micro-batch") return `--hue${m % HUES}`;
     if (look.colour === "stage") return `--hue${model.stage[place] % HUES}`;
     if (look.colour === "direction") return `--hue${model.direction(place) === model.direction(0) ? 0 : 1}`;
     return `--${letter}${m % 2}`;
   }
 
-  ink(place) { return look.colour === "kind" ? `--${KINDS[this.model.kind[place]]}-ink` : `${this.colour(place)}-ink`; }
+  ink(place) { return `${this.colour(place)}-ink`; }
 
   // How visible an action is: what is selected, filtered out or still to come makes others fade.
-  opacity(place) {
-    const { model } = this;
+  opacity(place, model = this.model) {
     if (look.now !== null && model.start[place] >= look.now) return 0.2;
     if (look.hidden.has(KINDS[model.kind[place]]) || look.hidden.has(`rank ${model.rank[place]}`)) return 0.15;
     if (look.critical && !model.critical.has(place)) return 0.25;
@@ -221,6 +221,7 @@ class Timeline {
       const text = [`${number(idle.end - idle.start)} ${idle.reason}`, idle.reason, number(idle.end - idle.start)].find((each) => each.length * 6.6 + 6 <= box.width);
       if (text && box.width > 40 && this.lane >= 20) painter.text(box, text, "--idle-ink", 1, { class: "why" }, right);
     }
+    outlines(this, painter, right);
   }
 
   bars(painter, ranges, right = this.width) {
@@ -462,7 +463,7 @@ function canvasPainter(context) {
       context.globalAlpha = opacity;
       context.fillStyle = css(colour);
       context.fillRect(box.x, box.y, box.width > 4 ? box.width - 0.7 : box.width, box.height);
-      if (/critical|found|running/.test(name)) {
+      if (/critical|found|running|outline/.test(name)) {
         context.strokeStyle = css("--text");
         context.strokeRect(box.x, box.y, box.width, box.height);
       }

@@ -7,15 +7,16 @@ import itertools
 import numpy as np
 import pytest
 import test_page
+from browsing import wait_until
 from test_figure import lab
-from test_page import HOSTILE, Reader, click, panel, renamed, wait_until
+from test_page import HOSTILE, Reader, click, panel, renamed
 
 import pipelab
 from pipelab import Cost, Trace
 from pipelab.draw import colours
 from pipelab.draw.page import page
 
-browser, opened = test_page.browser, test_page.opened
+opened = test_page.opened
 READY = "timelines.every(each => !each.dirty)"
 
 

@@ -77,6 +77,7 @@ from pipelab.simulation.comparison import Comparison, compare
 from pipelab.simulation.jitter import Jitter, jitter
 from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.optimum import Optimum, optimum
+from pipelab.simulation.what_if import WhatIf, what_if
 from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
@@ -143,6 +144,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "W",
+    "WhatIf",
     "__version__",
     "all_reduce_time",
     "check",
@@ -160,6 +162,7 @@ __all__ = [
     "schedules",
     "simulate",
     "split",
+    "what_if",
 ]
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.

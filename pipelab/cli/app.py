@@ -147,17 +147,23 @@ def why(
     times: Times,
     rank: Annotated[int | None, typer.Option(min=0, help="one rank: all of its idle times")] = None,
     at: Annotated[float | None, typer.Option(help="a time: why the rank is idle then, back to the root")] = None,
+    delays: Annotated[bool, typer.Option("--delays", help="for each rank, what it costs that it is slow")] = False,
     save: SaveTable = None,
 ) -> None:
     """Say why ranks are idle: a table of reasons, one rank's idle times, or one of them back to its root.
 
-    For example: pipelab why 1f1b; pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8
+    For example: pipelab why 1f1b; pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8;
+    pipelab why "traces/rank*.json.gz" --delays
     """
     if at is not None and rank is None:
         raise UsageError(f"--at {at:g} needs a rank: pipelab why {target} --rank 0 --at {at:g}")
     require_writable(save, TABLE)
     (trace,) = times.traces([sizes.find(target)], [target])
-    if rank is None:
+    if delays:
+        if save or at is not None:
+            raise UsageError("--delays prints a sentence for each rank: leave out --save and --at")
+        echo("\n".join(str(pipelab.what_if(trace, each)) for each in range(trace.ranks) if rank in (None, each)))
+    elif rank is None:
         echo(f"{wording.headline(trace)}: {wording.figures(trace)}")
         show(trace.ledger.table, save)
     elif at is not None:

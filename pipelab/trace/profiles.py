@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from math import inf
@@ -12,7 +12,7 @@ from pipelab.errors import FormatError, UsageError
 from pipelab.plan.actions import Action, Item, Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges, shorten
-from pipelab.trace.kineto import MOVED, File, Ran, base_of, read_file, whole_steps
+from pipelab.trace.kineto import MOVED, File, Ran, base_of, is_profile, read_file, whole_steps
 from pipelab.trace.reading import plan_of
 
 __all__ = ["read_profiles"]
@@ -29,7 +29,7 @@ class _Times(NamedTuple):
     arrived: float | None
 
 
-def read_profiles(files: Sequence[tuple[str, Mapping[str, Any]]], step: int | None, name: str) -> dict[str, Any]:
+def read_profiles(files: Iterable[tuple[str, Any]], step: int | None, name: str) -> dict[str, Any]:
     """Return the arguments of `Trace` from the files of all ranks; see `Trace.load`.
 
     Args:
@@ -41,10 +41,15 @@ def read_profiles(files: Sequence[tuple[str, Mapping[str, Any]]], step: int | No
         FormatError: if they are not the profiles of one pipeline's steps; the message says what is wrong and where.
         UsageError: if there is no such step.
     """
-    bases = [base_of(path, data) for path, data in files]
-    read = [read_file(*each, (base - bases[0]) / 1e3) for each, base in zip(files, bases, strict=True)]
-    for each in read:
-        each.steps = whole_steps(each)
+    read: list[File] = []
+    origin: float | None = None
+    for path, data in files:
+        if not is_profile(data):
+            raise FormatError(f"{path} is not a profile, which has 'traceEvents': of saved traces, only one is read")
+        base = base_of(path, data)
+        origin = base if origin is None else origin
+        read.append(read_file(path, data, (base - origin) / 1e3))
+        read[-1].steps = whole_steps(read[-1])
     read = _in_order(read)
     counts = [len(each.steps) for each in read]
     if len(set(counts)) > 1:
@@ -223,7 +228,9 @@ def _offsets(
             if len(sides) < len(clocks):
                 raise FormatError("no value goes from some ranks to others: are all files of one pipeline?")
             error = max((high - low) / 2 for low, high in sides) + noise
-            return [(low + high) / 2 for low, high in sides], f"clocks aligned within {error / 1e3:.2g} ms"
+            found = [(low + high) / 2 for low, high in sides]
+            far = max(map(abs, found)) / 1e3
+            return found, f"clocks moved by up to {far:.3g} ms, aligned within {error / 1e3:.2g} ms"
     one, other = max(edges, key=lambda between: edges[between] + edges.get(between[::-1], -inf))
     raise FormatError(
         f"no clocks fit: between ranks {one} and {other}, values would be used "

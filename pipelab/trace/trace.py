@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -276,21 +277,18 @@ class Trace:
             FormatError: if the files do not hold a trace; the message says what is wrong and where.
             UsageError: if the profiles hold no such step.
         """
-        files = [(str(each), read_json(each)) for each in found_files(path)]
-        if len(files) > 1 or is_profile(files[0][1]):
-            for name, data in files:
-                if not is_profile(data):
-                    raise FormatError(
-                        f"{name} is not a profile: it has no 'traceEvents', and of traces only one is read"
-                    )
-            name = Path(path).name if isinstance(path, (str, os.PathLike)) else f"{len(files)} profiles"
-            return cls(**read_profiles(files, step, name))
+        paths = found_files(path)
+        data = read_json(paths[0])
+        if len(paths) > 1 or is_profile(data):
+            name = Path(path).name if isinstance(path, (str, os.PathLike)) else f"{len(paths)} profiles"
+            later = ((str(each), read_json(each)) for each in paths[1:])  # one by one: they may be large
+            return cls(**read_profiles(chain([(str(paths[0]), data)], later), step, name))
         if step is not None:
-            raise UsageError(f"step={step}: {files[0][0]} is no profile, and holds one step")
+            raise UsageError(f"step={step}: {paths[0]} is no profile, and holds one step")
         try:
-            return cls.from_dict(files[0][1])
+            return cls.from_dict(data)
         except FormatError as error:
-            raise FormatError(f"{files[0][0]} is not a trace saved by pipelab: {error}") from error
+            raise FormatError(f"{paths[0]} is not a trace saved by pipelab: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as plain data, as in `json` files."""

@@ -175,7 +175,7 @@ def fuzz_profile(seed: int) -> str | None:
             events.remove(event)
         elif how == 1:
             events.insert(0, dict(event))
-        elif how == 2 and "ts" in event:
+        elif how == 2 and isinstance(event.get("ts"), float):
             event["ts"] += chance.choice((-1e9, -300, 300, 1e4, 1e12, 1e300))
         elif how == 3 and isinstance(event.get("name"), str):
             event["name"] = chance.choice(("PP:0F0", "PP:9F9", "PP:(0F3;3B1)OVERLAP_F_B", "PP:9999999F0", "Forward 7"))

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -136,6 +139,21 @@ def test_a_saved_profile_is_loaded_as_a_trace(tmp_path):
     assert Trace.load(trace.save(tmp_path / "trace.json")) == trace
 
 
+def test_the_page_about_profiles_says_what_its_lines_print(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "profiles.md").read_text(encoding="utf-8")
+    code, _, fitted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (expected,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(FOLDER / "interleaved-1f1b-slow-rank-1", tmp_path / "traces")
+    monkeypatch.chdir(tmp_path)
+    Path("read.py").write_text(code + fitted, encoding="utf-8")
+    runpy.run_path("read.py")
+    printed = " ".join(capsys.readouterr().out.split())
+    for lines in expected.split("\n\n"):
+        assert " ".join(lines.split()) in printed
+    assert (tmp_path / "job.html").stat().st_size > 10_000
+    assert "ZBV" in printed
+
+
 # Clocks
 
 
@@ -145,8 +163,9 @@ def test_a_saved_profile_is_loaded_as_a_trace(tmp_path):
 def test_the_clocks_of_two_machines_are_aligned(tmp_path, name, host, ahead):
     first, second = data_of(name)
     trace = Trace.load(written(tmp_path, first, moved(second, ahead) | {"host_name": host}), 0)
-    assert "clocks aligned within" in trace.note
-    within = float(trace.note.split("within ")[1].split()[0]) * 1.05 + NOISE
+    by, within = map(float, re.search(r"moved by up to (\S+) ms, aligned within (\S+) ms", trace.note).groups())
+    within = within * 1.05 + NOISE
+    assert by == pytest.approx(abs(ahead), rel=0.01, abs=within)
     true = load(name, 0)
     assert trace.makespan == pytest.approx(true.makespan, abs=within)
     assert trace.starts[1] == pytest.approx(true.starts[1], abs=within)

@@ -77,8 +77,10 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
     bound, times = trace.plan.bound, dict(run.times)
     stage = bound.codes.stage
     others: dict[str, list[float]] = defaultdict(list)
+    # PyTorch splits nothing on the first stage: I is empty, and W all of B.
+    unsplit = {code for code in times if run.kind(code) in "IW" and stage[code] == 0 and trace.source == "measured"}
     for code, time in times.items():
-        if bound.rank_of[code] != rank:
+        if bound.rank_of[code] != rank and code not in unsplit:
             others[run.kind(code)].append(time)
     usual = {kind: median(found) for kind, found in others.items()}
     delay = 0.0
@@ -86,8 +88,8 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
         kind = run.kind(code)
         if code in times and kind in usual:
             typical = usual[kind]
-            if kind == "W" and stage[code] == 0 and trace.source == "measured":
-                typical += usual.get("I", 0.0)  # PyTorch splits nothing on the first stage: I is empty, and W all of B
+            if kind == "W" and code in unsplit:
+                typical += usual.get("I", 0.0)
             delay += max(0.0, times[code] - typical)
             times[code] = min(times[code], typical)
     return WhatIf(rank, delay, trace, run.again(times, f"{trace.name} without rank {rank}'s delay"))

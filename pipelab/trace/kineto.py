@@ -136,7 +136,7 @@ def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
         elif launch:
             launches[called] = start
         else:
-            kernels.append((called, span, str(args.get("stream"))))
+            kernels.append((called, span, str(args.get("stream", event.get("tid")))))
     for rows in spans.values():
         rows.sort(key=lambda each: (each[0], -each[1]))
     found = [Kernel(launches[called], *span[:2], on, span[2]) for called, span, on in kernels if called in launches]

@@ -61,6 +61,12 @@ def test_without_its_delay_a_slow_rank_is_as_quick_as_the_others():
         assert [transfer.end for transfer in found.trace.transfers] == [each.end for each in simulate(plan).transfers]
 
 
+def test_the_first_stage_whose_backward_is_not_split_is_no_delay_of_anybody():
+    trace = Trace.load(PROFILES / "zbv" / "rank*.json.gz")
+    assert what_if(trace, 0).delay < 6  # four W of 4 ms, which are whole backwards
+    assert what_if(trace, 1).delay < 10  # eight I of 4 ms, where the median with the empty ones would be 2 ms
+
+
 @pytest.mark.parametrize("rank", [-1, 4, True, 1.0, "0"])
 def test_a_rank_that_is_not_there_is_refused(rank):
     with pytest.raises(UsageError, match="ranks 0 to 3"):

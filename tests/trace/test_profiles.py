@@ -190,18 +190,26 @@ LATE, LAST = 3000.0, 500.0
 def on_gpu(data):
     """Return a rank's data as of a GPU: for each label a kernel, launched by another thread, that ends `LATE`.
 
-    Beside it run a communication kernel and one on another stream, both later.
+    Beside it run a communication kernel and one on another stream, both later. A receive ends 50 before its kernel.
     """
     events = []
     for number, label in enumerate(labels(data, "PP:")):
-        if any(part in label["name"] for part in ("SEND", "RECV", "SHARD", "REDUCE")):
+        received = re.fullmatch(r"PP:(\d)RECV_([FB])(\d)", label["name"])
+        if received:
+            user = next(
+                each for each in labels(data, "PP:{}{}{}".format(*received.groups())) if each["ts"] > label["ts"]
+            )
+            there = user["ts"] + user["dur"] + LATE - LAST - 50
+            kernels = [("ncclDevKernel_SendRecv", 22, 10.0, there)]
+        elif any(part in label["name"] for part in ("SEND", "SHARD", "REDUCE")):
             continue
-        end = label["ts"] + label["dur"] + LATE
-        kernels = (
-            ("gemm", 7, LAST, end),
-            ("ncclDevKernel_AllGather", 20, LAST, end + 100),
-            ("copy", 21, 9.0, end + 200),
-        )
+        else:
+            end = label["ts"] + label["dur"] + LATE
+            kernels = [
+                ("gemm", 7, LAST, end),
+                ("ncclDevKernel_AllGather", 7, 9.0, end + 9),
+                ("copy", 21, 9.0, end + 200),
+            ]
         for which, (name, stream, last, until) in enumerate(kernels):
             link = {"correlation": 10 * number + which}
             launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": label["ts"] + 1, "dur": 1}
@@ -219,6 +227,9 @@ def test_on_a_gpu_the_times_of_its_kernels_count(tmp_path):
             label = labels(data[0], f"PP:{event.action}")[0]
             end = label["ts"] + label["dur"] - origin["ts"] - origin["dur"] + LAST
             assert (event.start, event.end) == pytest.approx(((end - LAST) / 1e3, end / 1e3), abs=1e-3)
+    for moved in trace.transfers:
+        start = next(event.start for event in trace.events if event.action == moved.needer)
+        assert moved.end == pytest.approx(max(start - 0.05, moved.start), abs=1e-3)
     assert "without device times" not in trace.note
     assert all(lane.startswith("gpu") for lane in trace.lanes)
 

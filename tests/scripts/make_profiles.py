@@ -47,6 +47,7 @@ def main():
             (FOLDER / folder).mkdir(parents=True, exist_ok=True)
             for file in sorted(Path(raw).iterdir()):
                 data = json.loads(gzip.decompress(file.read_bytes()))
+                data.pop("traceName", None)  # a path of the machine
                 data["traceEvents"] = [event for event in data["traceEvents"] if counts(event)]
                 packed = gzip.compress(json.dumps(data).encode(), mtime=0)
                 (FOLDER / folder / file.name).write_bytes(packed)

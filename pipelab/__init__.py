@@ -79,6 +79,7 @@ from pipelab.simulation.jitter import Jitter, jitter
 from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.simulation.optimum import Optimum, optimum
+from pipelab.simulation.what_if import WhatIf, what_if
 from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.diff import Change, Diff, diff
 from pipelab.trace.trace import Event, Trace, Transfer
@@ -150,6 +151,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "W",
+    "WhatIf",
     "__version__",
     "all_reduce_time",
     "check",
@@ -169,6 +171,7 @@ __all__ = [
     "schedules",
     "simulate",
     "split",
+    "what_if",
 ]
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.

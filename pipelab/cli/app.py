@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -150,24 +151,29 @@ def why(
     times: Times,
     rank: Annotated[int | None, typer.Option(min=0, help="one rank: all of its idle times")] = None,
     at: Annotated[float | None, typer.Option(help="a time: why the rank is idle then, back to the root")] = None,
+    delays: Annotated[bool, typer.Option("--delays", help="for each rank, what it costs that it is slow")] = False,
     save: SaveTable = None,
 ) -> None:
     """Say why ranks are idle: a table of reasons, one rank's idle times, or one of them back to its root.
 
-    For example: pipelab why 1f1b; pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8
+    For example: pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8; pipelab why "rank*.json.gz" --delays
     """
     if at is not None and rank is None:
         raise UsageError(f"--at {at:g} needs a rank: pipelab why {target} --rank 0 --at {at:g}")
     require_writable(save, TABLE)
     (trace,) = times.traces([sizes.find(target)], [target])
-    if rank is None:
+    if delays:
+        if save or at is not None:
+            raise UsageError("--delays prints sentences: leave out --save and --at")
+        echo("\n".join(str(pipelab.what_if(trace, each)) for each in range(trace.ranks) if rank in (None, each)))
+    elif rank is None:
         echo(f"{wording.headline(trace)}: {wording.figures(trace)}")
         show(trace.ledger.table, save)
     elif at is not None:
         echo(trace.why(rank, at))
     else:
-        idle = [each for each in trace.idle if each.rank == rank]
-        echo("\n".join(sentence(trace, each) for each in idle) or f"rank {rank} is never idle")
+        told = "\n".join(sentence(trace, each) for each in trace.idle if each.rank == rank)
+        echo(told or f"rank {rank} is never idle")
 
 
 @app.command()
@@ -248,10 +254,8 @@ def compare(
         traces = times.traces(sizes.find(targets), targets)
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
-        if diff:
-            show(pipelab.diff(traces[0], traces[1], names=targets), save)
-        else:
-            show(pipelab.compare(*traces, names=targets, bound=bound), save)
+        named = partial(pipelab.diff if diff else partial(pipelab.compare, bound=bound), names=targets)
+        show(named(*traces), save)
         return
     if bound:
         raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")

@@ -40,8 +40,8 @@ __all__ = [
 Target = Annotated[
     str,
     typer.Argument(
-        help='a schedule\'s name, my_file.py:MySchedule, plan.csv, trace.json, or a plan: "0F0 0B0; 1F0 1B0", or - for '
-        "one on stdin",
+        help="a schedule's name, my_file.py:MySchedule, plan.csv, trace.json, 'rank*.json.gz', or a plan: "
+        '"0F0 0B0; 1F0 1B0", or - for one on stdin',
         show_default=False,
     ),
 ]

@@ -257,7 +257,9 @@ class _Case:
     def diagnosis(self) -> Diagnosis:
         """Find the parameters that are wrong, and explain those that have a gradient."""
         if not all(bool(table.isfinite().all()) for table in self.tables.values()):
-            return self._result(Finding("not-finite", "Gradients are NaN or infinite: there is nothing to compare."))
+            plain = all(bool(table[:-1, :-1].isfinite().all()) for table in self.tables.values())
+            where = "Gradients of the step" if plain else "Gradients of plain training, without the step,"
+            return self._result(Finding("not-finite", f"{where} are NaN or infinite: there is nothing to compare."))
         rest = self._rest(self._ones)
         if max(rest.values()) > _TOLERANCE and self.tolerance > _MOST_ROUNDING:
             return self._result(

@@ -45,12 +45,17 @@ class Sizes:
 
     def called(self, number: float, slack: float) -> list[tuple[str, str, str]]:
         """Return what a number is the number of, with the codes for gradients multiplied and divided by it."""
-        known = [
+        numbers = [
             (len(self.rows), "micro-batches", "times-microbatches", "divided-by-microbatches"),
             (self.replicas, "replicas", "summed-over-replicas", "divided-by-replicas"),
             *((size, what, "times-tokens", "divided-by-tokens") for size, what in self.tokens.items()),
         ]
-        return [each[1:] for each in known if each[0] > 1 and abs(number / each[0] - 1) <= slack]
+        return [each[1:] for each in numbers if each[0] > 1 and abs(number / each[0] - 1) <= slack]
+
+    def known(self, factor: float, slack: float) -> bool:
+        """Return whether a factor is 1, or is or divides by a number of the step."""
+        size = max(abs(factor), 1 / abs(factor))
+        return size - 1 <= slack or bool(self.called(size, slack))
 
 
 def named(counts: torch.Tensor, slack: float, sizes: Sizes) -> Finding:
@@ -70,15 +75,16 @@ def named(counts: torch.Tensor, slack: float, sizes: Sizes) -> Finding:
     if factor := _multiple(counts, torch.ones(many), slack):
         return _scaled(factor, slack / most, sizes)
     for each, code, words in (([1.0] * many, "weighed-alike", "alike"), (sizes.rows, "weighed-by-rows", "by its rows")):
-        if factor := _multiple(counts, torch.tensor(each) / sum(each) / torch.tensor(sizes.shares), slack):
+        factor = _multiple(counts, torch.tensor(each) / sum(each) / torch.tensor(sizes.shares), slack)
+        if factor and sizes.known(factor, slack / most):
             whole = f"though in the loss of the whole batch they weigh {_shown(sizes.shares)}"
             return Finding(code, f"Each micro-batch counts {words}, {whole}.", factor)
     shown = f"they count {_shown(counts.tolist())} times"
     times = (counts / counts[counts.abs() > slack].abs().min()).round()
     factor = _multiple(counts, times, slack) if (times.abs() > _MOST_TIMES).sum() == 0 else None
-    for divisor, steps, levels in _averages(counts, slack):
-        if factor and levels == 2 and (abs(factor - 1) <= slack or sizes.called(factor, slack)):
-            continue  # one half of them counts more often
+    often = factor is not None and factor >= 1 - slack and sizes.known(factor, slack / most)
+    two = len(times[times.isfinite()].unique()) == 2
+    for divisor, steps in () if often and two else _averages(counts, slack):  # some of them only count more often
         each_time = "each micro-batch" if steps == 1 else f"each {steps} micro-batches"
         fact = f"After {each_time}, .grad is divided by {divisor:.4g} once more, which makes it a moving average"
         return Finding("moving-average", f"{fact}: they count {_shown(counts.tolist())} times.", divisor)
@@ -126,8 +132,8 @@ def _multiple(counts: torch.Tensor, pattern: torch.Tensor, slack: float) -> floa
     return factor if float((found - factor * pattern).abs().max()) <= slack else None
 
 
-def _averages(counts: torch.Tensor, slack: float) -> Iterator[tuple[float, int, int]]:
-    """Find a divisor applied again after every so many micro-batches; yield it, how many, and how many levels it makes.
+def _averages(counts: torch.Tensor, slack: float) -> Iterator[tuple[float, int]]:
+    """Find a divisor that was applied again after every so many micro-batches; yield it, and how many.
 
     The first division may come with the second addition, as in `grad = (grad + new) / 2`.
     """
@@ -142,7 +148,7 @@ def _averages(counts: torch.Tensor, slack: float) -> Iterator[tuple[float, int, 
         divisor = ratio ** (1 / float(later[earlier[-1]] - later[last]))
         for most in (many // steps - 1, many // steps - 2):
             if most and _multiple(counts, divisor ** -later.clamp(max=most).double(), slack):
-                yield divisor, steps, most + 1
+                yield divisor, steps
 
 
 def _where(which: torch.Tensor) -> tuple[int, ...]:

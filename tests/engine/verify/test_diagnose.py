@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipelab import LossError, OneFOneB, Pipeline, UsageError, diagnose, replicate
+from pipelab.engine.verify.factors import Sizes, named
 
 mse = nn.functional.mse_loss
+NAN = float("nan")
 
 
 @pytest.fixture
@@ -175,6 +177,23 @@ def test_how_often_each_microbatch_counts_names_the_mistake(counts, code, factor
     assert (found.code, found.microbatches) == (code, microbatches)
     assert found.factor == (factor and pytest.approx(factor, rel=1e-4))
     assert found.counts == pytest.approx(counts, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows", "shares", "code", "microbatches"),
+    [
+        ([2, 1, 1, NAN, 1, NAN], [2, 2, 2, 2, 1, 1], [1, 2, 2, 0, 1, 0], "repeated-microbatches", (0,)),
+        ([1, 1, 1, NAN, NAN, NAN, NAN, NAN, 2], [1] * 9, [1] * 9, "repeated-microbatches", (8,)),
+        ([0.25, NAN, 1, 2], [1] * 4, [1] * 4, "moving-average", ()),
+        ([0.25, 0.5, 1, NAN], [1] * 4, [1] * 4, "moving-average", ()),
+        ([0.5, 1], [1] * 2, [1] * 2, "moving-average", ()),
+        ([1, 2], [1] * 2, [1] * 2, "repeated-microbatches", (1,)),
+    ],
+)
+def test_microbatches_that_add_nothing_mislead_no_name(counts, rows, shares, code, microbatches):
+    sizes = Sizes(rows, [each / sum(shares) for each in shares], 1, {})
+    found = named(torch.tensor(counts), 2e-3, sizes)
+    assert (found.code, found.microbatches) == (code, microbatches)
 
 
 def test_microbatches_weighed_alike_or_by_rows_are_named_if_the_loss_does_otherwise():

@@ -121,9 +121,9 @@ def fuzz_wrong_steps(seed: int) -> str | None:
 
     found = diagnose(step, case.model, case.x, case.y, case.loss, microbatches=[len(each) for each in rows])
     about = tuple(m for m in about if m in alive)
-    if found.code == "collinear":
-        return None
-    if found.code == code and found.microbatches == about:
+    if found.code == "collinear" or (kind == "moving average" and not {many - 2, many - 1} <= {*alive}):
+        return None  # of a moving average, too little may be left to be seen
+    if found.code == code and {*found.microbatches} & {*alive} == {*about}:
         right = kind != "moving average" or abs(found.factor / divisor - 1) < 0.01
         return None if right else f"{divisor} was called {found!r}\n{case.name}"
     if found.code == "scaled" and code.startswith(("times", "divided")) and " and of " in found.sentence:

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
     from pipelab.engine.step import Step
+    from pipelab.engine.verify.diagnose import Diagnosis, diagnose
 
 __all__ = [
     "ZBH1",
@@ -108,6 +109,7 @@ __all__ = [
     "CostError",
     "DelayedBackward",
     "DeviceError",
+    "Diagnosis",
     "Diff",
     "DualPipe",
     "DualPipeV",
@@ -159,6 +161,7 @@ __all__ = [
     "compare",
     "critical_path",
     "devices",
+    "diagnose",
     "diff",
     "emulated",
     "jitter",
@@ -176,11 +179,13 @@ __all__ = [
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {
+    "Diagnosis": "pipelab.engine.verify.diagnose",
     "Pipeline": "pipelab.engine.pipeline",
     "RingResult": "pipelab.engine.collectives.ring",
     "Step": "pipelab.engine.step",
     "codec_hook": "pipelab.engine.collectives.hooks",
     "devices": "pipelab.engine.device.devices",
+    "diagnose": "pipelab.engine.verify.diagnose",
     "emulated": "pipelab.engine.emulation",
     "ring_all_reduce": "pipelab.engine.collectives.ring",
     "split": "pipelab.engine.model.split",

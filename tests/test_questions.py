@@ -56,6 +56,11 @@ def test_padding_is_weighed_as_the_whole_batch_weighs_it(names):
         pipe.step(names["x"], names["labels"])
 
 
+def test_a_loop_that_sums_is_named_as_the_page_prints_it(names):
+    assert (names["found"].code, names["found"].factor) == ("times-microbatches", 8)
+    assert all(f"# {line}" in PAGE for line in str(names["found"]).splitlines())
+
+
 def test_a_trace_of_whole_backwards_gives_halves(names):
     trace = pipelab.simulate(pipelab.ZBH1(2, 8), names["cost"])
     first, last = ({event.action.kind: event.duration for event in trace.events_of(rank)} for rank in (0, 1))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 
 from pipelab.checking.memory import Memory
 from pipelab.engine.stage.autograd import saving_hooks, unpacked
@@ -22,7 +23,7 @@ from pipelab.engine.stage.split_backward import Branch
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Step
 from pipelab.engine.threads.engine import ThreadsEngine
-from pipelab.engine.verify.verify import restored
+from pipelab.engine.verify.reference import restored
 from pipelab.errors import UsageError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
@@ -60,7 +61,8 @@ def step_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer
     """Return what every rank held after each action of one step."""
     engine = _require_threads(pipe)
     gpus = {each.device for each in pipe.devices if each.device.type == "cuda"}
-    with restored(pipe, x, y):
+    loss_fn = [pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else []
+    with restored([*pipe.stages.modules, *loss_fn], [x, y]):
         watch = _Watch(engine, [x, y], optimizer)
         for gpu in gpus:
             torch.cuda.synchronize(gpu)

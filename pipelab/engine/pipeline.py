@@ -20,7 +20,7 @@ from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
-from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss
+from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss, warn_of_ignored
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.step import Step, StepState
 from pipelab.engine.threads.engine import ThreadsEngine
@@ -167,6 +167,7 @@ class Pipeline:
         weights = weights_of(self.reduction, counts, targets)
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
+        warn_of_ignored(self.loss_fn, self.reduction, targets, counts)
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even)
         with self._one_at_a_time, self.engine.runners.running(modules, learning=True):

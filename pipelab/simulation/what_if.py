@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from pipelab.errors import UsageError, clean
 from pipelab.plan.fault import shorten
-from pipelab.plan.order import traverse
+from pipelab.trace.replay import Order, listed
 from pipelab.trace.trace import Trace
-from pipelab.trace.waits import Waits, before_slot, half
 
-__all__ = ["Run", "WhatIf", "what_if"]
+__all__ = ["WhatIf", "what_if"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,127 +72,43 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < trace.ranks:
         raise UsageError(f"rank={shorten(rank)}: the trace has ranks 0 to {trace.ranks - 1}")
-    run = Run.of(trace)
-    bound, times = trace.plan.bound, dict(run.times)
-    stage = bound.codes.stage
+    where = listed(trace)
+    order = Order(trace, {code: number for number, code in enumerate(where)})
+    kinds, stages, holders = _actions(trace, where)
+    times = order.times
+    # A value that was there before the rank was idle waited for it: it travelled as long as others do.
+    seen = [times.lags[travel] for travel, idle in order.travels.items() if idle or trace.source == "simulated"]
+    usual_lag = median(seen) if seen else 0.0
+    for travel, idle in order.travels.items():
+        if not idle and trace.source != "simulated":
+            times.lags[travel] = min(times.lags[travel], usual_lag)
+    order.be_late()
     others: dict[str, list[float]] = defaultdict(list)
-    # PyTorch splits nothing on the first stage: I is empty, and W all of B.
-    unsplit = {code for code in times if run.kind(code) in "IW" and stage[code] == 0 and trace.source == "measured"}
-    for code, time in times.items():
-        if bound.rank_of[code] != rank and code not in unsplit:
-            others[run.kind(code)].append(time)
+    own: list[tuple[tuple[int, ...], str, bool, float]] = []
+    for slot in order.slots:
+        kind = "pair" if len(slot) > 1 else kinds[slot[0]]
+        took = sum(times.durations[action] + times.lates[action] for action in slot)
+        # PyTorch splits nothing on the first stage: I is empty, and W all of B.
+        unsplit = kind in "IW" and stages[slot[0]] == 0 and trace.source == "measured"
+        if holders[slot[0]] == rank:
+            own.append((slot, kind, unsplit, took))
+        elif not unsplit:
+            others[kind].append(took)
     usual = {kind: median(found) for kind, found in others.items()}
     delay = 0.0
-    for code in bound.rows[rank]:
-        kind = run.kind(code)
-        if code in times and kind in usual:
-            typical = usual[kind]
-            if kind == "W" and code in unsplit:
-                typical += usual.get("I", 0.0)
-            delay += max(0.0, times[code] - typical)
-            times[code] = min(times[code], typical)
-    return WhatIf(rank, delay, trace, run.again(times, f"{trace.name} without rank {rank}'s delay"))
+    for slot, kind, unsplit, took in own:
+        if kind in usual:
+            typical = usual[kind] + (usual.get("I", 0.0) if unsplit and kind == "W" else 0.0)
+            if took > typical:
+                delay += took - typical
+                for action in slot:
+                    times.durations[action], times.lates[action] = typical / len(slot), 0.0
+    return WhatIf(rank, delay, trace, order.again(times, f"{trace.name} without rank {rank}'s delay"))
 
 
-@dataclass(frozen=True)
-class Run:
-    """What happened in a trace, so that it can happen again with other times.
-
-    Attributes:
-        trace: the trace.
-        order: its actions, each after what it needs.
-        halves: of each pair that ran as one slot, the code of its forward to that of its backward.
-        times: by code, how long the action took since its rank and its values were there; pairs by their forwards.
-        travel: by the codes of giver and needer, how long the value travelled.
-    """
-
-    trace: Trace
-    order: tuple[int, ...]
-    halves: Mapping[int, int]
-    times: Mapping[int, float]
-    travel: Mapping[tuple[int, int], float]
-
-    @classmethod
-    def of(cls, trace: Trace) -> Run:
-        """Look at what a trace's actions waited for."""
-        bound, found = trace.plan.bound, Waits(trace)
-        travel = _travel(trace, found.ended)
-        times: dict[int, float] = {}
-        halves: dict[int, int] = {}
-        for rank, row in enumerate(bound.rows):
-            for index, code in enumerate(row):
-                if half(trace, rank, index) == "lower":
-                    halves[row[index - 1]] = code
-                    continue
-                if bound.codes.kind[code] == "R":
-                    there = [each.there for each in found.needs(rank, index)]
-                else:
-                    slot = row[index : index + 2] if half(trace, rank, index) == "upper" else [code]
-                    needs = [(giver, each) for each in slot for _, giver in bound.inputs(each)]
-                    there = [found.ended[giver] + travel.get((giver, each), 0.0) for giver, each in needs]
-                since = max([_free(trace, rank, index), *there])
-                times[code] = max(times.get(code, 0.0), trace.ends[rank][index] - since)
-        walk = traverse(bound, atomic_pairs=bool(halves))
-        if walk.stuck:  # no trace of pairs that ran as slots is, but a file may say so
-            halves, walk = {}, traverse(bound)
-        return cls(trace, tuple(walk.order), halves, times, travel)
-
-    def kind(self, code: int) -> str:
-        """Return with which actions one is compared."""
-        return "pair" if code in self.halves else self.trace.plan.bound.codes.kind[code]
-
-    def again(self, times: Mapping[int, float], name: str) -> Trace:
-        """Return the trace with other times of its actions."""
-        trace, bound = self.trace, self.trace.plan.bound
-        kind, code_of = bound.codes.kind, bound.codes.code
-        free = [trace.start] * trace.ranks
-        begun: dict[int, float] = {}
-        ended: dict[int, float] = {}
-        lower = set(self.halves.values())
-        for code in self.order:
-            if code in lower:
-                continue
-            reduces = kind[code] == "R"
-            ranks = bound.reduces[code] if reduces else [bound.rank_of[code]]
-            slot = [code, self.halves[code]] if code in self.halves else [code]
-            needs = [] if reduces else [(giver, each) for each in slot for _, giver in bound.inputs(each)]
-            there = [ended[giver] + self.travel.get((giver, each), 0.0) for giver, each in needs]
-            start = max([*(free[rank] for rank in ranks), *there])
-            for each in slot:
-                begun[each], ended[each] = start, start + times.get(code, 0.0)
-            for rank in ranks:
-                free[rank] = ended[code]
-        moved = []
-        for sent in trace.transfers:
-            giver, needer = code_of(sent.giver), code_of(sent.needer)
-            left = ended[giver]
-            moved.append(replace(sent, start=left, end=left + self.travel[giver, needer], queued=0.0, behind=None))
-        starts, ends = ([[times_of[code] for code in row] for row in bound.rows] for times_of in (begun, ended))
-        return Trace(trace.plan, starts, ends, trace.unit, transfers=moved, name=name)
-
-
-def _free(trace: Trace, rank: int, index: int) -> float:
-    """Return when the rank had ended what it ran before an action."""
-    before = before_slot(trace, rank, index)
-    return trace.ends[rank][before] if before >= 0 else trace.start
-
-
-def _travel(trace: Trace, ended: Mapping[int, float]) -> dict[tuple[int, int], float]:
-    """Return how long each value travelled, by the codes of its giver and needer.
-
-    In a measured trace, only values that an idle rank waited for show it. Others travelled as long as these usually do,
-    at most until they were used.
-    """
+def _actions(trace: Trace, where: Mapping[int, tuple[int, int]]) -> tuple[list[str], list[int], list[int]]:
+    """Return kind, stage and rank of the actions, in the order of `where`."""
     bound = trace.plan.bound
-    code_of = bound.codes.code
-    idle = {code: _free(trace, rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
-    ends = [(code_of(each.giver), code_of(each.needer), each.end) for each in trace.transfers]
-    found = {(giver, needer): max(0.0, end - ended[giver]) for giver, needer, end in ends}
-    if trace.source == "simulated":
-        return found
-    seen = [time for (giver, needer), time in found.items() if ended[giver] >= idle[needer]]
-    usual = median(seen) if seen else 0.0
-    return {
-        (giver, needer): time if ended[giver] >= idle[needer] else min(time, usual)
-        for (giver, needer), time in found.items()
-    }
+    codes = [(bound.rows[rank][index], rank) for rank, index in where.values()]
+    kind, stage = bound.codes.kind, bound.codes.stage
+    return [kind[code] for code, _ in codes], [stage[code] for code, _ in codes], [rank for _, rank in codes]

@@ -263,7 +263,7 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
     orders = [Order(each, number) for each in (before, after)]
     old, new = (each.times for each in orders)
     # A value that travels in one order only travels as long with the times of the other trace: the order is to blame.
-    for travel in orders[0].travels ^ orders[1].travels:
+    for travel in orders[0].travels.keys() ^ orders[1].travels.keys():
         old.lags[travel] = new.lags[travel] = old.lags[travel] + new.lags[travel]
     effects = _Effects(len(number))
     if (orders[0].slots, orders[0].after) == (orders[1].slots, orders[1].after):

@@ -10,15 +10,12 @@ So the order, the durations, the transfers and the late starts say all of a trac
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
-from typing import TYPE_CHECKING
 
 from pipelab.plan.order import traverse
+from pipelab.trace.trace import Trace
 from pipelab.trace.waits import half
-
-if TYPE_CHECKING:
-    from pipelab.trace.trace import Trace
 
 __all__ = ["Order", "Path", "Times", "listed", "passed"]
 
@@ -67,7 +64,7 @@ class Order:
         slots: the numbers of the actions in each slot: one, or two that overlap. A slot stands after those it follows.
         after: for each slot, what it follows; first the slot before it on its rank.
         times: the trace's own times.
-        travels: the numbers of the values that travel between ranks.
+        travels: for the number of each value that travels between ranks, whether the rank was idle when it was given.
     """
 
     def __init__(self, trace: Trace, number: Mapping[int, int]) -> None:
@@ -78,10 +75,12 @@ class Order:
         self.slots: list[tuple[int, ...]] = []
         self.after: list[list[Step]] = []
         self.times = Times([0.0] * len(number), [0.0] * len(number), [0.0] * (2 * len(number)))
-        self.travels: set[int] = set()
+        self.travels: dict[int, bool] = {}
         self._trace, self._number = trace, number
         self._arrivals = {(codes.code(each.giver), codes.code(each.needer)): each.end for each in trace.transfers}
         self._made: dict[int, tuple[int, int, int, float]] = {}  # value -> slot, rank, code and end of its giver
+        self._begun: list[float] = []
+        self._ended: list[float] = []
         self._slot_of = [[-1] * len(row) for row in bound.rows]
         where = listed(trace)
         for code in (walk if shares else traverse(bound)).order:
@@ -90,20 +89,30 @@ class Order:
                 for rank, index in places:
                     number_here = number[code + (rank + 1) * count]
                     others = [(other, at - 1) for other, at in places if other != rank and at]
-                    after = [(self._slot_of[other][at], -1) for other, at in others]
-                    theres = [trace.ends[other][at] for other, at in others]
-                    self._append(rank, [index], [number_here], after, theres)
+                    self._append(rank, [index], [number_here], [(self._slot_of[other][at], -1) for other, at in others])
                 continue
             rank, index = where[code]
             part = half(trace, rank, index) if shares and bound.pairs else "whole"
             if part != "lower":
                 self._append_needs(rank, [index, index + 1] if part == "upper" else [index])
 
+        self.be_late()
+
+    def be_late(self) -> None:
+        """Give every slot the late start with which it starts when it did, by the present lags."""
+        for slot, after, begun in zip(self.slots, self.after, self._begun, strict=True):
+            there = [
+                (self._ended[before] if before >= 0 else 0.0) + (self.times.lags[travel] if travel >= 0 else 0.0)
+                for before, travel in after
+            ]
+            self.times.lates[slot[0]] = begun - max(there)
+
     def _append_needs(self, rank: int, indices: list[int]) -> None:
         """Append the slot of one action, or of the two halves of a pair, with the values that they need."""
-        bound, numbers, theres = self._trace.plan.bound, [], []
+        bound, numbers = self._trace.plan.bound, []
         codes = bound.codes
         after: list[Step] = []
+        free = self._free(rank, indices[0])
         for index in indices:
             code = bound.rows[rank][index]
             numbers.append(self._number[code])
@@ -111,36 +120,70 @@ class Order:
                 if value == codes.always:
                     continue
                 slot, source, giver, ended = self._made[value]
-                there, travel = ended, -1
+                travel = -1
                 if source != rank:
-                    there, travel = self._arrivals.get((giver, code), ended), 2 * numbers[-1] + which
-                    self.times.lags[travel] = there - ended
-                    self.travels.add(travel)
+                    travel = 2 * numbers[-1] + which
+                    self.times.lags[travel] = self._arrivals.get((giver, code), ended) - ended
+                    self.travels[travel] = ended >= free
                 after.append((slot, travel))
-                theres.append(there)
         end = self._trace.ends[rank][indices[0]]
         for index in indices:
             code = bound.rows[rank][index]
             self._made[codes.gives[code]] = len(self.slots), rank, code, end
-        self._append(rank, indices, numbers, after, theres)
+        self._append(rank, indices, numbers, after)
 
-    def _append(
-        self, rank: int, indices: list[int], numbers: list[int], after: list[Step], theres: list[float]
-    ) -> None:
-        """Append a slot that follows others, from which all that it needs is there at some times."""
+    def _append(self, rank: int, indices: list[int], numbers: list[int], after: list[Step]) -> None:
+        """Append a slot that follows others."""
         index, starts, ends = indices[0], self._trace.starts[rank], self._trace.ends[rank]
         before = self._slot_of[rank][index - 1] if index else -1
-        free = ends[index - 1] if index else self._trace.start
         for action in numbers:
             self.times.durations[action] = (ends[index] - starts[index]) / len(numbers)
-        self.times.lates[numbers[0]] = starts[index] - max([free, *theres])
+        self._begun.append(starts[index] - self._trace.start)
+        self._ended.append(ends[index] - self._trace.start)
         for each in indices:
             self._slot_of[rank][each] = len(self.slots)
         self.slots.append(tuple(numbers))
         self.after.append([(before, -1), *after])
 
+    def _free(self, rank: int, index: int) -> float:
+        """Return when a rank had ended what it ran before an action."""
+        return self._trace.ends[rank][index - 1] if index else self._trace.start
+
+    def again(self, times: Times, name: str) -> Trace:
+        """Return the trace with other times of its actions and values."""
+        trace, bound = self._trace, self._trace.plan.bound
+        code = bound.codes.code
+        ended, _ = self._replay(times)
+        ends = [[trace.start + ended[slot] for slot in row] for row in self._slot_of]
+        starts = [
+            [
+                end - sum(times.durations[action] for action in self.slots[slot])
+                for end, slot in zip(row, its, strict=True)
+            ]
+            for row, its in zip(ends, self._slot_of, strict=True)
+        ]
+        moved = []
+        for sent in trace.transfers:
+            needer, value = code(sent.needer), bound.codes.gives[code(sent.giver)]
+            left = trace.start + ended[self._made[value][0]]
+            end = left + times.lags[2 * self._number[needer] + (bound.codes.first_need[needer] != value)]
+            moved.append(replace(sent, start=left, end=end, queued=0.0, behind=None))
+        return Trace(trace.plan, starts, ends, trace.unit, transfers=moved, name=name)
+
     def path(self, times: Times) -> Path:
         """Replay the order with other times; return its critical path."""
+        ends, causes = self._replay(times)
+        at = max(range(len(ends)), key=ends.__getitem__)
+        found = Path(ends[at], [], [])
+        while at >= 0:
+            found.actions.extend(self.slots[at])
+            at, travel = causes[at]
+            if travel >= 0:
+                found.travels.append(travel)
+        return found
+
+    def _replay(self, times: Times) -> tuple[list[float], list[Step]]:
+        """Return when each slot ends, and what it had to wait for last."""
         ends: list[float] = []
         causes: list[Step] = []
         durations, lates, lags = times.durations, times.lates, times.lags
@@ -157,14 +200,7 @@ class Order:
                 ready += durations[action] + lates[action]
             ends.append(ready)
             causes.append(cause)
-        at = max(range(len(ends)), key=ends.__getitem__)
-        found = Path(ends[at], [], [])
-        while at >= 0:
-            found.actions.extend(self.slots[at])
-            at, travel = causes[at]
-            if travel >= 0:
-                found.travels.append(travel)
-        return found
+        return ends, causes
 
 
 @dataclass(frozen=True, slots=True)

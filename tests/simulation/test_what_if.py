@@ -11,15 +11,20 @@ from strategies import costs, legal_cases
 import pipelab
 from pipelab import Cost, Trace, simulate, what_if
 from pipelab.errors import UsageError
-from pipelab.simulation.what_if import Run
+from pipelab.trace.replay import Order, listed
 
 PROFILES = Path(__file__).parent.parent / "trace" / "profiles"
 
 
+def replayed(trace):
+    """Run a trace again with its own times."""
+    order = Order(trace, {code: number for number, code in enumerate(listed(trace))})
+    return order.again(order.times, "again")
+
+
 def assert_again(trace):
     """Assert that a trace, run again with its own times, is the same trace."""
-    run = Run.of(trace)
-    again = run.again(run.times, "again")
+    again = replayed(trace)
     assert [*map(list, again.ends)] == [pytest.approx(list(ends)) for ends in trace.ends]
     assert again.makespan == pytest.approx(trace.makespan)
 
@@ -38,8 +43,7 @@ def test_all_reduces_and_pairs_run_again_as_they_did(kind, pair):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
 def test_a_measured_trace_runs_again_as_it_did(name):
     trace = Trace.load(PROFILES / name / "rank*.json.gz")
-    run = Run.of(trace)
-    assert run.again(run.times, "again").makespan == pytest.approx(trace.makespan, rel=0.01)
+    assert replayed(trace).makespan == pytest.approx(trace.makespan, rel=0.01)
 
 
 @given(legal_cases(), costs())

@@ -7,7 +7,6 @@ import re
 import shutil
 import time
 from html.parser import HTMLParser
-from itertools import accumulate
 
 import pytest
 
@@ -58,10 +57,21 @@ def renamed(trace, name):
     return pipelab.Trace(trace.plan, trace.starts, trace.ends, trace.unit, trace.source, name=name)
 
 
+def unpacked(numbers):
+    """Return a list in which runs were written as [number, count]."""
+    pairs = ([each, 1] if isinstance(each, int) else each for each in numbers)
+    return [value for value, count in pairs for _ in range(count)]
+
+
 def ends_of(lane, tick):
     """Return when each action of a page's data ends."""
-    spans = zip(lane["gaps"], lane["lasts"], strict=True)
-    return [tick * time for time in accumulate(gap + last for gap, last in spans)]
+    lasts = dict.fromkeys(lane["kinds"], 0)
+    now, ends = 0, []
+    for kind, gap, more in zip(lane["kinds"], unpacked(lane["gaps"]), unpacked(lane["lasts"]), strict=True):
+        lasts[kind] += more
+        now += gap + lasts[kind]
+        ends.append(tick * now)
+    return ends
 
 
 @pytest.fixture
@@ -81,7 +91,7 @@ def test_the_data_hold_every_action_once_with_start_and_end(trace):
     for rank, lane in enumerate(drawn["ranks"]):
         events = trace.events_of(rank)
         assert lane["kinds"] == "".join(event.action.kind for event in events)
-        assert lane["stage"] == rank
+        assert set(unpacked(lane["stages"])) == {rank}
         assert ends_of(lane, drawn["tick"]) == pytest.approx([event.end for event in events])
 
 
@@ -120,8 +130,10 @@ def test_a_measured_trace_begins_at_zero():
     assert lane["lane"] == "cpu"
 
 
-def test_65536_actions_stay_below_a_megabyte():
-    assert len(page.page(pipelab.simulate(pipelab.OneFOneB(32, 1024)))) < 1_000_000
+def test_65536_actions_stay_below_a_megabyte_and_alike_ones_far_below():
+    schedule, uneven = pipelab.OneFOneB(32, 1024), Cost(backward=[2 + rank / 1000 for rank in range(32)])
+    assert len(page.page(pipelab.simulate(schedule, uneven))) < 1_000_000
+    assert len(page.page(pipelab.simulate(schedule))) < 300_000
 
 
 def test_an_action_waited_for_the_need_that_arrived_last():
@@ -366,27 +378,41 @@ def test_a_hundred_wheel_events_in_a_frame_draw_once(opened, trace):
     assert tab.evaluate(spun) <= 2  # one for the zoom, one for the scrolling that follows it
 
 
+def shares(trace, rank, begin, end):
+    """Return, by kind, how much of a span of time is an action of it."""
+    found = {"F": 0.0, "B": 0.0}
+    for event in trace.events_of(rank):
+        found[event.action.kind] += max(0.0, min(event.end, end) - max(event.start, begin)) / (end - begin)
+    return {**found, "idle": 1 - sum(found.values())}
+
+
 @pytest.mark.browser
-def test_a_crowded_column_shows_the_shares_of_its_time(opened):
-    trace = pipelab.simulate(pipelab.OneFOneB(4, 2000))
+@pytest.mark.parametrize("zoom", [1, 3])
+def test_a_crowded_column_shows_the_exact_shares_of_its_time(opened, zoom):
+    trace = pipelab.simulate(pipelab.OneFOneB(4, 2000), Cost(forward=[1, 2, 1, 1.5]))
     tab = opened(page.page(trace))
-    tab.evaluate("setLook('memory', false)")
+    tab.evaluate(f"setLook('memory', false); timelines[0].setZoom({zoom}, 0)")
     wait_until(tab, "!timelines[0].dirty && timelines[0].crowded")
-    heights = tab.evaluate("""() => {
-      const line = timelines[0], copy = document.createElement("canvas"), blue = css("--F0");
-      const rgb = [1, 3, 5].map(at => parseInt(blue.slice(at, at + 2), 16));
-      Object.assign(copy, { width: line.canvas.width, height: line.canvas.height });
-      const context = copy.getContext("2d", { willReadFrequently: true });
-      context.drawImage(line.canvas, 0, 0);
-      return [300, 500, 700].map(x => {
-        const { data } = context.getImageData(x, 0, 1, line.pitch);
-        let rows = 0;
-        const blueish = at => rgb.every((part, c) => Math.abs(data[at + c] - part) < 3);
-        for (let at = 0; at < data.length; at += 4) rows += blueish(at) ? 1 : 0;
-        return rows / (line.lane * 0.86);
-      });
-    }""")
-    assert heights == pytest.approx([1 / 3] * 3, abs=0.12)
+    read = """columns => {
+      const [line] = timelines, { wide, data } = line.pixels, rows = Math.round(line.lane * 0.86);
+      const mean = (rank, column) => {
+        const top = Math.round(rank * line.pitch + line.lane * 0.07), sum = [0, 0, 0];
+        for (let row = top; row < top + rows; row += 1) {
+          [0, 8, 16].forEach((by, at) => { sum[at] += (data[row * wide + column] >> by) & 255; });
+        }
+        return sum.map(each => each / rows);
+      };
+      const rgb = name => [1, 3, 5].map(at => parseInt(css(name).slice(at, at + 2), 16));
+      return { colours: { F: rgb("--F0"), B: rgb("--B0"), idle: rgb("--idle") }, step: 1 / line.scale,
+        means: [0, 1, 2, 3].map(rank => columns.map(column => mean(rank, column))) };
+    }"""
+    columns = [3, 400, 1000]
+    found = tab.evaluate(read, columns)
+    for rank in range(4):
+        for column, mean in zip(columns, found["means"][rank], strict=True):
+            part = shares(trace, rank, column * found["step"], (column + 1) * found["step"])
+            expected = [sum(part[each] * found["colours"][each][at] for each in part) for at in range(3)]
+            assert mean == pytest.approx(expected, abs=1)
 
 
 @pytest.mark.browser

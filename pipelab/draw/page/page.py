@@ -1,7 +1,8 @@
 """Timelines as one HTML file that needs nothing else: no network, no fonts, no libraries.
 
-`page.html` holds the frame, `page.css` the looks. Three scripts follow: `model.js` reads the data that Python puts in,
-`timeline.js` draws what is visible, `panel.js` answers: what is selected, why it waited, and everything else.
+`page.html` holds the frame, `page.css` the looks. Scripts follow: `model.js` reads the data that Python puts in,
+`paint.js` paints bars as elements or as pixels, `timeline.js` draws what is visible, `panel.js` answers: what is
+selected, why it waited, and everything else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import re
 from importlib.resources import files
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours, text, wording
@@ -75,14 +77,15 @@ def _page(title: str, comparison: Comparison, plain: str) -> str:
         "note": "" if comparison.shares_axis else "<p>The units of time differ: every timeline has its own scale.</p>",
         "text": html.escape(plain),
         "data": _script_safe(json.dumps(data, separators=(",", ":"))),
-        "script": "\n".join(map(_read, ("model.js", "timeline.js", "panel.js"))),
+        "script": "\n".join(map(_read, ("model.js", "paint.js", "timeline.js", "panel.js"))),
     }
     # In one pass, so that what looks like a place in a name stays a name.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read("page.html"))
 
 
 def _read(name: str) -> str:
-    return (files("pipelab.draw.page") / name).read_text(encoding="utf-8")
+    """Return a part of the page without indents and the lines that are comments, which would be a tenth of a page."""
+    return re.sub(r"(?m)^ +(//.*\n)?|^//.*\n", "", (files("pipelab.draw.page") / name).read_text(encoding="utf-8"))
 
 
 def _script_safe(data: str) -> str:
@@ -113,8 +116,10 @@ def _subtitle(trace: Trace) -> str:
     """Return a trace's size, and the times of its actions where each kind has one time on all stages."""
     plan = trace.plan
     spans: dict[str, set[float]] = {}
-    for event in trace.events if trace.source == "simulated" else ():
-        spans.setdefault(event.action.kind, set()).add(round(event.duration, 9))
+    rows = zip(plan.bound.rows, trace.starts, trace.ends, strict=True) if trace.source == "simulated" else ()
+    for row, starts, ends in rows:
+        for code, start, end in zip(row, starts, ends, strict=True):
+            spans.setdefault(plan.bound.codes.kind[code], set()).add(round(end - start, 9))
     sizes = [(plan.ranks, "rank"), (plan.stages, "stage"), (plan.microbatches, "micro-batch")]
     words = [f"{count} {word}{'' if count == 1 else 'es' if word.endswith('ch') else 's'}" for count, word in sizes]
     costs = [f"{kind} = {wording.number(min(times))}" for kind, times in spans.items() if len(times) == 1]
@@ -125,12 +130,12 @@ def _subtitle(trace: Trace) -> str:
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
 
-    Each rank has its actions: their `kinds`, their `stage` (one number where all have the same), their `microbatches`
-    (each as the difference from the one before of its kind), `gaps` (from the end of the action before), and `lasts`
-    (their durations). `halves` numbers the actions that share a slot with the next. `lags` are the travel times of
-    values from other ranks, in the order of the actions that need them. `idle` has three numbers for each idle time:
-    its reason, how long after the end of the idle time before it starts, and its length. `behind` says in words behind
-    which transfer the value stood that an action waited for.
+    Each rank has its actions: their `kinds`, their `stages`, their `microbatches` and `lasts` (their durations), both
+    as the difference from the one before of its kind, and `gaps` (from the end of the action before). `halves` numbers
+    the actions that share a slot with the next. `lags` are the travel times of values from other ranks, in the order of
+    the actions that need them; there are none if nothing travels. `idle` has three numbers for each idle time: its
+    reason, how long after the end of the idle time before it starts, and its length. `behind` says in words behind
+    which transfer the value stood that an action waited for. In long lists, `[value, count]` is a run of a value.
     """
     lanes, bound = Lanes(trace), trace.plan.bound
     # Seven digits are more than a screen shows and keep the file small.
@@ -139,24 +144,10 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     def ticks(times: Iterable[float]) -> list[int]:
         return [round((time - trace.start) / tick) for time in times]
 
-    typical, waited = lanes.typical(range(trace.ranks)), waits(trace)
-    arrived = {(each.giver, each.needer): each.end for each in trace.transfers}
-    travelled = any(each.end > each.start for each in trace.transfers)
-    ends = {
-        code: end
-        for row, times in zip(bound.rows, trace.ends, strict=True)
-        for code, end in zip(row, times, strict=True)
-    }
-    action = bound.codes.action
-
-    def lags(row: Sequence[int], rank: int) -> list[int]:
-        found: list[int] = []
-        for code in row:
-            for _, giver in bound.inputs(code):
-                if bound.rank_of[giver] != rank:
-                    found.append(round((arrived[action(giver), action(code)] - ends[giver]) / tick))
-        return found
-
+    typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
+    moved = () if trace.instant else trace.transfers
+    lags = _lags(trace, tick) if any(each.end > each.start for each in moved) else []
+    waited = waits(trace) if any(each.behind for each in moved) else []
     return {
         "name": clean(name),
         "unit": wording.unit(trace),
@@ -167,13 +158,12 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "typical": min((time for kind, time in typical.items() if kind != "R"), default=0),
         "critical": _places(trace),
         "ranks": [
-            _times(ticks(trace.starts[rank]), ticks(trace.ends[rank]))
-            | _row(bound, row)
+            _row(bound, row, ticks(trace.starts[rank]), ticks(trace.ends[rank]))
             | {
-                "halves": [index for index in range(len(row)) if half(trace, rank, index) == "upper"],
-                "lags": _once(lags(row, rank)) if travelled else 0,
-                "idle": _idle(trace, rank, ticks),
-                "behind": _behind(trace, waited[rank]),
+                "halves": [at for at in range(len(row) if bound.pairs else 0) if half(trace, rank, at) == "upper"],
+                "lags": _runs(lags[rank]) if lags else [],
+                "idle": idle[rank],
+                "behind": _behind(trace, waited[rank]) if waited else {},
                 "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
                 "peak": trace.peak_activations[rank],
                 "lane": trace.lanes[rank] if rank < len(trace.lanes) else "",
@@ -183,40 +173,66 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     }
 
 
-def _times(starts: Sequence[int], ends: Sequence[int]) -> dict[str, list[int]]:
-    gaps = [start - before for start, before in zip(starts, (0, *ends), strict=False)]
-    return {"gaps": gaps, "lasts": [end - start for start, end in zip(starts, ends, strict=True)]}
-
-
-def _row(bound: BoundPlan, row: Sequence[int]) -> dict[str, Any]:
-    codes = bound.codes
-    stages = [codes.stage[code] for code in row]
-    before = dict.fromkeys(KINDS, 0)
-    microbatches: list[int] = []
-    for code in row:
-        kind, microbatch = codes.kind[code], codes.action(code).microbatch or 0
-        microbatches.append(microbatch - before[kind])
-        before[kind] = microbatch
+def _row(bound: BoundPlan, row: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> dict[str, Any]:
+    kind, stage, numbers = bound.codes.kind, bound.codes.stage, bound.codes.microbatch
+    gaps, lasts, microbatches = [], [], []
+    before = dict.fromkeys(KINDS, (0, 0))
+    free = 0
+    for code, start, end in zip(row, starts, ends, strict=True):
+        microbatch, last = max(numbers[code], 0), end - start
+        number_before, last_before = before[kind[code]]
+        gaps.append(start - free)
+        lasts.append(last - last_before)
+        microbatches.append(microbatch - number_before)
+        before[kind[code]], free = (microbatch, last), end
     return {
-        "kinds": "".join(codes.kind[code] for code in row),
-        "stage": _once(stages),
-        "microbatches": microbatches,
+        "kinds": "".join(kind[code] for code in row),
+        "stages": _runs([stage[code] for code in row]),
+        "microbatches": _runs(microbatches),
+        "gaps": _runs(gaps),
+        "lasts": _runs(lasts),
     }
 
 
-def _once(numbers: list[int]) -> list[int] | int:
-    """Return one number for a list in which all are the same."""
-    return numbers[0] if len(set(numbers)) == 1 else numbers
+def _lags(trace: Trace, tick: float) -> list[list[int]]:
+    """Return, for each rank, how long each value from another rank travelled, in the order of the actions' needs."""
+    bound, code = trace.plan.bound, trace.plan.bound.codes.code
+    arrived = {(code(each.giver), code(each.needer)): each.end for each in trace.transfers}
+    ended = {
+        code: end for row, ends in zip(bound.rows, trace.ends, strict=True) for code, end in zip(row, ends, strict=True)
+    }
+    return [
+        [
+            round((arrived[giver, code] - ended[giver]) / tick)
+            for code in row
+            for _, giver in bound.inputs(code)
+            if bound.rank_of[giver] != rank
+        ]
+        for rank, row in enumerate(bound.rows)
+    ]
 
 
-def _idle(trace: Trace, rank: int, ticks: Callable[[Iterable[float]], list[int]]) -> list[int]:
-    found: list[int] = []
-    before = 0
+def _runs(numbers: Iterable[int]) -> list[int | list[int]]:
+    """Return a list in which runs of the same number are short.
+
+    Example:
+        >>> _runs([1, 2, 2, 2, 2, 2, 3, 3])
+        [1, [2, 5], 3, 3]
+    """
+    found: list[int | list[int]] = []
+    for value, run in groupby(numbers):
+        count = sum(1 for _ in run)
+        found += [[value, count]] if count > 3 else [value] * count
+    return found
+
+
+def _idle(trace: Trace, ticks: Callable[[Iterable[float]], list[int]]) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(trace.ranks)]
+    before = [0] * trace.ranks
     for idle in trace.idle:
-        if idle.rank == rank:
-            start, end = ticks([idle.start, idle.end])
-            found += [REASONS.index(idle.reason), start - before, end - start]
-            before = end
+        start, end = ticks([idle.start, idle.end])
+        found[idle.rank] += [REASONS.index(idle.reason), start - before[idle.rank], end - start]
+        before[idle.rank] = end
     return found
 
 
@@ -227,6 +243,6 @@ def _behind(trace: Trace, waited: Sequence[Wait | None]) -> dict[int, str]:
 
 def _places(trace: Trace) -> list[tuple[int, int]]:
     """Return rank and index of every action on the critical path."""
-    codes = trace.plan.bound.codes
-    where = [{code: index for index, code in enumerate(row)} for row in trace.plan.bound.rows]
-    return [(event.rank, where[event.rank][codes.code(event.action)]) for event in critical_path(trace)]
+    code = trace.plan.bound.codes.code
+    where = [trace.plan.bound.index_of(rank) for rank in range(trace.ranks)]
+    return [(event.rank, where[event.rank][code(event.action)]) for event in critical_path(trace)]

@@ -416,6 +416,112 @@ def test_a_crowded_column_shows_the_exact_shares_of_its_time(opened, zoom):
 
 
 @pytest.mark.browser
+def test_the_axis_and_the_ranks_stay_in_sight(opened):
+    tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(64, 128))))
+    inside = (
+        "all => all.map(each => each.getBoundingClientRect()).filter(box => box.top >= 0 && box.bottom <= 800).length"
+    )
+    for scrolled in (0, 300, 500):
+        tab.evaluate(f"scrollTo(0, {scrolled})")
+        assert tab.locator(".axis").evaluate_all(inside) >= 1
+    assert tab.locator(".axis").evaluate_all(inside) == 2
+    tab.evaluate("timelines[0].setZoom(8, 0)")
+    assert tab.locator("[data-rank='40']").bounding_box()["x"] > 0
+
+
+@pytest.mark.browser
+def test_a_drag_moves_the_picture_and_selects_nothing(opened, trace):
+    tab = opened(page.page(trace))
+    tab.evaluate("timelines[0].setZoom(4, 0)")
+    box = tab.locator(".scroller").bounding_box()
+    tab.mouse.move(box["x"] + 500, box["y"] + 30)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 400, box["y"] + 30)
+    tab.mouse.move(box["x"] + 300, box["y"] + 30)
+    tab.mouse.up()
+    assert tab.evaluate("timelines[0].left") == 200
+    assert tab.locator("#panel").is_hidden()
+
+
+def dragged(tab, place, begin, end, height):
+    """Drag over a place from one x to another; return the panel's text."""
+    box = tab.locator(place).bounding_box()
+    tab.mouse.move(box["x"] + begin, box["y"] + height)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + (begin + end) / 2, box["y"] + height)
+    tab.mouse.move(box["x"] + end, box["y"] + height)
+    tab.mouse.up()
+    return tab.locator("#panel").inner_text()
+
+
+@pytest.mark.browser
+def test_a_drag_on_the_axis_or_with_shift_sums_a_span(opened, trace, tmp_path):
+    tab = opened(page.page(trace))
+    tab.evaluate("timelines[0].choose({ range: { from: 4, to: 16 } })")
+    told = tab.locator("#panel").inner_text()
+    assert "12 units on 4 ranks: 48 = work 36 + dependency 12" in told
+    rows = tab.locator("#panel tr").evaluate_all(
+        "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    assert rows[0] == ["rank", "work", "dependency", "idle"]
+    for rank, row in enumerate(rows[1:]):
+        lost = sum(max(0, min(idle.end, 16) - max(idle.start, 4)) for idle in trace.idle if idle.rank == rank)
+        assert row[1:3] == [f"{12 - lost:g}", f"{lost:g}"]
+    tab.keyboard.press("f")
+    wait_until(tab, "timelines[0].zoom > 2.5")
+    state = tab.evaluate("hashOf()")
+    assert "s=0:from.4to16" in state
+    tab.keyboard.press("0")
+    tab.keyboard.press("Escape")
+    scale = tab.evaluate("timelines[0].scale")
+    assert "From " in dragged(tab, ".axis:not(.top)", 2, 6 * scale, 8)
+    tab.keyboard.press("Escape")
+    tab.keyboard.down("Shift")
+    assert "From " in dragged(tab, ".scroller", 30, 200, 60)
+    tab.keyboard.up("Shift")
+    tab.goto("about:blank")
+    tab.goto((tmp_path / "page.html").as_uri() + state)
+    assert title(tab) == "From 4 to 16"
+
+
+@pytest.mark.browser
+def test_a_hundred_ranks_are_bands_that_open(opened):
+    trace = pipelab.simulate(pipelab.OneFOneB(96, 100))
+    tab = opened(page.page(trace))
+    assert tab.locator(".gutter .rank").count() == 6
+    tab.get_by_role("button", name="ranks 16–31").click()
+    assert tab.locator(".gutter .rank").count() == 6 + 16
+    tab.evaluate("timelines[0].setZoom(3, 0)")
+    wait_until(tab, "!timelines[0].dirty && timelines[0].rowOf[17] === 3")
+    assert tab.evaluate("timelines[0].boxOf({ place: models[0].named('17F0') }).y") // 20 == 3
+    tab.locator(".scroller").click(position={"x": 10, "y": 10})
+    assert tab.locator(".gutter .rank").count() == 6 + 32
+    tab.keyboard.press("/")
+    tab.keyboard.type("90B5")
+    tab.keyboard.press("Enter")
+    assert title(tab) == "90B5"
+    assert tab.get_by_role("button", name="rank 90", exact=True).is_visible()
+
+
+@pytest.mark.browser
+def test_two_fingers_zoom_about_the_time_between_them(opened, trace):
+    tab = opened(page.page(trace))
+    pinch = """() => {
+      const line = timelines[0], target = line.scroller, left = target.getBoundingClientRect().left;
+      const touch = (name, ...all) => {
+        const touches = all.map((x, identifier) => new Touch({ identifier, target, clientX: left + x, clientY: 300 }));
+        target.dispatchEvent(new TouchEvent(name, { touches, cancelable: true }));
+      };
+      const time = () => (line.left + 400) / line.scale, before = time();
+      touch("touchstart", 350, 450); touch("touchmove", 300, 500); touch("touchmove", 200, 600); touch("touchend");
+      return [line.zoom, time() - before];
+    }"""
+    zoom, moved = tab.evaluate(pinch)
+    assert zoom == pytest.approx(4)
+    assert moved == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.browser
 def test_paper_shows_all_of_it(opened, trace):
     tab = opened(page.page(trace))
     tab.keyboard.press("+")

@@ -7,6 +7,8 @@ import re
 import shutil
 import time
 from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -572,6 +574,159 @@ def test_finding_playing_and_the_table(opened, trace):
     assert tab.locator("#now").inner_text().startswith("t = 1: rank 0 begins 0F1; rank 1 begins 1F0")
     tab.keyboard.press("t")
     wait_until(tab, "document.querySelectorAll('#actions tr').length === 65")
+
+
+def saved(tab, kind, folder):
+    """Press a button of the save menu; return the file."""
+    if not tab.locator(".save").evaluate("menu => menu.open"):
+        tab.locator(".save summary").click()
+    with tab.expect_download() as download:
+        tab.locator(f"[data-save={kind}]").click()
+    path = folder / download.value.suggested_filename
+    download.value.save_as(path)
+    return path
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "schedule", [pipelab.OneFOneB(4, 8), pipelab.DualPipe(4, 8)], ids=lambda each: type(each).__name__
+)
+def test_what_is_shown_is_saved_as_picture_table_and_trace(opened, schedule, tmp_path):
+    trace = pipelab.simulate(schedule, Cost(latency=0.25, pair=3))
+    tab = opened(page.page(renamed_with_transfers(trace)))
+    tab.evaluate("setLook('memory', false)")
+    wait_until(tab, "!timelines[0].dirty")
+    written = saved(tab, "csv", tmp_path)
+    assert written.name.endswith(".events.csv")
+    expected = trace.save(tmp_path / "expected.events.csv")
+    for mine, theirs in zip(*(each.read_text().splitlines() for each in (written, expected)), strict=True):
+        for one, other in zip(mine.split(","), theirs.split(","), strict=True):
+            assert one == other or float(one) == pytest.approx(float(other))
+    again = pipelab.Trace.load(saved(tab, "json", tmp_path))
+    assert (again.name, again.source, again.unit) == (HOSTILE, "simulated", trace.unit)
+    assert again.starts == tuple(pytest.approx(row) for row in trace.starts)
+    assert again.ledger.work == pytest.approx(trace.ledger.work)
+    assert len(again.transfers) == len(trace.transfers)
+    svg = ElementTree.fromstring(saved(tab, "svg", tmp_path).read_text())  # noqa: S314  # written by the page above
+    names = [each.get("data-action") for each in svg.iter() if each.get("data-action")]
+    assert sorted(names) == sorted(str(event.action) for event in trace.events)
+    assert not [each for each in svg.iter() if "var(" in each.get("style", "")]
+    picture = saved(tab, "png", tmp_path).read_bytes()
+    assert picture[:4] == b"\x89PNG"
+    width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
+    assert [width, height] == [round(2 * float(svg.get(name))) for name in ("width", "height")]
+
+
+def renamed_with_transfers(trace):
+    return pipelab.Trace.from_dict({**trace.to_dict(), "name": HOSTILE})
+
+
+@pytest.mark.browser
+def test_a_screen_reader_reads_the_page(opened, trace):
+    tab = opened(page.page(trace))
+    click(tab, "2B3")
+    golden = Path(__file__).parents[1] / "golden" / "page-1f1b-4x8.aria.yml"
+    assert tab.locator("body").aria_snapshot() + "\n" == golden.read_text(encoding="utf-8")
+
+
+@pytest.mark.browser
+def test_ten_tasks_with_the_keyboard_alone(opened, trace):
+    tab = opened(page.page(trace))
+    press = tab.keyboard.press
+    focus = "(each => each.getAttribute('aria-label') ?? each.textContent)(document.activeElement)"
+
+    def tab_to(name):
+        for _ in range(60):
+            press("Tab")
+            if tab.evaluate(focus).startswith(name):
+                assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+                return
+        raise AssertionError(f"no {name!r}")
+
+    def said():
+        return tab.locator("#say").inner_text()
+
+    press("Tab")  # 1: to the table, past the timelines
+    assert tab.evaluate(focus) == "skip the timelines"
+    press("Enter")
+    press("Tab")
+    assert tab.evaluate(focus) == "All actions as a table"
+    press("Enter")
+    wait_until(tab, "document.querySelectorAll('#actions tr').length === 65")
+    press("Enter")
+    tab.evaluate("document.activeElement.blur(); scrollTo(0, 0); document.querySelector('.skip').focus()")
+    tab_to("critical path")  # 2: a layer
+    press(" ")
+    assert tab.locator("[data-layer=critical]").get_attribute("aria-pressed") == "true"
+    press(" ")
+    tab_to("save")  # 3: a menu
+    press("Enter")
+    tab_to("save as PNG")
+    press("Escape")
+    assert not tab.locator("[data-save=png]").is_visible()
+    tab_to("rank 1")  # 4: dim a rank
+    press("Enter")
+    assert tab.evaluate(focus) == "rank 1"
+    assert tab.locator("[data-rank='1']").get_attribute("aria-pressed") == "false"
+    press("Enter")
+    tab_to("timeline of")  # 5: an action
+    press("End")
+    press("ArrowDown")
+    assert said().startswith("1B7, backward of micro-batch 7 on stage 1, rank 1, 29 to 31")
+    press("n")  # 6: what it waited for
+    assert said().startswith("2B7, ")
+    press("]")  # 7: an idle time and its root
+    assert said().startswith("rank 2 is idle from 29 to 33")
+    press("[")
+    tab_to("close")
+    tab_to("3B")
+    press("Enter")
+    assert tab.evaluate("document.activeElement.id") == "panel"
+    press("Escape")
+    assert tab.evaluate(focus).startswith("timeline of")
+    for key in ("Home", "Shift+ArrowRight", "Shift+ArrowRight"):  # 8: a span and its sum
+        press(key)
+    assert said().startswith("from 0 to 3 (3 units): all ranks together work 6, fill 6")
+    press("f")
+    wait_until(tab, "timelines[0].zoom > 9")
+    press("0")
+    wait_until(tab, "timelines[0].zoom === 1")
+    press("/")  # 9: find
+    tab.keyboard.type("mb 3")
+    press("Enter")
+    press("Shift+Enter")
+    assert tab.locator("#hits").inner_text() == "8 found"
+    press("Escape")
+    tab_to("play")  # 10: step through
+    press(".")
+    press(".")
+    assert tab.locator("#now").inner_text().startswith("t = 1: rank 0 begins 0F1")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 640, 390])
+def test_text_of_twice_the_size_fits(opened, trace, width):
+    tab = opened(page.page(trace))
+    tab.set_viewport_size({"width": width, "height": 844})
+    tab.add_style_tag(content=":root { font-size: 200% }")
+    click(tab, "2B3")
+    tab.wait_for_timeout(100)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.locator(".scroller").bounding_box()["width"] > 0.3 * width
+
+
+@pytest.mark.browser
+def test_forced_colours_keep_the_bars_and_show_what_is_pressed(opened, trace):
+    tab = opened(page.page(trace))
+    colours = """() => ["[data-action='0F0']", "[data-layer=memory]", "[data-layer=critical]"].map(name => {
+      const style = getComputedStyle(document.querySelector(name));
+      return name.includes("layer") ? style.backgroundColor : style.fill;
+    })"""
+    bar, *_ = tab.evaluate(colours)
+    tab.emulate_media(forced_colors="active")
+    forced, pressed, released = tab.evaluate(colours)
+    assert forced == bar
+    assert pressed != released
 
 
 @pytest.mark.browser

@@ -10,7 +10,7 @@ const unpack = (list) => list.flatMap((each) => (Array.isArray(each) ? new Array
 
 class Model {
   constructor(raw) {
-    Object.assign(this, { title: raw.name, unit: raw.unit, span: raw.span * raw.tick, tick: raw.tick, typical: raw.typical });
+    Object.assign(this, { title: raw.name, about: raw.about, unit: raw.unit, span: raw.span * raw.tick, tick: raw.tick, typical: raw.typical });
     Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
     this.first = []; // by rank: its first place

@@ -1,8 +1,9 @@
 """Timelines as one HTML file that needs nothing else: no network, no fonts, no libraries.
 
-`page.html` holds the frame, `page.css` the looks. Scripts follow: `model.js` reads the data that Python puts in,
-`paint.js` paints bars as elements or as pixels, `timeline.js` draws what is visible, `panel.js` answers: what is
-selected, why it waited, and everything else.
+`page.html` holds the frame, `page.css` the looks. The scripts follow in the order of `_SCRIPTS`: `model.js` reads the
+data that Python puts in, `paint.js` paints bars as elements or as pixels, `timeline.js` draws what is visible,
+`gestures.js` follows mouse and fingers, `ledger.js` sums up spans of time, `panel.js` answers: what is selected, why it
+waited, and everything else; `save.js` draws for paper and files.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pipelab.trace.waits import Wait
 
 __all__ = ["comparison_page", "page"]
+
+_SCRIPTS = ("model.js", "paint.js", "timeline.js", "gestures.js", "ledger.js", "panel.js", "save.js")
 
 
 def page(trace: Trace) -> str:
@@ -77,7 +80,7 @@ def _page(title: str, comparison: Comparison, plain: str) -> str:
         "note": "" if comparison.shares_axis else "<p>The units of time differ: every timeline has its own scale.</p>",
         "text": html.escape(plain),
         "data": _script_safe(json.dumps(data, separators=(",", ":"))),
-        "script": "\n".join(map(_read, ("model.js", "paint.js", "timeline.js", "panel.js"))),
+        "script": "\n".join(map(_read, _SCRIPTS)),
     }
     # In one pass, so that what looks like a place in a name stays a name.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read("page.html"))
@@ -150,6 +153,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     waited = waits(trace) if any(each.behind for each in moved) else []
     return {
         "name": clean(name),
+        "about": {"name": trace.name, "source": trace.source, "unit": trace.unit, "note": trace.note},
         "unit": wording.unit(trace),
         "tick": tick,
         "span": round(trace.makespan / tick),

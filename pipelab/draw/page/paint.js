@@ -104,8 +104,8 @@ class Pixels {
   }
 
   // Each column as its shares of time, one kind above the other, idle time on top; where two share a pixel, it is mixed.
-  columns(shares, columns, { y, height }) {
-    const { data, wide, ratio, shift } = this, from = Math.round(shift * ratio), step = (wide - from) / columns;
+  columns(shares, columns, { y, height }, width) {
+    const { data, wide, ratio, shift } = this, from = Math.round(shift * ratio), step = (width * ratio) / columns;
     const top = Math.round(y * ratio), rows = Math.min(Math.round(height * ratio), this.high - top);
     const colours = Int32Array.from([...[...KINDS].map((letter) => `--${letter}0`), "--idle"], (name) => this.pixel(name));
     const channels = Float64Array.from([...colours].flatMap((colour) => [0, 8, 16].map((by) => (colour >> by) & 255))), mixed = new Float64Array(3);

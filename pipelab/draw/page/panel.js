@@ -52,9 +52,10 @@ function row(list, name, ...values) {
 
 function explain() {
   const { timeline, chosen } = state;
+  const inside = panel.contains(document.activeElement);
   panel.hidden = !chosen;
   document.body.classList.toggle("with-panel", Boolean(chosen));
-  if (!chosen) return;
+  if (!chosen) return inside && timeline.scroller.focus({ preventScroll: true });
   const close = tag("button", "×", "close");
   close.type = "button";
   close.title = "close (Esc)";
@@ -62,6 +63,7 @@ function explain() {
   close.addEventListener("click", () => select(timeline, null));
   const said = chosen.range ? explainRange(timeline, chosen.range) : chosen.idle ? explainIdle(timeline, chosen.idle) : explainAction(timeline, chosen.place);
   panel.replaceChildren(close, ...said);
+  if (inside) panel.focus({ preventScroll: true });
 }
 
 function explainAction(timeline, place) {
@@ -144,58 +146,6 @@ function chain(timeline, place) {
   return holder;
 }
 
-// What is work and what is idle, over all ranks: [name, time], without what is nothing.
-function totalOf(sums) {
-  const whole = sums.reduce((sum, each) => sum + [...each.values()].reduce((a, b) => a + b, 0), 0);
-  return ["work", ...data.reasons].map((name) => [name, sums.reduce((sum, each) => sum + (each.get(name) ?? 0), 0)]).filter(([, each]) => each > near * whole);
-}
-
-// For each rank, its work, and its idle time by reason.
-function tableOf(sums, length) {
-  const parts = totalOf(sums).map(([name]) => name), table = tag("table"), head = tag("tr");
-  head.append(...["rank", ...parts, "idle"].map((name) => tag("th", name)));
-  table.append(head);
-  sums.forEach((each, rank) => {
-    const line = tag("tr"), lost = length - each.get("work");
-    line.append(tag("th", `rank ${rank}`), ...parts.map((name) => tag("td", number(each.get(name) ?? 0))), tag("td", `${number(lost)} (${(100 * lost / length).toFixed(1)} %)`));
-    table.append(line);
-  });
-  return table;
-}
-
-// A span of time that was dragged over.
-function explainRange({ model }, { from, to }) {
-  const sums = model.sums(from, to), whole = (to - from) * model.lanes.length, scroll = tag("div", "", "figures");
-  scroll.append(tableOf(sums, to - from));
-  return [tag("h3", `From ${number(from)} to ${number(to)}`), tag("p", `${time(to - from, model.unit)} on ${model.lanes.length} ranks: ${equation(whole, totalOf(sums))}`), scroll];
-}
-
-function equation(whole, parts) { return `${number(whole)} = ${parts.map(([name, each]) => `${name} ${number(each)}`).join(" + ")}`; }
-
-// Where the time of all ranks went, as a bar and, opened, as a table.
-function ledgerOf(timeline) {
-  const { model } = timeline, whole = model.span * model.lanes.length, sums = model.sums(), parts = totalOf(sums);
-  const holder = tag("details", "", "ledger"), summary = tag("summary"), bar = tag("div", "", "parts");
-  for (const [name, each] of parts) {
-    const part = tag("button", `${name} ${number(each)}`, name === "work" ? "work" : "lost");
-    part.type = "button";
-    part.style.flexGrow = each;
-    part.title = `${name}: ${time(each, model.unit)}, ${(100 * each / whole).toFixed(1)} %`;
-    part.dataset.reason = name;
-    part.addEventListener("click", (event) => {
-      event.preventDefault();
-      const longest = model.idle.filter((idle) => idle.reason === name).reduce((most, idle) => (!most || idle.end - idle.start > most.end - most.start ? idle : most), null);
-      if (longest) select(timeline, { idle: longest }, true);
-    });
-    bar.append(part);
-  }
-  summary.append(tag("span", equation(whole, parts)));
-  holder.append(summary, tableOf(sums, model.span));
-  const both = tag("div");
-  both.append(...(models.length > 1 ? [] : [bar]), holder); // side by side, timelines need the room
-  return both;
-}
-
 function showTip(timeline, event) {
   tip.hidden = !timeline.hovered || !event;
   if (tip.hidden) return;
@@ -236,7 +186,7 @@ function legend() {
   idle.style.setProperty("--swatch", "var(--idle)");
   const notes = { kind: "", "micro-batch": "colour: micro-batch, in turns of eight", stage: "colour: stage, in turns of eight", direction: "colour: the end at which a micro-batch enters" };
   const crowded = timelines.some((each) => each.crowded || each.rows[0].band) ? "share of time, where bars are thinner than two pixels" : "";
-  place.replaceChildren(...kinds, idle, tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")));
+  keepFocus(place, () => place.replaceChildren(...kinds, idle, tag("small", [notes[look.colour], crowded].filter(Boolean).join("; "))));
 }
 
 // Search: an action, F3, mb 3, rank 2, stage 1, idle > 3.
@@ -282,6 +232,7 @@ function play(at) {
   const last = player.at === moments.length - 1, moment = moments[player.at];
   look.now = last ? null : moment + near * longest;
   document.getElementById("moment").value = player.at;
+  document.getElementById("moment").setAttribute("aria-valuetext", `t = ${number(moment)}`);
   document.getElementById("now").textContent = last ? "" : begun(models[0], moment);
   redraw();
 }
@@ -307,6 +258,7 @@ function table(holder) {
       line.append(...[model.rank[place], model.name(place), number(model.start[place]), number(model.end[place]), last ? model.name(last[0]) : ""].map((each) => tag("td", each)));
       made.append(line);
     }
+    if (model.count > 5000) holder.append(tag("p", `${number(model.count - 5000)} more actions of ${model.title}: save all as CSV.`));
     holder.append(made);
   }
 }
@@ -359,7 +311,7 @@ function restore(hash) {
 // The keyboard, wherever the focus is but in a text field.
 function key(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
-  if (event.target.tagName === "BUTTON" && /^(Enter| )$/.test(event.key)) return;
+  if (/BUTTON|SUMMARY|^A$/.test(event.target.tagName) && /^(Enter| )$/.test(event.key)) return;
   const timeline = state.timeline ?? timelines.find((each) => each.scroller.contains(event.target)) ?? timelines[0], { model } = timeline;
   const place = state.chosen?.place, rank = place !== undefined ? model.rank[place] : state.chosen?.idle?.rank ?? 0;
   const go = (each) => { if (each !== undefined && each >= 0) select(timeline, { place: each }, true); };
@@ -379,6 +331,14 @@ function key(event) {
     const found = gaps[(here + gaps.length) % gaps.length];
     if (found) select(timeline, { idle: found }, true);
   };
+  // With Shift, the arrow keys move the end of a span, which begins as the action or the idle time that was selected.
+  const span = (step) => {
+    const { idle, range } = state.chosen ?? {}, whole = range ?? idle ?? { start: model.start[place], end: model.end[place] };
+    const from = whole.from ?? whole.start, to = whole.to ?? whole.end, least = near * model.span;
+    const next = step > 0 ? moments.find((each) => each > to + least) : moments.findLast((each) => each < to - least);
+    if (next > from + least) select(timeline, { range: { from, to: next } });
+  };
+  if (event.shiftKey && /^Arrow(Left|Right)$/.test(event.key)) { event.preventDefault(); return span(event.key === "ArrowRight" ? 1 : -1); }
   const keys = {
     ArrowRight: () => go(around(1)), ArrowLeft: () => go(around(-1)), ArrowDown: () => go(beside(1)), ArrowUp: () => go(beside(-1)),
     Home: () => go(model.first[rank]), End: () => go(model.first[rank + 1] - 1),
@@ -391,7 +351,7 @@ function key(event) {
     " ": () => playing(!player.playing), ",": () => play(player.at - 1), ".": () => play(player.at + 1 < moments.length ? player.at + 1 : 0),
     "/": () => find.focus(), t: () => { const holder = document.getElementById("actions"); holder.open = !holder.open; },
     l: () => navigator.clipboard?.writeText(location.href.split("#")[0] + hashOf()),
-    Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { search(find.value = ""); select(timeline, null); },
+    Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { document.querySelector(".save").open = false; search(find.value = ""); select(timeline, null); },
   };
   const act = keys[event.key];
   if (!act) return;
@@ -429,7 +389,7 @@ addEventListener("message", (event) => { if (["light", "dark"].includes(event.da
 
 // On paper, all of it is drawn anew for the paper's width.
 addEventListener("beforeprint", () => {
-  for (const timeline of timelines) timeline.scroller.parentElement.after(timeline.printed(1000));
+  for (const timeline of timelines) timeline.scroller.parentElement.after(printed(timeline, 1000));
 });
 addEventListener("afterprint", () => document.querySelectorAll(".print").forEach((each) => each.remove()));
 

@@ -1,9 +1,7 @@
-const AXIS = 44; // pixels below the lanes on paper: ticks, their times, the unit
 const STRIP = 12; // pixels of a memory strip
 const FEW = 1500; // up to so many visible bars, each is an element of its own; more are painted on a canvas
 const FEW_MOVING = 150; // the same while the picture moves: elements are slow
 const HUES = 8;
-const HEADS = 62; // pixels for the names of ranks on paper
 const BAND = 16; // of more ranks than MOST_LANES, so many are one band, until it is opened
 const MOST_LANES = 64;
 
@@ -52,7 +50,7 @@ class Timeline {
     this.canvas = tag("canvas");
     this.canvas.setAttribute("aria-hidden", "true");
     this.pixels = new Pixels(this.canvas);
-    this.svg = element("svg", { "data-trace": this.index });
+    this.svg = element("svg", { "data-trace": this.index, role: "img", "aria-label": this.summary });
     this.spacer.append(this.canvas, this.svg);
     this.scroller.append(this.spacer);
     this.map = tag("canvas", "", "map");
@@ -67,20 +65,7 @@ class Timeline {
     document.getElementById("timelines").append(section);
 
     this.scroller.addEventListener("scroll", () => { this.move(); this.hooks.moved(this); });
-    this.scroller.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
-    this.svg.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse" && !event.buttons) this.hover(this.at(event), event); });
-    this.svg.addEventListener("pointerleave", () => this.hover(null));
-    this.svg.addEventListener("click", (event) => {
-      if (this.dragged) return;
-      const found = this.at(event);
-      if (found?.band) this.toggleBand(found.band);
-      else this.choose(found);
-      this.scroller.focus({ preventScroll: true });
-    });
-    this.drag(this.svg, false);
-    for (const axis of this.axes) this.drag(axis, true);
-    this.pinch();
-    this.dragMap();
+    gestures(this);
     new ResizeObserver(() => { this.spacer.style.width = `${this.width * this.zoom}px`; this.redraw(); }).observe(this.scroller);
   }
 
@@ -95,7 +80,7 @@ class Timeline {
     }
     this.rowOf = new Int32Array(count);
     this.rows.forEach(({ first, last }, at) => this.rowOf.fill(at, first, last));
-    this.gutter.replaceChildren(...this.rows.map((row) => (row.head = this.headOf(row))));
+    keepFocus(this.gutter, () => this.gutter.replaceChildren(...this.rows.map((row) => (row.head = this.headOf(row)))));
     this.grid.classList.toggle("tall", this.rows.length > 16);
   }
 
@@ -125,6 +110,8 @@ class Timeline {
   }
 
   shut(rank) { return Boolean(this.rows[this.rowOf[rank]].band); }
+
+  get summary() { return equation(this.model.span * this.model.lanes.length, totalOf(this.model.sums())); }
 
   get width() { return this.scroller.clientWidth; }
   get scale() { return (this.width * this.zoom) / this.span; } // pixels per unit of time
@@ -231,7 +218,7 @@ class Timeline {
       row.head.style.paddingTop = `${this.strip}px`;
       row.head.classList.toggle("off", look.hidden.has(`rank ${row.first}`) && !row.band);
     }
-    const ranges = this.ranges(from, to), visible = ranges.reduce((sum, [low, high]) => sum + high - low, 0);
+    const ranges = this.ranges(from, to + 1e-9 * this.span), visible = ranges.reduce((sum, [low, high]) => sum + high - low, 0);
     const few = visible <= (this.moving ? FEW_MOVING : FEW), bands = this.rows.filter((row) => row.band);
     const crowded = this.crowded;
     this.crowded = !few && (model.typical || this.span) * this.scale < 2;
@@ -367,17 +354,6 @@ class Timeline {
     }
   }
 
-  // The axis on paper and in saved pictures.
-  axis(painter, from, to, width) {
-    const y = this.height + 2;
-    painter.rect({ x: 0, y, width, height: 1 }, "--soft", 1, {});
-    for (const [x, name] of this.ticks(from, to)) {
-      painter.rect({ x: x - 0.5, y, width: 1, height: 5 }, "--soft", 1, {});
-      if (x + name.length * 4 <= width) painter.note(x, y + 18, name, { class: `axis-text${x < 8 ? " first" : ""}` });
-    }
-    painter.note(0, y + 35, `time (${this.model.unit})`, { class: "axis-name" });
-  }
-
   // The action or idle time under the pointer; null outside of the lanes.
   at(event) {
     const { model } = this, bounds = this.svg.getBoundingClientRect();
@@ -446,61 +422,6 @@ class Timeline {
     this.redraw();
   }
 
-  wheel(event) {
-    if (!event.ctrlKey && !event.metaKey) return; // plain wheels scroll, as everywhere
-    event.preventDefault();
-    this.setZoom(this.zoom * Math.exp(-event.deltaY / 300), this.xOf(event));
-  }
-
-  xOf(event) { return event.clientX - this.scroller.getBoundingClientRect().left; }
-
-  // A drag moves the picture; with Shift, or on the axis, it selects a span of time. Fingers scroll, as everywhere.
-  drag(target, onAxis) {
-    let begun = null;
-    const time = (event) => Math.min(Math.max((this.left + this.xOf(event)) / this.scale, 0), this.span);
-    target.addEventListener("pointerdown", (event) => {
-      this.dragged = false;
-      if (event.button || (event.pointerType !== "mouse" && !onAxis)) return;
-      begun = { x: event.clientX, left: this.left, spans: onAxis || event.shiftKey, time: time(event) };
-    });
-    target.addEventListener("selectstart", (event) => begun && event.preventDefault());
-    target.addEventListener("pointermove", (event) => {
-      if (!begun || (!this.dragged && Math.abs(event.clientX - begun.x) < 4)) return;
-      if (!this.dragged) target.setPointerCapture(event.pointerId);
-      this.dragged = true;
-      if (begun.spans) {
-        const [from, to] = [begun.time, time(event)].sort((a, b) => a - b);
-        this.spanning = { from, to };
-        this.redraw();
-      } else this.scroller.scrollLeft = begun.left + begun.x - event.clientX;
-    });
-    const end = () => {
-      begun = null;
-      const range = this.spanning;
-      this.spanning = null;
-      if (range && range.to > range.from) this.choose({ range });
-    };
-    target.addEventListener("pointerup", end);
-    target.addEventListener("pointercancel", end);
-  }
-
-  // Two fingers zoom about the time between them.
-  pinch() {
-    let before = null;
-    const read = ({ touches: [one, other] }) => ({ apart: Math.max(20, Math.abs(one.clientX - other.clientX)), x: (this.xOf(one) + this.xOf(other)) / 2 });
-    const follow = (event) => {
-      if (event.touches.length !== 2) return (before = null);
-      event.preventDefault();
-      const now = read(event);
-      if (before) {
-        this.setZoom((this.zoom * now.apart) / before.apart, now.x);
-        this.scroller.scrollLeft -= now.x - before.x;
-      }
-      return (before = now);
-    };
-    for (const name of ["touchstart", "touchmove", "touchend"]) this.scroller.addEventListener(name, follow, { passive: false });
-  }
-
   // The whole trace in a thin band, with a frame around what is visible; the frame can be dragged.
   drawMap() {
     this.map.hidden = this.zoom <= 1;
@@ -536,50 +457,15 @@ class Timeline {
     return (this.shown = busy);
   }
 
-  dragMap() {
-    const move = (event) => {
-      const x = event.clientX - this.map.getBoundingClientRect().left;
-      this.scroller.scrollLeft = x * this.zoom - this.width / 2;
-    };
-    this.map.addEventListener("pointerdown", (event) => { this.map.setPointerCapture(event.pointerId); move(event); });
-    this.map.addEventListener("pointermove", (event) => { if (event.buttons) move(event); });
-  }
-
-  // The whole trace for paper, `width` pixels wide, in bands so long that a bar has room for its label.
-  printed(width) {
-    const { model } = this, sheets = tag("div", "", "print");
-    const bands = model.count > 4 * FEW ? 1 : Math.max(1, Math.ceil((this.span * 14) / (width * (model.typical || this.span))));
-    for (let band = 0; band < bands; band += 1) {
-      const svg = element("svg", { width: "100%" }), group = element("g"), view = this.still(width, band, bands);
-      svg.setAttribute("viewBox", `${-HEADS} 0 ${width + HEADS + 10} ${view.height + AXIS}`);
-      view.everything(svgPainter(group), width, 250);
-      svg.append(group);
-      sheets.append(svg);
-    }
-    return sheets;
-  }
-
-  // This timeline as a picture of its own, which shows one of some bands of equal length.
-  still(width, band, bands) {
-    return Object.create(this, { width: { value: width }, left: { value: band * width }, zoom: { value: bands }, crowded: { value: this.model.count > 4 * FEW } });
-  }
-
-  everything(painter, width, columns) {
-    const from = this.left / this.scale, to = (this.left + width) / this.scale;
-    if (!this.crowded) this.lanes(painter, from, to, width);
-    for (const row of this.rows) {
-      if (this.crowded || row.band) {
-        painter.rect({ x: 0, y: this.rowOf[row.first] * this.pitch + this.strip + this.lane * 0.07, width, height: this.lane * 0.86 }, "--idle", 1, {});
-        this.shares(painter, row, from, to, columns);
-      }
-      painter.note(2 - HEADS, (this.rowOf[row.first] + 0.6) * this.pitch, row.head.firstChild.textContent, { class: "print-rank" });
-    }
-    if (!this.crowded) this.bars(painter, this.ranges(from, to - 1e-9 * this.span), width);
-    if (this.strip) this.memory(painter);
-    this.axis(painter, from, to, width);
-  }
 }
 
 function atLeast(box, width) { return box.width >= width ? box : { ...box, x: box.x - (width - box.width) / 2, width }; }
+
+// Make the elements of a holder anew: the one that had the focus has it afterwards, found by its text.
+function keepFocus(holder, change) {
+  const name = holder.contains(document.activeElement) && document.activeElement.textContent;
+  change();
+  if (name) [...holder.querySelectorAll("button")].find((each) => each.textContent === name)?.focus();
+}
 
 function toggle(set, value) { if (!set.delete(value)) set.add(value); }

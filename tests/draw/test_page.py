@@ -273,7 +273,9 @@ def test_a_tap_leaves_the_panel_open(browser, trace, tmp_path):
     tab.locator("[data-action='1B3']").tap(force=True)
     tab.wait_for_timeout(300)
     assert tab.locator("#panel h3").inner_text() == "1B3"
-    assert tab.locator("#timelines svg").bounding_box()["width"] >= 330
+    assert tab.locator("#timelines svg").bounding_box()["width"] >= 340
+    sheet, chosen = (tab.locator(each).bounding_box() for each in ("#panel", "rect.chosen"))
+    assert 0 <= chosen["y"] <= chosen["y"] + chosen["height"] <= sheet["y"]
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
     context.close()
 
@@ -316,6 +318,21 @@ def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opene
     assert [slack[names.index(name)] for name in path if "R" not in name] == pytest.approx(
         [0] * len([n for n in path if "R" not in n]), abs=1e-5
     )
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
+def test_the_memory_strip_covers_the_times_at_which_activations_are_held(opened, schedule):
+    trace = pipelab.simulate(schedule, Cost(latency=0.25))
+    tab = opened(page.page(trace))
+    scale = tab.evaluate("timelines[0].scale")
+    for rank in range(trace.ranks):
+        strip = f"rects => rects.filter(each => Math.floor(each.getAttribute('y') / timelines[0].pitch) === {rank})"
+        total = ".reduce((sum, each) => sum + each.dataset.held * each.getAttribute('width'), 0)"
+        held = tab.locator(".memory").evaluate_all(strip + total)
+        events = [event for event in trace.events_of(rank) if event.action.kind in "FBW"]
+        taken = sum(-event.start if event.action.kind == "F" else event.end for event in events)
+        assert held / scale == pytest.approx(taken, rel=1e-3)
 
 
 @pytest.mark.browser
@@ -496,6 +513,8 @@ def test_a_hundred_ranks_are_bands_that_open(opened):
     tab.evaluate("timelines[0].setZoom(3, 0)")
     wait_until(tab, "!timelines[0].dirty && timelines[0].rowOf[17] === 3")
     assert tab.evaluate("timelines[0].boxOf({ place: models[0].named('17F0') }).y") // 20 == 3
+    read = "rows => rows.map(row => timelines[0].pixels.data[timelines[0].pixels.wide * (20 * row + 10) + 9] !== 0)"
+    assert all(tab.evaluate(read, list(range(22))))  # the mean of an open band is there too
     tab.locator(".scroller").click(position={"x": 10, "y": 10})
     assert tab.locator(".gutter .rank").count() == 6 + 32
     tab.keyboard.press("/")
@@ -741,6 +760,16 @@ def test_the_page_of_65536_actions_opens_and_zooms_to_single_actions(opened):
     trace = pipelab.simulate(pipelab.OneFOneB(32, 1024))
     tab = opened(page.page(trace))
     assert tab.locator("#timelines .bar").count() == 0
+    calls = """() => {
+      const canvas = CanvasRenderingContext2D.prototype, calls = [];
+      for (const name of ["fillRect", "strokeRect", "fillText", "drawImage", "putImageData"]) {
+        const asked = canvas[name];
+        canvas[name] = function (...values) { calls.push(name); return asked.apply(this, values); };
+      }
+      timelines[0].draw();
+      return calls;
+    }"""
+    assert tab.evaluate(calls) == ["putImageData"]
     for _ in range(14):
         tab.locator("[data-zoom=in]").click()
     tab.locator("#timelines .bar").first.wait_for(state="attached")

@@ -64,6 +64,10 @@ function explain() {
   const said = chosen.range ? explainRange(timeline, chosen.range) : chosen.idle ? explainIdle(timeline, chosen.idle) : explainAction(timeline, chosen.place);
   panel.replaceChildren(close, ...said);
   if (inside) panel.focus({ preventScroll: true });
+  if (getComputedStyle(panel).position !== "fixed" || chosen.range) return;
+  // On a phone the panel lies over the page: what is selected goes above it.
+  const box = timeline.boxOf(chosen), bottom = timeline.svg.getBoundingClientRect().top + box.y + box.height + 8;
+  scrollBy(0, Math.max(0, bottom - panel.getBoundingClientRect().top));
 }
 
 function explainAction(timeline, place) {

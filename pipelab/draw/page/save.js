@@ -27,10 +27,10 @@ function lay(view, painter, columns) {
   if (!view.crowded) view.lanes(painter, from, to, width);
   for (const row of view.rows) {
     if (view.crowded || row.band) {
-      painter.rect({ x: 0, y: view.rowOf[row.first] * view.pitch + view.strip + view.lane * 0.07, width, height: view.lane * 0.86 }, "--idle", 1, {});
+      painter.rect({ x: 0, y: row.at * view.pitch + view.strip + view.lane * 0.07, width, height: view.lane * 0.86 }, "--idle", 1, {});
       view.shares(painter, row, from, to, columns);
     }
-    painter.note(2 - HEADS, (view.rowOf[row.first] + 0.6) * view.pitch, row.head.firstChild.textContent, { class: "print-rank" });
+    painter.note(2 - HEADS, (row.at + 0.6) * view.pitch, row.head.firstChild.textContent, { class: "print-rank" });
   }
   // What starts where a band ends is in the next one, if there is one.
   const last = to > (1 - 1e-9) * view.span, y = view.height + 2;

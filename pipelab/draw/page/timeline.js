@@ -79,7 +79,10 @@ class Timeline {
       if (size === 1 || this.open.has(first)) for (let rank = first; rank < last; rank += 1) this.rows.push({ first: rank, last: rank + 1 });
     }
     this.rowOf = new Int32Array(count);
-    this.rows.forEach(({ first, last }, at) => this.rowOf.fill(at, first, last));
+    this.rows.forEach((row, at) => {
+      row.at = at;
+      this.rowOf.fill(at, row.first, row.last);
+    });
     keepFocus(this.gutter, () => this.gutter.replaceChildren(...this.rows.map((row) => (row.head = this.headOf(row)))));
     this.grid.classList.toggle("tall", this.rows.length > 16);
   }
@@ -299,7 +302,7 @@ class Timeline {
   }
 
   // A row as each column's shares of time: by kind from the bottom, idle time on top; of a band, the mean of its ranks.
-  shares(painter, { first, last }, from, to, columns = this.width) {
+  shares(painter, { at, first, last }, from, to, columns = this.width) {
     const { start, end, kind, half, first: places } = this.model, inverse = columns / (to - from), shares = new Float64Array(5 * columns);
     for (let rank = first; rank < last; rank += 1) {
       const high = above(start, to, places[rank], places[rank + 1]);
@@ -313,21 +316,26 @@ class Timeline {
         }
       }
     }
-    painter.columns(shares, columns, { y: this.rowOf[first] * this.pitch + this.strip + this.lane * 0.07, height: this.lane * 0.86 }, this.width);
+    painter.columns(shares, columns, { y: at * this.pitch + this.strip + this.lane * 0.07, height: this.lane * 0.86 }, this.width);
   }
 
-  // Above each lane, how many activations the rank holds, in one scale for all ranks.
+  // Above each lane, how many activations the rank holds, in one scale for all ranks; in a pixel, the most of its time.
   memory(painter) {
     this.model.lanes.forEach((lane, rank) => {
       const steps = this.shut(rank) ? [] : this.model.memory(rank), from = this.left / this.scale;
       let at = 0, high = steps.length;
       while (at < high) { const middle = (at + high) >> 1; if (steps[middle][0] > from) high = middle; else at = middle + 1; }
-      for (at = Math.max(0, at - 1); at < steps.length; at += 1) {
-        const [begin, held] = steps[at], x = begin * this.scale - this.left, width = ((steps[at + 1]?.[0] ?? this.span) - begin) * this.scale;
-        if (x > this.width) break;
-        if (!held || width <= 0) continue;
+      at = Math.max(0, at - 1);
+      let x = at < steps.length ? steps[at][0] * this.scale - this.left : 0, held = 0;
+      for (; at < steps.length && x <= this.width; at += 1) {
+        if (steps[at + 1]?.[0] === steps[at][0]) continue; // of changes at once, the last counts
+        held = Math.max(held, steps[at][1]);
+        const until = (steps[at + 1]?.[0] ?? this.span) * this.scale - this.left, width = until - x;
+        if (width < 1 && at + 1 < steps.length) continue;
         const height = (held / this.most) * (STRIP - 1);
-        painter.rect({ x, y: this.rowOf[rank] * this.pitch + STRIP - height, width, height }, held === lane.peak ? "--memory-top" : "--memory", 1, { class: "memory", "data-held": held });
+        if (held) painter.rect({ x, y: this.rowOf[rank] * this.pitch + STRIP - height, width, height }, held === lane.peak ? "--memory-top" : "--memory", 1, { class: "memory", "data-held": held });
+        x = until;
+        held = 0;
       }
     });
   }

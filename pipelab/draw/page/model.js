@@ -14,6 +14,7 @@ class Model {
     Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
     this.first = []; // by rank: its first place
+    this.idleOf = []; // by rank: its idle times
     this.rank = new Int32Array(count);
     this.kind = new Uint8Array(count);
     this.stage = new Int32Array(count);
@@ -30,7 +31,15 @@ class Model {
       this.first.push(place);
       const before = [0, 0, 0, 0, 0], last = [0, 0, 0, 0, 0];
       const [kept, numbers, gaps, lasts] = ["stages", "microbatches", "gaps", "lasts"].map((name) => unpack(rank[name]));
-      let time = 0;
+      const reasons = unpack(rank.idle), idle = [];
+      let time = 0, free = 0, part = 0;
+      const idleUntil = (until) => {
+        while (free < until) {
+          const reason = reasons[part++], end = reason < 0 ? free + reasons[part++] : until;
+          idle.push({ rank: r, reason: data.reasons[reason < 0 ? -1 - reason : reason], start: free * raw.tick, end: end * raw.tick });
+          free = end;
+        }
+      };
       for (let index = 0; index < rank.kinds.length; index += 1, place += 1) {
         const kind = KINDS.indexOf(rank.kinds[index]);
         this.rank[place] = r;
@@ -39,18 +48,22 @@ class Model {
         before[kind] += numbers[index];
         this.microbatch[place] = kind === 4 ? -1 : before[kind];
         time += gaps[index];
+        idleUntil(time);
         this.start[place] = time * raw.tick;
         time += last[kind] += lasts[index];
         this.end[place] = time * raw.tick;
+        free = Math.max(free, time);
         if (kind < 4) this.places[this.slot(kind, this.stage[place], before[kind])] = place;
         else this.reduces.set(this.stage[place], [...(this.reduces.get(this.stage[place]) ?? []), place]);
       }
+      idleUntil(raw.span);
+      this.idleOf.push(idle);
       for (const index of rank.halves) this.half.set([1, 2], this.first[r] + index);
     });
     this.first.push(place);
     this.count = count;
     this.unpackLags(raw);
-    this.unpackIdle(raw);
+    this.idle = this.idleOf.flat();
     for (const rank of raw.ranks) for (const name of ["kinds", "stages", "microbatches", "gaps", "lasts", "lags", "idle"]) delete rank[name]; // unpacked
     this.critical = new Set(raw.critical.map(([rank, index]) => this.first[rank] + index));
   }
@@ -68,20 +81,6 @@ class Model {
         }
       }
     });
-  }
-
-  unpackIdle(raw) {
-    this.idleOf = raw.ranks.map((rank, r) => {
-      const found = [];
-      let time = 0;
-      for (let at = 0; at < rank.idle.length; at += 3) {
-        const start = time + rank.idle[at + 1];
-        time = start + rank.idle[at + 2];
-        found.push({ rank: r, reason: data.reasons[rank.idle[at]], start: start * raw.tick, end: time * raw.tick });
-      }
-      return found;
-    });
-    this.idle = this.idleOf.flat();
   }
 
   slot(kind, stage, microbatch) { return (kind * this.depth + stage) * this.microbatches + microbatch; }

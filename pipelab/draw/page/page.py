@@ -13,7 +13,7 @@ import json
 import math
 import re
 from importlib.resources import files
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours, text, wording
@@ -136,9 +136,10 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     Each rank has its actions: their `kinds`, their `stages`, their `microbatches` and `lasts` (their durations), both
     as the difference from the one before of its kind, and `gaps` (from the end of the action before). `halves` numbers
     the actions that share a slot with the next. `lags` are the travel times of values from other ranks, in the order of
-    the actions that need them; there are none if nothing travels. `idle` has three numbers for each idle time: its
-    reason, how long after the end of the idle time before it starts, and its length. `behind` says in words behind
-    which transfer the value stood that an action waited for. In long lists, `[value, count]` is a run of a value.
+    the actions that need them; there are none if nothing travels. `idle` has the reason of each idle time, which ends
+    when the next action starts; if another idle time follows first, it has `-1 - reason` and the length. `behind` says
+    in words behind which transfer the value stood that an action waited for. In long lists, `[value, count]` is a run
+    of a value.
     """
     lanes, bound = Lanes(trace), trace.plan.bound
     # Seven digits are more than a screen shows and keep the file small.
@@ -166,7 +167,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
             | {
                 "halves": [at for at in range(len(row) if bound.pairs else 0) if half(trace, rank, at) == "upper"],
                 "lags": _runs(lags[rank]) if lags else [],
-                "idle": idle[rank],
+                "idle": _runs(idle[rank]),
                 "behind": _behind(trace, waited[rank]) if waited else {},
                 "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
                 "peak": trace.peak_activations[rank],
@@ -231,12 +232,16 @@ def _runs(numbers: Iterable[int]) -> list[int | list[int]]:
 
 
 def _idle(trace: Trace, ticks: Callable[[Iterable[float]], list[int]]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(trace.ranks)]
-    before = [0] * trace.ranks
+    spans: list[list[tuple[int, int, int]]] = [[] for _ in range(trace.ranks)]
     for idle in trace.idle:
         start, end = ticks([idle.start, idle.end])
-        found[idle.rank] += [REASONS.index(idle.reason), start - before[idle.rank], end - start]
-        before[idle.rank] = end
+        if end > start:
+            spans[idle.rank].append((REASONS.index(idle.reason), start, end))
+    found: list[list[int]] = [[] for _ in spans]
+    for row, listed in zip(spans, found, strict=True):
+        for (reason, start, end), following in zip_longest(row, row[1:]):
+            another = following is not None and following[1] == end
+            listed.extend([-1 - reason, end - start] if another else [reason])
     return found
 
 

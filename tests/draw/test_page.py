@@ -683,6 +683,7 @@ def test_ten_tasks_with_the_keyboard_alone(opened, trace):
     tab_to("save as PNG")
     press("Escape")
     assert not tab.locator("[data-save=png]").is_visible()
+    assert tab.evaluate(focus) == "save"
     tab_to("rank 1")  # 4: dim a rank
     press("Enter")
     assert tab.evaluate(focus) == "rank 1"

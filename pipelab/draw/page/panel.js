@@ -355,7 +355,7 @@ function key(event) {
     " ": () => playing(!player.playing), ",": () => play(player.at - 1), ".": () => play(player.at + 1 < moments.length ? player.at + 1 : 0),
     "/": () => find.focus(), t: () => { const holder = document.getElementById("actions"); holder.open = !holder.open; },
     l: () => navigator.clipboard?.writeText(location.href.split("#")[0] + hashOf()),
-    Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { document.querySelector(".save").open = false; search(find.value = ""); select(timeline, null); },
+    Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { if (closeMenu()) return; search(find.value = ""); select(timeline, null); },
   };
   const act = keys[event.key];
   if (!act) return;

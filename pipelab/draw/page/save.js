@@ -136,8 +136,17 @@ async function save(kind) {
   anchor.download = `${(/csv|json/.test(kind) ? timeline.model.title : document.title).replace(/[^\w.-]+/g, "_").slice(0, 60)}.${kind === "csv" ? "events.csv" : kind}`;
   anchor.click();
   setTimeout(() => URL.revokeObjectURL(address), 10000);
-  document.querySelector(".save").open = false;
+  closeMenu();
   saying.textContent = `saved as ${kind.toUpperCase()}`;
 }
 
+// Close the menu, if it is open; who was in it is back at its name.
+function closeMenu() {
+  const menu = document.querySelector(".save"), open = menu.open;
+  if (menu.contains(document.activeElement)) menu.firstElementChild.focus();
+  menu.open = false;
+  return open;
+}
+
+addEventListener("click", (event) => document.querySelector(".save").contains(event.target) || closeMenu());
 document.querySelectorAll("[data-save]").forEach((button) => button.addEventListener("click", () => save(button.dataset.save)));

@@ -105,6 +105,11 @@ class Trace:
             return self._transfers
         return crossings(self.plan.bound, self.ends, self._delay)
 
+    @property
+    def instant(self) -> bool:
+        """Whether each value is there as soon as it is computed; `transfers`, slow to make, then add nothing."""
+        return self._transfers is None and self._delay is None
+
     @cached_property
     def start(self) -> float:
         """When the first action started."""

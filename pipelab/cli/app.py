@@ -25,6 +25,7 @@ from pipelab.cli.options import (
     RunSizes,
     Save,
     SaveComparison,
+    SaveFaults,
     SaveRun,
     Sizes,
     SweepSizes,
@@ -38,11 +39,13 @@ from pipelab.cli.options import (
 )
 from pipelab.cli.printing import (
     COMPARISON,
+    FAULTS,
     GRAPH,
     RUN,
     TABLE,
     TIMELINE,
     echo,
+    faults_saved,
     folded,
     number,
     require_writable,
@@ -110,10 +113,14 @@ def check(
     sizes: Sizes,
     memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
     transfers: Transfers = "arrive",
+    save: SaveFaults = None,
 ) -> None:
     """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
+    require_writable(save, FAULTS)
     subject = untimed(sizes.find(target))
     faults = pipelab.check(subject, memory_cap, cast("Any", transfers))
+    for path in save or []:
+        wrote(faults.save(path))
     name = subject.name if isinstance(subject, Plan) else repr(subject)
     if faults:
         raise pipelab.ScheduleError(faults, name)
@@ -207,13 +214,15 @@ def draw(
 ) -> None:
     """Draw a schedule's or a saved trace's timeline, or the dependency graph, to files; or write the plan.
 
-    Without --save, the timeline is printed.
+    Without --save, the timeline is printed. Of a schedule with faults, the files show how far it runs and why no
+    further, and the exit code is 1.
     """
     if graph and not save:
         raise UsageError(f"--graph needs a file: pipelab draw {target} --graph --save graph.svg")
     require_writable(save, GRAPH if graph else TIMELINE)
     subject = sizes.find(target)
-    (trace,) = times.traces([subject], [target])
+    with faults_saved(untimed(subject), times.transfers, [] if graph else save or []):
+        (trace,) = times.traces([subject], [target])
     if not save:
         echo(text.timeline(trace))
         say("add --save timeline.html for a page that says why each rank waits")

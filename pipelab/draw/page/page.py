@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
-__all__ = ["comparison_page", "page"]
+__all__ = ["comparison_page", "document", "page"]
 
 
 def page(trace: Trace) -> str:
@@ -54,6 +54,31 @@ def comparison_page(comparison: Comparison) -> str:
     """
     plain = text.comparison(comparison, text.PLAIN_WIDTH, colour=False)
     return _page(f"Comparison of {len(comparison.traces)} traces", comparison, plain)
+
+
+def document(title: str, body: str) -> str:
+    """Return a page without scripts that has the looks of the others.
+
+    Args:
+        title: its name and heading, as text.
+        body: what follows, as HTML.
+    """
+    name = html.escape(title)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{name}</title>\n'
+        f"<style>\n{_palette()}{_read('page.css')}{_ORDER}</style>\n</head>\n"
+        f"<body>\n<header><h1>{name}</h1></header>\n<main>{body}</main>\n</body>\n</html>\n"
+    )
+
+
+_ORDER = """
+.picture { overflow-x: auto; } .picture svg text { fill: #000000; }
+.order.faulty h2 { color: var(--need); } .order.after h2, .try { color: var(--give); }
+.order ol { margin: .2rem 0; } details pre { overflow-x: auto; }
+"""
 
 
 def _page(title: str, comparison: Comparison, plain: str) -> str:

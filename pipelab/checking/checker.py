@@ -69,6 +69,10 @@ class Faults(list[Fault]):
         super().__init__(faults)
         self.subject, self.plan, self.meant, self.transfers = subject, plan, meant, transfers
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the faults without the plan, which may hold a student's function."""
+        return Faults, (list(self), self.subject)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan as far as it runs, with its faults; the suffix is `html`, `svg`, `png`, `pdf` or `txt`.
 

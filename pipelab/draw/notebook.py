@@ -43,14 +43,19 @@ body { margin: .5rem auto; }
 .with-panel { padding-bottom: .5rem; }
 </style>
 <script>
-addEventListener("message", event => {
-  if (event.source === parent && typeof event.data.dark === "boolean")
+{
+  const tell = fresh => {
+    const height = Math.ceil(document.body.getBoundingClientRect().bottom + scrollY) + 12;
+    parent.postMessage({ height, fresh }, "*");
+  };
+  addEventListener("message", event => {
+    if (event.source !== parent || typeof event.data?.dark !== "boolean") return;
     document.documentElement.dataset.theme = event.data.dark ? "dark" : "light";
-});
-new ResizeObserver(() => {
-  const height = Math.ceil(document.body.getBoundingClientRect().bottom + scrollY) + 12;
-  parent.postMessage({ height }, "*");
-}).observe(document.body);
+    tell(false);
+  });
+  tell(true);
+  new ResizeObserver(() => tell(false)).observe(document.body);
+}
 </script>
 """
 
@@ -59,12 +64,16 @@ _OUTSIDE = """
 <script>
 for (const frame of document.querySelectorAll('iframe[data-pipelab="MARK"]:not([data-heard])')) {
   frame.dataset.heard = "";
-  addEventListener("message", event => {
-    if (event.source !== frame.contentWindow || !(event.data.height > 0)) return;
-    frame.style.height = Math.min(event.data.height, 4000) + "px";
+  const tell = () => {
     const [red, green, blue] = getComputedStyle(frame.parentElement).color.match(/[\\d.]+/g).map(Number);
-    frame.contentWindow.postMessage({ dark: red + green + blue > 384 }, "*");
+    frame.contentWindow?.postMessage({ dark: red + green + blue > 384 }, "*");
+  };
+  addEventListener("message", event => {
+    if (event.source !== frame.contentWindow || !(event.data?.height > 0)) return;
+    frame.style.height = Math.min(event.data.height, 4000) + "px";
+    if (event.data.fresh) tell();
   });
+  tell();  // the page may have been there first
 }
 </script>
 """
@@ -212,7 +221,7 @@ def _section(drawing: Drawing) -> str:
     )
     hint = f'<p class="try">try: {html.escape(clean(drawing.hint))}</p>' if drawing.hint else ""
     key = "; ".join(order_figure.key_of(drawing))
-    kind = "after" if drawing.after else "faulty" if drawing.notes or drawing.hint else ""
+    kind = "after" if drawing.after else "faulty" if drawing.faulty else ""
     return (
         f'<section class="order {kind}"><h2>{title}</h2>'
         f'<div class="picture" role="img" aria-label="{title}">{order_figure.svg(drawing)}</div>'

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pipelab.checking.transfers import hang
@@ -20,7 +21,7 @@ from pipelab.plan.order import traverse
 from pipelab.simulation.wire import lower
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pipelab.checking.checker import Faults
     from pipelab.plan.plan import Plan
@@ -79,7 +80,7 @@ class Arrow:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drawing:
     """One picture.
 
@@ -101,28 +102,40 @@ class Drawing:
     after: bool = False
     unplaced: bool = False
 
-    @property
+    @cached_property
+    def faulty(self) -> bool:
+        """Whether something is wrong in it."""
+        return bool(self.notes or self.hint or self._places(_is_marked) or self._places(_is_blocked))
+
+    @cached_property
     def cell(self) -> float:
         """How many inches a cell is wide."""
-        return max([_CELL, *(0.16 + _LETTER * len(cell.label) for row in self.rows for cell in row)])
+        return max(_CELL, 0.16 + _LETTER * max([0, *(len(cell.label) for row in self.rows for cell in row)]))
 
-    @property
+    @cached_property
     def view(self) -> tuple[list[int], list[int]]:
         """Which rows and columns are shown: all, or those around what the picture is about."""
-        about = {place for arrow in self.arrows for place in (arrow.start, arrow.end)}
-        about |= {
-            (rank, column) for rank, row in enumerate(self.rows) for column, cell in enumerate(row) if _is_about(cell)
-        }
-        rows = sorted(_chosen([*sorted({rank for rank, _ in about}), *range(len(self.rows))], _ROWS))
-        columns = sorted({column for rank, column in about if rank in rows})
+        about = [place for arrow in self.arrows for place in (arrow.start, arrow.end)]
+        about += self._places(_is_marked)
+        ranks = [rank for rank, _ in about]
+        others = sorted(range(len(self.rows)), key=lambda rank: abs(rank - ranks[0]) if ranks else 0)
+        rows = sorted(_chosen([*ranks, *others], _ROWS))
+        about += self._places(_is_blocked)  # last, because it may be every rank
         longest = max([0, *(len(self.rows[rank]) for rank in rows)])
-        near = [column + by for by in (0, -1, 1, -2, 2) for column in columns]
+        near = [column + by for rank, column in about if rank in rows for by in (0, -1, 1, -2, 2)]
         ends = [each for column in range((longest + 1) // 2) for each in (column, longest - 1 - column)]
         return rows, sorted(_chosen([each for each in (*near, *ends) if 0 <= each < longest], int(_INCHES / self.cell)))
 
+    def _places(self, wanted: Callable[[Cell], bool]) -> list[tuple[int, int]]:
+        return [(rank, at) for rank, row in enumerate(self.rows) for at, cell in enumerate(row) if wanted(cell)]
 
-def _is_about(cell: Cell) -> bool:
-    return cell.struck or cell.over or cell.moved or cell.state in ("blocked", "missing")
+
+def _is_marked(cell: Cell) -> bool:
+    return cell.struck or cell.over or cell.moved or cell.state == "missing"
+
+
+def _is_blocked(cell: Cell) -> bool:
+    return cell.state == "blocked"
 
 
 def _chosen(wanted: Iterable[int], most: int) -> list[int]:
@@ -156,8 +169,7 @@ def drawings(faults: Faults) -> list[Drawing]:
     plan = faults.meant or faults.plan
     cycles = [fault for fault in left if fault.cycle]
     if others := [fault for fault in left if not fault.cycle]:
-        several = bool(found or cycles)
-        found.append(_of_plan(plan, others, title="the other faults" if several else "where it goes wrong"))
+        found.append(_of_plan(plan, others, title="where it goes wrong"))
     for fault in cycles[:_MOST_CYCLES]:
         if fault.code == "transfer-deadlock":
             found += _of_transfers(plan, fault, faults)
@@ -166,7 +178,9 @@ def drawings(faults: Faults) -> list[Drawing]:
         found.append(before)
         if fault.tried is not None:
             after = _moved(_rows(fault.tried), before.rows)
-            found.append(Drawing(f"try: {fault.hint}", after, after=True))
+            still = any(cell.state == "blocked" for row in after for cell in row) and len(faults) > 1
+            more = "; what is still blocked waits for another fault" if still else ""
+            found.append(Drawing(f"try: {fault.hint}{more}", after, after=True))
     return found
 
 

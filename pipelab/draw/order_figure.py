@@ -102,10 +102,7 @@ def plot(drawings: Sequence[Drawing], title: str, words: bool = True) -> Figure:
     for drawing in drawings:
         if words:
             top += _LINE / 2
-            write(
-                drawing.title,
-                GREEN if drawing.after else RED if drawing.notes or drawing.hint else INK,
-            )
+            write(drawing.title, GREEN if drawing.after else RED if drawing.faulty else INK)
         grids.append(_Grid.of(drawing, top))
         top += grids[-1].height + 0.1
         if words:
@@ -199,9 +196,12 @@ def _cell(cell: Cell, left: float, top: float, wide: float, ax: Axes) -> None:
         frame.set_linestyle(dots)
         frame.set_gid(f"{'moved' if cell.moved else 'over' if cell.over else cell.state} {cell.label}")
         ax.add_patch(frame)
-    ink = RED if cell.state == "missing" else INK if pale else colours.ink(fills[0])
-    middle = (left + wide / 2, top + _HIGH / 2)
-    ax.text(*middle, cell.label, ha="center", va="center", fontsize=8, color=ink, zorder=4, parse_math=False)
+    texts = list(map(str, cell.actions)) if len(fills) > 1 else [cell.label]
+    for number, label in enumerate(texts):
+        ink = RED if cell.state == "missing" else INK if pale else colours.ink(fills[number])
+        middle = (left + wide / 2, top + _HIGH * (number + 0.5) / len(texts))
+        size = 8 if len(texts) == 1 else 6.5
+        ax.text(*middle, label, ha="center", va="center", fontsize=size, color=ink, zorder=4, parse_math=False)
     if cell.struck:
         (line,) = ax.plot([left + 0.04, left + wide - 0.04], [top + 0.04, top + _HIGH - 0.04], color=RED, linewidth=1.6)
         line.set_gid(f"struck {cell.label}")
@@ -228,7 +228,7 @@ def _arrow(arrow: Arrow, grid: _Grid, ax: Axes) -> None:
         x, x2 = x + aside, x2 - aside
         rad = 0.12
         bow = (-rad * (y2 - y), rad * (x2 - x))  # the y axis points down
-        at = 0.28  # near its start, because two arrows that cross do so in the middle
+        at = 0.28 if down else 0.45  # two arrows that cross have their numbers in different places
     line = FancyArrowPatch((x, y), (x2, y2), connectionstyle=f"arc3,rad={rad}", arrowstyle="-|>", shrinkA=0, shrinkB=0)
     line.set(color=RED, linewidth=1.5, mutation_scale=10, zorder=5)
     line.set_gid(f"arrow {arrow.number}")

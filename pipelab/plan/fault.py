@@ -100,6 +100,11 @@ class Fault:
     lacking: tuple[tuple[int | None, Action], ...] = field(default=(), repr=False, compare=False)
     tried: Plan | None = field(default=None, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle all but the plan that was tried, which may hold a student's function."""
+        where = (self.code, self.rank, self.position, self.action)
+        return Fault, (*where, self.message, self.hint, self.excerpt, self.cycle, self.lacking)
+
     def __str__(self) -> str:
         """Return the whole explanation, its details indented."""
         lines = [f"{self.code}: {self.message}"]

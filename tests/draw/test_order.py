@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import pytest
@@ -95,6 +96,20 @@ def test_each_step_of_a_cycle_waits_for_the_next(plan, data):
         assert bool(traverse(fault.tried.bound).stuck) <= ("check again" in fault.hint or len(faults) > 1)
 
 
+def test_faults_of_a_plan_with_functions_can_be_pickled():
+    class Swapped(pipelab.GPipe):
+        def place(self, stage, microbatch):
+            return stage
+
+    placed = Plan(DEADLOCK.written, place=lambda _, stage: stage)
+    for faults in (check(placed), check(Swapped(2, 3))):
+        assert any(fault.tried for fault in faults)
+        copy = pickle.loads(pickle.dumps(faults))  # noqa: S301 - the test's own
+        assert copy == faults
+        assert [fault.cycle for fault in copy] == [fault.cycle for fault in faults]
+        assert str(copy) == str(faults)
+
+
 def test_what_is_blocked_is_what_the_walk_is_stuck_at():
     before, after = drawings(check(DEADLOCK))
     assert [cell.label for _, cell in cells(before) if cell.state == "blocked"] == ["0B0", "1F1"]
@@ -179,8 +194,9 @@ def test_a_schedule_that_writes_no_plan_has_no_picture_but_a_page(tmp_path):
 
 def test_of_a_long_plan_the_part_around_the_fault_is_drawn():
     rows = [list(row) for row in pipelab.OneFOneB(32, 512).plan().rows]
-    rows[20][700], rows[20][701] = rows[20][701], rows[20][700]
+    rows[20].insert(699, rows[20].pop(702))  # a backward before the forward that it waits for on the next rank
     faults = check(Plan(rows))
+    assert [fault.code for fault in faults] == ["deadlock"]
     drawing = drawings(faults)[0]
     shown, columns = drawing.view
     assert len(shown) == 16

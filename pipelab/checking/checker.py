@@ -115,6 +115,8 @@ def check(
 ) -> Faults:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
 
+    `print` shows the list in words, a notebook as a picture, and `check(plan).save("why.html")` writes the picture.
+
     Args:
         plan_or_schedule: the plan or schedule.
         memory_cap: how many stage activations a rank may hold at once: one number, or one per rank.

@@ -224,6 +224,6 @@ def _section(drawing: Drawing) -> str:
     kind = "after" if drawing.after else "faulty" if drawing.faulty else ""
     return (
         f'<section class="order {kind}"><h2>{title}</h2>'
-        f'<div class="picture" role="img" aria-label="{title}">{order_figure.svg(drawing)}</div>'
+        f'<div class="picture" tabindex="0" role="img" aria-label="{title}">{order_figure.svg(drawing)}</div>'
         f'<ol>{notes}</ol>{hint}<p class="subtitle">{html.escape(key)}</p></section>'
     )

@@ -113,6 +113,16 @@ def test_without_matplotlib_there_is_the_page_or_text(monkeypatch):
     assert "deadlock: rank 0 waits" in DEADLOCK._repr_html_()
 
 
+def test_on_paper_a_wide_picture_is_whole(browser, tmp_path):
+    tab = browser.new_page(viewport={"width": 700, "height": 900})
+    tab.goto(pipelab.OneFOneB(4, 8).plan().save(tmp_path / "x.html").as_uri())
+    width = "document.querySelector('.picture svg').getBoundingClientRect().width"
+    assert tab.evaluate(width) > 700
+    tab.emulate_media(media="print")
+    assert tab.evaluate(width) <= 700
+    tab.close()
+
+
 @pytest.mark.parametrize("kind", ["trace", "comparison", "plan", "faults"])
 def test_names_are_text_in_every_frame(notebook, kind):
     trace = renamed(SHOWN["trace"], HOSTILE)

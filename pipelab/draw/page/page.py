@@ -78,6 +78,7 @@ _ORDER = """
 .picture { overflow-x: auto; } .picture svg text { fill: #000000; }
 .order.faulty h2 { color: var(--need); } .order.after h2, .try { color: var(--give); }
 .order ol { margin: .2rem 0; } details pre { overflow-x: auto; }
+@media print { .picture svg { max-width: 100%; height: auto; } .order { break-inside: avoid; } }
 """
 
 

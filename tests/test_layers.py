@@ -66,15 +66,20 @@ DISPLAYS = {
     "pipelab.trace.trace:Trace.show",
     "pipelab.trace.trace:Trace.__str__",
     "pipelab.trace.trace:Trace._repr_svg_",
+    "pipelab.trace.trace:Trace._repr_html_",
     "pipelab.simulation.comparison:Comparison.plot",
     "pipelab.simulation.comparison:Comparison.save",
     "pipelab.simulation.comparison:Comparison.__str__",
     "pipelab.simulation.comparison:Comparison._repr_svg_",
+    "pipelab.simulation.comparison:Comparison._repr_html_",
     "pipelab.engine.collectives.ring:RingResult.plot",
     "pipelab.engine.collectives.ring:RingResult.__str__",
     "pipelab.simulation.memory:MemoryUse.table",
     "pipelab.plan.plan:Plan.save_graph",
     "pipelab.plan.plan:Plan._repr_html_",
+    "pipelab.plan.plan:Plan.save",
+    "pipelab.checking.checker:Faults.save",
+    "pipelab.checking.checker:Faults._repr_html_",
 }
 
 # What could hide an import, and the modules that use it for something else.

@@ -7,10 +7,11 @@ deadlock: `check` names it before anything runs.
 
 from __future__ import annotations
 
-import html
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol, get_args, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
@@ -24,7 +25,7 @@ from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
 from pipelab.plan.csv_notation import is_plan
-from pipelab.plan.fault import Code, Fault, excerpt, shorten
+from pipelab.plan.fault import Code, Fault, Link, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import SEMANTICS, Semantics
@@ -49,10 +50,53 @@ class ScheduleLike(Protocol):
 class Faults(list[Fault]):
     """What `check` returns: a list of faults. `print` and notebooks show them numbered, or that there is none."""
 
-    def __init__(self, faults: Iterable[Fault], subject: str) -> None:
-        """Keep the faults, and the name of the plan or schedule."""
+    def __init__(
+        self,
+        faults: Iterable[Fault],
+        subject: str,
+        plan: Plan | None = None,
+        meant: Plan | None = None,
+        transfers: Semantics = "arrive",
+    ) -> None:
+        """Keep the faults and, for pictures, what they were found in.
+
+        Args:
+            faults: the faults.
+            subject: the name of the plan or schedule.
+            plan: the plan; `None` if the schedule could not write one.
+            meant: the plan without the mistake that the first fault is, in which the others were found.
+            transfers: how sends and receives were ordered and queued.
+        """
         super().__init__(faults)
-        self.subject = subject
+        self.subject, self.plan, self.meant, self.transfers = subject, plan, meant, transfers
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the faults without the plan, which may hold a student's function."""
+        return Faults, (list(self), self.subject)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the plan as far as it runs, with its faults; the suffix is `html`, `svg`, `png`, `pdf` or `txt`.
+
+        Each rank is a row of its actions in order. Where nothing can start any more, the blocked actions are marked. A
+        cycle is drawn as numbered arrows, what is missing dotted, and what may not stand there struck out. If pipelab
+        has tried out another order, it is the second picture.
+
+        Example:
+            >>> import pipelab, tempfile
+            >>> faults = check(pipelab.Plan.parse("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1"))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     faults.save(Path(folder) / "deadlock.svg").name
+            'deadlock.svg'
+
+        Returns:
+            The path.
+
+        Raises:
+            FormatError: if the suffix is another one.
+        """
+        from pipelab import draw
+
+        return draw.save_faults(self, path)
 
     def __str__(self) -> str:
         """Return what `ScheduleError` says about these faults."""
@@ -60,8 +104,9 @@ class Faults(list[Fault]):
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        shown = html.escape(clean(str(self), keep="\n"))
-        return f"<pre>{shown}</pre>"
+        from pipelab import draw
+
+        return draw.faults_html(self)
 
 
 def check(
@@ -69,8 +114,10 @@ def check(
     memory_cap: int | Sequence[int] | None = None,
     transfers: Semantics = "arrive",
     memory: Memory | None = None,
-) -> list[Fault]:
+) -> Faults:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
+
+    `print` shows the list in words, a notebook as a picture, and `check(plan).save("why.html")` writes the picture.
 
     Args:
         plan_or_schedule: the plan or schedule.
@@ -124,10 +171,10 @@ def check(
     of_code: dict[str, list[Fault]] = {}
     for fault in found:
         of_code.setdefault(fault.code, []).append(fault)
-    faults = [] if mistake is None else [with_excerpt(plan, mistake)]
+    faults = [] if mistake is None else [replace(with_excerpt(plan, mistake), tried=meant)]
     for alike in of_code.values():  # worst kind first, as they are sorted
         faults += [*(with_excerpt(meant, fault) for fault in alike[:_MOST_EXCERPTS]), *alike[_MOST_EXCERPTS:]]
-    return Faults(faults, plan.name)
+    return Faults(faults, plan.name, plan, None if mistake is None else meant, transfers)
 
 
 def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, transfers: Semantics) -> list[Fault]:
@@ -266,12 +313,17 @@ def _unordered_fault(
     needer, needed = codes.action(bound.rows[rank][index]), codes.action(giver)
     own = "its own " if needer.microbatch == needed.microbatch and needer.stage == needed.stage else ""
     position = bound.position(rank, index)
+    name = codes.value_name(value)
     message = (
         f"{needer} on rank {rank}, position {position} comes before {own}{needed.word} {needed} "
-        f"at position {bound.position(rank, later)}, which gives it {codes.value_name(value)}"
+        f"at position {bound.position(rank, later)}, which gives it {name}"
+    )
+    cycle = (
+        Link(rank, str(needer), f"{needer} needs {name}, given by {needed}"),
+        Link(rank, str(needed), f"{needed} comes after {needer} on rank {rank}"),
     )
     hint = f"yield {write(giver)} before {write(bound.rows[rank][index])} on rank {rank}"
-    return Fault("unordered", rank, position, needer, message, hint)
+    return Fault("unordered", rank, position, needer, message, hint, cycle=cycle)
 
 
 def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory | None = None) -> list[Fault]:

@@ -25,6 +25,7 @@ __all__ = [
     "RunSizes",
     "Save",
     "SaveComparison",
+    "SaveFaults",
     "SaveRun",
     "Sizes",
     "SweepSizes",
@@ -63,6 +64,10 @@ SaveComparison = Annotated[
         "-o",
         help="a file to write: html svg png pdf txt csv md tex; repeatable",
     ),
+]
+SaveFaults = Annotated[
+    list[Path] | None,
+    typer.Option("--save", "-o", help="a picture of the faults: html svg png pdf txt; repeatable"),
 ]
 SaveRun = Annotated[
     list[Path] | None,

@@ -8,16 +8,21 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as Columns
 
 from pipelab import draw, files
+from pipelab.checking.checker import Faults, as_plan, check
 from pipelab.draw import differences, graph, table, text, wording
 from pipelab.draw.table import Table
-from pipelab.errors import clean, require_suffix
+from pipelab.errors import ScheduleError, clean, require_suffix
+from pipelab.plan.plan import Plan
+from pipelab.schedule import Schedule
 from pipelab.simulation.comparison import Comparison
 from pipelab.trace.diff import Diff
 from pipelab.trace.trace import Trace
@@ -25,11 +30,13 @@ from pipelab.trace.trace import Trace
 __all__ = [
     "COMPARISON",
     "DIFF",
+    "FAULTS",
     "GRAPH",
     "RUN",
     "TABLE",
     "TIMELINE",
     "echo",
+    "faults_saved",
     "folded",
     "is_row",
     "number",
@@ -52,6 +59,7 @@ RUN = ("a run", (*draw.COMPARISON_SUFFIXES, ".json"))
 COMPARISON = ("a comparison", draw.COMPARISON_SUFFIXES)
 DIFF = ("two compared traces", draw.DIFF_SUFFIXES)
 TABLE = ("a table", table.SUFFIXES)
+FAULTS = ("a list of faults", draw.FAULTS_SUFFIXES)
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 
@@ -103,6 +111,21 @@ def save_timeline(trace: Trace, path: Path) -> Path:
     """Write a trace, or its plan as `csv` in PyTorch's notation; return the path."""
     plan = path.suffix.lower() == ".csv" and not path.name.lower().endswith(".events.csv")
     return trace.plan.to_csv(path) if plan else trace.save(path)
+
+
+@contextmanager
+def faults_saved(subject: Schedule | Plan, transfers: str, save: Sequence[Path]) -> Iterator[None]:
+    """Where a schedule cannot be simulated, draw its faults instead, to those of the files that can show them."""
+    try:
+        yield
+    except ScheduleError as error:
+        faults = check(subject, transfers=cast("Any", transfers))
+        if not faults:  # a cost asks for more than the order: overlapped pairs as one slot
+            faults = Faults(error.faults, error.subject, as_plan(subject))
+        for path in save:
+            if path.suffix.lower() in draw.FAULTS_SUFFIXES:
+                wrote(faults.save(path))
+        raise
 
 
 def show(shown: Comparison | Diff | Table, save: list[Path] | None) -> None:

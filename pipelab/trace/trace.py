@@ -360,6 +360,12 @@ class Trace:
             f"<{self.source} trace of {clean(self.name)}: makespan {self.makespan:g}{unit}, bubble {self.bubble:.1%}>"
         )
 
+    def _repr_html_(self) -> str:
+        """Return the page that a notebook shows, in a frame."""
+        from pipelab import draw
+
+        return draw.trace_html(self)
+
     def _repr_svg_(self) -> str:
         """Return the figure that a notebook shows."""
         from pipelab.draw import figure

@@ -3,7 +3,8 @@
 `page.html` holds the frame, `page.css` the looks. The scripts follow in the order of `_SCRIPTS`: `model.js` reads the
 data that Python puts in, `paint.js` paints bars as elements or as pixels, `timeline.js` draws what is visible,
 `gestures.js` follows mouse and fingers, `ledger.js` sums up spans of time, `compare.js` shows how traces differ from
-the first, `panel.js` answers: what is selected, why it waited, and everything else; `save.js` draws for paper and files.
+the first, `panel.js` answers: what is selected, why it waited, and everything else; `save.js` draws for paper and
+files.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
-__all__ = ["comparison_page", "diff_page", "page"]
+__all__ = ["comparison_page", "diff_page", "document", "page"]
 
 _SCRIPTS = ("model.js", "paint.js", "timeline.js", "gestures.js", "ledger.js", "compare.js", "panel.js", "save.js")
 
@@ -75,6 +76,32 @@ def diff_page(found: Diff) -> str:
     plain = f"{differences.text(found)}\n\n{text.comparison(comparison, text.PLAIN_WIDTH, colour=False)}"
     before, after = found.names
     return _page(f"{after} compared with {before}", comparison, plain, view="diff")
+
+
+def document(title: str, body: str) -> str:
+    """Return a page without scripts that has the looks of the others.
+
+    Args:
+        title: its name and heading, as text.
+        body: what follows, as HTML.
+    """
+    name = html.escape(title)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{name}</title>\n'
+        f"<style>\n{_palette()}{_read('page.css')}{_ORDER}</style>\n</head>\n"
+        f"<body>\n<header><h1>{name}</h1></header>\n<main>{body}</main>\n</body>\n</html>\n"
+    )
+
+
+_ORDER = """
+.picture { overflow-x: auto; } .picture svg text { fill: #000000; }
+.order.faulty h2 { color: var(--need); } .order.after h2, .try { color: var(--give); }
+.order ol { margin: .2rem 0; } details pre { overflow-x: auto; }
+@media print { .picture svg { max-width: 100%; height: auto; } .order { break-inside: avoid; } }
+"""
 
 
 def _page(title: str, comparison: Comparison, plain: str, view: str = "stack") -> str:

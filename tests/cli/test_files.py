@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
+import io
 import sys
 from pathlib import Path
 
@@ -85,11 +84,15 @@ def test_names_from_files_reach_the_terminal_with_their_escape_codes_spelled_out
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
-def test_a_timeline_can_be_read_in_any_encoding(encoding):
-    code = "from pipelab.cli.app import main; import sys; sys.argv[1:] = ['simulate', '1f1b']; main()"
-    environment = os.environ | {"PYTHONIOENCODING": encoding}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=60, check=True)
-    timeline = result.stdout.decode(encoding)
+def test_a_timeline_can_be_read_in_any_encoding(encoding, monkeypatch):
+    printed = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding))
+        patch.setattr(sys, "argv", ["pipelab", "simulate", "1f1b"])
+        with pytest.raises(SystemExit):
+            app.main()
+        sys.stdout.flush()
+        timeline = printed.getvalue().decode(encoding)
     assert "?" not in timeline
     lines, drawn = timeline.splitlines(), str(pipelab.simulate(pipelab.OneFOneB(4, 8))).splitlines()
     assert list(map(len, lines)) == list(map(len, drawn))

@@ -52,9 +52,13 @@ def test_an_untrained_model_is_as_surprised_as_by_chance():
     assert float(next_byte_loss(model(text[:, :-1]), text[:, 1:]).detach()) == pytest.approx(5.55, abs=0.5)
 
 
+@pytest.fixture(scope="module")
+def plain():
+    return demo.train_plainly(SMALL)
+
+
 @pytest.mark.parametrize("name", schedules)
-def test_every_schedule_learns_exactly_what_plain_training_learns(name):
-    plain = demo.train_plainly(SMALL)
+def test_every_schedule_learns_exactly_what_plain_training_learns(name, plain):
     trained = demo.train_with(name, SMALL, plain)
     assert trained.losses == pytest.approx(plain.losses, rel=1e-5)
     if in_order(schedules[name](SMALL.ranks, SMALL.microbatches).plan()):  # sums of floats depend on the order
@@ -64,8 +68,7 @@ def test_every_schedule_learns_exactly_what_plain_training_learns(name):
     assert plain.losses[-1] < plain.losses[0]
 
 
-def test_training_on_other_data_is_not_called_the_same():
-    plain = demo.train_plainly(SMALL)
+def test_training_on_other_data_is_not_called_the_same(plain):
     other = demo.Setting(**{**{name: getattr(SMALL, name) for name in SMALL.__slots__}, "seed": 1})
     assert not demo.train_with("gpipe", other, plain).same
 

@@ -54,10 +54,11 @@ def _prctl(option: int, value: int) -> None:
 # ── In the fork ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _graded(request: dict[str, Any], name: str, guard: Guard, report: Callable[..., None]) -> dict[str, Any]:
+def _graded(
+    request: dict[str, Any], name: str, guard: Guard, report: Callable[..., None], replaced: Callable[[], str]
+) -> dict[str, Any]:
     """Import a submission and judge it; return the marks, or the reason why there are none."""
     assignment = Assignment(**request["assignment"])
-    replaced = watch_functions()
     done: dict[str, Any] = {}
     reason = ""
     try:
@@ -88,7 +89,9 @@ def _graded(request: dict[str, Any], name: str, guard: Guard, report: Callable[.
     return done | {"reason": reason}
 
 
-def _run(request: dict[str, Any], folder: Path, name: str, nonce: str, report_to: int) -> NoReturn:
+def _run(
+    request: dict[str, Any], folder: Path, name: str, nonce: str, report_to: int, replaced: Callable[[], str]
+) -> NoReturn:
     """Grade in this fork, and end it."""
 
     def report(**message: Any) -> None:
@@ -108,7 +111,7 @@ def _run(request: dict[str, Any], folder: Path, name: str, nonce: str, report_to
         guard = Guard(str(folder), request["programs"])
         limit_memory(request["memory"])
         sys.addaudithook(guard)
-        report(done=_graded(request, name, guard, report))
+        report(done=_graded(request, name, guard, report, replaced))
         sys.stdout.flush()
         leave(0)
     finally:
@@ -164,7 +167,7 @@ def _copy(request: dict[str, Any], folder: Path) -> str:
     return name
 
 
-def _serve(request: dict[str, Any]) -> dict[str, Any]:
+def _serve(request: dict[str, Any], replaced: Callable[[], str]) -> dict[str, Any]:
     """Run one submission, and return what became of it."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipelab-grade-", ignore_cleanup_errors=True) as made:
@@ -185,7 +188,7 @@ def _serve(request: dict[str, Any]) -> dict[str, Any]:
                 os.dup2(1, 2)
                 os.dup2(report_to, 3)
                 os.closerange(4, 256)  # this server's own ends, so that nobody else answers in its place
-                _run(request, folder, name, nonce, 3)
+                _run(request, folder, name, nonce, 3, replaced)
             try:
                 answer = _follow(request, pid, began, lambda: _reports(reported.fileno(), nonce), printed.fileno())
             finally:
@@ -245,10 +248,11 @@ def main() -> None:
     """Answer requests until the standard input ends."""
     torch.set_num_threads(1)
     _prctl(_SUBREAPER, 1)
+    replaced = watch_functions()  # once: each fork begins with the same functions
     sys.stdout.write(json.dumps({"ready": True}) + "\n")
     sys.stdout.flush()
     for line in sys.stdin.buffer:
-        answer = _serve(json.loads(line))
+        answer = _serve(json.loads(line), replaced)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

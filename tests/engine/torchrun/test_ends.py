@@ -99,17 +99,6 @@ ENDLESS = str(processes.SCRIPTS / "endless.py")
 
 
 @LINUX
-def test_a_launched_job_listens_to_its_own_machine_alone(start, tmp_path):
-    launcher = start(*LAUNCH, ENDLESS, str(tmp_path))
-    trained = wait_until(lambda: len(workers(tmp_path)) == 2 and workers(tmp_path))
-    everyone = family(launcher.pid)
-    assert {launcher.pid, *trained} <= set(everyone)
-    found = listening(everyone)
-    assert len(found) >= 3  # the store, and gloo on both ranks
-    assert [address for address in found if not address.is_loopback] == []
-
-
-@LINUX
 @pytest.mark.parametrize("launcher", [LAUNCH, (*TORCHRUN, "PORT")], ids=["launch", "torchrun"])
 def test_the_processes_of_a_launcher_that_is_killed_end_too(start, tmp_path, launcher):
     port = str(processes.free_port())
@@ -122,9 +111,14 @@ def test_the_processes_of_a_launcher_that_is_killed_end_too(start, tmp_path, lau
 
 @LINUX
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_the_job(start, tmp_path, stop):
+def test_a_job_listens_to_this_machine_alone_and_a_signal_to_its_launcher_ends_it(start, tmp_path, stop):
     launcher = start(*LAUNCH, ENDLESS, str(tmp_path))
     trained = wait_until(lambda: len(workers(tmp_path)) == 2 and workers(tmp_path))
+    everyone = family(launcher.pid)
+    assert {launcher.pid, *trained} <= set(everyone)
+    found = listening(everyone)
+    assert len(found) >= 3  # the store, and gloo on both ranks
+    assert [address for address in found if not address.is_loopback] == []
     launcher.send_signal(stop)
     assert launcher.wait(40) == 128 + stop
     assert not any(map(runs, trained))

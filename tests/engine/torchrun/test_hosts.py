@@ -32,7 +32,7 @@ def two_hosts(folder):
 def run(two_hosts, folder, what, then, ended):
     """Run the script on both hosts; return what each process said, in the order of the ranks, until all is ended.
 
-    As soon as one says "now", `then` happens. `ended(agents, facts)` tells whether all has been said.
+    As soon as one says "now", `then` happens. `ended(facts)` tells whether all has been said.
     """
     script = processes.SCRIPTS / "two_hosts.py"
     said = [folder / f"{host.name}.txt" for host in two_hosts]
@@ -53,7 +53,7 @@ def run(two_hosts, folder, what, then, ended):
     try:
         wait_until(lambda: "now" in lines())
         then()
-        wait_until(lambda: ended(agents, facts()))
+        wait_until(lambda: ended(facts()))
     finally:
         for agent in agents:
             agent.kill()
@@ -61,12 +61,17 @@ def run(two_hosts, folder, what, then, ended):
     return facts()
 
 
+def telling(facts):
+    """Return the facts about an error."""
+    return [fact for fact in facts if "told" in fact]
+
+
 @pytest.fixture(scope="module")
 def cut(two_hosts, folder):
     """What is said where the cable is pulled out in the second step. Torchrun itself takes minutes to end then."""
     _, second = two_hosts
     try:
-        return run(two_hosts, folder, "slow", second.unplug, lambda _, facts: len(facts) == 8)
+        return run(two_hosts, folder, "slow", second.unplug, lambda facts: len(facts) == 8)
     finally:
         second.plug()
 
@@ -99,7 +104,7 @@ def test_clocks_that_are_half_an_hour_apart_make_one_trace(trained):
 
 
 def test_where_the_network_is_cut_every_process_ends(cut):
-    told = [fact for fact in cut if "told" in fact]
+    told = telling(cut)
     assert [fact["rank"] for fact in told] == [0, 1, 2, 3]
     silent = (
         r"^this job's store has not answered for 10 s: its host, or the network to it, is gone\n  rank \d (waits|was)"
@@ -112,11 +117,9 @@ def test_where_the_network_is_cut_every_process_ends(cut):
 
 def test_a_process_that_is_killed_on_the_other_host_is_named(two_hosts, folder):
     facts = run(
-        two_hosts, folder, "killed", lambda: None, lambda agents, _: all(agent.poll() is not None for agent in agents)
+        two_hosts, folder, "killed", lambda: None, lambda facts: {0, 1} <= {each["rank"] for each in telling(facts)}
     )
-    told = [fact for fact in facts if "told" in fact]
-    assert {0, 1} <= {fact["rank"] for fact in told}
-    for fact in told:
+    for fact in telling(facts):
         assert fact["kind"] == "RankError"
         assert fact["told"].startswith("rank 2 is gone: ")
         assert f"\n  rank {fact['rank']} waits, before " in fact["told"]

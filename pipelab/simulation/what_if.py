@@ -85,7 +85,7 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
     order.be_late()
     others: dict[str, list[float]] = defaultdict(list)
     own: list[tuple[tuple[int, ...], str, bool, float]] = []
-    for slot in order.slots:
+    for slot in order.turns:
         kind = "pair" if len(slot) > 1 else kinds[slot[0]]
         took = sum(times.durations[action] + times.lates[action] for action in slot)
         # PyTorch splits nothing on the first stage: I is empty, and W all of B.

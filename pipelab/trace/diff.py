@@ -266,7 +266,7 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
     for travel in orders[0].travels.keys() ^ orders[1].travels.keys():
         old.lags[travel] = new.lags[travel] = old.lags[travel] + new.lags[travel]
     effects = _Effects(len(number))
-    if (orders[0].slots, orders[0].after) == (orders[1].slots, orders[1].after):
+    if (orders[0].turns, orders[0].after) == (orders[1].turns, orders[1].after):
         orders.pop()
     for order in orders:
         for path, share in passed(order, old, new):

@@ -265,10 +265,10 @@ def whole_steps(file: File) -> list[list[Ran]]:
 
 def _is_whole(step: Sequence[Ran]) -> bool:
     """Return whether every forward has its backward, or its weight gradient."""
-    slots: dict[str, list[tuple[int, int]]] = {kinds: [] for kinds in ("F", "BW")}
+    places: dict[str, list[tuple[int, int]]] = {kinds: [] for kinds in ("F", "BW")}
     for ran in step:
         for each in ran.actions:
-            for kinds, found in slots.items():
+            for kinds, found in places.items():
                 if each.kind in kinds:
                     found.append((each.stage or 0, each.microbatch or 0))
-    return sorted(slots["F"]) == sorted(slots["BW"])
+    return sorted(places["F"]) == sorted(places["BW"])

@@ -23,7 +23,7 @@ _WORK = 2_000_000
 """How many actions are replayed, roughly, to follow the critical path from some times to others."""
 
 Step = tuple[int, int]
-"""A slot that another follows and the number of the value that travels between them; -1 where there is none."""
+"""A turn that another follows and the number of the value that travels between them; -1 where there is none."""
 
 
 def listed(trace: Trace) -> dict[int, tuple[int, int]]:
@@ -47,7 +47,7 @@ class Times:
     """The times of a trace, by the numbers of its actions.
 
     Attributes:
-        durations: how long each action takes; two that share a slot take half of it each.
+        durations: how long each action takes; two that share a turn take half of it each.
         lates: how much later it starts than its rank and all that it needs are there.
         lags: how long values travel: for each action the first that it needs, and the second.
     """
@@ -61,8 +61,8 @@ class Order:
     """Which action follows which in a trace, and how long each takes.
 
     Attributes:
-        slots: the numbers of the actions in each slot: one, or two that overlap. A slot stands after those it follows.
-        after: for each slot, what it follows; first the slot before it on its rank.
+        turns: the numbers of the actions in each turn: one, or two that overlap. A turn stands after those it follows.
+        after: for each turn, what it follows; first the turn before it on its rank.
         times: the trace's own times.
         travels: for the number of each value that travels between ranks, whether the rank was idle when it was given.
     """
@@ -71,17 +71,17 @@ class Order:
         bound = trace.plan.bound
         codes, count = bound.codes, len(bound.codes.kind)
         walk = traverse(bound, atomic_pairs=bool(bound.pairs))
-        shares = not walk.stuck  # if pairs that are slots could not run, none of them is one
-        self.slots: list[tuple[int, ...]] = []
+        shares = not walk.stuck  # if pairs that share a turn could not run, none of them is one
+        self.turns: list[tuple[int, ...]] = []
         self.after: list[list[Step]] = []
         self.times = Times([0.0] * len(number), [0.0] * len(number), [0.0] * (2 * len(number)))
         self.travels: dict[int, bool] = {}
         self._trace, self._number = trace, number
         self._arrivals = {(codes.code(each.giver), codes.code(each.needer)): each.end for each in trace.transfers}
-        self._made: dict[int, tuple[int, int, int, float]] = {}  # value -> slot, rank, code and end of its giver
+        self._made: dict[int, tuple[int, int, int, float]] = {}  # value -> turn, rank, code and end of its giver
         self._begun: list[float] = []
         self._ended: list[float] = []
-        self._slot_of = [[-1] * len(row) for row in bound.rows]
+        self._turn_of = [[-1] * len(row) for row in bound.rows]
         where = listed(trace)
         for code in (walk if shares else traverse(bound)).order:
             if codes.kind[code] == "R":
@@ -89,7 +89,7 @@ class Order:
                 for rank, index in places:
                     number_here = number[code + (rank + 1) * count]
                     others = [(other, at - 1) for other, at in places if other != rank and at]
-                    self._append(rank, [index], [number_here], [(self._slot_of[other][at], -1) for other, at in others])
+                    self._append(rank, [index], [number_here], [(self._turn_of[other][at], -1) for other, at in others])
                 continue
             rank, index = where[code]
             part = half(trace, rank, index) if shares and bound.pairs else "whole"
@@ -99,16 +99,16 @@ class Order:
         self.be_late()
 
     def be_late(self) -> None:
-        """Give every slot the late start with which it starts when it did, by the present lags."""
-        for slot, after, begun in zip(self.slots, self.after, self._begun, strict=True):
+        """Give every turn the late start with which it starts when it did, by the present lags."""
+        for turn, after, begun in zip(self.turns, self.after, self._begun, strict=True):
             there = [
                 (self._ended[before] if before >= 0 else 0.0) + (self.times.lags[travel] if travel >= 0 else 0.0)
                 for before, travel in after
             ]
-            self.times.lates[slot[0]] = begun - max(there)
+            self.times.lates[turn[0]] = begun - max(there)
 
     def _append_needs(self, rank: int, indices: list[int]) -> None:
-        """Append the slot of one action, or of the two halves of a pair, with the values that they need."""
+        """Append the turn of one action, or of the two halves of a pair, with the values that they need."""
         bound, numbers = self._trace.plan.bound, []
         codes = bound.codes
         after: list[Step] = []
@@ -119,30 +119,30 @@ class Order:
             for which, value in enumerate((codes.first_need[code], codes.second_need[code])):
                 if value == codes.always:
                     continue
-                slot, source, giver, ended = self._made[value]
+                turn, source, giver, ended = self._made[value]
                 travel = -1
                 if source != rank:
                     travel = 2 * numbers[-1] + which
                     self.times.lags[travel] = self._arrivals.get((giver, code), ended) - ended
                     self.travels[travel] = ended >= free
-                after.append((slot, travel))
+                after.append((turn, travel))
         end = self._trace.ends[rank][indices[0]]
         for index in indices:
             code = bound.rows[rank][index]
-            self._made[codes.gives[code]] = len(self.slots), rank, code, end
+            self._made[codes.gives[code]] = len(self.turns), rank, code, end
         self._append(rank, indices, numbers, after)
 
     def _append(self, rank: int, indices: list[int], numbers: list[int], after: list[Step]) -> None:
-        """Append a slot that follows others."""
+        """Append a turn that follows others."""
         index, starts, ends = indices[0], self._trace.starts[rank], self._trace.ends[rank]
-        before = self._slot_of[rank][index - 1] if index else -1
+        before = self._turn_of[rank][index - 1] if index else -1
         for action in numbers:
             self.times.durations[action] = (ends[index] - starts[index]) / len(numbers)
         self._begun.append(starts[index] - self._trace.start)
         self._ended.append(ends[index] - self._trace.start)
         for each in indices:
-            self._slot_of[rank][each] = len(self.slots)
-        self.slots.append(tuple(numbers))
+            self._turn_of[rank][each] = len(self.turns)
+        self.turns.append(tuple(numbers))
         self.after.append([(before, -1), *after])
 
     def _free(self, rank: int, index: int) -> float:
@@ -154,13 +154,13 @@ class Order:
         trace, bound = self._trace, self._trace.plan.bound
         code = bound.codes.code
         ended, _ = self._replay(times)
-        ends = [[trace.start + ended[slot] for slot in row] for row in self._slot_of]
+        ends = [[trace.start + ended[turn] for turn in row] for row in self._turn_of]
         starts = [
             [
-                end - sum(times.durations[action] for action in self.slots[slot])
-                for end, slot in zip(row, its, strict=True)
+                end - sum(times.durations[action] for action in self.turns[turn])
+                for end, turn in zip(row, its, strict=True)
             ]
-            for row, its in zip(ends, self._slot_of, strict=True)
+            for row, its in zip(ends, self._turn_of, strict=True)
         ]
         moved = []
         for sent in trace.transfers:
@@ -176,27 +176,27 @@ class Order:
         at = max(range(len(ends)), key=ends.__getitem__)
         found = Path(ends[at], [], [])
         while at >= 0:
-            found.actions.extend(self.slots[at])
+            found.actions.extend(self.turns[at])
             at, travel = causes[at]
             if travel >= 0:
                 found.travels.append(travel)
         return found
 
     def _replay(self, times: Times) -> tuple[list[float], list[Step]]:
-        """Return when each slot ends, and what it had to wait for last."""
+        """Return when each turn ends, and what it had to wait for last."""
         ends: list[float] = []
         causes: list[Step] = []
         durations, lates, lags = times.durations, times.lates, times.lags
-        for slot, after in zip(self.slots, self.after, strict=True):
+        for turn, after in zip(self.turns, self.after, strict=True):
             ready, cause = float("-inf"), after[0]
             for each in after:
-                slot_before, travel = each
-                there = ends[slot_before] if slot_before >= 0 else 0.0
+                turn_before, travel = each
+                there = ends[turn_before] if turn_before >= 0 else 0.0
                 if travel >= 0:
                     there += lags[travel]
                 if there > ready:
                     ready, cause = there, each
-            for action in slot:
+            for action in turn:
                 ready += durations[action] + lates[action]
             ends.append(ready)
             causes.append(cause)
@@ -224,7 +224,7 @@ def passed(order: Order, old: Times, new: Times) -> Iterator[tuple[Path, float]]
     from the lines of the first and of the last path: where they cross, either a third path is longer, and the search
     goes on at both sides of it, or none is.
     """
-    replays = max(16, _WORK // len(order.slots))
+    replays = max(16, _WORK // len(order.turns))
     todo = [((0.0, order.path(old)), (1.0, order.path(new)))]
     while todo:
         (begin, left), (end, right) = todo.pop(0)

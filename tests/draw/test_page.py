@@ -82,7 +82,7 @@ def test_the_data_hold_every_action_once_with_start_and_end(trace):
     for rank, lane in enumerate(drawn["ranks"]):
         events = trace.events_of(rank)
         assert lane["kinds"] == "".join(event.action.kind for event in events)
-        assert set(unpacked(lane["stages"])) == {rank}
+        assert set(unpacked(lane["stage"])) == {rank}
         assert ends_of(lane, drawn["tick"]) == pytest.approx([event.end for event in events])
 
 

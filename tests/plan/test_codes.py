@@ -102,4 +102,7 @@ def test_only_the_tables_know_how_codes_are_laid_out(path):
 
 def test_the_page_does_not_know_how_codes_are_laid_out():
     for path in sorted((ROOT / "draw" / "page").glob("*.js")):
-        assert not {"slots", "codes", "stages"} & set(re.findall(r"\w+", path.read_text()))
+        words = {"slots", "codes", "stages"} - (
+            {"stages"} if path.name == "save.js" else set()
+        )  # which writes the format
+        assert not words & set(re.findall(r"\w+", path.read_text()))

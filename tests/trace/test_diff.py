@@ -26,7 +26,7 @@ def shaken(trace, seed, share=0.3):
     for travel in sorted(order.travels):
         times.lags[travel] += chance.random() * share
     ends, begun = [], {}
-    for slot, after in zip(order.slots, order.after, strict=True):
+    for slot, after in zip(order.turns, order.after, strict=True):
         start = max((ends[at] if at >= 0 else 0) + (times.lags[lag] if lag >= 0 else 0) for at, lag in after)
         start += sum(times.lates[each] for each in slot)
         ends.append(start + sum(times.durations[each] for each in slot))

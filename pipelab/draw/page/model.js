@@ -22,7 +22,7 @@ class Model {
     this.start = new Float64Array(count);
     this.end = new Float64Array(count);
     this.half = new Uint8Array(count); // 1: the upper half of a slot, 2: the lower
-    const depth = raw.ranks.reduce((most, rank) => unpack(rank.stages).reduce((a, b) => Math.max(a, b), most), 0) + 1;
+    const depth = raw.ranks.reduce((most, rank) => unpack(rank.stage).reduce((a, b) => Math.max(a, b), most), 0) + 1;
     this.places = new Int32Array(4 * depth * raw.microbatches).fill(-1); // by kind, stage and micro-batch
     this.depth = depth;
     this.reduces = new Map(); // stage -> places of its all-reduce
@@ -30,7 +30,7 @@ class Model {
     raw.ranks.forEach((rank, r) => {
       this.first.push(place);
       const before = [0, 0, 0, 0, 0], last = [0, 0, 0, 0, 0];
-      const [kept, numbers, gaps, lasts] = ["stages", "microbatches", "gaps", "lasts"].map((name) => unpack(rank[name]));
+      const [kept, numbers, gaps, lasts] = ["stage", "microbatches", "gaps", "lasts"].map((name) => unpack(rank[name]));
       const reasons = unpack(rank.idle), idle = [];
       let time = 0, free = 0, part = 0;
       const idleUntil = (until) => {
@@ -64,7 +64,7 @@ class Model {
     this.count = count;
     this.unpackLags(raw);
     this.idle = this.idleOf.flat();
-    for (const rank of raw.ranks) for (const name of ["kinds", "stages", "microbatches", "gaps", "lasts", "lags", "idle"]) delete rank[name]; // unpacked
+    for (const rank of raw.ranks) for (const name of ["kinds", "stage", "microbatches", "gaps", "lasts", "lags", "idle"]) delete rank[name]; // unpacked
     this.critical = new Set(raw.critical.map(([rank, index]) => this.first[rank] + index));
   }
 

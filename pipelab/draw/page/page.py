@@ -178,7 +178,7 @@ def _subtitle(trace: Trace) -> str:
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
 
-    Each rank has its actions: their `kinds`, their `stages`, their `microbatches` and `lasts` (their durations), both
+    Each rank has its actions: their `kinds`, their `stage`, their `microbatches` and `lasts` (their durations), both
     as the difference from the one before of its kind, and `gaps` (from the end of the action before). `halves` numbers
     the actions that share a slot with the next. `lags` are the travel times of values from other ranks, in the order of
     the actions that need them; there are none if nothing travels. `idle` has the reason of each idle time, which ends
@@ -237,7 +237,7 @@ def _row(bound: BoundPlan, row: Sequence[int], starts: Sequence[int], ends: Sequ
         before[kind[code]], free = (microbatch, last), end
     return {
         "kinds": "".join(kind[code] for code in row),
-        "stages": _runs([stage[code] for code in row]),
+        "stage": _runs([stage[code] for code in row]),
         "microbatches": _runs(microbatches),
         "gaps": _runs(gaps),
         "lasts": _runs(lasts),

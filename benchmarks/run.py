@@ -13,6 +13,7 @@ import drawing
 import emulation
 import engine
 import faults
+import memory
 import prediction
 import reduces
 import schedules
@@ -30,6 +31,7 @@ PARTS = {
     "faults": faults,
     "reduces": reduces,
     "prediction": prediction,
+    "memory": memory,
 }
 QUICK = {"schedules": schedules, "faults": faults, "reduces": reduces, "prediction": prediction}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

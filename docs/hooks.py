@@ -22,7 +22,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pipelab
-from pipelab.draw.page.page import comparison_page, page
+from pipelab.draw.page.page import comparison_page, diff_page, page
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -69,6 +69,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
     catalogue = pipelab.compare(*(traces[name] for name in shown), names=shown)
     files.append(File.generated(config, "reference/catalogue.html", content=comparison_page(catalogue)))
+    slower = pipelab.simulate(traces["1f1b"].plan, pipelab.Cost(forward=[1, 1.5, 1, 1], latency=0.25))
+    found = pipelab.diff(traces["1f1b"], slower, names=["predicted", "slower"])
+    files.append(File.generated(config, "reference/diff.html", content=diff_page(found)))
     for name, trace in TRACES.items():
         files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))
     for source in sorted(Path(config.config_file_path).parent.glob("tutorials/*.py")):

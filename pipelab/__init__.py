@@ -50,6 +50,7 @@ from pipelab.catalogue import (
     schedules,
 )
 from pipelab.checking.checker import check
+from pipelab.checking.memory import Memory
 from pipelab.draw.table import Column, Table
 from pipelab.errors import (
     BatchError,
@@ -76,8 +77,11 @@ from pipelab.simulation.clock import Cost, simulate
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.simulation.jitter import Jitter, jitter
 from pipelab.simulation.links import Links, all_reduce_time
+from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.simulation.optimum import Optimum, optimum
+from pipelab.simulation.what_if import WhatIf, what_if
 from pipelab.simulation.wire import LoweredPlan, lower
+from pipelab.trace.diff import Change, Diff, diff
 from pipelab.trace.trace import Event, Trace, Transfer
 from pipelab.trace.waits import critical_path
 
@@ -89,6 +93,7 @@ if TYPE_CHECKING:
     from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
     from pipelab.engine.step import Step
+    from pipelab.engine.verify.diagnose import Diagnosis, diagnose
 
 __all__ = [
     "ZBH1",
@@ -97,12 +102,15 @@ __all__ = [
     "Action",
     "B",
     "BatchError",
+    "Change",
     "Column",
     "Comparison",
     "Cost",
     "CostError",
     "DelayedBackward",
     "DeviceError",
+    "Diagnosis",
+    "Diff",
     "DualPipe",
     "DualPipeV",
     "Eager1F1B",
@@ -121,6 +129,8 @@ __all__ = [
     "LoopedBFS",
     "LossError",
     "LoweredPlan",
+    "Memory",
+    "MemoryUse",
     "Naive",
     "OneFOneB",
     "Optimum",
@@ -143,6 +153,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "W",
+    "WhatIf",
     "__version__",
     "all_reduce_time",
     "check",
@@ -150,25 +161,31 @@ __all__ = [
     "compare",
     "critical_path",
     "devices",
+    "diagnose",
+    "diff",
     "emulated",
     "jitter",
     "lower",
     "lower_bound",
+    "memory_use",
     "optimum",
     "replicate",
     "ring_all_reduce",
     "schedules",
     "simulate",
     "split",
+    "what_if",
 ]
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {
+    "Diagnosis": "pipelab.engine.verify.diagnose",
     "Pipeline": "pipelab.engine.pipeline",
     "RingResult": "pipelab.engine.collectives.ring",
     "Step": "pipelab.engine.step",
     "codec_hook": "pipelab.engine.collectives.hooks",
     "devices": "pipelab.engine.device.devices",
+    "diagnose": "pipelab.engine.verify.diagnose",
     "emulated": "pipelab.engine.emulation",
     "ring_all_reduce": "pipelab.engine.collectives.ring",
     "split": "pipelab.engine.model.split",

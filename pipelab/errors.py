@@ -60,7 +60,7 @@ class FormatError(PipelabError):
 
 
 class CostError(PipelabError):
-    """A cost is negative, not a number, or a list whose length is not the number of stages."""
+    """A cost or a number of bytes is negative, not a number, or a list whose length is not the number of stages."""
 
 
 class ScheduleError(PipelabError):

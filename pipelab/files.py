@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gzip
+import io
 import os
 import secrets
 import shutil
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -14,23 +17,35 @@ from pipelab.errors import FormatError
 
 __all__ = ["read_text", "require_writable", "text_of", "write"]
 
+_GZIP = b"\x1f\x8b"
+"""How gzip files begin, and no text in UTF-8 does."""
+
 _MOST_BYTES = 1 << 30
 """The trace of the largest plan has about half as many."""
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:
-    """Return the text of a file in UTF-8, whatever the locale.
+    """Return the text of a file in UTF-8, whatever the locale; unpacked, if it is a gzip file.
 
     Raises:
-        FormatError: if it is not text in UTF-8, or larger than `most_bytes`.
+        FormatError: if it is not text in UTF-8, or larger than `most_bytes`; if it is a broken gzip file.
     """
     with Path(path).open("rb") as file:
         return text_of(file, path, most_bytes)
 
 
 def text_of(file: BinaryIO, path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:
-    """Return the text of an open file; messages call it `path`. It raises what `read_text` raises."""
+    """Return the text of an open file, unpacked if it is a gzip file; messages call it `path`.
+
+    It raises what `read_text` raises.
+    """
     data = file.read(most_bytes + 1)
+    if data.startswith(_GZIP):
+        try:
+            with gzip.open(io.BytesIO(data)) as packed:
+                data = packed.read(most_bytes + 1)
+        except (EOFError, OSError, zlib.error) as error:
+            raise FormatError(f"{path} is a gzip file, and broken: {error}") from error
     if len(data) > most_bytes:
         raise FormatError(
             f"{path} has more than {most_bytes:,} bytes, which pipelab does not read: is it the right file?"

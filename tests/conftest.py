@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browsing import CHROMIUM, FLAGS
 from hypothesis import HealthCheck, settings
 
 from pipelab.cli import app
@@ -59,3 +60,14 @@ def pipelab_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         return code, captured.out, captured.err
 
     return command
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()

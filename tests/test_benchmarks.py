@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelab.labs.demo import Setting
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("naive", "gpipe", "1f1b", "delayed")
 
@@ -79,6 +81,7 @@ TINY = {
     "split": {"SIZES": ((8, 2), (4, 2))},
     "emulation": {"SETTINGS": ((0.1, 0.2, 2),)},
     "drawing": {"SIZES": ((2, 4),)},
+    "memory": {"SETTING": Setting(blocks=2, width=16, length=8)},
 }
 
 

@@ -40,6 +40,7 @@ LAYERS: list[list[str]] = [
 ]
 ENGINE: list[list[str]] = [
     ["pipelab.engine.pipeline"],
+    ["pipelab.engine.memory"],
     ["pipelab.engine.verify"],
     ["pipelab.engine.threads", "pipelab.engine.torchrun"],
     ["pipelab.engine.emulation", "pipelab.engine.engine", "pipelab.engine.worker"],
@@ -53,6 +54,11 @@ ENGINE: list[list[str]] = [
 
 # The one place where an import may point up: what shows a thing imports `draw` when it is called.
 DISPLAYS = {
+    "pipelab.trace.diff:Diff.sentence",
+    "pipelab.trace.diff:Diff.table",
+    "pipelab.trace.diff:Diff.save",
+    "pipelab.trace.diff:Diff.__str__",
+    "pipelab.trace.diff:Diff._repr_html_",
     "pipelab.trace.ledger:Ledger.table",
     "pipelab.trace.trace:Trace.save",
     "pipelab.trace.trace:Trace.why",
@@ -60,14 +66,20 @@ DISPLAYS = {
     "pipelab.trace.trace:Trace.show",
     "pipelab.trace.trace:Trace.__str__",
     "pipelab.trace.trace:Trace._repr_svg_",
+    "pipelab.trace.trace:Trace._repr_html_",
     "pipelab.simulation.comparison:Comparison.plot",
     "pipelab.simulation.comparison:Comparison.save",
     "pipelab.simulation.comparison:Comparison.__str__",
     "pipelab.simulation.comparison:Comparison._repr_svg_",
+    "pipelab.simulation.comparison:Comparison._repr_html_",
     "pipelab.engine.collectives.ring:RingResult.plot",
     "pipelab.engine.collectives.ring:RingResult.__str__",
+    "pipelab.simulation.memory:MemoryUse.table",
     "pipelab.plan.plan:Plan.save_graph",
     "pipelab.plan.plan:Plan._repr_html_",
+    "pipelab.plan.plan:Plan.save",
+    "pipelab.checking.checker:Faults.save",
+    "pipelab.checking.checker:Faults._repr_html_",
 }
 
 # What could hide an import, and the modules that use it for something else.
@@ -94,6 +106,7 @@ HIDING_PLACES = {
 
 TORCH_HALF = ("pipelab.engine", "pipelab.conformance", "pipelab.labs")
 HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "ortools", "typer", "IPython", "cuda"}
+HEAVY |= {"starlette", "uvicorn", "watchfiles"}
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,14 @@ def test_costs_are_those_of_one_microbatch(names):
     assert larger.makespan > 16 * work
 
 
-def test_what_a_forward_keeps_are_the_inputs_of_its_layers(names):
-    for given in (names["given"], names["x"][:32]):
-        (size, _) = names["bytes_kept"](names["model"][:4], given)
-        assert size == 4 * 32 * 512 * 4
+def test_what_a_forward_keeps_are_the_inputs_of_its_layers_and_its_output(names):
+    layer = 32 * 512 * 4
+    assert names["memory"].activations == (4 * layer, 5 * layer)  # the batch is stage 0's first; the loss's squares
+    predicted = pipelab.memory_use(pipelab.GPipe(2, 8), names["memory"])
+    said, found = (
+        [max(held.activations for held in curve) for curve in use.curves] for use in (predicted, names["stepped"])
+    )
+    assert said == found == [8 * size for size in names["memory"].activations]
 
 
 def test_padding_is_weighed_as_the_whole_batch_weighs_it(names):
@@ -50,6 +54,11 @@ def test_padding_is_weighed_as_the_whole_batch_weighs_it(names):
         pytest.raises(pipelab.LossError, match=r"reduction=lambda target: \(target != -100\)\.sum\(\)"),
     ):
         pipe.step(names["x"], names["labels"])
+
+
+def test_a_loop_that_sums_is_named_as_the_page_prints_it(names):
+    assert (names["found"].code, names["found"].factor) == ("times-microbatches", 8)
+    assert all(f"# {line}" in PAGE for line in str(names["found"]).splitlines())
 
 
 def test_a_trace_of_whole_backwards_gives_halves(names):

@@ -7,13 +7,15 @@ deadlock: `check` names it before anything runs.
 
 from __future__ import annotations
 
-import html
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol, get_args, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
+from pipelab.checking.memory import Memory
 from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
@@ -23,7 +25,7 @@ from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
 from pipelab.plan.csv_notation import is_plan
-from pipelab.plan.fault import Code, Fault, excerpt, shorten
+from pipelab.plan.fault import Code, Fault, Link, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import SEMANTICS, Semantics
@@ -48,10 +50,53 @@ class ScheduleLike(Protocol):
 class Faults(list[Fault]):
     """What `check` returns: a list of faults. `print` and notebooks show them numbered, or that there is none."""
 
-    def __init__(self, faults: Iterable[Fault], subject: str) -> None:
-        """Keep the faults, and the name of the plan or schedule."""
+    def __init__(
+        self,
+        faults: Iterable[Fault],
+        subject: str,
+        plan: Plan | None = None,
+        meant: Plan | None = None,
+        transfers: Semantics = "arrive",
+    ) -> None:
+        """Keep the faults and, for pictures, what they were found in.
+
+        Args:
+            faults: the faults.
+            subject: the name of the plan or schedule.
+            plan: the plan; `None` if the schedule could not write one.
+            meant: the plan without the mistake that the first fault is, in which the others were found.
+            transfers: how sends and receives were ordered and queued.
+        """
         super().__init__(faults)
-        self.subject = subject
+        self.subject, self.plan, self.meant, self.transfers = subject, plan, meant, transfers
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the faults without the plan, which may hold a student's function."""
+        return Faults, (list(self), self.subject)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the plan as far as it runs, with its faults; the suffix is `html`, `svg`, `png`, `pdf` or `txt`.
+
+        Each rank is a row of its actions in order. Where nothing can start any more, the blocked actions are marked. A
+        cycle is drawn as numbered arrows, what is missing dotted, and what may not stand there struck out. If pipelab
+        has tried out another order, it is the second picture.
+
+        Example:
+            >>> import pipelab, tempfile
+            >>> faults = check(pipelab.Plan.parse("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1"))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     faults.save(Path(folder) / "deadlock.svg").name
+            'deadlock.svg'
+
+        Returns:
+            The path.
+
+        Raises:
+            FormatError: if the suffix is another one.
+        """
+        from pipelab import draw
+
+        return draw.save_faults(self, path)
 
     def __str__(self) -> str:
         """Return what `ScheduleError` says about these faults."""
@@ -59,23 +104,29 @@ class Faults(list[Fault]):
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        shown = html.escape(clean(str(self), keep="\n"))
-        return f"<pre>{shown}</pre>"
+        from pipelab import draw
+
+        return draw.faults_html(self)
 
 
 def check(
     plan_or_schedule: Plan | ScheduleLike,
     memory_cap: int | Sequence[int] | None = None,
     transfers: Semantics = "arrive",
-) -> list[Fault]:
+    memory: Memory | None = None,
+) -> Faults:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
+
+    `print` shows the list in words, a notebook as a picture, and `check(plan).save("why.html")` writes the picture.
 
     Args:
         plan_or_schedule: the plan or schedule.
-        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank.
+        memory_cap: how many stage activations a rank may hold at once, or how many bytes if there is a `memory`: one
+            number, or one per rank.
         transfers: how sends and receives are ordered and queued, as `Cost.transfers`. With any but `"arrive"`, a plan
             whose sends and receives wait for each other in a circle has the fault `transfer-deadlock`, unless it has
             other faults, which come first.
+        memory: how many bytes each stage takes. Bytes are counted only if the plan has no other faults.
 
     Example:
         >>> import pipelab
@@ -103,6 +154,7 @@ def check(
                         ^^
 
     Raises:
+        CostError: if a list of the memory does not have one number per stage.
         TypeError: if it is neither a plan nor a schedule.
         UsageError: if `memory_cap` is not a number, or one per rank; or if `transfers` is none of those words.
     """
@@ -112,15 +164,17 @@ def check(
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
         return Faults(error.faults, error.subject)
-    judge = partial(_faults, memory_cap=memory_cap, transfers=transfers)
+    judge = partial(_faults, memory_cap=memory_cap if memory is None else None, transfers=transfers)
     mistake, meant, found = diagnose(plan, judge(plan), judge)
+    if memory is not None and memory_cap is not None and not found and mistake is None:
+        found = _over_cap(plan.bound, memory_cap, memory)
     of_code: dict[str, list[Fault]] = {}
     for fault in found:
         of_code.setdefault(fault.code, []).append(fault)
-    faults = [] if mistake is None else [with_excerpt(plan, mistake)]
+    faults = [] if mistake is None else [replace(with_excerpt(plan, mistake), tried=meant)]
     for alike in of_code.values():  # worst kind first, as they are sorted
         faults += [*(with_excerpt(meant, fault) for fault in alike[:_MOST_EXCERPTS]), *alike[_MOST_EXCERPTS:]]
-    return Faults(faults, plan.name)
+    return Faults(faults, plan.name, plan, None if mistake is None else meant, transfers)
 
 
 def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, transfers: Semantics) -> list[Fault]:
@@ -259,36 +313,48 @@ def _unordered_fault(
     needer, needed = codes.action(bound.rows[rank][index]), codes.action(giver)
     own = "its own " if needer.microbatch == needed.microbatch and needer.stage == needed.stage else ""
     position = bound.position(rank, index)
+    name = codes.value_name(value)
     message = (
         f"{needer} on rank {rank}, position {position} comes before {own}{needed.word} {needed} "
-        f"at position {bound.position(rank, later)}, which gives it {codes.value_name(value)}"
+        f"at position {bound.position(rank, later)}, which gives it {name}"
+    )
+    cycle = (
+        Link(rank, str(needer), f"{needer} needs {name}, given by {needed}"),
+        Link(rank, str(needed), f"{needed} comes after {needer} on rank {rank}"),
     )
     hint = f"yield {write(giver)} before {write(bound.rows[rank][index])} on rank {rank}"
-    return Fault("unordered", rank, position, needer, message, hint)
+    return Fault("unordered", rank, position, needer, message, hint, cycle=cycle)
 
 
-def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
-    """Find, for each rank, the first forward with which it holds more activations than allowed."""
+def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory | None = None) -> list[Fault]:
+    """Find, for each rank, the first action with which it holds more activations, or bytes, than allowed."""
     faults: list[Fault] = []
     for rank, cap in enumerate(require_caps(memory_cap, len(bound.rows))):
         row, in_flight = bound.rows[rank], bound.in_flight(rank)
-        index = next((index for index, held in enumerate(in_flight) if held > cap), None)
+        held = in_flight if memory is None else memory.held(bound, rank)
+        index = next((index for index, each in enumerate(held) if each > cap), None)
         if index is None:
             continue
         action = bound.codes.action(row[index])
-        message = f"{action} would be activation {in_flight[index]} in flight on rank {rank} (cap {cap})"
-        hint = _how_to_hold_less(bound.codes, row[:index], action, rank)
+        message = f"{action} would be activation {held[index]} in flight on rank {rank} (cap {cap})"
+        hint = _how_to_hold_less(bound.codes, row[: index + 1], action, rank)
+        if memory is not None:
+            message = f"{action} would make rank {rank} hold {held[index]:,} bytes (cap {cap:,})"
+            if in_flight[index] == (action.kind in "FI"):  # it holds no other activation
+                hint = f"no order holds less: raise the cap, or give rank {rank} smaller stages or micro-batches"
         faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
     return faults
 
 
-def _how_to_hold_less(codes: Codes, before: Sequence[int], action: Action, rank: int) -> str:
-    """Return how to release an activation before a forward: with a delayed weight gradient, or with a backward."""
-    done = set(before)
-    for code in before:
+def _how_to_hold_less(codes: Codes, until: Sequence[int], action: Action, rank: int) -> str:
+    """Return how to release an activation before an action: with a delayed weight gradient, or with a backward."""
+    done = set(until)
+    for code in until:
         if codes.kind[code] == "I" and (weights := codes.sibling(code, "W")) not in done:
             late = codes.action(weights)
             return f"run {late} before {action} on rank {rank}: an activation is held until its weight gradient is made"
+    if action.kind != "F":
+        return f"begin with fewer forwards on rank {rank}"
     return f"let a backward come before {action} on rank {rank}, or begin with fewer forwards"
 
 

@@ -6,16 +6,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipelab.checking.repair import BlockedRank, repair
+from pipelab.checking.repair import BlockedRank, Repair, repair
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.fault import Fault
+from pipelab.plan.fault import Fault, Link
 from pipelab.plan.order import Traversal
+from pipelab.plan.plan import Plan
 
 __all__ = ["deadlocks", "shortened", "summary"]
 
 _MOST_TRIED = 1_000_000
 """Cycles times actions beyond which further cycles get no repair of their own: each has to be tried out."""
+_MOST_KEPT = 20_000
+"""How many actions a plan may have whose repaired rows are kept for a picture: objects take longer than codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,21 @@ def deadlocks(
             elif len(faults) * sum(map(len, bound.rows)) > _MOST_TRIED:
                 hint = "fix the cycles before this one, then check again"
             else:
-                hint = repair(bound, _blocked_ranks(cycle), given, excused)
+                found = repair(bound, _blocked_ranks(cycle), given, excused)
+                faults.append(_fault(bound, cycle, found.words, names, _tried(bound, found)))
+                continue
             faults.append(_fault(bound, cycle, hint, names))
     return faults
+
+
+def _tried(bound: BoundPlan, found: Repair) -> Plan | None:
+    """Return the plan with a repair, for a picture."""
+    if not found.rows or sum(map(len, found.rows)) > _MOST_KEPT:
+        return None
+    codes, ranks = bound.codes, bound.rank_of_slot
+    rows = [list(map(codes.action, row)) for row in found.rows]
+    place = (lambda microbatch, stage: ranks[microbatch * codes.stages + stage]) if bound.names_ranks else None
+    return Plan(rows, codes.stages, codes.microbatches, place)
 
 
 def _wait(bound: BoundPlan, walk: Traversal, rank: int) -> _Wait:
@@ -114,7 +129,7 @@ def _blocked_ranks(cycle: list[_Wait]) -> list[BlockedRank]:
     ]
 
 
-def _fault(bound: BoundPlan, cycle: list[_Wait], hint: str, names: _Names) -> Fault:
+def _fault(bound: BoundPlan, cycle: list[_Wait], hint: str, names: _Names, tried: Plan | None = None) -> Fault:
     """Explain one cycle, step by step."""
     first, last = cycle[0], cycle[-1]
     steps = [f"{names.with_position(first.code, first.rank)} {_needs(names, first)}"]
@@ -128,7 +143,19 @@ def _fault(bound: BoundPlan, cycle: list[_Wait], hint: str, names: _Names) -> Fa
         steps.append(f"{names.of(last.giver)} comes after {names.of(first.code)} on rank {first.rank}")
     lines = [summary([wait.rank for wait in cycle]), *(f"  {step}" for step in shortened(steps, "…"))]
     position = bound.position(first.rank, first.index)
-    return Fault("deadlock", first.rank, position, names.of(first.code), "\n".join(lines), hint)
+    message, links = "\n".join(lines), _links(cycle, names)
+    return Fault("deadlock", first.rank, position, names.of(first.code), message, hint, cycle=links, tried=tried)
+
+
+def _links(cycle: list[_Wait], names: _Names) -> tuple[Link, ...]:
+    """Return the steps of a cycle one by one: each action that waits, and what comes before the one it waits for."""
+    links: list[Link] = []
+    for wait, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        name, giver, other = (str(names.of(code)) for code in (wait.code, wait.giver, after.code))
+        links.append(Link(wait.rank, name, f"{name} {_needs(names, wait)}"))
+        if giver != other:
+            links.append(Link(after.rank, giver, f"{giver} comes after {other} on rank {after.rank}"))
+    return tuple(links)
 
 
 def summary(ranks: list[int]) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
+from typing import NamedTuple
 
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges
 from pipelab.plan.order import absent, at_start, traverse
 
-__all__ = ["BlockedRank", "Move", "as_yielded", "describe", "parts_of", "repair", "rows_after"]
+__all__ = ["BlockedRank", "Move", "Repair", "as_yielded", "describe", "parts_of", "repair", "rows_after"]
 
 _MOST_PARTS = 3
 """How many moves, or sequences of similar moves, a hint names."""
@@ -134,6 +135,13 @@ class BlockedRank:
     wanted: int
 
 
+class Repair(NamedTuple):
+    """A change that has been tried out, in words, and the rows with it: without all-reduces that pipelab inserts."""
+
+    words: str
+    rows: list[list[int]]
+
+
 @dataclass(slots=True)
 class _Trials:
     """Walks through a plan with other rows, and their total length."""
@@ -158,8 +166,10 @@ class _Trials:
         return self.walked + self.size > budget
 
 
-def repair(bound: BoundPlan, blocked: Sequence[BlockedRank], given: Collection[int], excused: Collection[int]) -> str:
-    """Return the moves that let a plan with a deadlock run, in words; pipelab tries them out before it suggests them.
+def repair(
+    bound: BoundPlan, blocked: Sequence[BlockedRank], given: Collection[int], excused: Collection[int]
+) -> Repair:
+    """Return the moves that let a plan with a deadlock run; pipelab tries them out before it suggests them.
 
     One moved action is best, then a new order of as few ranks as possible, then the move that frees most ranks.
     """
@@ -169,7 +179,8 @@ def repair(bound: BoundPlan, blocked: Sequence[BlockedRank], given: Collection[i
     if left == 0:
         return move
     trials.walked = 0
-    return _new_order(trials, [each.rank for each in blocked]) or f"{move}, then check again"
+    order = _new_order(trials, [each.rank for each in blocked])
+    return order or move._replace(words=f"{move.words}, then check again")
 
 
 def _as_written(bound: BoundPlan, blocked: Sequence[BlockedRank]) -> tuple[BoundPlan, Sequence[BlockedRank]]:
@@ -182,13 +193,13 @@ def _as_written(bound: BoundPlan, blocked: Sequence[BlockedRank]) -> tuple[Bound
     return replace(bound, rows=rows, reduces=listed, automatic=set(), walk=None), moved
 
 
-def _one_move(trials: _Trials, blocked: Sequence[BlockedRank]) -> tuple[int, str]:
-    """Return the number of ranks that the best move leaves stuck, and that move in words.
+def _one_move(trials: _Trials, blocked: Sequence[BlockedRank]) -> tuple[int, Repair]:
+    """Return the number of ranks that the best move leaves stuck, and that move.
 
     A move puts the wanted action right before the stuck one, or the stuck one right after the wanted one.
     """
     bound = trials.bound
-    best = (len(bound.rows) + 1, "give one rank of the cycle another order")
+    best = (len(bound.rows) + 1, Repair("give one rank of the cycle another order", []))
     for each in blocked:
         rank, at = each.rank, each.index
         row, name = bound.rows[rank], as_yielded(bound, rank)
@@ -201,11 +212,12 @@ def _one_move(trials: _Trials, blocked: Sequence[BlockedRank]) -> tuple[int, str
         ):
             if best[0] <= len(bound.rows) and trials.spent(_TRIAL_ACTIONS):
                 return best
-            left = trials.stuck([*bound.rows[:rank], changed, *bound.rows[rank + 1 :]])
+            found = Repair(move, [*bound.rows[:rank], changed, *bound.rows[rank + 1 :]])
+            left = trials.stuck(found.rows)
             if left == 0:
-                return left, move
+                return left, found
             if not _waits_for_itself(bound, changed, trials.excused):
-                best = min(best, (left, move), key=itemgetter(0))
+                best = min(best, (left, found), key=itemgetter(0))
     return best
 
 
@@ -221,11 +233,11 @@ def _waits_for_itself(bound: BoundPlan, row: Sequence[int], excused: Collection[
     return False
 
 
-def _new_order(trials: _Trials, cycle: Sequence[int]) -> str:
-    """Return a new order for some ranks with which the whole plan runs, in words; nothing if none was found."""
+def _new_order(trials: _Trials, cycle: Sequence[int]) -> Repair | None:
+    """Return a new order for some ranks with which the whole plan runs; nothing if none was found."""
     bound = trials.bound
     if bound.reduces:  # an all-reduce binds several rows at once
-        return ""
+        return None
     moves, runs = _reordered(trials, cycle)
     if not runs:
         moves, runs = _reordered(trials, range(len(bound.rows)))
@@ -238,34 +250,37 @@ def _new_order(trials: _Trials, cycle: Sequence[int]) -> str:
             of_one_rank, runs = _reordered(trials, [rank])
             orders += [of_one_rank] if runs else []
     orders.sort(key=lambda order: (len({move.rank for move in order}), len(parts_of(bound, order))))
-    return next(filter(None, (words for order in orders for words in _descriptions(trials, order))), "")
+    tried = (each for order in orders for each in _descriptions(trials, order))
+    return next((each for each in tried if each and each.words), None)
 
 
-def _descriptions(trials: _Trials, moves: list[Move]) -> Iterable[str]:
+def _descriptions(trials: _Trials, moves: list[Move]) -> Iterable[Repair | None]:
     """Yield an order in words, if few are enough, then similar orders that need fewer words, if they run too."""
     bound = trials.bound
-    yield describe(parts_of(bound, moves))
+    rows = rows_after(bound, moves)
+    yield Repair(describe(parts_of(bound, moves)), rows)
     ranks = sorted({move.rank for move in moves})
     by_rank = [[move for move in moves if move.rank == rank] for rank in ranks]
     together = [replace(mine[0], moved=tuple(code for move in mine for code in move.moved)) for mine in by_rank]
-    if trials.stuck(rows_after(bound, together)) == 0:
-        yield describe(parts_of(bound, together))
+    if trials.stuck(rows_together := rows_after(bound, together)) == 0:
+        yield Repair(describe(parts_of(bound, together)), rows_together)
     yield _forwards_first(trials, ranks)
     if len(ranks) == 1 and len(bound.rows[ranks[0]]) <= _LONGEST_ROW:
         name = as_yielded(bound, ranks[0])
-        yield f"on rank {ranks[0]}, yield {' '.join(map(name, rows_after(bound, moves)[ranks[0]]))}"
+        yield Repair(f"on rank {ranks[0]}, yield {' '.join(map(name, rows[ranks[0]]))}", rows)
 
 
-def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> str:
-    """Return the order in which some ranks run all forwards first, in words, if the plan then runs."""
+def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> Repair | None:
+    """Return the order in which some ranks run all forwards first, if the plan then runs."""
     kind = trials.bound.codes.kind
     rows = [
         sorted(row, key=lambda code: kind[code] != "F") if rank in ranks else row
         for rank, row in enumerate(trials.bound.rows)
     ]
     if trials.stuck(rows):
-        return ""
-    return f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, yield all forwards before the first backward"
+        return None
+    words = f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, yield all forwards before the first backward"
+    return Repair(words, rows)
 
 
 def _reordered(trials: _Trials, free: Collection[int]) -> tuple[list[Move], bool]:

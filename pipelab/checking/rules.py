@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from pipelab.checking.repair import as_yielded
-from pipelab.plan.actions import Kind
+from pipelab.plan.actions import Action, Kind
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import PER_MICROBATCH
@@ -24,6 +24,8 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
 }
 """What a stage may lack, and the kinds of action that provide it."""
 _BACKWARDS = PER_MICROBATCH[1:]
+_MOST_KEPT = 1_000
+"""For how many micro-batches a fault keeps what is missing: a picture shows fewer."""
 
 
 def complete(bound: BoundPlan) -> bool:
@@ -122,7 +124,8 @@ def _missing_reduces(bound: BoundPlan) -> list[Fault]:
         for rank in sorted(set(group) - inside) if inside else ():
             message = f"{stage}R is on rank {min(inside)} but not on rank {rank}, which holds stage {stage} too"
             hint = f"on rank {rank}, yield R(stage={stage}) after the stage's last gradient; or on no rank"
-            faults.append(Fault("missing", rank, None, None, message, hint))
+            lacking = ((rank, bound.codes.action(code)),)
+            faults.append(Fault("missing", rank, None, None, message, hint, lacking=lacking))
     return faults
 
 
@@ -159,7 +162,12 @@ def _missing_fault(
     lacking = f"micro-batches {ranges(microbatches)} have" if many else f"micro-batch {microbatches[0]} has"
     message = f"{lacking} no {what} on stage {stage}{where}"
     hint = f"{f'on rank {known[0]}, ' if known else ''}yield {actions}{more}"
-    return Fault("missing", known[0] if known else None, None, None, message, hint)
+    absent: list[tuple[int | None, Action]] = []
+    for microbatch in microbatches[:_MOST_KEPT]:
+        slot = codes.slot[codes.table["F"][microbatch][stage]]
+        rank = None if bound.rank_of_slot[slot] == NO_RANK else bound.rank_of_slot[slot]
+        absent += [(rank, codes.action(codes.of_kind[kind][slot])) for kind in kinds]
+    return Fault("missing", known[0] if known else None, None, None, message, hint, lacking=tuple(absent))
 
 
 def _halved(bound: BoundPlan) -> Callable[[int], bool]:

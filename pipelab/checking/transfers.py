@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from pipelab.checking.deadlock import shortened, summary
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.fault import Fault
-from pipelab.plan.transfers import Lowering, Queues, Semantics, inbound, lowered, queues
+from pipelab.plan.fault import Fault, Link
+from pipelab.plan.transfers import Lowering, Queues, Semantics, Step, inbound, lowered, queues
 
-__all__ = ["Walk", "transfer_deadlocks", "walk"]
+__all__ = ["Hang", "Walk", "hang", "transfer_deadlocks", "walk"]
 
 _HINT = 'take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch'
 _PAIR_HINT = (
@@ -119,18 +120,26 @@ def transfer_deadlocks(bound: BoundPlan, semantics: Semantics) -> list[Fault]:
           rank 0 stands before 0SEND_F1; rank 1 comes to 1RECV_F1 only after 1SEND_B0
           rank 1 stands before 1SEND_B0; rank 0 comes to 0RECV_B0 only after 0SEND_F1
     """
+    hung = hang(bound, semantics)
+    return [] if hung is None else hung.faults()
+
+
+def hang(bound: BoundPlan, semantics: Semantics) -> Hang | None:
+    """Return where a legal plan and its transfers stand still; `None` if they do not."""
     if semantics == "arrive":
-        return []
+        return None
     if bound.pairs:  # may hang without any queue, and then has no order in which it does not
         low = lowered(bound, "deferred")
         wire = queues(low, "arrive")
-        if faults := _Explained(low, wire, walk(bound, wire)).faults(_PAIR_HINT):
-            return faults
+        hung = Hang(low, wire, walk(bound, wire), _PAIR_HINT)
+        if hung.stuck:
+            return hung
     if semantics == "by-time":  # one order for all ranks: the first of the values left can always cross
-        return []
+        return None
     low = lowered(bound, semantics)
     wire = queues(low, semantics)
-    return _Explained(low, wire, walk(bound, wire)).faults(_HINT)
+    hung = Hang(low, wire, walk(bound, wire), _HINT)
+    return hung if hung.stuck else None
 
 
 class _Place(NamedTuple):
@@ -140,14 +149,39 @@ class _Place(NamedTuple):
     queue: int | None
 
 
-class _Explained:
-    """A walk that is stuck, in words."""
+class Hang:
+    """A walk that is stuck, and why, in words."""
 
-    def __init__(self, low: Lowering, wire: Queues, found: Walk) -> None:
-        self.low, self.bound, self.wire, self.found = low, low.bound, wire, found
+    def __init__(self, low: Lowering, wire: Queues, found: Walk, hint: str) -> None:
+        """Keep the walk, and what to do if it is stuck."""
+        self.low, self.bound, self.wire, self.found, self.hint = low, low.bound, wire, found, hint
         self.needed = inbound(wire.crossings)
 
-    def faults(self, hint: str) -> list[Fault]:
+    @property
+    def stuck(self) -> bool:
+        """Whether some rank has not come to the end of its row."""
+        return self.found.row_at != list(map(len, self.bound.rows))
+
+    def has_run(self, step: Step) -> bool:
+        """Return whether a step of a lowered row is over."""
+        word, numbers = step
+        if word != "run":
+            return numbers[0] in self.found.crossed
+        return all(self._index[code] < self.found.row_at[self.bound.rank_of[code]] for code in numbers)
+
+    def blocks(self, rank: int, step: Step) -> bool:
+        """Return whether a rank stands before a step: its next item, or the first transfer in one of its queues."""
+        word, numbers = step
+        if word != "run":
+            ends = self.wire.ends[numbers[0]]
+            return any(self.wire.rank[queue] == rank and self._left(queue) == numbers[0] for queue in ends)
+        return not self.has_run(step) and self._code(rank) in numbers
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {code: index for row in self.bound.rows for index, code in enumerate(row)}
+
+    def faults(self) -> list[Fault]:
         """Return one fault for each cycle."""
         faults: list[Fault] = []
         seen: set[_Place] = set()
@@ -163,7 +197,7 @@ class _Explained:
             if place in path:
                 ring = path[path.index(place) :]
                 lowest = ring.index(min(ring, key=lambda each: each.rank))
-                faults.append(self._fault(ring[lowest:] + ring[:lowest], hint))
+                faults.append(self._fault(ring[lowest:] + ring[:lowest]))
         return faults
 
     def _waits_for(self, place: _Place) -> _Place:
@@ -181,7 +215,7 @@ class _Explained:
         queue = self.wire.ends[self.needed[code]][1]
         return _Place(place.rank, queue)
 
-    def _fault(self, ring: list[_Place], hint: str) -> Fault:
+    def _fault(self, ring: list[_Place]) -> Fault:
         steps = [self._step(place, after) for place, after in pairwise([*ring, ring[0]])]
         ranks = [rank for rank, _ in groupby(place.rank for place in ring)]
         ranks = ranks[:-1] if len(ranks) > 1 and ranks[0] == ranks[-1] else ranks
@@ -189,7 +223,34 @@ class _Explained:
         code = self._code(first.rank) if first.queue is None else self._end(first.queue, self._first(first.queue))
         position = self.bound.position(first.rank, self.bound.rows[first.rank].index(code))
         message = "\n".join([summary(ranks), *(f"  {step}" for step in shortened(steps, "…"))])
-        return Fault("transfer-deadlock", first.rank, position, self.bound.codes.action(code), message, hint)
+        links = tuple(link for place, after in pairwise([*ring, ring[0]]) for link in self._links(place, after))
+        action = self.bound.codes.action(code)
+        return Fault("transfer-deadlock", first.rank, position, action, message, self.hint, cycle=links)
+
+    def _links(self, place: _Place, after: _Place) -> list[Link]:
+        """Return what a place waits for, step by step: up to what the next place waits for."""
+        if place.queue is None:
+            code = self._code(place.rank)
+            name = str(self.bound.codes.action(code))
+            if after.queue is None:
+                theirs = str(self.bound.codes.action(self._code(after.rank)))
+                wait = Link(place.rank, name, f"{name} needs rank {after.rank} to reach it too")
+                return [wait, Link(after.rank, name, f"{name} comes after {theirs} on rank {after.rank}")]
+            wanted, first = (self._word(after.queue, each) for each in (self.needed[code], self._first(after.queue)))
+            wait = Link(place.rank, name, f"{name} needs {wanted}")
+        else:
+            value = self._first(place.queue)
+            name = self._word(place.queue, value)
+            if after.queue is None:
+                wanted, first = self._giver(value), str(self.bound.codes.action(self._code(after.rank)))
+                if self._code(after.rank) in self._item(value):
+                    wanted = first
+                wait = Link(place.rank, name, f"{name} needs {self._giver(value)}")
+            else:
+                wanted, first = (self._word(after.queue, each) for each in (value, self._first(after.queue)))
+                wait = Link(place.rank, name, f"{name} has to meet {wanted}")
+        before = [] if wanted == first else [Link(after.rank, wanted, f"{wanted} comes after {first}")]
+        return [wait, *before]
 
     def _step(self, place: _Place, after: _Place) -> str:
         """Return what a place waits for, in words."""
@@ -208,8 +269,11 @@ class _Explained:
         theirs, before = self._word(after.queue, value), self._word(after.queue, self._first(after.queue))
         return f"{stands}; rank {after.rank} comes to {theirs} only after {before}"
 
+    def _left(self, queue: int) -> int | None:
+        return _first(self.wire, self.found, queue)
+
     def _first(self, queue: int) -> int:
-        first = _first(self.wire, self.found, queue)
+        first = self._left(queue)
         assert first is not None, "what a rank still waits for stands in a queue"
         return first
 
@@ -221,9 +285,13 @@ class _Explained:
 
     def _giver(self, value: int) -> str:
         """Return what has to end before a value can cross: an action, or the pair of which it is a half."""
+        return self.low.word(("run", self._item(value)))
+
+    def _item(self, value: int) -> tuple[int, ...]:
+        """Return the codes of the action or pair that gives a value."""
         crossing = self.wire.crossings[value]
         items = (numbers for word, numbers in self.low.rows[crossing.source] if word == "run")
-        return self.low.word(("run", next(item for item in items if crossing.giver in item)))
+        return next(item for item in items if crossing.giver in item)
 
     def _end(self, queue: int, value: int) -> int:
         """Return the action at a queue's end of a transfer."""

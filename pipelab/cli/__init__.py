@@ -1,6 +1,7 @@
 """The command `pipelab`: a subcommand for every capability.
 
 - `app`: the subcommands
+- `answers`: `pipelab schedules`, `pipelab why`, `pipelab optimum`
 - `options`: the options that several of them share
 - `targets`: a schedule by name, a student's file, a plan as text, a plan or a trace in a file
 - `student_file`: a student's file, imported if it can hold a schedule
@@ -9,6 +10,7 @@
 - `showing`: `pipelab demo`
 - `labs`: `pipelab lab`
 - `grading`: `pipelab grade`
+- `play`: `pipelab play`
 - `conformance`: `pipelab conformance`
 - `printing`: results written to the terminal and to files
 """

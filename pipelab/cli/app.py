@@ -5,26 +5,25 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table as Columns
-from rich.text import Text
 
 import pipelab
 from pipelab import files
 from pipelab.checking.checker import as_plan
+from pipelab.cli.answers import optimum, schedules, why
 from pipelab.cli.grading import grade_command
-from pipelab.cli.labs import SaveTable, lab
+from pipelab.cli.labs import lab
 from pipelab.cli.measuring import Work, cores, measure, measure_sweep, proof_of, too_few_cores, why_slow
 from pipelab.cli.options import (
     RunSizes,
     Save,
     SaveComparison,
+    SaveFaults,
     SaveRun,
     Sizes,
     SweepSizes,
@@ -36,13 +35,17 @@ from pipelab.cli.options import (
     untimed,
     whole_numbers,
 )
+from pipelab.cli.play.server import play_command
 from pipelab.cli.printing import (
     COMPARISON,
+    DIFF,
+    FAULTS,
     GRAPH,
     RUN,
     TABLE,
     TIMELINE,
     echo,
+    faults_saved,
     folded,
     number,
     require_writable,
@@ -53,8 +56,7 @@ from pipelab.cli.printing import (
     wrote,
 )
 from pipelab.cli.sweeping import Cell, sweep, table_of
-from pipelab.draw import text, wording
-from pipelab.draw.why import sentence
+from pipelab.draw import text
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
@@ -70,7 +72,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 app.add_typer(lab, name="lab")
-app.command(name="grade")(grade_command)
+app.command()(schedules)
 
 
 @app.callback(invoke_without_command=True)
@@ -86,34 +88,20 @@ def options(
 
 
 @app.command()
-def schedules() -> None:
-    """List the schedules that come with pipelab, the sizes that they accept, and their sources."""
-    table = Columns("name", "what it does, which sizes it accepts, and its source", box=None, pad_edge=False)
-    for name, kind in pipelab.schedules.items():
-        table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0])
-        table.add_row("", Padding(Text(f"accepts {_sizes_of(kind)}"), (0, 0, 0, 2)))
-        table.add_row("", Padding(Text(kind.source, style="dim"), (0, 0, 0, 2)))
-    Console().print(table)
-
-
-def _sizes_of(kind: type[pipelab.Schedule]) -> str:
-    """Return which sizes a schedule accepts, in words."""
-    letters = set("".join(kind.needs.values()))
-    sizes = [] if letters & {"P", "M"} else ["any number of ranks and micro-batches"]
-    return ", ".join([*sizes, *kind.needs, *([] if "v" in letters else ["any number of stages per rank"])])
-
-
-@app.command()
 @grouped
 def check(
     target: Target,
     sizes: Sizes,
     memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
     transfers: Transfers = "arrive",
+    save: SaveFaults = None,
 ) -> None:
     """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
+    require_writable(save, FAULTS)
     subject = untimed(sizes.find(target))
     faults = pipelab.check(subject, memory_cap, cast("Any", transfers))
+    for path in save or []:
+        wrote(faults.save(path))
     name = subject.name if isinstance(subject, Plan) else repr(subject)
     if faults:
         raise pipelab.ScheduleError(faults, name)
@@ -141,60 +129,6 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
 
 @app.command()
 @grouped
-def why(
-    target: Target,
-    sizes: Sizes,
-    times: Times,
-    rank: Annotated[int | None, typer.Option(min=0, help="one rank: all of its idle times")] = None,
-    at: Annotated[float | None, typer.Option(help="a time: why the rank is idle then, back to the root")] = None,
-    save: SaveTable = None,
-) -> None:
-    """Say why ranks are idle: a table of reasons, one rank's idle times, or one of them back to its root.
-
-    For example: pipelab why 1f1b; pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8
-    """
-    if at is not None and rank is None:
-        raise UsageError(f"--at {at:g} needs a rank: pipelab why {target} --rank 0 --at {at:g}")
-    require_writable(save, TABLE)
-    (trace,) = times.traces([sizes.find(target)], [target])
-    if rank is None:
-        echo(f"{wording.headline(trace)}: {wording.figures(trace)}")
-        show(trace.ledger.table, save)
-    elif at is not None:
-        echo(trace.why(rank, at))
-    else:
-        idle = [each for each in trace.idle if each.rank == rank]
-        echo("\n".join(sentence(trace, each) for each in idle) or f"rank {rank} is never idle")
-
-
-@app.command()
-@grouped
-def optimum(
-    target: Target,
-    sizes: Sizes,
-    times: Times,
-    memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
-    seconds: Annotated[float, typer.Option(help="how long the solver may take at most")] = 10,
-    save: Save = None,
-) -> None:
-    """Find the quickest order of a schedule's actions, and say whether it is proven to be the quickest."""
-    require_writable(save, TIMELINE)
-    best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap, seconds)
-    echo(text.timeline(best.trace))
-    unit = wording.unit(best.trace)
-    if best.proven:
-        say(f"No order of these actions on these ranks is quicker than {wording.span(best.trace)}: that is proven.")
-    else:
-        say(
-            f"No order is proven to be the quickest yet: every one takes at least {wording.number(best.bound)} {unit}, "
-            f"and this one at most {wording.percent(best.gap)} more. More --seconds may find a better one."
-        )
-    for path in save or []:
-        wrote(save_timeline(best.trace, path))
-
-
-@app.command()
-@grouped
 def draw(
     target: Target,
     sizes: Sizes,
@@ -207,13 +141,15 @@ def draw(
 ) -> None:
     """Draw a schedule's or a saved trace's timeline, or the dependency graph, to files; or write the plan.
 
-    Without --save, the timeline is printed.
+    Without --save, the timeline is printed. Of a schedule with faults, the files show how far it runs and why no
+    further, and the exit code is 1.
     """
     if graph and not save:
         raise UsageError(f"--graph needs a file: pipelab draw {target} --graph --save graph.svg")
     require_writable(save, GRAPH if graph else TIMELINE)
     subject = sizes.find(target)
-    (trace,) = times.traces([subject], [target])
+    with faults_saved(untimed(subject), times.transfers, [] if graph else save or []):
+        (trace,) = times.traces([subject], [target])
     if not save:
         echo(text.timeline(trace))
         say("add --save timeline.html for a page that says why each rank waits")
@@ -229,20 +165,24 @@ def compare(
     times: Times,
     save: SaveComparison = None,
     bound: Annotated[bool, typer.Option("--bound", help="how far each is above what any order must take")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="of two: why the second takes longer, action by action")] = False,
 ) -> None:
-    """Simulate schedules with the same costs and show them side by side.
+    """Simulate schedules with the same costs and show them side by side; or say why one of two takes longer.
 
     Several numbers of micro-batches (`-m 2,4,8`) make a table. Its times are for the whole batch, the same in every
     column.
     """
     counts = sizes.counts_beside(targets)
     targets = sizes.with_settings(targets)
-    require_writable(save, COMPARISON if len(counts) <= 1 else TABLE)
+    if diff and (len(targets) != 2 or len(counts) > 1 or bound):
+        raise UsageError("--diff needs two schedules or traces, one number of micro-batches, and no --bound")
+    require_writable(save, DIFF if diff else COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
-        show(pipelab.compare(*traces, names=targets, bound=bound), save)
+        named = partial(pipelab.diff if diff else partial(pipelab.compare, bound=bound), names=targets)
+        show(named(*traces), save)
         return
     if bound:
         raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")
@@ -307,6 +247,12 @@ def _conclude(results: Sequence[Result], ranks: int, command: str, work: Work) -
     share = 1.0 if work.emulate or not results else median(result.core_share for result in results)
     if ranks <= cores() and (why := why_slow(ranks, share, command)):
         say(why)
+
+
+app.command()(why)
+app.command()(optimum)
+app.command(name="play")(play_command)
+app.command(name="grade")(grade_command)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -25,6 +25,7 @@ __all__ = [
     "RunSizes",
     "Save",
     "SaveComparison",
+    "SaveFaults",
     "SaveRun",
     "Sizes",
     "SweepSizes",
@@ -40,8 +41,8 @@ __all__ = [
 Target = Annotated[
     str,
     typer.Argument(
-        help='a schedule\'s name, my_file.py:MySchedule, plan.csv, trace.json, or a plan: "0F0 0B0; 1F0 1B0", or - for '
-        "one on stdin",
+        help="a schedule's name, my_file.py:MySchedule, plan.csv, trace.json, 'rank*.json.gz', or a plan: "
+        '"0F0 0B0; 1F0 1B0", or - for one on stdin',
         show_default=False,
     ),
 ]
@@ -63,6 +64,10 @@ SaveComparison = Annotated[
         "-o",
         help="a file to write: html svg png pdf txt csv md tex; repeatable",
     ),
+]
+SaveFaults = Annotated[
+    list[Path] | None,
+    typer.Option("--save", "-o", help="a picture of the faults: html svg png pdf txt; repeatable"),
 ]
 SaveRun = Annotated[
     list[Path] | None,

@@ -8,27 +8,37 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as Columns
 
 from pipelab import draw, files
-from pipelab.draw import graph, table, text, wording
+from pipelab.checking.checker import Faults, as_plan, check
+from pipelab.draw import differences, graph, table, text, wording
 from pipelab.draw.table import Table
-from pipelab.errors import clean, require_suffix
+from pipelab.errors import ScheduleError, clean, require_suffix
+from pipelab.plan.plan import Plan
+from pipelab.schedule import Schedule
 from pipelab.simulation.comparison import Comparison
+from pipelab.trace.diff import Diff
 from pipelab.trace.trace import Trace
 
 __all__ = [
     "COMPARISON",
+    "DIFF",
+    "FAULTS",
     "GRAPH",
     "RUN",
     "TABLE",
     "TIMELINE",
     "echo",
+    "faults_saved",
     "folded",
+    "is_row",
     "number",
     "require_writable",
     "save_timeline",
@@ -47,7 +57,9 @@ _PLAIN = dict(zip("│┆▏─┄┬┴┐└┘┤┌▲·…", "|||--+++++++^
 TIMELINE = ("a timeline", (*draw.TRACE_SUFFIXES, ".csv"))
 RUN = ("a run", (*draw.COMPARISON_SUFFIXES, ".json"))
 COMPARISON = ("a comparison", draw.COMPARISON_SUFFIXES)
+DIFF = ("two compared traces", draw.DIFF_SUFFIXES)
 TABLE = ("a table", table.SUFFIXES)
+FAULTS = ("a list of faults", draw.FAULTS_SUFFIXES)
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 
@@ -101,10 +113,26 @@ def save_timeline(trace: Trace, path: Path) -> Path:
     return trace.plan.to_csv(path) if plan else trace.save(path)
 
 
-def show(shown: Comparison | Table, save: list[Path] | None) -> None:
+@contextmanager
+def faults_saved(subject: Schedule | Plan, transfers: str, save: Sequence[Path]) -> Iterator[None]:
+    """Where a schedule cannot be simulated, draw its faults instead, to those of the files that can show them."""
+    try:
+        yield
+    except ScheduleError as error:
+        faults = check(subject, transfers=cast("Any", transfers))
+        if not faults:  # a cost asks for more than the order: overlapped pairs as one slot
+            faults = Faults(error.faults, error.subject, as_plan(subject))
+        for path in save:
+            if path.suffix.lower() in draw.FAULTS_SUFFIXES:
+                wrote(faults.save(path))
+        raise
+
+
+def show(shown: Comparison | Diff | Table, save: list[Path] | None) -> None:
     """Print a comparison or a table, and write it to files."""
-    if isinstance(shown, Table):
-        echo(f"\n{clean(shown.text(_width()), keep=_LAYOUT)}\n")
+    if isinstance(shown, (Diff, Table)):
+        lines = shown.text(_width()) if isinstance(shown, Table) else differences.text(shown, _width())
+        echo(f"\n{clean(lines, keep=_LAYOUT)}\n")
     else:
         echo(text.comparison(shown))
     for path in save or []:
@@ -139,9 +167,15 @@ def folded(message: str) -> str:
     lines: list[str] = []
     for line in message.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        rows = " | " in line or not line.strip(" ^")
-        lines.append(line if rows else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+        lines.append(
+            line if is_row(line) else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        )
     return "\n".join(lines)
+
+
+def is_row(line: str) -> bool:
+    """Return whether a message's line holds actions, or marks under them, which stand in columns."""
+    return " | " in line or not line.strip(" ^")
 
 
 def titled(title: str) -> Columns:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace.trace import Trace
 
-__all__ = ["find", "has_sizes", "settings", "with_settings"]
+__all__ = ["file_of", "find", "has_sizes", "settings", "with_settings"]
 
 _MICROBATCHES = 8
 _STDIN = "-"
 _CALL = re.compile(r"(.*?\w)\((.*)\)", re.DOTALL)
 """A target with parameters, such as `mine.py:Lagged(lag=3)`."""
+
+_TRACE = re.compile(r"(.+\.json(?:\.gz)?)(?:\(step=([0-9]{1,9})\))?", re.DOTALL)
+"""A saved trace, a profile, or a pattern for the profiles of all ranks; maybe with the number of a step."""
 
 _PICTURE = "it is a picture, or text; save the trace as .json, or the plan as .csv, and give that"
 _NO_SCHEDULES = dict.fromkeys((".html", ".svg", ".png", ".pdf", ".txt"), _PICTURE) | dict.fromkeys(
@@ -43,9 +47,10 @@ def find(
     """Return the schedule, plan or trace that a command line names.
 
     Args:
-        target: a registered name, `file.py:Name`, `file.py` (if it holds one schedule), `plan.csv` or `trace.json`; a
-            plan's rows, or `-` for those on stdin; also a schedule's class (`GPipe`) and a module (`file:Name`,
-            `file.Name`). A schedule's parameters may follow in parentheses.
+        target: a registered name, `file.py:Name`, `file.py` (if it holds one schedule), `plan.csv` or `trace.json`; the
+            profiles of all ranks, `rank*.json.gz`, or one step of them, `rank*.json.gz(step=2)`; a plan's rows, or `-`
+            for those on stdin; also a schedule's class (`GPipe`) and a module (`file:Name`, `file.Name`). A schedule's
+            parameters may follow in parentheses.
         ranks: how many ranks; `None` for the default. A plan has its own number.
         microbatches: how many micro-batches; `None` for the default. A plan has its own number.
         usual_ranks: the default number of ranks.
@@ -154,8 +159,12 @@ def _read(target: str, given: dict[str, Any]) -> Plan | Trace:
     elif is_plan(target):
         found = Plan.parse(target)
     else:
-        file = existing(target)
-        found = Plan.from_csv(file) if target.endswith(".csv") else Trace.load(file)
+        trace = _TRACE.fullmatch(target)
+        if trace is None:
+            found = Plan.from_csv(existing(target))
+        else:
+            file = trace[1] if has_magic(trace[1]) else existing(trace[1])
+            found = Trace.load(file, None if trace[2] is None else int(trace[2]))
     superfluous = [option for option, value in given.items() if value]
     if superfluous:
         plan = found if isinstance(found, Plan) else found.plan
@@ -210,7 +219,19 @@ def _guess(target: str) -> str:
 
 def has_sizes(target: str) -> bool:
     """Return whether a target is a plan or a trace, which has its own numbers of ranks and micro-batches."""
-    return target.endswith((".csv", ".json")) or target == _STDIN or is_plan(target)
+    return target.endswith(".csv") or bool(_TRACE.fullmatch(target)) or target == _STDIN or is_plan(target)
+
+
+def file_of(target: str) -> Path | None:
+    """Return the file that a target names, or `None` if it names a schedule of pipelab or is a plan itself.
+
+    Raises:
+        UsageError: if there is no such file; the message names those beside it.
+    """
+    if has_sizes(target):
+        return existing(target) if target.endswith((".csv", ".json")) else None
+    named = _student_file(_parameters(target)[0])
+    return existing(named[0]) if named else None
 
 
 def settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:

@@ -13,14 +13,18 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `ruler`: the ruler under a text timeline
 - `wording`: headlines and tables in words
 - `why`: idle time in words
+- `differences`: two traces compared, in words
+- `order`: what a picture of faults shows
+- `order_figure`: pictures of faults on matplotlib axes
+- `notebook`: what notebooks show
 - `exports`: traces for other tools
 - `colours`: the palette
 """
 
 from __future__ import annotations
 
-import html
 import json
+import os
 import sys
 import tempfile
 import webbrowser
@@ -28,13 +32,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelab.draw import colours, exports, figure, text, wording
+from pipelab.checking.checker import check
+from pipelab.draw import differences, exports, figure, order_figure, text, wording
+from pipelab.draw.notebook import comparison_html, faults_html, faults_page, plan_html, plan_page, trace_html
+from pipelab.draw.order import drawings, plan_drawing
 from pipelab.draw.page import page
 from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError, clean, require_suffix
 from pipelab.files import write
-from pipelab.plan.actions import Action, Pair
-from pipelab.plan.fault import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,20 +47,42 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from pipelab.checking.checker import Faults
     from pipelab.plan.plan import Plan
     from pipelab.simulation.comparison import Comparison
+    from pipelab.trace.diff import Diff
     from pipelab.trace.trace import Trace
 
-__all__ = ["COMPARISON_SUFFIXES", "TRACE_SUFFIXES", "plan_html", "save", "save_comparison", "show"]
+__all__ = [
+    "COMPARISON_SUFFIXES",
+    "DIFF_SUFFIXES",
+    "FAULTS_SUFFIXES",
+    "PLAN_SUFFIXES",
+    "TRACE_SUFFIXES",
+    "comparison_html",
+    "faults_html",
+    "plan_html",
+    "save",
+    "save_comparison",
+    "save_diff",
+    "save_faults",
+    "save_plan",
+    "show",
+    "trace_html",
+]
 
 _FIGURES = (".svg", ".png", ".pdf")
 _DRAWN = (".html", *_FIGURES, ".txt")
 TRACE_SUFFIXES = (*_DRAWN, ".json", ".events.csv", ".perfetto.json")
 """The formats of `Trace.save`."""
-_MOST_CELLS = 200
-"""How many actions of a rank a notebook shows."""
 COMPARISON_SUFFIXES = (*_DRAWN, ".csv", ".md", ".tex")
 """The formats of `Comparison.save`."""
+DIFF_SUFFIXES = (".html", ".txt", ".csv", ".md", ".tex")
+"""The formats of `Diff.save`."""
+FAULTS_SUFFIXES = _DRAWN
+"""The formats of what `check` returns."""
+PLAN_SUFFIXES = (*_DRAWN, ".csv")
+"""The formats of `Plan.save`."""
 
 
 def save(trace: Trace, path: str | Path, width: float | str | None = None) -> Path:
@@ -118,6 +145,67 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
     )
 
 
+def save_diff(found: Diff, path: Path) -> Path:
+    """Write two compared traces as a page, or as a table; the suffix is one of `DIFF_SUFFIXES`.
+
+    Returns:
+        The path.
+
+    Raises:
+        FormatError: if the suffix is another one.
+    """
+    suffix = require_suffix(path, "two compared traces", DIFF_SUFFIXES)
+    if suffix == ".html":
+        return write(path, page.diff_page(found))
+    return differences.table(found).save(path)
+
+
+def save_faults(faults: Faults, path: str | os.PathLike[str]) -> Path:
+    """Draw faults to a file; its suffix is one of `FAULTS_SUFFIXES`.
+
+    Returns:
+        The path.
+
+    Raises:
+        FormatError: if it has another suffix.
+    """
+    return _write(
+        path,
+        "a list of faults",
+        FAULTS_SUFFIXES,
+        html=lambda: faults_page(faults),
+        txt=lambda: clean(str(faults), keep="\n"),
+        picture=lambda: order_figure.plot(drawings(faults), str(faults) if faults.plan is None else _first(faults)),
+    )
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
+    """Draw a plan's rows to a file, with its faults if it has any; its suffix is one of `PLAN_SUFFIXES`.
+
+    Returns:
+        The path.
+
+    Raises:
+        FormatError: if it has another suffix.
+    """
+    if require_suffix(Path(path), "a plan", PLAN_SUFFIXES) == ".csv":
+        return plan.to_csv(path)
+    if faults := check(plan):
+        return save_faults(faults, path)
+    return _write(
+        path,
+        "a plan",
+        PLAN_SUFFIXES,
+        html=lambda: plan_page(plan),
+        txt=lambda: "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(plan.rows)),
+        picture=lambda: order_figure.plot([plan_drawing(plan)], ""),
+    )
+
+
+def _first(faults: Faults) -> str:
+    return str(faults).splitlines()[0]
+
+
 def show(trace: Trace) -> Path | None:
     """Show a trace as a figure in a notebook, and otherwise as a page in the web browser.
 
@@ -137,28 +225,6 @@ def show(trace: Trace) -> Path | None:
     return path
 
 
-def plan_html(plan: Plan) -> str:
-    """Return a plan's name and rows for a notebook; of long rows, the middle is left out."""
-    lines = [f"<b>{html.escape(clean(plan.name))}</b>"]
-    for rank, row in enumerate(plan.rows):
-        cells = [_cell(item) for item in row]
-        if len(cells) > _MOST_CELLS:
-            half = _MOST_CELLS // 2
-            cells = [*cells[:half], f"… {len(cells) - 2 * half} more …", *cells[-half:]]
-        lines.append(f"rank {rank} | {' '.join(cells)}")
-    return "\n".join(['<pre style="overflow-x: auto; white-space: pre">', *lines, "</pre>"])
-
-
-def _cell(item: object) -> str:
-    """Return an item of a row as HTML; what is not an action has no colour."""
-    first = item.forward if isinstance(item, Pair) else item
-    shown = html.escape(str(item) if isinstance(item, (Action, Pair)) else shorten(item))
-    if not isinstance(first, Action) or type(first.microbatch) not in (int, type(None)):
-        return shown
-    paper = colours.of(first)
-    return f'<span style="background: {paper}; color: {colours.ink(paper)}">{shown}</span>'
-
-
 def _in_notebook() -> bool:
     """Tell whether the code runs in a notebook's kernel, which shows rich output."""
     # A notebook has loaded IPython; elsewhere it need not even be installed.
@@ -168,7 +234,7 @@ def _in_notebook() -> bool:
 
 
 def _write(
-    path: str | Path,
+    path: str | os.PathLike[str],
     what: str,
     known: Sequence[str],
     *,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipelab.plan.actions import Action, Kind
 
-__all__ = ["HUES", "IDLE", "IDLE_LINES", "PALETTE", "RANKS", "ansi", "ink", "of"]
+__all__ = ["DIVERGING", "HUES", "IDLE", "IDLE_LINES", "PALETTE", "RANKS", "ansi", "ink", "of"]
 
 PALETTE: dict[Kind, tuple[str, str]] = {
     "F": ("#0072B2", "#005F96"),
@@ -30,6 +30,10 @@ IDLE_LINES = "#D3D3D3"
 
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7A7A7A")
 """Eight colours for micro-batches or stages, in turns: those of Okabe and Ito, with grey for black."""
+
+DIVERGING = ("#2166AC", "#4393C3", "#92C5DE", "#D1E5F0", "#F7F7F7", "#FDDBC7", "#F4A582", "#D6604D", "#B2182B")
+"""From much less, blue, over no change to much more, red: RdBu of ColorBrewer (Harrower and Brewer, "ColorBrewer.org",
+2003), which colour-blind readers can tell apart."""
 
 RANKS = ("#BBDDF2", "#FBDFA6", "#B5E3D5", "#EBC9DC", "#F8F2B0", "#F3C6A5", "#D9D9D9", "#CFC9EE")
 """Light tints for drawings in which colour means the rank; they repeat for more ranks."""

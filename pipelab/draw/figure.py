@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
-__all__ = ["comparison_svg", "draw", "height", "legend", "owner", "plot", "plot_comparison", "svg", "write"]
+__all__ = ["comparison_svg", "draw", "height", "legend", "owner", "plot", "plot_comparison", "svg", "svg_of", "write"]
 
 _COARSE_FROM, _PIXELS = 10_000, 1_600
 """Above so many actions, a lane is a row of so many pixels: viewers are slow with 60,000 shapes."""
@@ -263,12 +263,12 @@ def svg(trace: Trace) -> str:
         >>> "B0" in svg(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)))
         True
     """
-    return _svg(owner(plot(trace)))
+    return svg_of(owner(plot(trace)))
 
 
 def comparison_svg(comparison: Comparison) -> str:
     """Return a comparison's figure as SVG."""
-    return _svg(plot_comparison(comparison))
+    return svg_of(plot_comparison(comparison))
 
 
 def write(drawing: Axes | Figure, path: Path) -> Path:
@@ -278,7 +278,8 @@ def write(drawing: Axes | Figure, path: Path) -> Path:
     return files.write(path, buffer.getvalue())
 
 
-def _svg(figure: Figure) -> str:
+def svg_of(figure: Figure) -> str:
+    """Return a figure as SVG."""
     buffer = io.BytesIO()
     _save(figure, buffer, "svg")
     return buffer.getvalue().decode()

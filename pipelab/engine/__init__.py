@@ -10,6 +10,7 @@
 - `collectives`: the ring all-reduce, and codecs for its messages
 - `model`: the model cut into stages
 - `device`: which device a rank runs on, and its clock
-- `verify`: gradients compared with the plain model's
+- `verify`: gradients, a pipeline's or any other step's, compared with the plain model's
+- `memory`: the bytes that stages and ranks hold, measured
 - `emulation`: models that take time without using the processor
 """

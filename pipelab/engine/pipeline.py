@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
+from pipelab.checking.memory import Memory
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
+from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
-from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss
+from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss, warn_of_ignored
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.step import Step, StepState
 from pipelab.engine.threads.engine import ThreadsEngine
@@ -27,6 +29,7 @@ from pipelab.engine.verify.verify import Verification, verify
 from pipelab.errors import BatchError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
+from pipelab.simulation.memory import MemoryUse
 
 __all__ = ["Pipeline", "Step"]
 
@@ -157,16 +160,18 @@ class Pipeline:
         if rows_of(y, "y") != rows:
             raise BatchError(f"x has {rows} rows and y has {rows_of(y, 'y')}: every row of x needs a target")
         counts = row_counts(rows, self.plan.microbatches)
-        self.stages.require_rows(counts)
         self.stages.require_no_lost_hooks()
+        inputs = split_batch(x, counts)
+        modules = self.stages.ready(inputs, counts)
         targets = split_batch(y, counts)
         weights = weights_of(self.reduction, counts, targets)
         if only is not None:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
+        warn_of_ignored(self.loss_fn, self.reduction, targets, counts)
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even)
-        with self._one_at_a_time, self.engine.runners.running(self.stages.modules, learning=True):
-            state = self.engine.run(split_batch(x, counts), loss, self.caller(), watch_nan=self.watch_nan)
+        with self._one_at_a_time, self.engine.runners.running(modules, learning=True):
+            state = self.engine.run(inputs, loss, self.caller(), watch_nan=self.watch_nan)
         return state, loss
 
     def forward(self, x: Any) -> Any:
@@ -186,7 +191,7 @@ class Pipeline:
         counts = row_counts(rows_of(x, "x"), self.plan.microbatches)
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
-        modules = self.stages.for_evaluation(inputs, counts)
+        modules = self.stages.ready(inputs, counts)
         with self._one_at_a_time, self.engine.runners.running(modules, learning=False):
             state = self.engine.run(inputs, None, self.caller())
         return join(state.outputs)
@@ -200,6 +205,53 @@ class Pipeline:
             VerificationError: naming the parameter and the micro-batch that differ first.
         """
         return verify(self, x, y)
+
+    def memory(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+        """Measure how many bytes each stage takes, from one micro-batch of this batch: for `pipelab.memory_use`.
+
+        The first micro-batch runs through all stages, with a split backward. Activations are what autograd saves, and
+        the stage's output. Parameters, buffers, the batch and the model's output do not count there, and memory that
+        two tensors share counts once. Gradients, buffers, random state and the batch are restored afterwards.
+
+        Args:
+            x: the batch, as `step` takes it.
+            y: the targets.
+            optimizer: whose state counts too, as it is now: most make it in their first step.
+
+        Raises:
+            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
+        """
+        return stage_memory(self, x, y, optimizer)
+
+    def memory_use(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+        """Run one step, and measure how many bytes every rank holds after each of its actions.
+
+        It counts as `memory` does, but only what is alive at that moment; a rank's peak within an action does not show.
+        On GPUs, `allocated` is beside it. Gradients, buffers, random state and the batch are restored afterwards. The
+        step is slower than others: its trace is no timing.
+
+        Example:
+            >>> import pipelab, torch
+            >>> layers = [torch.nn.Linear(8, 8) for _ in range(2)]
+            >>> x, y = torch.randn(12, 8), torch.randn(12, 8)
+            >>> with pipelab.Pipeline(layers, pipelab.OneFOneB(2, 4), torch.nn.MSELoss(), ["cpu"] * 2) as pipe:
+            ...     measured = pipe.memory_use(x, y)
+            ...     predicted = pipelab.memory_use(measured.trace, pipe.memory(x, y))
+            >>> measured.peaks == predicted.peaks
+            True
+
+        Args:
+            x: the batch, as `step` takes it.
+            y: the targets.
+            optimizer: whose state counts too.
+
+        Raises:
+            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            StageError: if a stage or the loss raised.
+            UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
+        """
+        return step_memory(self, x, y, optimizer)
 
     @property
     def devices(self) -> Sequence[RankDevice]:
@@ -220,7 +272,8 @@ class Pipeline:
 
         With `engine="threads"` it holds all of them, with `engine="torch"` those of its rank.
         """
-        return chain.from_iterable(self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
+        of_stages = (self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
+        return iter(dict.fromkeys(chain.from_iterable(of_stages)))
 
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move an optimizer's state to the devices of its parameters.

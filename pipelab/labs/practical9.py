@@ -263,8 +263,9 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
         (
             "Which would you use at scale?",
             f"True 1F1B, for its memory: with {many} micro-batches its ranks hold {_peaks(true)} activations, and "
-            f"GPipe's {_peaks(gpipe)}. 1F1B's memory does not grow with the micro-batches, so you can afford more, and that "
-            f"shrinks the bubble: with {affordable} it is {wording.percent((ranks - 1) / (affordable + ranks - 1))}, "
+            f"GPipe's {_peaks(gpipe)}. 1F1B's memory does not grow with the micro-batches, so you can afford more, and "
+            "that shrinks the bubble: "
+            f"with {affordable} it is {wording.percent((ranks - 1) / (affordable + ranks - 1))}, "
             f"and rank 0 holds {min(affordable, ranks)}. If transfers are slow, 1F1B takes longer than GPipe: "
             f"simulated with transfers of half a forward's time each, {wording.number(slow_links[1])} forwards against "
             f"{wording.number(slow_links[0])}.",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 import reprlib
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from operator import index
 from types import NoneType
 from typing import Any, Literal, get_args
@@ -18,7 +20,7 @@ from typing import Any, Literal, get_args
 from pipelab.errors import FormatError
 from pipelab.plan.fault import readable
 
-__all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W", "parse_item", "whole"]
+__all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W", "finite", "parse_item", "whole"]
 
 Kind = Literal["F", "B", "I", "W", "R"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -216,6 +218,20 @@ def whole(number: Any) -> Any:
         return number if number is None or isinstance(number, (int, float)) else index(number)
     except Exception:  # noqa: BLE001 - a student's object: whatever it raises
         return readable(number)
+
+
+def finite(value: Any) -> float | None:
+    """Return a finite number, 0 or more, as Python's, if it is NumPy's; `None` if it is none.
+
+    Example:
+        >>> finite(3), finite(-1), finite("3")
+        (3, None, None)
+    """
+    if not isinstance(value, (int, float)):
+        value = whole(value)
+    if not isinstance(value, int):
+        value = float(value) if isinstance(value, Real) else -1.0
+    return value if 0 <= value <= sys.float_info.max else None
 
 
 def parse_item(text: str, where: str) -> Item:

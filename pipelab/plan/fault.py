@@ -7,14 +7,19 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pipelab.plan.actions import Action
+    from pipelab.plan.plan import Plan
 
 __all__ = [
     "Code",
     "Fault",
+    "Link",
     "Unreadable",
     "excerpt",
     "line_of",
@@ -46,6 +51,21 @@ _LIBRARIES = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for na
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """One step of a cycle: it waits for the next link, the last one for the first.
+
+    Attributes:
+        rank: the rank in whose row it stands.
+        name: the action, pair, send or receive, in PyTorch's notation.
+        words: what it waits for, as a sentence.
+    """
+
+    rank: int
+    name: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     """One mistake in a plan, and what to do about it.
 
@@ -57,6 +77,10 @@ class Fault:
         message: the fact, with its cause; the first line is the summary.
         hint: the next move.
         excerpt: the columns around the place; empty after the first ten thousand faults with the same code.
+        cycle: the steps that wait for each other in a circle, if they do.
+        lacking: the actions that are missing, each with the rank that should list it; `None` if that is not known; of
+            more than a thousand micro-batches, the first thousand.
+        tried: the plan as `hint` changes it, if pipelab has tried that out and it has at most 20,000 actions.
 
     Example:
         >>> import pipelab
@@ -72,6 +96,14 @@ class Fault:
     message: str
     hint: str = ""
     excerpt: str = ""
+    cycle: tuple[Link, ...] = field(default=(), repr=False, compare=False)
+    lacking: tuple[tuple[int | None, Action], ...] = field(default=(), repr=False, compare=False)
+    tried: Plan | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle all but the plan that was tried, which may hold a student's function."""
+        where = (self.code, self.rank, self.position, self.action)
+        return Fault, (*where, self.message, self.hint, self.excerpt, self.cycle, self.lacking)
 
     def __str__(self) -> str:
         """Return the whole explanation, its details indented."""

@@ -231,6 +231,27 @@ class Plan:
                     graph.add_edge(names[before], names[after], kind="order")
         return graph
 
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the rows, and where the plan has faults, how far it runs and why no further.
+
+        The suffix is the format: `html`, `svg`, `png`, `pdf`, `txt`, or `csv` in PyTorch's notation.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     print(Plan.parse("0F0 0B0").save(Path(folder) / "plan.txt").read_text(encoding="utf-8"), end="")
+            rank 0 | 0F0 0B0
+
+        Returns:
+            The path.
+
+        Raises:
+            FormatError: if the suffix is another one.
+        """
+        from pipelab import draw
+
+        return draw.save_plan(self, path)
+
     def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
 

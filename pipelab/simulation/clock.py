@@ -75,7 +75,7 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, re
         [[begun[code] for code in row] for row in bound.rows],
         [[ended[code] for code in row] for row in bound.rows],
         cost.unit,
-        delay=delay.__getitem__,
+        delay=delay.__getitem__ if any(delay) else None,
         note="stage 0 as run" if cost.first_stage == "as-run" and "I" in bound.kinds else "",
     )
 

@@ -8,14 +8,14 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import Kind
+from pipelab.plan.actions import Kind, finite
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
 from pipelab.plan.transfers import SEMANTICS, Semantics
 from pipelab.simulation.fitting import fitted, shares
-from pipelab.simulation.links import Links, finite
+from pipelab.simulation.links import Links
 from pipelab.trace.trace import Trace
 
 __all__ = ["Cost"]

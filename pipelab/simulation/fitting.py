@@ -9,8 +9,8 @@ from statistics import fmean, median
 from typing import Any
 
 from pipelab.errors import CostError, require_size
+from pipelab.plan.actions import finite
 from pipelab.plan.fault import shorten
-from pipelab.simulation.links import finite
 from pipelab.trace.trace import Trace
 
 __all__ = ["fitted", "shares"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.checking.checker import ScheduleLike, as_plan
 from pipelab.errors import CostError, UsageError, clean, require_size
+from pipelab.plan.actions import finite
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import shorten
@@ -16,7 +17,6 @@ from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
-from pipelab.simulation.links import finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, log2
-from numbers import Real
-from typing import Any, Literal
+from typing import Literal
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import whole
+from pipelab.plan.actions import finite
 from pipelab.plan.fault import shorten
 
-__all__ = ["Links", "all_reduce_time", "finite"]
+__all__ = ["Links", "all_reduce_time"]
 
 Link = tuple[float, float | None]
 """Latency, and bytes per unit of time; without the second, size does not matter."""
@@ -139,17 +137,3 @@ def all_reduce_time(
     if replicas == 1:
         return 0.0
     return float(_ALL_REDUCES[algorithm](replicas, alpha, 0.0 if bandwidth is None else size / speed))
-
-
-def finite(value: Any) -> float | None:
-    """Return a finite number, 0 or more, as Python's, if it is NumPy's; `None` if it is none.
-
-    Example:
-        >>> finite(3), finite(-1), finite("3")
-        (3, None, None)
-    """
-    if not isinstance(value, (int, float)):
-        value = whole(value)
-    if not isinstance(value, int):
-        value = float(value) if isinstance(value, Real) else -1.0
-    return value if 0 <= value <= sys.float_info.max else None

@@ -2,7 +2,11 @@
 
 - `trace`: `Trace`: times, and the figures that follow from them
 - `events`: actions and transfers with their start and end
+- `kineto`: what the profiler wrote of one rank of PyTorch's own pipelining
 - `ledger`: why ranks were idle, and how long for which reason
+- `diff`: why one trace takes longer than another, action by action
+- `replay`: a trace with other times, and its critical path
+- `profiles`: such files of all ranks as one trace
 - `reading`: saved traces, validated
 - `waits`: what each action waited for
 """

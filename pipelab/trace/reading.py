@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import glob
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pipelab.checking.checker import require_legal
-from pipelab.errors import FormatError, ScheduleError
+from pipelab.errors import FormatError, ScheduleError, UsageError
+from pipelab.files import read_text
 from pipelab.plan.actions import Action
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Transfer
 
-__all__ = ["FORMAT", "VERSION", "read"]
+__all__ = ["FORMAT", "VERSION", "found_files", "plan_of", "read", "read_json", "time_of"]
 
 FORMAT = "pipelab-trace"
 VERSION = 1
@@ -23,6 +29,40 @@ _SOURCES = ("simulated", "measured")
 _PARTS = ("source", "target", "giver", "needer", "start", "end")
 _BEHIND = ("queued", "giver", "needer")
 """What follows for a transfer that stood behind another one: how long, and which."""
+
+
+def found_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Return the files that a path, a pattern or a list of paths names; of a pattern, `rank10` after `rank9`.
+
+    Raises:
+        FileNotFoundError: if a pattern has no files.
+        UsageError: if a list is empty.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        if not (paths := [Path(each) for each in path]):
+            raise UsageError("an empty list of files: give the file of each rank")
+        return paths
+    if Path(path).exists() or not glob.has_magic(str(path)):
+        return [Path(path)]
+    found = sorted(map(Path, glob.glob(str(path))), key=lambda each: (len(str(each)), str(each)))
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "no file has such a name", str(path))
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """Return the data of a JSON file, packed with gzip or not.
+
+    Raises:
+        FormatError: if it is none.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise FormatError(f"{path} is not a trace: its lists are nested too deeply") from None
+    except ValueError as error:
+        raise FormatError(f"{path} is not a trace: it is not JSON: {error}") from error
 
 
 def read(data: object) -> dict[str, Any]:
@@ -62,12 +102,20 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     rows = [
         _is(row, str, "a text with actions", f"'rows', rank {rank}") for rank, row in enumerate(_list(data, "rows"))
     ]
-    written = Plan.parse(rows).written
+    return plan_of(Plan.parse(rows).written, stages, microbatches, name)
+
+
+def plan_of(written: Sequence[Sequence[object]], stages: int, microbatches: int, name: str) -> Plan:
+    """Return a plan that has no faults.
+
+    Raises:
+        FormatError: if it has one.
+    """
     actions = sum(map(len, written))
     # Before tables of that size are made. A pair is one item and two actions.
     if stages < 1 or microbatches < 1 or stages * microbatches > actions:
         raise FormatError(
-            f"'rows' hold {actions} actions, which cannot be {shorten(stages)} stages' with {shorten(microbatches)} "
+            f"the rows hold {actions} actions, which cannot be {shorten(stages)} stages' with {shorten(microbatches)} "
             "micro-batches"
         )
     plan = Plan(written, stages, microbatches, name=name)
@@ -88,7 +136,7 @@ def _times(data: dict[str, Any], key: str, plan: Plan) -> list[list[float]]:
         if count != len(row):
             raise FormatError(f"{key!r}, rank {rank} has {count} times for {len(row)} actions")
     return [
-        [_time(time, f"{key!r}, rank {rank}, position {position}") for position, time in enumerate(times)]
+        [time_of(time, f"{key!r}, rank {rank}, position {position}") for position, time in enumerate(times)]
         for rank, times in enumerate(listed)
     ]
 
@@ -108,7 +156,7 @@ def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
         for rank, action in zip(ranks, ends, strict=True):
             if not 0 <= _is(rank, int, "a rank", where) < plan.ranks or action not in listed[rank]:
                 raise FormatError(f"{where} names {shorten(action)} on rank {shorten(rank)}, which does not list it")
-        times = [_time(time, where) for time in each[4:6]]
+        times = [time_of(time, where) for time in each[4:6]]
         transfers.append(Transfer(*ranks, *ends, *times, *_behind(each[6:], anywhere, where)))
     return transfers
 
@@ -120,7 +168,7 @@ def _behind(parts: Sequence[Any], anywhere: set[Action], where: str) -> tuple[fl
     giver, needer = (Action.parse(_is(text, str, "an action", where)) for text in parts[1:])
     if not {giver, needer} <= anywhere:
         raise FormatError(f"{where} stood behind {shorten(giver)} and {shorten(needer)}, which no rank lists")
-    return _time(parts[0], where), (giver, needer)
+    return time_of(parts[0], where), (giver, needer)
 
 
 def _field(data: dict[str, Any], key: str, kind: type, words: str) -> Any:
@@ -143,7 +191,12 @@ def _is(value: Any, kind: type, words: str, where: str) -> Any:
     return value
 
 
-def _time(value: Any, where: str) -> float:
+def time_of(value: Any, where: str) -> float:
+    """Return a number that can be a time.
+
+    Raises:
+        FormatError: if it is none.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not (value == 0 or _LEAST <= abs(value) <= _MOST):  # nor is NaN
         raise FormatError(f"{where} is {shorten(value)}: expected a time, 0 or between {_LEAST:g} and {_MOST:g}")

@@ -5,20 +5,21 @@ A simulated and a measured trace are the same type, so drawing, measuring and gr
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipelab.errors import FormatError, clean
-from pipelab.files import read_text
+from pipelab.errors import FormatError, UsageError, clean
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
+from pipelab.trace.kineto import is_profile
 from pipelab.trace.ledger import Idle, Ledger, idle_times
-from pipelab.trace.reading import FORMAT, VERSION, read
+from pipelab.trace.profiles import read_profiles
+from pipelab.trace.reading import FORMAT, VERSION, found_files, read, read_json
 from pipelab.trace.waits import crossings, waits
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ class Trace:
         if self._transfers is not None:
             return self._transfers
         return crossings(self.plan.bound, self.ends, self._delay)
+
+    @property
+    def instant(self) -> bool:
+        """Whether each value is there as soon as it is computed; `transfers`, slow to make, then add nothing."""
+        return self._transfers is None and self._delay is None
 
     @cached_property
     def start(self) -> float:
@@ -260,19 +266,34 @@ class Trace:
         return draw.save(self, path, width)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a trace from a `json` file that `save` wrote.
+    def load(cls, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: int | None = None) -> Trace:
+        """Read a trace that `save` wrote as `json`, or PyTorch's profiles of a job that does not use pipelab.
+
+        A profile is what `torch.profiler` writes with `export_chrome_trace`, one file for each rank. It shows a step of
+        `torch.distributed.pipelining`: see [Somebody else's job](../profiles.md).
+
+        Args:
+            path: the file, packed with gzip or not. For profiles, the files of all ranks: a list, or a pattern such as
+                `"traces/rank*.json.gz"`.
+            step: which step of the profiles, from 0; by default the one of median length, which the trace's `note`
+                names.
 
         Raises:
-            FormatError: if the file does not hold a trace; the message says what is wrong and where.
+            FormatError: if the files do not hold a trace; the message says what is wrong and where.
+            UsageError: if the profiles hold no such step.
         """
-        text = read_text(path)
+        paths = found_files(path)
+        data = read_json(paths[0])
+        if len(paths) > 1 or is_profile(data):
+            name = Path(path).name if isinstance(path, (str, os.PathLike)) else f"{len(paths)} profiles"
+            later = ((str(each), read_json(each)) for each in paths[1:])  # one by one: they may be large
+            return cls(**read_profiles(chain([(str(paths[0]), data)], later), step, name))
+        if step is not None:
+            raise UsageError(f"step={step}: {paths[0]} is no profile, and holds one step")
         try:
-            return cls.from_dict(json.loads(text))
-        except RecursionError:
-            raise FormatError(f"{path} is not a trace saved by pipelab: its lists are nested too deeply") from None
-        except (ValueError, FormatError) as error:  # the former: not JSON
-            raise FormatError(f"{path} is not a trace saved by pipelab: {error}") from error
+            return cls.from_dict(data)
+        except FormatError as error:
+            raise FormatError(f"{paths[0]} is not a trace saved by pipelab: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as plain data, as in `json` files."""
@@ -338,6 +359,12 @@ class Trace:
         return (
             f"<{self.source} trace of {clean(self.name)}: makespan {self.makespan:g}{unit}, bubble {self.bubble:.1%}>"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the page that a notebook shows, in a frame."""
+        from pipelab import draw
+
+        return draw.trace_html(self)
 
     def _repr_svg_(self) -> str:
         """Return the figure that a notebook shows."""

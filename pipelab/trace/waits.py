@@ -26,7 +26,7 @@ class Wait:
         giver: the code of the action that gives it; for an `R`, of the last action before it on a rank of its group.
         ended: when that action ended.
         there: when the value arrived.
-        transfer: how it came from another rank; `None` if it was made on this rank, or for an `R`.
+        transfer: how it came from another rank; `None` if it was made on this rank, if it took no time, or for an `R`.
     """
 
     giver: int
@@ -112,7 +112,8 @@ class Waits:
         code = trace.plan.bound.codes.code
         self.trace, self.bound = trace, trace.plan.bound
         self.ended = _ended(self.bound, trace.ends)
-        self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.transfers}
+        moved = () if trace.instant else trace.transfers
+        self.travelled = {(code(each.giver), code(each.needer)): each for each in moved}
         self.slack = 1e-9 * trace.makespan
 
     def of(self, rank: int, index: int) -> Wait | None:

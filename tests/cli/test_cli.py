@@ -92,6 +92,28 @@ def test_compare_shows_how_far_each_schedule_is_above_the_bound(pipelab_command)
     assert pipelab_command("compare", "1f1b", "--bound", "-m", "2,4")[0] == 1
 
 
+def test_compare_says_why_the_second_of_two_takes_longer(pipelab_command, folder):
+    pipelab.simulate(pipelab.OneFOneB(4, 8)).save("one.json")
+    code, output, _ = pipelab_command(
+        "compare", "one.json", "1f1b", "-f", "1.5", "--diff", "-o", "x.csv", "-o", "x.html"
+    )
+    assert code == 0
+    assert "1f1b is 5.5 units longer than one.json (38.5 instead of 33 units): +5.5 durations" in " ".join(
+        output.split()
+    )
+    assert len(Path("x.csv").read_text(encoding="utf-8").splitlines()) == 65
+    assert '"view":"diff"' in Path("x.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "command", ["1f1b", "1f1b gpipe naive", "1f1b gpipe -m 2,4", "1f1b gpipe --bound", "1f1b zb-h1"]
+)
+def test_what_has_no_two_traces_of_the_same_actions_has_no_difference(pipelab_command, command):
+    code, output, error = pipelab_command("compare", *command.split(), "--diff")
+    assert (code, output) == (1, "")
+    assert "--diff needs two" in error or "other actions" in error
+
+
 def test_compare_lays_schedules_side_by_side(pipelab_command, folder):
     code, output, _ = pipelab_command("compare", "gpipe", "1f1b", "delayed", "-o", "c.html", "-o", "c.svg")
     assert code == 0

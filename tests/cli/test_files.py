@@ -23,7 +23,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("simulate", "measure", "measure_sweep"):
         monkeypatch.setattr(app, name, work)
-    monkeypatch.setattr(pipelab, "compare", work)
+    for name in ("compare", "diff"):
+        monkeypatch.setattr(pipelab, name, work)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,10 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("simulate gpipe", ".html .svg .png .pdf .txt .json .events.csv .perfetto.json .csv"),
         ("draw gpipe", ".html .svg .png .pdf .txt .json .events.csv .perfetto.json .csv"),
+        ("check gpipe", ".html .svg .png .pdf .txt"),
         ("draw gpipe --graph", ".dot .gv .svg .png .pdf"),
         ("compare gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
+        ("compare gpipe 1f1b --diff", ".html .txt .csv .md .tex"),
         ("compare gpipe -m 2,4", ".csv .txt .md .tex .html .png .svg .pdf"),
         ("run gpipe", ".html .svg .png .pdf .txt .csv .md .tex .json"),
         ("run gpipe 1f1b", ".html .svg .png .pdf .txt .csv .md .tex"),
@@ -116,6 +119,41 @@ def test_a_comparison_is_written_as_a_table_of_its_figures(pipelab_command, fold
     assert pipelab_command("compare", "gpipe", "1f1b", "-o", "c.md", "-o", "c.tex")[0] == 0
     assert "| 1f1b | 33 units | 27.3 % | 4 3 2 1 |" in Path("c.md").read_text()
     assert r"1f1b & 33 units & 27.3 \% & 4 3 2 1 &" in Path("c.tex").read_text()
+
+
+@pytest.mark.parametrize("command", ["check", "draw"])
+def test_faults_are_drawn_and_the_exit_code_stays(pipelab_command, folder, command):
+    deadlock = "0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1"
+    without = pipelab_command(command, deadlock)
+    code, output, error = pipelab_command(command, deadlock, "-o", "x.html", "-o", "x.svg", "-o", "x.png")
+    assert (code, error) == (1, without[2])
+    assert without[0] == 1
+    assert output.split() == ["wrote", "x.html", "wrote", "x.svg", "wrote", "x.png"]
+    for name in ("x.html", "x.svg"):
+        assert Path(name).read_text().count('id="arrow ') == 4
+
+
+def test_a_hang_of_transfers_and_one_of_pairs_are_drawn(pipelab_command, folder):
+    code, _, _ = pipelab_command("draw", "1f1b", "--transfers", "deferred", "-o", "x.svg")
+    assert code == 1
+    assert "2RECV_B0 comes after 2SEND_F1" in Path("x.svg").read_text()
+    Path("plan.csv").write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n")
+    code, _, error = pipelab_command("draw", "plan.csv", "--cost", "pair=3", "-o", "y.svg")
+    assert (code, "deadlock" in error) == (1, True)
+    assert Path("y.svg").read_text().count('id="arrow ') > 0
+
+
+def test_what_cannot_show_faults_is_not_written(pipelab_command, folder):
+    code, output, _ = pipelab_command("draw", "0F0; 1F0 1B0", "-o", "x.json", "-o", "x.csv")
+    assert (code, output) == (1, "")
+    assert not list(folder.iterdir())
+
+
+def test_check_draws_a_schedule_that_is_right_too(pipelab_command, folder):
+    code, output, _ = pipelab_command("check", "1f1b", "-o", "x.txt", "-o", "x.svg")
+    assert code == 0
+    assert "is right" in output
+    assert ">3B7<" in Path("x.svg").read_text()
 
 
 @pytest.mark.dot

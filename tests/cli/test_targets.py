@@ -52,6 +52,32 @@ def test_a_file_that_cannot_be_imported_gets_its_line(pipelab_command, folder, t
     assert "Traceback" not in error
 
 
+def test_profiles_of_all_ranks_are_named_by_a_pattern_and_a_step(pipelab_command, folder):
+    profiles = Path(__file__).parents[1] / "trace" / "profiles" / "interleaved-1f1b-slow-rank-1"
+    pattern = f"{profiles}/rank*.json.gz"
+    code, output, _ = pipelab_command("draw", f"{pattern}(step=0)")
+    assert code == 0
+    assert "measured, step 0 of 0 to 1" in output
+    code, output, _ = pipelab_command("why", pattern, "--delays")
+    assert code == 0
+    assert [line.split(" of ")[0] for line in output.splitlines()] == [
+        f"without rank {rank}'s delay" for rank in (0, 1)
+    ]
+    assert "dependency" in pipelab_command("why", pattern)[1]
+    assert "rank*.json.gz" in pipelab_command("compare", pattern, "interleaved-1f1b")[1]
+    for arguments, words in (
+        (["draw", f"{profiles}/rank0.json.gz"], "give the files of all ranks"),
+        (["draw", f"{pattern}(step=2)"], "2 whole steps"),
+        (["draw", f"{profiles}/nothing*.json"], "no file has such a name"),
+        (["draw", pattern, "--ranks", "2"], "leave out --ranks"),
+        (["why", pattern, "--delays", "--at", "3", "--rank", "0"], "leave out --save and --at"),
+    ):
+        code, _, error = pipelab_command(*arguments)
+        assert code == 1
+        assert words in " ".join(error.split())
+        assert "Traceback" not in error
+
+
 @pytest.mark.parametrize("suffix", ["py", "csv", "json"])
 def test_a_folder_or_a_pipe_with_a_files_name_is_refused(pipelab_command, folder, suffix):
     Path(f"folder.{suffix}").mkdir()

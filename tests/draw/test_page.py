@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import time
 from html.parser import HTMLParser
-from itertools import accumulate
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from browsing import wait_until
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R, draw
 from pipelab.draw.page import page
 from pipelab.trace.waits import waits
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>{{data}}&\"'"
 
 
@@ -58,10 +48,21 @@ def renamed(trace, name):
     return pipelab.Trace(trace.plan, trace.starts, trace.ends, trace.unit, trace.source, name=name)
 
 
+def unpacked(numbers):
+    """Return a list in which runs were written as [number, count]."""
+    pairs = ([each, 1] if isinstance(each, int) else each for each in numbers)
+    return [value for value, count in pairs for _ in range(count)]
+
+
 def ends_of(lane, tick):
     """Return when each action of a page's data ends."""
-    spans = zip(lane["gaps"], lane["lasts"], strict=True)
-    return [tick * time for time in accumulate(gap + last for gap, last in spans)]
+    lasts = dict.fromkeys(lane["kinds"], 0)
+    now, ends = 0, []
+    for kind, gap, more in zip(lane["kinds"], unpacked(lane["gaps"]), unpacked(lane["lasts"]), strict=True):
+        lasts[kind] += more
+        now += gap + lasts[kind]
+        ends.append(tick * now)
+    return ends
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_the_data_hold_every_action_once_with_start_and_end(trace):
     for rank, lane in enumerate(drawn["ranks"]):
         events = trace.events_of(rank)
         assert lane["kinds"] == "".join(event.action.kind for event in events)
-        assert lane["stage"] == rank
+        assert set(unpacked(lane["stages"])) == {rank}
         assert ends_of(lane, drawn["tick"]) == pytest.approx([event.end for event in events])
 
 
@@ -120,8 +121,10 @@ def test_a_measured_trace_begins_at_zero():
     assert lane["lane"] == "cpu"
 
 
-def test_65536_actions_stay_below_a_megabyte():
-    assert len(page.page(pipelab.simulate(pipelab.OneFOneB(32, 1024)))) < 1_000_000
+def test_65536_actions_stay_below_a_megabyte_and_alike_ones_far_below():
+    schedule, uneven = pipelab.OneFOneB(32, 1024), Cost(backward=[2 + rank / 1000 for rank in range(32)])
+    assert len(page.page(pipelab.simulate(schedule, uneven))) < 1_000_000
+    assert len(page.page(pipelab.simulate(schedule))) < 300_000
 
 
 def test_an_action_waited_for_the_need_that_arrived_last():
@@ -160,25 +163,6 @@ def test_a_comparison_says_where_units_differ(trace):
     other = pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms"))
     assert "The units of time differ" in page.comparison_page(pipelab.compare(trace, other))
     assert "The units of time differ" not in page.comparison_page(pipelab.compare(trace, trace))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-def wait_until(tab, holds):
-    """Wait until an expression holds. Playwright's own waiting needs an eval, which the page forbids."""
-    deadline = time.monotonic() + 20
-    while not tab.evaluate(holds):
-        assert time.monotonic() < deadline, holds
-        tab.wait_for_timeout(20)
 
 
 @pytest.fixture
@@ -259,7 +243,9 @@ def test_a_tap_leaves_the_panel_open(browser, trace, tmp_path):
     tab.locator("[data-action='1B3']").tap(force=True)
     tab.wait_for_timeout(300)
     assert tab.locator("#panel h3").inner_text() == "1B3"
-    assert tab.locator("#timelines svg").bounding_box()["width"] >= 330
+    assert tab.locator("#timelines svg").bounding_box()["width"] >= 340
+    sheet, chosen = (tab.locator(each).bounding_box() for each in ("#panel", "rect.chosen"))
+    assert 0 <= chosen["y"] <= chosen["y"] + chosen["height"] <= sheet["y"]
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
     context.close()
 
@@ -302,6 +288,21 @@ def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opene
     assert [slack[names.index(name)] for name in path if "R" not in name] == pytest.approx(
         [0] * len([n for n in path if "R" not in n]), abs=1e-5
     )
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
+def test_the_memory_strip_covers_the_times_at_which_activations_are_held(opened, schedule):
+    trace = pipelab.simulate(schedule, Cost(latency=0.25))
+    tab = opened(page.page(trace))
+    scale = tab.evaluate("timelines[0].scale")
+    for rank in range(trace.ranks):
+        strip = f"rects => rects.filter(each => Math.floor(each.getAttribute('y') / timelines[0].pitch) === {rank})"
+        total = ".reduce((sum, each) => sum + each.dataset.held * each.getAttribute('width'), 0)"
+        held = tab.locator(".memory").evaluate_all(strip + total)
+        events = [event for event in trace.events_of(rank) if event.action.kind in "FBW"]
+        taken = sum(-event.start if event.action.kind == "F" else event.end for event in events)
+        assert held / scale == pytest.approx(taken, rel=1e-3)
 
 
 @pytest.mark.browser
@@ -366,27 +367,149 @@ def test_a_hundred_wheel_events_in_a_frame_draw_once(opened, trace):
     assert tab.evaluate(spun) <= 2  # one for the zoom, one for the scrolling that follows it
 
 
+def shares(trace, rank, begin, end):
+    """Return, by kind, how much of a span of time is an action of it."""
+    found = {"F": 0.0, "B": 0.0}
+    for event in trace.events_of(rank):
+        found[event.action.kind] += max(0.0, min(event.end, end) - max(event.start, begin)) / (end - begin)
+    return {**found, "idle": 1 - sum(found.values())}
+
+
 @pytest.mark.browser
-def test_a_crowded_column_shows_the_shares_of_its_time(opened):
-    trace = pipelab.simulate(pipelab.OneFOneB(4, 2000))
+@pytest.mark.parametrize("zoom", [1, 3])
+def test_a_crowded_column_shows_the_exact_shares_of_its_time(opened, zoom):
+    trace = pipelab.simulate(pipelab.OneFOneB(4, 2000), Cost(forward=[1, 2, 1, 1.5]))
     tab = opened(page.page(trace))
-    tab.evaluate("setLook('memory', false)")
+    tab.evaluate(f"setLook('memory', false); timelines[0].setZoom({zoom}, 0)")
     wait_until(tab, "!timelines[0].dirty && timelines[0].crowded")
-    heights = tab.evaluate("""() => {
-      const line = timelines[0], copy = document.createElement("canvas"), blue = css("--F0");
-      const rgb = [1, 3, 5].map(at => parseInt(blue.slice(at, at + 2), 16));
-      Object.assign(copy, { width: line.canvas.width, height: line.canvas.height });
-      const context = copy.getContext("2d", { willReadFrequently: true });
-      context.drawImage(line.canvas, 0, 0);
-      return [300, 500, 700].map(x => {
-        const { data } = context.getImageData(x, 0, 1, line.pitch);
-        let rows = 0;
-        const blueish = at => rgb.every((part, c) => Math.abs(data[at + c] - part) < 3);
-        for (let at = 0; at < data.length; at += 4) rows += blueish(at) ? 1 : 0;
-        return rows / (line.lane * 0.86);
-      });
-    }""")
-    assert heights == pytest.approx([1 / 3] * 3, abs=0.12)
+    read = """columns => {
+      const [line] = timelines, { wide, data } = line.pixels, rows = Math.round(line.lane * 0.86);
+      const mean = (rank, column) => {
+        const top = Math.round(rank * line.pitch + line.lane * 0.07), sum = [0, 0, 0];
+        for (let row = top; row < top + rows; row += 1) {
+          [0, 8, 16].forEach((by, at) => { sum[at] += (data[row * wide + column] >> by) & 255; });
+        }
+        return sum.map(each => each / rows);
+      };
+      const rgb = name => [1, 3, 5].map(at => parseInt(css(name).slice(at, at + 2), 16));
+      return { colours: { F: rgb("--F0"), B: rgb("--B0"), idle: rgb("--idle") }, step: 1 / line.scale,
+        means: [0, 1, 2, 3].map(rank => columns.map(column => mean(rank, column))) };
+    }"""
+    columns = [3, 400, 1000]
+    found = tab.evaluate(read, columns)
+    for rank in range(4):
+        for column, mean in zip(columns, found["means"][rank], strict=True):
+            part = shares(trace, rank, column * found["step"], (column + 1) * found["step"])
+            expected = [sum(part[each] * found["colours"][each][at] for each in part) for at in range(3)]
+            assert mean == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.browser
+def test_the_axis_and_the_ranks_stay_in_sight(opened):
+    tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(64, 128))))
+    inside = (
+        "all => all.map(each => each.getBoundingClientRect()).filter(box => box.top >= 0 && box.bottom <= 800).length"
+    )
+    for scrolled in (0, 300, 500):
+        tab.evaluate(f"scrollTo(0, {scrolled})")
+        assert tab.locator(".axis").evaluate_all(inside) >= 1
+    assert tab.locator(".axis").evaluate_all(inside) == 2
+    tab.evaluate("timelines[0].setZoom(8, 0)")
+    assert tab.locator("[data-rank='40']").bounding_box()["x"] > 0
+
+
+@pytest.mark.browser
+def test_a_drag_moves_the_picture_and_selects_nothing(opened, trace):
+    tab = opened(page.page(trace))
+    tab.evaluate("timelines[0].setZoom(4, 0)")
+    box = tab.locator(".scroller").bounding_box()
+    tab.mouse.move(box["x"] + 500, box["y"] + 30)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 400, box["y"] + 30)
+    tab.mouse.move(box["x"] + 300, box["y"] + 30)
+    tab.mouse.up()
+    assert tab.evaluate("timelines[0].left") == 200
+    assert tab.locator("#panel").is_hidden()
+
+
+def dragged(tab, place, begin, end, height):
+    """Drag over a place from one x to another; return the panel's text."""
+    box = tab.locator(place).bounding_box()
+    tab.mouse.move(box["x"] + begin, box["y"] + height)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + (begin + end) / 2, box["y"] + height)
+    tab.mouse.move(box["x"] + end, box["y"] + height)
+    tab.mouse.up()
+    return tab.locator("#panel").inner_text()
+
+
+@pytest.mark.browser
+def test_a_drag_on_the_axis_or_with_shift_sums_a_span(opened, trace, tmp_path):
+    tab = opened(page.page(trace))
+    tab.evaluate("timelines[0].choose({ range: { from: 4, to: 16 } })")
+    told = tab.locator("#panel").inner_text()
+    assert "12 units on 4 ranks: 48 = work 36 + dependency 12" in told
+    rows = tab.locator("#panel tr").evaluate_all(
+        "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    assert rows[0] == ["rank", "work", "dependency", "idle"]
+    for rank, row in enumerate(rows[1:]):
+        lost = sum(max(0, min(idle.end, 16) - max(idle.start, 4)) for idle in trace.idle if idle.rank == rank)
+        assert row[1:3] == [f"{12 - lost:g}", f"{lost:g}"]
+    tab.keyboard.press("f")
+    wait_until(tab, "timelines[0].zoom > 2.5")
+    state = tab.evaluate("hashOf()")
+    assert "s=0:from.4to16" in state
+    tab.keyboard.press("0")
+    tab.keyboard.press("Escape")
+    scale = tab.evaluate("timelines[0].scale")
+    assert "From " in dragged(tab, ".axis:not(.top)", 2, 6 * scale, 8)
+    tab.keyboard.press("Escape")
+    tab.keyboard.down("Shift")
+    assert "From " in dragged(tab, ".scroller", 30, 200, 60)
+    tab.keyboard.up("Shift")
+    tab.goto("about:blank")
+    tab.goto((tmp_path / "page.html").as_uri() + state)
+    assert title(tab) == "From 4 to 16"
+
+
+@pytest.mark.browser
+def test_a_hundred_ranks_are_bands_that_open(opened):
+    trace = pipelab.simulate(pipelab.OneFOneB(96, 100))
+    tab = opened(page.page(trace))
+    assert tab.locator(".gutter .rank").count() == 6
+    tab.get_by_role("button", name="ranks 16–31").click()
+    assert tab.locator(".gutter .rank").count() == 6 + 16
+    tab.evaluate("timelines[0].setZoom(3, 0)")
+    wait_until(tab, "!timelines[0].dirty && timelines[0].rowOf[17] === 3")
+    assert tab.evaluate("timelines[0].boxOf({ place: models[0].named('17F0') }).y") // 20 == 3
+    read = "rows => rows.map(row => timelines[0].pixels.data[timelines[0].pixels.wide * (20 * row + 10) + 9] !== 0)"
+    assert all(tab.evaluate(read, list(range(22))))  # the mean of an open band is there too
+    tab.locator(".scroller").click(position={"x": 10, "y": 10})
+    assert tab.locator(".gutter .rank").count() == 6 + 32
+    tab.keyboard.press("/")
+    tab.keyboard.type("90B5")
+    tab.keyboard.press("Enter")
+    assert title(tab) == "90B5"
+    assert tab.get_by_role("button", name="rank 90", exact=True).is_visible()
+
+
+@pytest.mark.browser
+def test_two_fingers_zoom_about_the_time_between_them(opened, trace):
+    tab = opened(page.page(trace))
+    pinch = """() => {
+      const line = timelines[0], target = line.scroller, left = target.getBoundingClientRect().left;
+      const touch = (name, ...all) => {
+        const touches = all.map((x, identifier) => new Touch({ identifier, target, clientX: left + x, clientY: 300 }));
+        target.dispatchEvent(new TouchEvent(name, { touches, cancelable: true }));
+      };
+      const time = () => (line.left + 400) / line.scale, before = time();
+      touch("touchstart", 350, 450); touch("touchmove", 300, 500); touch("touchmove", 200, 600); touch("touchend");
+      return [line.zoom, time() - before];
+    }"""
+    zoom, moved = tab.evaluate(pinch)
+    assert zoom == pytest.approx(4)
+    assert moved == pytest.approx(0, abs=0.05)
 
 
 @pytest.mark.browser
@@ -442,6 +565,160 @@ def test_finding_playing_and_the_table(opened, trace):
     wait_until(tab, "document.querySelectorAll('#actions tr').length === 65")
 
 
+def saved(tab, kind, folder):
+    """Press a button of the save menu; return the file."""
+    if not tab.locator(".save").evaluate("menu => menu.open"):
+        tab.locator(".save summary").click()
+    with tab.expect_download() as download:
+        tab.locator(f"[data-save={kind}]").click()
+    path = folder / download.value.suggested_filename
+    download.value.save_as(path)
+    return path
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "schedule", [pipelab.OneFOneB(4, 8), pipelab.DualPipe(4, 8)], ids=lambda each: type(each).__name__
+)
+def test_what_is_shown_is_saved_as_picture_table_and_trace(opened, schedule, tmp_path):
+    trace = pipelab.simulate(schedule, Cost(latency=0.25, pair=3))
+    tab = opened(page.page(renamed_with_transfers(trace)))
+    tab.evaluate("setLook('memory', false)")
+    wait_until(tab, "!timelines[0].dirty")
+    written = saved(tab, "csv", tmp_path)
+    assert written.name.endswith(".events.csv")
+    expected = trace.save(tmp_path / "expected.events.csv")
+    for mine, theirs in zip(*(each.read_text().splitlines() for each in (written, expected)), strict=True):
+        for one, other in zip(mine.split(","), theirs.split(","), strict=True):
+            assert one == other or float(one) == pytest.approx(float(other))
+    again = pipelab.Trace.load(saved(tab, "json", tmp_path))
+    assert (again.name, again.source, again.unit) == (HOSTILE, "simulated", trace.unit)
+    assert again.starts == tuple(pytest.approx(row) for row in trace.starts)
+    assert again.ledger.work == pytest.approx(trace.ledger.work)
+    assert len(again.transfers) == len(trace.transfers)
+    svg = ElementTree.fromstring(saved(tab, "svg", tmp_path).read_text())  # noqa: S314  # written by the page above
+    names = [each.get("data-action") for each in svg.iter() if each.get("data-action")]
+    assert sorted(names) == sorted(str(event.action) for event in trace.events)
+    assert not [each for each in svg.iter() if "var(" in each.get("style", "")]
+    picture = saved(tab, "png", tmp_path).read_bytes()
+    assert picture[:4] == b"\x89PNG"
+    width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
+    assert [width, height] == [round(2 * float(svg.get(name))) for name in ("width", "height")]
+
+
+def renamed_with_transfers(trace):
+    return pipelab.Trace.from_dict({**trace.to_dict(), "name": HOSTILE})
+
+
+@pytest.mark.browser
+def test_a_screen_reader_reads_the_page(opened, trace):
+    tab = opened(page.page(trace))
+    click(tab, "2B3")
+    golden = Path(__file__).parents[1] / "golden" / "page-1f1b-4x8.aria.yml"
+    assert tab.locator("body").aria_snapshot() + "\n" == golden.read_text(encoding="utf-8")
+
+
+@pytest.mark.browser
+def test_ten_tasks_with_the_keyboard_alone(opened, trace):
+    tab = opened(page.page(trace))
+    press = tab.keyboard.press
+    focus = "(each => each.getAttribute('aria-label') ?? each.textContent)(document.activeElement)"
+
+    def tab_to(name):
+        for _ in range(60):
+            press("Tab")
+            if tab.evaluate(focus).startswith(name):
+                assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+                return
+        raise AssertionError(f"no {name!r}")
+
+    def said():
+        return tab.locator("#say").inner_text()
+
+    press("Tab")  # 1: to the table, past the timelines
+    assert tab.evaluate(focus) == "skip the timelines"
+    press("Enter")
+    press("Tab")
+    assert tab.evaluate(focus) == "All actions as a table"
+    press("Enter")
+    wait_until(tab, "document.querySelectorAll('#actions tr').length === 65")
+    press("Enter")
+    tab.evaluate("document.activeElement.blur(); scrollTo(0, 0); document.querySelector('.skip').focus()")
+    tab_to("critical path")  # 2: a layer
+    press(" ")
+    assert tab.locator("[data-layer=critical]").get_attribute("aria-pressed") == "true"
+    press(" ")
+    tab_to("save")  # 3: a menu
+    press("Enter")
+    tab_to("save as PNG")
+    press("Escape")
+    assert not tab.locator("[data-save=png]").is_visible()
+    assert tab.evaluate(focus) == "save"
+    tab_to("rank 1")  # 4: dim a rank
+    press("Enter")
+    assert tab.evaluate(focus) == "rank 1"
+    assert tab.locator("[data-rank='1']").get_attribute("aria-pressed") == "false"
+    press("Enter")
+    tab_to("timeline of")  # 5: an action
+    press("End")
+    press("ArrowDown")
+    assert said().startswith("1B7, backward of micro-batch 7 on stage 1, rank 1, 29 to 31")
+    press("n")  # 6: what it waited for
+    assert said().startswith("2B7, ")
+    press("]")  # 7: an idle time and its root
+    assert said().startswith("rank 2 is idle from 29 to 33")
+    press("[")
+    tab_to("close")
+    tab_to("3B")
+    press("Enter")
+    assert tab.evaluate("document.activeElement.id") == "panel"
+    press("Escape")
+    assert tab.evaluate(focus).startswith("timeline of")
+    for key in ("Home", "Shift+ArrowRight", "Shift+ArrowRight"):  # 8: a span and its sum
+        press(key)
+    assert said().startswith("from 0 to 3 (3 units): all ranks together work 6, fill 6")
+    press("f")
+    wait_until(tab, "timelines[0].zoom > 9")
+    press("0")
+    wait_until(tab, "timelines[0].zoom === 1")
+    press("/")  # 9: find
+    tab.keyboard.type("mb 3")
+    press("Enter")
+    press("Shift+Enter")
+    assert tab.locator("#hits").inner_text() == "8 found"
+    press("Escape")
+    tab_to("play")  # 10: step through
+    press(".")
+    press(".")
+    assert tab.locator("#now").inner_text().startswith("t = 1: rank 0 begins 0F1")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 640, 390])
+def test_text_of_twice_the_size_fits(opened, trace, width):
+    tab = opened(page.page(trace))
+    tab.set_viewport_size({"width": width, "height": 844})
+    tab.add_style_tag(content=":root { font-size: 200% }")
+    click(tab, "2B3")
+    tab.wait_for_timeout(100)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.locator(".scroller").bounding_box()["width"] > 0.3 * width
+
+
+@pytest.mark.browser
+def test_forced_colours_keep_the_bars_and_show_what_is_pressed(opened, trace):
+    tab = opened(page.page(trace))
+    colours = """() => ["[data-action='0F0']", "[data-layer=memory]", "[data-layer=critical]"].map(name => {
+      const style = getComputedStyle(document.querySelector(name));
+      return name.includes("layer") ? style.backgroundColor : style.fill;
+    })"""
+    bar, *_ = tab.evaluate(colours)
+    tab.emulate_media(forced_colors="active")
+    forced, pressed, released = tab.evaluate(colours)
+    assert forced == bar
+    assert pressed != released
+
+
 @pytest.mark.browser
 def test_a_hostile_name_runs_nothing(opened, trace):
     tab = opened(page.page(renamed(trace, HOSTILE)))
@@ -454,6 +731,16 @@ def test_the_page_of_65536_actions_opens_and_zooms_to_single_actions(opened):
     trace = pipelab.simulate(pipelab.OneFOneB(32, 1024))
     tab = opened(page.page(trace))
     assert tab.locator("#timelines .bar").count() == 0
+    calls = """() => {
+      const canvas = CanvasRenderingContext2D.prototype, calls = [];
+      for (const name of ["fillRect", "strokeRect", "fillText", "drawImage", "putImageData"]) {
+        const asked = canvas[name];
+        canvas[name] = function (...values) { calls.push(name); return asked.apply(this, values); };
+      }
+      timelines[0].draw();
+      return calls;
+    }"""
+    assert tab.evaluate(calls) == ["putImageData"]
     for _ in range(14):
         tab.locator("[data-zoom=in]").click()
     tab.locator("#timelines .bar").first.wait_for(state="attached")

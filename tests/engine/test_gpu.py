@@ -218,6 +218,15 @@ def test_a_gpus_trace_obeys_the_plan_exactly(schedule):
         assert_obeys(trace, plan)
 
 
+def test_a_weight_of_stages_on_two_devices_learns_from_both():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model[2].weight = model[0].weight
+    with Pipeline(model, OneFOneB(3, 4), mse, devices=["cpu", "cuda", "cuda"]) as pipe:
+        assert pipe.verify(*plain.batch(8, WIDTH)).parameters == 3
+        assert model[0].weight is model[2].weight
+        assert model[0].weight.device.type == "cpu"
+
+
 def test_the_clocks_of_a_processor_and_a_gpu_agree_within_their_error():
     model = plain.mlp(6, WIDTH)
     with Pipeline(model, OneFOneB(3, 4), mse, devices=["cpu", "cuda", "cpu"]) as pipe:
@@ -334,3 +343,13 @@ def test_an_exception_on_a_gpu_leaves_a_pipeline_that_works():
         model.zero_grad()
         pipe.step(x, y)
         assert plain.difference(plain.taken(model), expected) <= 1e-6
+
+
+def test_the_allocator_gives_out_at_least_what_the_fullest_rank_holds():
+    x, y = on_gpu(24)
+    with Pipeline(plain.mlp(8, WIDTH).cuda(), GPipe(4, 6), mse, devices=["cuda:0"] * 4) as pipe:
+        predicted, measured = pipelab.memory_use(pipe.plan, pipe.memory(x, y)), pipe.memory_use(x, y)
+    assert [max(held.activations for held in curve) for curve in measured.curves] == [
+        max(held.activations for held in curve) for curve in predicted.curves
+    ]
+    assert measured.allocated["cuda:0"] >= max(measured.peaks)

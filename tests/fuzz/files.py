@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gzip
 import io
 import json
 import math
@@ -73,7 +74,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
 
 def mutated(chance: random.Random, data: dict[str, Any]) -> bytes:
     """Return the JSON of a trace with some changes, of its values or of its bytes."""
-    if chance.random() < 0.2:
+    if "starts" in data and chance.random() < 0.2:
         scale = chance.choice((1e-320, 1e-29, 1e-9, 1e9, 1e28, 1e307))
         for key in ("starts", "ends"):
             data[key] = [[time * scale for time in times] for times in data[key]]
@@ -154,6 +155,54 @@ def fuzz_trace_file(seed: int) -> str | None:
             return failure(f"seed {seed}, drawing", error)
     took = time.monotonic() - began
     return f"seed {seed}: {took:.0f} s" if took > SLOW else None
+
+
+PROFILES = Path(__file__).parent.parent / "trace" / "profiles"
+
+
+def fuzz_profile(seed: int) -> str | None:
+    """Break a rank's profile: all are refused with a FormatError, or they load and are drawn."""
+    chance = random.Random(seed)
+    name = chance.choice(("gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"))
+    files = [gzip.decompress(path.read_bytes()) for path in sorted((PROFILES / name).iterdir())]
+    which = chance.randrange(2)
+    data = json.loads(files[which])
+    events = data["traceEvents"]
+    for _ in range(chance.choice((0, 1, 3, 30))):
+        event = chance.choice(events)
+        how = chance.randrange(5)
+        if how == 0:
+            events.remove(event)
+        elif how == 1:
+            events.insert(0, dict(event))
+        elif how == 2 and isinstance(event.get("ts"), float):
+            event["ts"] += chance.choice((-1e9, -300, 300, 1e4, 1e12, 1e300))
+        elif how == 3 and isinstance(event.get("name"), str):
+            event["name"] = chance.choice(("PP:0F0", "PP:9F9", "PP:(0F3;3B1)OVERLAP_F_B", "PP:9999999F0", "Forward 7"))
+        else:
+            event[chance.choice(("name", "cat", "ph", "ts", "dur", "args"))] = copy.deepcopy(chance.choice(STRANGE))
+        if not events:
+            break
+    files[which] = mutated(chance, data) if chance.random() < 0.5 else json.dumps(data).encode()
+    if chance.random() < 0.2:
+        files[which] = gzip.compress(files[which])[: chance.choice((None, 1000))]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"rank{rank}.json" for rank in range(2)]
+        for path, held in zip(paths, files, strict=True):
+            path.write_bytes(held)
+        try:
+            trace = pipelab.Trace.load(paths)
+        except FormatError:
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
+            return failure(f"seed {seed}, load", error)
+        try:
+            shown(trace, chance)
+            trace.ledger  # noqa: B018 - it is computed when read
+            pipelab.what_if(trace, 0)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
+            return failure(f"seed {seed}, drawing", error)
+    return None
 
 
 CELLS = ("0F0", "1F0", "0B0", "F0", "B1", "R", "0R", "2REDUCE_GRAD", "(0F3;3B1)OVERLAP_F_B", "0I0", "0W0", "", '""')

@@ -120,7 +120,7 @@ def test_a_part_that_took_less_than_its_share_predicts_no_time_below_zero():
     "fixed",
     [-1, "1", None, {}, {2: 3}, {1: Cost()}, {2: Cost(), 4: Cost()}, {2: Cost(forward=[1, 2])}, {2: Cost(pair=1)},
      {2: Cost(forward=lambda m, s: 1)}],
-    ids=str,
+    ids=range(10),
 )  # fmt: skip
 def test_what_tells_no_fixed_time_is_refused(fixed):
     with pytest.raises(CostError, match="fixed"):

@@ -5,12 +5,16 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const KINDS = "FBIWR";
 
+// Runs of a number are written as [number, count].
+const unpack = (list) => list.flatMap((each) => (Array.isArray(each) ? new Array(each[1]).fill(each[0]) : each));
+
 class Model {
   constructor(raw) {
-    Object.assign(this, { title: raw.name, unit: raw.unit, span: raw.span * raw.tick, tick: raw.tick, typical: raw.typical });
+    Object.assign(this, { title: raw.name, about: raw.about, unit: raw.unit, span: raw.span * raw.tick, tick: raw.tick, typical: raw.typical });
     Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
     this.first = []; // by rank: its first place
+    this.idleOf = []; // by rank: its idle times
     this.rank = new Int32Array(count);
     this.kind = new Uint8Array(count);
     this.stage = new Int32Array(count);
@@ -18,33 +22,49 @@ class Model {
     this.start = new Float64Array(count);
     this.end = new Float64Array(count);
     this.half = new Uint8Array(count); // 1: the upper half of a slot, 2: the lower
-    this.places = new Map(); // name -> place
+    const depth = raw.ranks.reduce((most, rank) => unpack(rank.stages).reduce((a, b) => Math.max(a, b), most), 0) + 1;
+    this.places = new Int32Array(4 * depth * raw.microbatches).fill(-1); // by kind, stage and micro-batch
+    this.depth = depth;
     this.reduces = new Map(); // stage -> places of its all-reduce
     let place = 0;
     raw.ranks.forEach((rank, r) => {
       this.first.push(place);
-      const before = [0, 0, 0, 0, 0];
-      let time = 0;
+      const before = [0, 0, 0, 0, 0], last = [0, 0, 0, 0, 0];
+      const [kept, numbers, gaps, lasts] = ["stages", "microbatches", "gaps", "lasts"].map((name) => unpack(rank[name]));
+      const reasons = unpack(rank.idle), idle = [];
+      let time = 0, free = 0, part = 0;
+      const idleUntil = (until) => {
+        while (free < until) {
+          const reason = reasons[part++], end = reason < 0 ? free + reasons[part++] : until;
+          idle.push({ rank: r, reason: data.reasons[reason < 0 ? -1 - reason : reason], start: free * raw.tick, end: end * raw.tick });
+          free = end;
+        }
+      };
       for (let index = 0; index < rank.kinds.length; index += 1, place += 1) {
         const kind = KINDS.indexOf(rank.kinds[index]);
         this.rank[place] = r;
         this.kind[place] = kind;
-        this.stage[place] = Array.isArray(rank.stage) ? rank.stage[index] : rank.stage;
-        before[kind] += rank.microbatches[index];
+        this.stage[place] = kept[index];
+        before[kind] += numbers[index];
         this.microbatch[place] = kind === 4 ? -1 : before[kind];
-        time += rank.gaps[index];
+        time += gaps[index];
+        idleUntil(time);
         this.start[place] = time * raw.tick;
-        time += rank.lasts[index];
+        time += last[kind] += lasts[index];
         this.end[place] = time * raw.tick;
-        if (kind < 4) this.places.set(this.name(place), place);
+        free = Math.max(free, time);
+        if (kind < 4) this.places[this.slot(kind, this.stage[place], before[kind])] = place;
         else this.reduces.set(this.stage[place], [...(this.reduces.get(this.stage[place]) ?? []), place]);
       }
+      idleUntil(raw.span);
+      this.idleOf.push(idle);
       for (const index of rank.halves) this.half.set([1, 2], this.first[r] + index);
     });
     this.first.push(place);
     this.count = count;
     this.unpackLags(raw);
-    this.unpackIdle(raw);
+    this.idle = this.idleOf.flat();
+    for (const rank of raw.ranks) for (const name of ["kinds", "stages", "microbatches", "gaps", "lasts", "lags", "idle"]) delete rank[name]; // unpacked
     this.critical = new Set(raw.critical.map(([rank, index]) => this.first[rank] + index));
   }
 
@@ -52,29 +72,44 @@ class Model {
   unpackLags(raw) {
     this.lags = new Map();
     raw.ranks.forEach((rank, r) => {
-      if (!rank.lags) return;
+      const lags = unpack(rank.lags);
       let at = 0;
+      if (!lags.length) return;
       for (let place = this.first[r]; place < this.first[r + 1]; place += 1) {
         for (const giver of this.needs(place)) {
-          if (this.rank[giver] !== r && this.kind[place] < 4) this.lags.set(giver * this.count + place, (Array.isArray(rank.lags) ? rank.lags[at++] : rank.lags) * raw.tick);
+          if (this.rank[giver] !== r && this.kind[place] < 4) this.lags.set(giver * this.count + place, lags[at++] * raw.tick);
         }
       }
     });
   }
 
-  unpackIdle(raw) {
-    this.idle = [];
-    raw.ranks.forEach((rank, r) => {
-      let time = 0;
-      for (let at = 0; at < rank.idle.length; at += 3) {
-        const start = time + rank.idle[at + 1];
-        time = start + rank.idle[at + 2];
-        this.idle.push({ rank: r, reason: data.reasons[rank.idle[at]], start: start * raw.tick, end: time * raw.tick });
-      }
-    });
+  slot(kind, stage, microbatch) { return (kind * this.depth + stage) * this.microbatches + microbatch; }
+
+  find(kind, stage, microbatch) {
+    return stage < 0 || stage >= this.depth || microbatch >= this.microbatches ? -1 : this.places[this.slot(kind, stage, microbatch)];
   }
 
-  find(kind, stage, microbatch) { return this.places.get(`${stage}${KINDS[kind]}${microbatch}`) ?? -1; }
+  // The idle times of a rank that overlap the time between `from` and `to`.
+  idleIn(rank, from, to) {
+    const all = this.idleOf[rank], found = [];
+    let low = 0, high = all.length;
+    while (low < high) { const middle = (low + high) >> 1; if (all[middle].end > from) high = middle; else low = middle + 1; }
+    for (; low < all.length && all[low].start < to; low += 1) found.push(all[low]);
+    return found;
+  }
+
+  // Where each rank's time between `from` and `to` went: a map from "work" and the reasons of idle times to time.
+  sums(from = 0, to = this.span) {
+    return this.lanes.map((_, rank) => {
+      const sums = new Map([["work", to - from]]);
+      for (const idle of this.idleIn(rank, from, to)) {
+        const lost = Math.min(idle.end, to) - Math.max(idle.start, from);
+        sums.set("work", sums.get("work") - lost);
+        sums.set(idle.reason, (sums.get(idle.reason) ?? 0) + lost);
+      }
+      return sums;
+    });
+  }
 
   name(place) {
     return `${this.stage[place]}${KINDS[this.kind[place]]}${this.kind[place] === 4 ? "" : this.microbatch[place]}`;
@@ -159,6 +194,8 @@ class Model {
 
   // How many activations a rank holds, as [time, count] from then on.
   memory(rank) {
+    this.held ??= [];
+    if (this.held[rank]) return this.held[rank];
     const changes = [];
     for (let place = this.first[rank]; place < this.first[rank + 1]; place += 1) {
       if (this.kind[place] === 0) changes.push([this.start[place], 1]);
@@ -166,7 +203,7 @@ class Model {
     }
     changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     let held = 0;
-    return changes.map(([time, change]) => [time, (held += change)]);
+    return (this.held[rank] = changes.map(([time, change]) => [time, (held += change)]));
   }
 
   // The stage-0 rank of each micro-batch: schedules with two directions have two.

@@ -1,7 +1,10 @@
 """Timelines as one HTML file that needs nothing else: no network, no fonts, no libraries.
 
-`page.html` holds the frame, `page.css` the looks. Three scripts follow: `model.js` reads the data that Python puts in,
-`timeline.js` draws what is visible, `panel.js` answers: what is selected, why it waited, and everything else.
+`page.html` holds the frame, `page.css` the looks. The scripts follow in the order of `_SCRIPTS`: `model.js` reads the
+data that Python puts in, `paint.js` paints bars as elements or as pixels, `timeline.js` draws what is visible,
+`gestures.js` follows mouse and fingers, `ledger.js` sums up spans of time, `compare.js` shows how traces differ from
+the first, `panel.js` answers: what is selected, why it waited, and everything else; `save.js` draws for paper and
+files.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import json
 import math
 import re
 from importlib.resources import files
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
 
-from pipelab.draw import colours, text, wording
+from pipelab.draw import colours, differences, text, wording
 from pipelab.draw.bars import Lanes
 from pipelab.errors import clean
 from pipelab.plan.actions import KINDS, Action
@@ -25,10 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pipelab.plan.bound import BoundPlan
+    from pipelab.trace.diff import Diff
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
-__all__ = ["comparison_page", "page"]
+__all__ = ["comparison_page", "diff_page", "document", "page"]
+
+_SCRIPTS = ("model.js", "paint.js", "timeline.js", "gestures.js", "ledger.js", "compare.js", "panel.js", "save.js")
 
 
 def page(trace: Trace) -> str:
@@ -56,8 +63,49 @@ def comparison_page(comparison: Comparison) -> str:
     return _page(f"Comparison of {len(comparison.traces)} traces", comparison, plain)
 
 
-def _page(title: str, comparison: Comparison, plain: str) -> str:
-    """Fill the frame."""
+def diff_page(found: Diff) -> str:
+    """Return a page with two traces of the same actions, one over the other, coloured by what changed.
+
+    Example:
+        >>> import pipelab
+        >>> one = pipelab.simulate(pipelab.OneFOneB(2, 2))
+        >>> "once takes as long as again (9 units)" in diff_page(pipelab.diff(one, one, names=["again", "once"]))
+        True
+    """
+    comparison = compare(found.before, found.after, names=found.names)
+    plain = f"{differences.text(found)}\n\n{text.comparison(comparison, text.PLAIN_WIDTH, colour=False)}"
+    before, after = found.names
+    return _page(f"{after} compared with {before}", comparison, plain, view="diff")
+
+
+def document(title: str, body: str) -> str:
+    """Return a page without scripts that has the looks of the others.
+
+    Args:
+        title: its name and heading, as text.
+        body: what follows, as HTML.
+    """
+    name = html.escape(title)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{name}</title>\n'
+        f"<style>\n{_palette()}{_read('page.css')}{_ORDER}</style>\n</head>\n"
+        f"<body>\n<header><h1>{name}</h1></header>\n<main>{body}</main>\n</body>\n</html>\n"
+    )
+
+
+_ORDER = """
+.picture { overflow-x: auto; } .picture svg text { fill: #000000; }
+.order.faulty h2 { color: var(--need); } .order.after h2, .try { color: var(--give); }
+.order ol { margin: .2rem 0; } details pre { overflow-x: auto; }
+@media print { .picture svg { max-width: 100%; height: auto; } .order { break-inside: avoid; } }
+"""
+
+
+def _page(title: str, comparison: Comparison, plain: str, view: str = "stack") -> str:
+    """Fill the frame. A comparison of the same actions can also be shown as overlay or diff; `view` is the first."""
     alone = len(comparison.traces) == 1
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
     data = {
@@ -65,6 +113,8 @@ def _page(title: str, comparison: Comparison, plain: str) -> str:
         "reasons": REASONS,
         "meanings": MEANINGS,
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
+        "view": view,
+        "diffs": [] if alone else _diffs(comparison),
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
     }
     parts = {
@@ -75,14 +125,21 @@ def _page(title: str, comparison: Comparison, plain: str) -> str:
         "note": "" if comparison.shares_axis else "<p>The units of time differ: every timeline has its own scale.</p>",
         "text": html.escape(plain),
         "data": _script_safe(json.dumps(data, separators=(",", ":"))),
-        "script": "\n".join(map(_read, ("model.js", "timeline.js", "panel.js"))),
+        "script": "\n".join(map(_read, _SCRIPTS)),
     }
     # In one pass, so that what looks like a place in a name stays a name.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read("page.html"))
 
 
+def _diffs(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return how each trace but the first differs from the first."""
+    (first, name), *others = zip(comparison.traces, comparison.names, strict=True)
+    return [differences.data(first, trace, (name, other)) for trace, other in others]
+
+
 def _read(name: str) -> str:
-    return (files("pipelab.draw.page") / name).read_text(encoding="utf-8")
+    """Return a part of the page without indents and the lines that are comments, which would be a tenth of a page."""
+    return re.sub(r"(?m)^ +(//.*\n)?|^//.*\n", "", (files("pipelab.draw.page") / name).read_text(encoding="utf-8"))
 
 
 def _script_safe(data: str) -> str:
@@ -91,10 +148,11 @@ def _script_safe(data: str) -> str:
 
 
 def _palette() -> str:
-    """Return the colours as CSS variables: `--F0` and `--F1` for even and odd micro-batches, `--F-ink` on them."""
+    """Return the colours as CSS variables: `--F0` and `--F1` for even and odd micro-batches, and inks on them."""
     lines = [f"--{kind}{at}:{colour};" for kind, pair in colours.PALETTE.items() for at, colour in enumerate(pair)]
-    lines += [f"--{kind}-ink:{colours.ink(pair[0])};" for kind, pair in colours.PALETTE.items()]
-    lines += [f"--hue{at}:{colour};--hue{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(colours.HUES)]
+    lines += [f"--{kind}{at}-ink:{colours.ink(pair[0])};" for kind, pair in colours.PALETTE.items() for at in (0, 1)]
+    for name, palette in (("hue", colours.HUES), ("diff", colours.DIVERGING)):
+        lines += [f"--{name}{at}:{colour};--{name}{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(palette)]
     return f":root{{{''.join(lines)}}}\n"
 
 
@@ -120,12 +178,13 @@ def _subtitle(trace: Trace) -> str:
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
 
-    Each rank has its actions: their `kinds`, their `stage` (one number where all have the same), their `microbatches`
-    (each as the difference from the one before of its kind), `gaps` (from the end of the action before), and `lasts`
-    (their durations). `halves` numbers the actions that share a slot with the next. `lags` are the travel times of
-    values from other ranks, in the order of the actions that need them. `idle` has three numbers for each idle time:
-    its reason, how long after the end of the idle time before it starts, and its length. `behind` says in words behind
-    which transfer the value stood that an action waited for.
+    Each rank has its actions: their `kinds`, their `stages`, their `microbatches` and `lasts` (their durations), both
+    as the difference from the one before of its kind, and `gaps` (from the end of the action before). `halves` numbers
+    the actions that share a slot with the next. `lags` are the travel times of values from other ranks, in the order of
+    the actions that need them; there are none if nothing travels. `idle` has the reason of each idle time, which ends
+    when the next action starts; if another idle time follows first, it has `-1 - reason` and the length. `behind` says
+    in words behind which transfer the value stood that an action waited for. In long lists, `[value, count]` is a run
+    of a value.
     """
     lanes, bound = Lanes(trace), trace.plan.bound
     # Seven digits are more than a screen shows and keep the file small.
@@ -134,26 +193,13 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     def ticks(times: Iterable[float]) -> list[int]:
         return [round((time - trace.start) / tick) for time in times]
 
-    typical, waited = lanes.typical(range(trace.ranks)), waits(trace)
-    arrived = {(each.giver, each.needer): each.end for each in trace.transfers}
-    travelled = any(each.end > each.start for each in trace.transfers)
-    ends = {
-        code: end
-        for row, times in zip(bound.rows, trace.ends, strict=True)
-        for code, end in zip(row, times, strict=True)
-    }
-    action = bound.codes.action
-
-    def lags(row: Sequence[int], rank: int) -> list[int]:
-        found: list[int] = []
-        for code in row:
-            for _, giver in bound.inputs(code):
-                if bound.rank_of[giver] != rank:
-                    found.append(round((arrived[action(giver), action(code)] - ends[giver]) / tick))
-        return found
-
+    typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
+    moved = () if trace.instant else trace.transfers
+    lags = _lags(trace, tick) if any(each.end > each.start for each in moved) else []
+    waited = waits(trace) if any(each.behind for each in moved) else []
     return {
         "name": clean(name),
+        "about": {"name": trace.name, "source": trace.source, "unit": trace.unit, "note": trace.note},
         "unit": wording.unit(trace),
         "tick": tick,
         "span": round(trace.makespan / tick),
@@ -162,13 +208,12 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "typical": min((time for kind, time in typical.items() if kind != "R"), default=0),
         "critical": _places(trace),
         "ranks": [
-            _times(ticks(trace.starts[rank]), ticks(trace.ends[rank]))
-            | _row(bound, row)
+            _row(bound, row, ticks(trace.starts[rank]), ticks(trace.ends[rank]))
             | {
-                "halves": [index for index in range(len(row)) if half(trace, rank, index) == "upper"],
-                "lags": _once(lags(row, rank)) if travelled else 0,
-                "idle": _idle(trace, rank, ticks),
-                "behind": _behind(trace, waited[rank]),
+                "halves": [at for at in range(len(row) if bound.pairs else 0) if half(trace, rank, at) == "upper"],
+                "lags": _runs(lags[rank]) if lags else [],
+                "idle": _runs(idle[rank]),
+                "behind": _behind(trace, waited[rank]) if waited else {},
                 "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
                 "peak": trace.peak_activations[rank],
                 "lane": trace.lanes[rank] if rank < len(trace.lanes) else "",
@@ -178,40 +223,70 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     }
 
 
-def _times(starts: Sequence[int], ends: Sequence[int]) -> dict[str, list[int]]:
-    gaps = [start - before for start, before in zip(starts, (0, *ends), strict=False)]
-    return {"gaps": gaps, "lasts": [end - start for start, end in zip(starts, ends, strict=True)]}
-
-
-def _row(bound: BoundPlan, row: Sequence[int]) -> dict[str, Any]:
-    codes = bound.codes
-    stages = [codes.stage[code] for code in row]
-    before = dict.fromkeys(KINDS, 0)
-    microbatches: list[int] = []
-    for code in row:
-        kind, microbatch = codes.kind[code], codes.action(code).microbatch or 0
-        microbatches.append(microbatch - before[kind])
-        before[kind] = microbatch
+def _row(bound: BoundPlan, row: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> dict[str, Any]:
+    kind, stage, numbers = bound.codes.kind, bound.codes.stage, bound.codes.microbatch
+    gaps, lasts, microbatches = [], [], []
+    before = dict.fromkeys(KINDS, (0, 0))
+    free = 0
+    for code, start, end in zip(row, starts, ends, strict=True):
+        microbatch, last = max(numbers[code], 0), end - start
+        number_before, last_before = before[kind[code]]
+        gaps.append(start - free)
+        lasts.append(last - last_before)
+        microbatches.append(microbatch - number_before)
+        before[kind[code]], free = (microbatch, last), end
     return {
-        "kinds": "".join(codes.kind[code] for code in row),
-        "stage": _once(stages),
-        "microbatches": microbatches,
+        "kinds": "".join(kind[code] for code in row),
+        "stages": _runs([stage[code] for code in row]),
+        "microbatches": _runs(microbatches),
+        "gaps": _runs(gaps),
+        "lasts": _runs(lasts),
     }
 
 
-def _once(numbers: list[int]) -> list[int] | int:
-    """Return one number for a list in which all are the same."""
-    return numbers[0] if len(set(numbers)) == 1 else numbers
+def _lags(trace: Trace, tick: float) -> list[list[int]]:
+    """Return, for each rank, how long each value from another rank travelled, in the order of the actions' needs."""
+    bound, code = trace.plan.bound, trace.plan.bound.codes.code
+    arrived = {(code(each.giver), code(each.needer)): each.end for each in trace.transfers}
+    ended = {
+        code: end for row, ends in zip(bound.rows, trace.ends, strict=True) for code, end in zip(row, ends, strict=True)
+    }
+    return [
+        [
+            round((arrived[giver, code] - ended[giver]) / tick)
+            for code in row
+            for _, giver in bound.inputs(code)
+            if bound.rank_of[giver] != rank
+        ]
+        for rank, row in enumerate(bound.rows)
+    ]
 
 
-def _idle(trace: Trace, rank: int, ticks: Callable[[Iterable[float]], list[int]]) -> list[int]:
-    found: list[int] = []
-    before = 0
+def _runs(numbers: Iterable[int]) -> list[int | list[int]]:
+    """Return a list in which runs of the same number are short.
+
+    Example:
+        >>> _runs([1, 2, 2, 2, 2, 2, 3, 3])
+        [1, [2, 5], 3, 3]
+    """
+    found: list[int | list[int]] = []
+    for value, run in groupby(numbers):
+        count = sum(1 for _ in run)
+        found += [[value, count]] if count > 3 else [value] * count
+    return found
+
+
+def _idle(trace: Trace, ticks: Callable[[Iterable[float]], list[int]]) -> list[list[int]]:
+    spans: list[list[tuple[int, int, int]]] = [[] for _ in range(trace.ranks)]
     for idle in trace.idle:
-        if idle.rank == rank:
-            start, end = ticks([idle.start, idle.end])
-            found += [REASONS.index(idle.reason), start - before, end - start]
-            before = end
+        start, end = ticks([idle.start, idle.end])
+        if end > start:
+            spans[idle.rank].append((REASONS.index(idle.reason), start, end))
+    found: list[list[int]] = [[] for _ in spans]
+    for row, listed in zip(spans, found, strict=True):
+        for (reason, start, end), following in zip_longest(row, row[1:]):
+            another = following is not None and following[1] == end
+            listed.extend([-1 - reason, end - start] if another else [reason])
     return found
 
 
@@ -222,6 +297,6 @@ def _behind(trace: Trace, waited: Sequence[Wait | None]) -> dict[int, str]:
 
 def _places(trace: Trace) -> list[tuple[int, int]]:
     """Return rank and index of every action on the critical path."""
-    codes = trace.plan.bound.codes
-    where = [{code: index for index, code in enumerate(row)} for row in trace.plan.bound.rows]
-    return [(event.rank, where[event.rank][codes.code(event.action)]) for event in critical_path(trace)]
+    code = trace.plan.bound.codes.code
+    where = [trace.plan.bound.index_of(rank) for rank in range(trace.ranks)]
+    return [(event.rank, where[event.rank][code(event.action)]) for event in critical_path(trace)]

@@ -16,7 +16,8 @@ function link(timeline, chosen, text = null) {
   return made;
 }
 
-function sentence(model, { place, idle }) {
+function sentence(model, { place, idle, range }) {
+  if (range) return `from ${number(range.from)} to ${number(range.to)} (${time(range.to - range.from, model.unit)}): all ranks together ${totalOf(model.sums(range.from, range.to)).map(([name, each]) => `${name} ${number(each)}`).join(", ")}`;
   if (idle) return `rank ${idle.rank} is idle from ${number(idle.start)} to ${number(idle.end)}: ${idle.reason}`;
   const m = model.microbatch[place], of = m < 0 ? "" : ` of micro-batch ${m}`;
   return `${model.name(place)}, ${WORDS[KINDS[model.kind[place]]]}${of} on stage ${model.stage[place]}, rank ${model.rank[place]}, ${number(model.start[place])} to ${number(model.end[place])}`;
@@ -38,6 +39,7 @@ function select(timeline, chosen, reveal = false) {
 
 // The same action in another timeline, or null.
 function twin(timeline, chosen, other) {
+  if (chosen.range) return data.shared ? chosen : null;
   const found = chosen.idle ? -1 : other.model.named(timeline.model.name(chosen.place));
   return found < 0 ? null : { place: found };
 }
@@ -50,15 +52,22 @@ function row(list, name, ...values) {
 
 function explain() {
   const { timeline, chosen } = state;
+  const inside = panel.contains(document.activeElement);
   panel.hidden = !chosen;
   document.body.classList.toggle("with-panel", Boolean(chosen));
-  if (!chosen) return;
+  if (!chosen) return inside && timeline.scroller.focus({ preventScroll: true });
   const close = tag("button", "×", "close");
   close.type = "button";
   close.title = "close (Esc)";
   close.setAttribute("aria-label", "close");
   close.addEventListener("click", () => select(timeline, null));
-  panel.replaceChildren(close, ...(chosen.idle ? explainIdle(timeline, chosen.idle) : explainAction(timeline, chosen.place)));
+  const said = chosen.range ? explainRange(timeline, chosen.range) : chosen.idle ? explainIdle(timeline, chosen.idle) : explainAction(timeline, chosen.place);
+  panel.replaceChildren(close, ...said);
+  if (inside) panel.focus({ preventScroll: true });
+  if (getComputedStyle(panel).position !== "fixed" || chosen.range) return;
+  // On a phone the panel lies over the page: what is selected goes above it.
+  const box = timeline.boxOf(chosen), bottom = timeline.svg.getBoundingClientRect().top + box.y + box.height + 8;
+  scrollBy(0, Math.max(0, bottom - panel.getBoundingClientRect().top));
 }
 
 function explainAction(timeline, place) {
@@ -87,6 +96,7 @@ function explainAction(timeline, place) {
   else if (start - free > near * model.span) waited.append(`nothing that it needs: it started ${time(start - free, model.unit)} after its rank was free`);
   else waited.append(before < 0 ? "nothing" : "nothing: it started when its rank was free");
   row(list, "waited for", waited);
+  for (const [name, text] of changes(timeline, place)) row(list, name, text);
   const slack = model.slack[place];
   row(list, "slack", model.critical.has(place) ? "none: it is on the critical path, and the step gets shorter only if that does"
     : slack > near * model.span ? `${time(slack, model.unit)}: it could end so much later without a longer makespan` : "none: if it took longer, so would the step");
@@ -141,44 +151,6 @@ function chain(timeline, place) {
   return holder;
 }
 
-// Where the time of all ranks went, as a bar and, opened, as a table.
-function ledgerOf(timeline) {
-  const { model } = timeline, whole = model.span * model.lanes.length, totals = new Map([["work", 0]]);
-  for (const reason of data.reasons) totals.set(reason, 0);
-  for (const idle of model.idle) totals.set(idle.reason, totals.get(idle.reason) + idle.end - idle.start);
-  totals.set("work", whole - [...totals.values()].reduce((sum, each) => sum + each, 0));
-  const parts = [...totals].filter(([, each]) => each > near * whole);
-  const holder = tag("details", "", "ledger"), summary = tag("summary"), bar = tag("div", "", "parts");
-  for (const [name, each] of parts) {
-    const part = tag("button", `${name} ${number(each)}`, name === "work" ? "work" : "lost");
-    part.type = "button";
-    part.style.flexGrow = each;
-    part.title = `${name}: ${time(each, model.unit)}, ${(100 * each / whole).toFixed(1)} %`;
-    part.dataset.reason = name;
-    part.addEventListener("click", (event) => {
-      event.preventDefault();
-      const gaps = model.idle.filter((idle) => idle.reason === name).sort((a, b) => b.end - b.start - (a.end - a.start));
-      if (gaps.length) select(timeline, { idle: gaps[0] }, true);
-    });
-    bar.append(part);
-  }
-  summary.append(tag("span", `${number(whole)} = ${parts.map(([name, each]) => `${name} ${number(each)}`).join(" + ")}`));
-  const table = tag("table"), head = tag("tr");
-  head.append(...["rank", ...parts.map(([name]) => name), "idle"].map((name) => tag("th", name)));
-  table.append(head);
-  model.lanes.forEach((_, rank) => {
-    const mine = model.idle.filter((idle) => idle.rank === rank), line = tag("tr");
-    const lost = mine.reduce((sum, idle) => sum + idle.end - idle.start, 0);
-    const cells = parts.map(([name]) => (name === "work" ? model.span - lost : mine.filter((idle) => idle.reason === name).reduce((sum, idle) => sum + idle.end - idle.start, 0)));
-    line.append(tag("th", `rank ${rank}`), ...cells.map((each) => tag("td", number(each))), tag("td", `${number(lost)} (${(100 * lost / model.span).toFixed(1)} %)`));
-    table.append(line);
-  });
-  holder.append(summary, table);
-  const both = tag("div");
-  both.append(...(models.length > 1 ? [] : [bar]), holder); // side by side, timelines need the room
-  return both;
-}
-
 function showTip(timeline, event) {
   tip.hidden = !timeline.hovered || !event;
   if (tip.hidden) return;
@@ -188,7 +160,7 @@ function showTip(timeline, event) {
 }
 
 const moved = (source) => { for (const each of timelines) { if (each === source) each.redraw(); else if (data.shared) each.follow(source); else each.redraw(); } keep(); };
-const hooks = { moved, chosen: (timeline) => select(timeline, timeline.chosen), hovered: showTip };
+const hooks = { moved, chosen: (timeline) => select(timeline, timeline.chosen), hovered: showTip, crowded: () => legend() };
 models.forEach((model, at) => timelines.push(new Timeline(model, at, data.shared ? longest : model.span, hooks)));
 // On one axis, the others follow.
 const zoom = (factor) => timelines.slice(0, data.shared ? 1 : undefined).forEach((each) => each.setZoom(each.zoom * factor || 1));
@@ -214,12 +186,12 @@ function legend() {
     made.addEventListener("click", () => { toggle(look.hidden, name); legend(); redraw(); });
     return made;
   };
-  const kinds = Object.entries(WORDS).map(([letter, word]) => entry(letter, `${letter} ${word}`, look.colour === "kind" ? `--${letter}0` : "--idle"));
+  const kinds = Object.entries(WORDS).map(([letter, word]) => entry(letter, `${letter} ${word}`, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"));
   const idle = tag("span", "idle");
   idle.style.setProperty("--swatch", "var(--idle)");
   const notes = { kind: "", "micro-batch": "colour: micro-batch, in turns of eight", stage: "colour: stage, in turns of eight", direction: "colour: the end at which a micro-batch enters" };
-  const crowded = timelines.some((each) => each.crowded) ? "share of time, where bars are thinner than a pixel" : "";
-  place.replaceChildren(...kinds, idle, tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")));
+  const crowded = timelines.some((each) => each.crowded || each.rows[0].band) ? "share of time, where bars are thinner than two pixels" : "";
+  keepFocus(place, () => place.replaceChildren(...kinds, idle, tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")), ...scale()));
 }
 
 // Search: an action, F3, mb 3, rank 2, stage 1, idle > 3.
@@ -245,7 +217,7 @@ function nextHit(step) {
 }
 
 // The player: time passes, and one sentence says what begins.
-const moments = [...new Set(models[0].start)].sort((a, b) => a - b).concat(longest);
+const moments = [...models[0].start.slice().sort().filter((each, at, all) => !at || each > all[at - 1]), longest];
 const player = { at: moments.length - 1, playing: null };
 
 function begun(model, moment) {
@@ -265,6 +237,7 @@ function play(at) {
   const last = player.at === moments.length - 1, moment = moments[player.at];
   look.now = last ? null : moment + near * longest;
   document.getElementById("moment").value = player.at;
+  document.getElementById("moment").setAttribute("aria-valuetext", `t = ${number(moment)}`);
   document.getElementById("now").textContent = last ? "" : begun(models[0], moment);
   redraw();
 }
@@ -290,6 +263,7 @@ function table(holder) {
       line.append(...[model.rank[place], model.name(place), number(model.start[place]), number(model.end[place]), last ? model.name(last[0]) : ""].map((each) => tag("td", each)));
       made.append(line);
     }
+    if (model.count > 5000) holder.append(tag("p", `${number(model.count - 5000)} more actions of ${model.title}: save all as CSV.`));
     holder.append(made);
   }
 }
@@ -305,12 +279,13 @@ function hashOf() {
   const [first] = timelines, parts = ["v=1"];
   if (first.zoom > 1) parts.push(`z=${[first.left / first.scale, (first.left + first.width) / first.scale].map((each) => Number(each.toPrecision(6))).join(",")}`);
   if (state.chosen) {
-    const at = timelines.indexOf(state.timeline), { model } = state.timeline, { place, idle } = state.chosen;
-    parts.push(`s=${at}:${idle ? `idle.${idle.rank}.${Number(idle.start.toPrecision(7))}` : `${model.name(place)}.${model.rank[place]}`}`);
+    const at = timelines.indexOf(state.timeline), { model } = state.timeline, { place, idle, range } = state.chosen;
+    parts.push(`s=${at}:${range ? `from.${[range.from, range.to].map((each) => Number(each.toPrecision(7))).join("to")}` : idle ? `idle.${idle.rank}.${Number(idle.start.toPrecision(7))}` : `${model.name(place)}.${model.rank[place]}`}`);
   }
   const layers = [look.critical && "c", look.memory && "a"].filter(Boolean);
   if (layers.length) parts.push(`l=${layers.join(",")}`);
-  if (look.colour !== "kind") parts.push(`k=${look.colour}`);
+  if (look.view !== data.view) parts.push(`w=${look.view}`);
+  if (look.colour !== "kind" || look.view === "diff") parts.push(`k=${look.colour}`);
   return parts.length > 1 ? `#${parts.join("&")}` : "";
 }
 
@@ -320,15 +295,19 @@ function restore(hash) {
   const layers = (parts.get("l") ?? "").split(",");
   setLook("critical", layers.includes("c"));
   setLook("memory", layers.includes("a"));
-  if (["micro-batch", "stage", "direction"].includes(parts.get("k"))) setLook("colour", parts.get("k"));
+  if (compared.length && parts.get("w") in VIEWS) setView(parts.get("w"));
+  if ([...document.getElementById("colour").options].some((each) => each.value === parts.get("k"))) setLook("colour", parts.get("k"));
   const [from, to] = (parts.get("z") ?? "").split(",").map(Number);
   if (from >= 0 && to > from) timelines[0].show(from, to);
-  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|(\w+)\.(\d+))$/.exec(parts.get("s") ?? ""), timeline = chosen && timelines[chosen[1]];
+  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|from\.([\d.e+-]+)to([\d.e+-]+)|(\w+)\.(\d+))$/.exec(parts.get("s") ?? ""), timeline = chosen && timelines[chosen[1]];
   if (!timeline) return;
   const { model } = timeline;
   if (chosen[4]) {
-    const found = model.named(chosen[4]), all = found >= 0 && model.kind[found] === 4 ? model.reduces.get(model.stage[found]) : [found];
-    const place = all.find((each) => each >= 0 && model.rank[each] === Number(chosen[5]));
+    const [from, to] = [Number(chosen[4]), Number(chosen[5])];
+    if (from >= 0 && to > from && to <= model.span * (1 + near)) select(timeline, { range: { from, to } });
+  } else if (chosen[6]) {
+    const found = model.named(chosen[6]), all = found >= 0 && model.kind[found] === 4 ? model.reduces.get(model.stage[found]) : [found];
+    const place = all.find((each) => each >= 0 && model.rank[each] === Number(chosen[7]));
     if (place !== undefined) select(timeline, { place });
   } else {
     const idle = model.idle.find((each) => each.rank === Number(chosen[2]) && Math.abs(each.start - Number(chosen[3])) <= 1e-5 * model.span);
@@ -339,7 +318,7 @@ function restore(hash) {
 // The keyboard, wherever the focus is but in a text field.
 function key(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
-  if (event.target.tagName === "BUTTON" && /^(Enter| )$/.test(event.key)) return;
+  if (/BUTTON|SUMMARY|^A$/.test(event.target.tagName) && /^(Enter| )$/.test(event.key)) return;
   const timeline = state.timeline ?? timelines.find((each) => each.scroller.contains(event.target)) ?? timelines[0], { model } = timeline;
   const place = state.chosen?.place, rank = place !== undefined ? model.rank[place] : state.chosen?.idle?.rank ?? 0;
   const go = (each) => { if (each !== undefined && each >= 0) select(timeline, { place: each }, true); };
@@ -359,6 +338,14 @@ function key(event) {
     const found = gaps[(here + gaps.length) % gaps.length];
     if (found) select(timeline, { idle: found }, true);
   };
+  // With Shift, the arrow keys move the end of a span, which begins as the action or the idle time that was selected.
+  const span = (step) => {
+    const { idle, range } = state.chosen ?? {}, whole = range ?? idle ?? { start: model.start[place], end: model.end[place] };
+    const from = whole.from ?? whole.start, to = whole.to ?? whole.end, least = near * model.span;
+    const next = step > 0 ? moments.find((each) => each > to + least) : moments.findLast((each) => each < to - least);
+    if (next > from + least) select(timeline, { range: { from, to: next } });
+  };
+  if (event.shiftKey && /^Arrow(Left|Right)$/.test(event.key)) { event.preventDefault(); return span(event.key === "ArrowRight" ? 1 : -1); }
   const keys = {
     ArrowRight: () => go(around(1)), ArrowLeft: () => go(around(-1)), ArrowDown: () => go(beside(1)), ArrowUp: () => go(beside(-1)),
     Home: () => go(model.first[rank]), End: () => go(model.first[rank + 1] - 1),
@@ -367,11 +354,12 @@ function key(event) {
     c: () => setLook("critical", !look.critical), a: () => setLook("memory", !look.memory),
     m: () => place !== undefined && model.microbatch[place] >= 0 && (find.value = `mb ${model.microbatch[place]}`, search(find.value)),
     "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), w: () => zoom(1.5), s: () => zoom(1 / 1.5), 0: () => zoom(0),
-    d: () => { timeline.scroller.scrollLeft += timeline.width / 4; }, f: () => { const box = state.chosen && timeline.boxOf(state.chosen); if (box) timeline.show(...[-2, 3].map((by) => (box.x + timeline.left + by * box.width) / timeline.scale)); },
+    d: () => { timeline.scroller.scrollLeft += timeline.width / 4; }, f: () => { const box = state.chosen && timeline.boxOf(state.chosen), beside = state.chosen?.range ? 0.02 : 2; if (box) timeline.show(...[-beside, 1 + beside].map((by) => (box.x + timeline.left + by * box.width) / timeline.scale)); },
     " ": () => playing(!player.playing), ",": () => play(player.at - 1), ".": () => play(player.at + 1 < moments.length ? player.at + 1 : 0),
     "/": () => find.focus(), t: () => { const holder = document.getElementById("actions"); holder.open = !holder.open; },
+    o: () => nextView(),
     l: () => navigator.clipboard?.writeText(location.href.split("#")[0] + hashOf()),
-    Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { search(find.value = ""); select(timeline, null); },
+    Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { if (closeMenu()) return; search(find.value = ""); select(timeline, null); },
   };
   const act = keys[event.key];
   if (!act) return;
@@ -409,13 +397,15 @@ addEventListener("message", (event) => { if (["light", "dark"].includes(event.da
 
 // On paper, all of it is drawn anew for the paper's width.
 addEventListener("beforeprint", () => {
-  for (const timeline of timelines) timeline.scroller.parentElement.after(timeline.printed(1000));
+  for (const timeline of timelines) timeline.scroller.parentElement.after(printed(timeline, 1000));
 });
 addEventListener("afterprint", () => document.querySelectorAll(".print").forEach((each) => each.remove()));
 
 document.querySelectorAll(".tools[hidden], .hint[hidden]").forEach((each) => { each.hidden = false; });
 timelines.forEach((each) => each.draw());
+performance.mark("drawn");
 setLook("memory", models.every((model) => model.lanes.length <= 16));
 legend();
+compareTraces();
 restore(location.hash);
 addEventListener("hashchange", () => restore(location.hash));

@@ -1,22 +1,9 @@
-const SVG = document.getElementById("definitions").namespaceURI;
-const AXIS = 44; // pixels below the lanes: ticks, their times, the unit
 const STRIP = 12; // pixels of a memory strip
 const FEW = 1500; // up to so many visible bars, each is an element of its own; more are painted on a canvas
+const FEW_MOVING = 150; // the same while the picture moves: elements are slow
 const HUES = 8;
-
-function element(name, attributes = {}, text = null) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(key, value);
-  if (text !== null) made.textContent = text;
-  return made;
-}
-
-function tag(name, text = "", className = "") {
-  const made = document.createElement(name);
-  made.textContent = text;
-  if (className) made.className = className;
-  return made;
-}
+const BAND = 16; // of more ranks than MOST_LANES, so many are one band, until it is opened
+const MOST_LANES = 64;
 
 // The smallest of 1, 2, 5, 10, 20 ... that is not below `least`.
 function niceStep(least) {
@@ -28,25 +15,18 @@ function niceStep(least) {
 const look = { critical: false, memory: false, colour: "kind", now: null, hidden: new Set(), found: new Set() };
 const draws = { count: 0 }; // how often anything was drawn, for tests
 
-let palette = null; // colours of the style sheet, read once for each theme
-function css(name) {
-  palette ??= new Map();
-  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
-  return palette.get(name);
-}
-
 class Timeline {
   constructor(model, index, span, hooks) {
     this.model = model;
     this.index = index;
     this.span = span || 1;
-    this.hooks = hooks; // moved(timeline), chosen(timeline), hovered(timeline)
+    this.hooks = hooks; // moved(timeline), chosen(timeline), hovered(timeline), crowded()
     this.zoom = 1;
     this.chosen = null; // { place } or { idle }
     this.hovered = null;
     this.dirty = false;
     const count = model.lanes.length;
-    this.lane = count <= 8 ? 34 : count <= 16 ? 26 : count <= 32 ? 20 : 15;
+    this.lane = count <= 8 ? 34 : count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15;
     this.most = Math.max(1, ...model.lanes.map((lane) => lane.peak));
     this.build();
   }
@@ -56,22 +36,12 @@ class Timeline {
     const section = tag("section");
     if (models.length > 1) section.append(tag("h2", model.title));
     section.append(ledgerOf(this));
-    const grid = tag("div", "", "timeline");
+    const grid = this.grid = tag("div", "", "timeline");
     this.gutter = tag("div", "", "gutter");
     const heads = tag("div", "", "heads");
     heads.append(tag("span"), tag("span", "busy"), tag("span", "peak"));
-    this.gutter.append(heads);
-    this.heads = model.lanes.map((lane, rank) => {
-      const row = tag("div", "", "rank");
-      const name = tag("button", `rank ${rank}`);
-      name.type = "button";
-      name.dataset.rank = rank;
-      name.title = lane.lane || "dim this rank";
-      name.addEventListener("click", () => { toggle(look.hidden, `rank ${rank}`); this.hooks.moved(this); });
-      row.append(name, tag("span", lane.busy), tag("span", lane.peak));
-      this.gutter.append(row);
-      return row;
-    });
+    this.open = new Set(); // bands
+    this.arrange();
     this.scroller = tag("div", "", "scroller");
     this.scroller.tabIndex = 0;
     this.scroller.setAttribute("role", "application");
@@ -79,30 +49,79 @@ class Timeline {
     this.spacer = tag("div", "", "spacer");
     this.canvas = tag("canvas");
     this.canvas.setAttribute("aria-hidden", "true");
-    this.svg = element("svg", { "data-trace": this.index });
+    this.pixels = new Pixels(this.canvas);
+    this.svg = element("svg", { "data-trace": this.index, role: "img", "aria-label": this.summary });
     this.spacer.append(this.canvas, this.svg);
     this.scroller.append(this.spacer);
     this.map = tag("canvas", "", "map");
     this.map.setAttribute("aria-hidden", "true");
-    grid.append(this.gutter, this.scroller, tag("div"), this.map);
+    this.whole = new Pixels(tag("canvas")); // the map without its frame
+    this.axes = ["axis top", "axis"].map((name) => tag("div", "", name));
+    for (const axis of this.axes) axis.title = "drag to select a span of time";
+    const foot = tag("div", "", "foot");
+    foot.append(this.axes[1], this.map);
+    grid.append(heads, this.axes[0], this.gutter, this.scroller, tag("div", `time (${model.unit})`, "axis-name"), foot);
     section.append(grid);
     document.getElementById("timelines").append(section);
 
-    this.scroller.addEventListener("scroll", () => { this.redraw(); this.hooks.moved(this); });
-    this.scroller.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
-    this.svg.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse") this.hover(this.at(event), event); });
-    this.svg.addEventListener("pointerleave", () => this.hover(null));
-    this.svg.addEventListener("click", (event) => { this.choose(this.at(event)); this.scroller.focus({ preventScroll: true }); });
-    this.dragMap();
+    this.scroller.addEventListener("scroll", () => { this.move(); this.hooks.moved(this); });
+    gestures(this);
     new ResizeObserver(() => { this.spacer.style.width = `${this.width * this.zoom}px`; this.redraw(); }).observe(this.scroller);
   }
+
+  // A row for each rank; of very many ranks, one for each band, and those of the ranks of open bands below it.
+  arrange() {
+    const { lanes } = this.model, count = lanes.length, size = count > MOST_LANES ? BAND : 1;
+    this.rows = [];
+    for (let first = 0; first < count; first += size) {
+      const last = Math.min(first + size, count), band = { first, last };
+      if (size > 1) this.rows.push({ band, first, last });
+      if (size === 1 || this.open.has(first)) for (let rank = first; rank < last; rank += 1) this.rows.push({ first: rank, last: rank + 1 });
+    }
+    this.rowOf = new Int32Array(count);
+    this.rows.forEach((row, at) => {
+      row.at = at;
+      this.rowOf.fill(at, row.first, row.last);
+    });
+    keepFocus(this.gutter, () => this.gutter.replaceChildren(...this.rows.map((row) => (row.head = this.headOf(row)))));
+    this.grid.classList.toggle("tall", this.rows.length > 16);
+  }
+
+  headOf({ band, first: rank, last }) {
+    const row = tag("div", "", "rank"), lane = this.model.lanes[rank], name = tag("button", band ? `ranks ${rank}–${last - 1}` : `rank ${rank}`);
+    name.type = "button";
+    if (band) {
+      name.title = "their mean; click to show each";
+      name.dataset.ranks = rank;
+      name.setAttribute("aria-expanded", String(this.open.has(rank)));
+      name.addEventListener("click", () => this.toggleBand(band));
+      row.append(name);
+      return row;
+    }
+    name.dataset.rank = rank;
+    name.title = lane.lane || "dim this rank";
+    name.setAttribute("aria-pressed", String(!look.hidden.has(`rank ${rank}`)));
+    name.addEventListener("click", () => { toggle(look.hidden, `rank ${rank}`); name.setAttribute("aria-pressed", String(!look.hidden.has(`rank ${rank}`))); this.hooks.moved(this); });
+    row.append(name, tag("span", lane.busy), tag("span", lane.peak));
+    return row;
+  }
+
+  toggleBand({ first }) {
+    toggle(this.open, first);
+    this.arrange();
+    this.redraw();
+  }
+
+  shut(rank) { return Boolean(this.rows[this.rowOf[rank]].band); }
+
+  get summary() { return equation(this.model.span * this.model.lanes.length, totalOf(this.model.sums())); }
 
   get width() { return this.scroller.clientWidth; }
   get scale() { return (this.width * this.zoom) / this.span; } // pixels per unit of time
   get left() { return this.scroller.scrollLeft; }
-  get strip() { return look.memory ? STRIP : 0; }
+  get strip() { return (look.memory ? STRIP : 0) + rise(this); }
   get pitch() { return this.lane + this.strip; }
-  get height() { return this.pitch * this.model.lanes.length; }
+  get height() { return this.pitch * this.rows.length; }
 
   // Zoom, keeping the time at `x` pixels from the left edge where it is; by default the chosen action's, if it shows.
   setZoom(zoom, x = null) {
@@ -115,7 +134,7 @@ class Timeline {
     this.zoom = Math.min(Math.max(zoom, 1), most);
     this.spacer.style.width = `${this.width * this.zoom}px`;
     this.scroller.scrollLeft = at * this.scale - x;
-    this.redraw();
+    this.move();
     this.hooks.moved(this);
   }
 
@@ -134,6 +153,12 @@ class Timeline {
       this.spacer.style.width = `${this.width * this.zoom}px`;
     }
     if (this.left !== other.left) this.scroller.scrollLeft = other.left;
+    this.move();
+  }
+
+  move() {
+    clearTimeout(this.moving);
+    this.moving = setTimeout(() => { this.moving = null; this.redraw(); }, 150);
     this.redraw();
   }
 
@@ -145,29 +170,30 @@ class Timeline {
   }
 
   // The box of an action or an idle time in pixels, relative to what is visible.
-  boxOf({ place, idle }) {
+  boxOf({ place, idle, range }) {
+    if (range) return { x: range.from * this.scale - this.left, y: 0, width: (range.to - range.from) * this.scale, height: this.height };
     return idle ? this.box(idle.start, idle.end, idle.rank, 0) : this.box(this.model.start[place], this.model.end[place], this.model.rank[place], this.model.half[place]);
   }
 
   box(start, end, rank, half) {
     const high = this.lane * 0.86;
-    const y = rank * this.pitch + this.strip + this.lane * 0.07 + (half === 2 ? high / 2 : 0);
+    const y = this.rowOf[rank] * this.pitch + this.strip + this.lane * 0.07 + (half === 2 ? high / 2 : 0);
     return { x: start * this.scale - this.left, y, width: (end - start) * this.scale, height: half ? high / 2 : high };
   }
 
   colour(place) {
-    const { model } = this, letter = KINDS[model.kind[place]], m = Math.max(model.microbatch[place], 0);
+    const { model } = this, letter = KINDS[model.kind[place]], m = Math.max(model.microbatch[place], 0), changed = shade(this, place);
+    if (changed) return changed;
     if (look.colour === "micro-batch") return `--hue${m % HUES}`;
     if (look.colour === "stage") return `--hue${model.stage[place] % HUES}`;
     if (look.colour === "direction") return `--hue${model.direction(place) === model.direction(0) ? 0 : 1}`;
     return `--${letter}${m % 2}`;
   }
 
-  ink(place) { return look.colour === "kind" ? `--${KINDS[this.model.kind[place]]}-ink` : `${this.colour(place)}-ink`; }
+  ink(place) { return `${this.colour(place)}-ink`; }
 
   // How visible an action is: what is selected, filtered out or still to come makes others fade.
-  opacity(place) {
-    const { model } = this;
+  opacity(place, model = this.model) {
     if (look.now !== null && model.start[place] >= look.now) return 0.2;
     if (look.hidden.has(KINDS[model.kind[place]]) || look.hidden.has(`rank ${model.rank[place]}`)) return 0.15;
     if (look.critical && !model.critical.has(place)) return 0.25;
@@ -176,51 +202,74 @@ class Timeline {
   }
 
   draw() {
-    const width = this.width;
+    const width = this.width, left = this.left;
     if (!width) return;
     draws.count += 1;
-    const { model } = this, from = this.left / this.scale, to = (this.left + width) / this.scale;
-    for (const svg of [this.svg]) { svg.setAttribute("width", width); svg.setAttribute("height", this.height + AXIS); }
-    this.heads.forEach((row, rank) => {
-      row.style.height = `${this.pitch}px`;
-      row.style.paddingTop = `${this.strip}px`;
-      row.classList.toggle("off", look.hidden.has(`rank ${rank}`));
-    });
-    const ranges = model.lanes.map((_, rank) => [above(model.end, from, model.first[rank], model.first[rank + 1]), above(model.start, to, model.first[rank], model.first[rank + 1])]);
-    const visible = ranges.reduce((sum, [low, high]) => sum + high - low, 0);
-    const few = visible <= FEW;
+    // Asked once: the browser lays out the page for each answer.
+    Object.defineProperties(this, { width: { value: width, configurable: true }, left: { value: left, configurable: true } });
+    this.paint(width, left / this.scale, (left + width) / this.scale);
+    delete this.width;
+    delete this.left;
+  }
+
+  paint(width, from, to) {
+    const { model } = this;
+    this.svg.setAttribute("width", width);
+    this.svg.setAttribute("height", this.height);
+    for (const row of this.rows) {
+      row.head.style.height = `${this.pitch}px`;
+      row.head.style.paddingTop = `${this.strip}px`;
+      row.head.classList.toggle("off", look.hidden.has(`rank ${row.first}`) && !row.band);
+    }
+    const ranges = this.ranges(from, to + 1e-9 * this.span), visible = ranges.reduce((sum, [low, high]) => sum + high - low, 0);
+    const few = visible <= (this.moving ? FEW_MOVING : FEW), bands = this.rows.filter((row) => row.band);
+    const crowded = this.crowded;
     this.crowded = !few && (model.typical || this.span) * this.scale < 2;
-    const group = element("g"), context = this.paper(this.canvas, width, this.height);
-    const painter = few ? svgPainter(group) : canvasPainter(context);
-    this.lanes(painter);
-    if (this.crowded) this.shares(painter, from, to);
-    else this.bars(painter, ranges);
+    this.canvas.hidden = few && !bands.length;
+    const group = element("g"), pixels = this.canvas.hidden ? null : this.pixels.begin(width, this.height);
+    const painter = few ? svgPainter(group) : pixels;
+    for (const row of bands) this.shares(pixels, row, from, to);
+    if (this.crowded) for (const row of this.rows) row.band || this.shares(pixels, row, from, to);
+    else {
+      this.lanes(painter, from, to);
+      this.bars(painter, ranges);
+    }
     if (this.strip) this.memory(painter);
+    pixels?.end();
+    if (crowded !== this.crowded) this.hooks.crowded();
     this.mark = element("g");
-    this.svg.replaceChildren(group, this.axis(from, to, width), this.mark);
+    if (look.now !== null) {
+      const x = look.now * this.scale - this.left;
+      group.append(element("line", { class: "now", x1: x, x2: x, y1: 0, y2: this.height }));
+    }
+    this.svg.replaceChildren(group, this.mark);
+    this.drawAxes(from, to, width);
     this.outline();
     this.drawMap();
   }
 
-  paper(canvas, width, height) {
-    const ratio = window.devicePixelRatio || 1;
-    Object.assign(canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
-    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
-    const context = canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    return context;
+  // For each rank, its first visible action and the one after its last.
+  ranges(from, to) {
+    const { model } = this;
+    return model.lanes.map((_, rank) => {
+      const low = model.first[rank], high = model.first[rank + 1];
+      return this.shut(rank) ? [low, low] : [above(model.end, from, low, high), above(model.start, to, low, high)];
+    });
   }
 
   // Idle lanes, with the length and the reason of each idle time that has room for them.
-  lanes(painter, right = this.width) {
-    if (this.crowded) this.model.lanes.forEach((_, rank) => painter.rect(this.box(0, this.model.span, rank, 0), "--idle", 1, {}));
-    for (const idle of this.model.idle) {
-      const box = this.box(idle.start, idle.end, idle.rank, 0);
-      if (box.x > right || box.x + box.width < 0 || (box.width < 0.5 && this.crowded)) continue;
-      painter.rect(box, "--idle", 1, { class: "idle", "data-idle": `${idle.rank}:${idle.start}` });
-      const text = [`${number(idle.end - idle.start)} ${idle.reason}`, idle.reason, number(idle.end - idle.start)].find((each) => each.length * 6.6 + 6 <= box.width);
-      if (text && box.width > 40 && this.lane >= 20) painter.text(box, text, "--idle-ink", 1, { class: "why" }, right);
+  lanes(painter, from, to, right = this.width) {
+    const { model } = this;
+    for (let rank = 0; rank < model.lanes.length; rank += 1) {
+      for (const idle of this.shut(rank) ? [] : model.idleIn(rank, from, to)) {
+        const box = this.box(idle.start, idle.end, rank, 0);
+        painter.rect(box, "--idle", 1, { class: "idle", "data-idle": `${rank}:${idle.start}` });
+        if (box.width <= 40 || this.lane < 20) continue;
+        const text = [`${number(idle.end - idle.start)} ${idle.reason}`, idle.reason, number(idle.end - idle.start)].find((each) => each.length * 6.6 + 6 <= box.width);
+        if (text) painter.text(box, text, "--idle-ink", 1, { class: "why" }, right);
+      }
     }
+    outlines(this, painter, right);
   }
 
   bars(painter, ranges, right = this.width) {
@@ -253,83 +302,87 @@ class Timeline {
     if (box.width >= 8) painter.text(box, text, this.ink(place), opacity, { class: "label" }, right);
   }
 
-  // Each column of pixels as its shares of time: by kind from the bottom, idle time on top.
-  shares(painter, from, to, columns = this.width) {
-    const { model } = this, step = (to - from) / columns, wide = this.width / columns, high = this.lane * 0.86;
-    model.lanes.forEach((_, rank) => {
-      const share = new Float64Array(5 * (columns + 1));
-      const low = above(model.end, from, model.first[rank], model.first[rank + 1]);
-      for (let place = low; place < model.first[rank + 1] && model.start[place] < to; place += 1) {
-        const start = Math.max(model.start[place], from), end = Math.min(model.end[place], to);
-        const weight = model.half[place] ? 0.5 : 1;
-        for (let column = Math.floor((start - from) / step); column < columns && from + column * step < end; column += 1) {
-          const begin = from + column * step;
-          share[5 * column + model.kind[place]] += (weight * (Math.min(end, begin + step) - Math.max(start, begin))) / step;
+  // A row as each column's shares of time: by kind from the bottom, idle time on top; of a band, the mean of its ranks.
+  shares(painter, { at, first, last }, from, to, columns = this.width) {
+    const { start, end, kind, half, first: places } = this.model, inverse = columns / (to - from), shares = new Float64Array(5 * columns);
+    for (let rank = first; rank < last; rank += 1) {
+      const high = above(start, to, places[rank], places[rank + 1]);
+      for (let place = above(end, from, places[rank], places[rank + 1]); place < high; place += 1) {
+        const begin = Math.max(0, (start[place] - from) * inverse), until = Math.min(columns, (end[place] - from) * inverse);
+        const weight = (half[place] ? 0.5 : 1) / (last - first);
+        const only = Math.floor(begin);
+        if (until <= only + 1) shares[5 * only + kind[place]] += weight * (until - begin);
+        else for (let column = only; column < until; column += 1) {
+          shares[5 * column + kind[place]] += weight * (Math.min(until, column + 1) - Math.max(begin, column));
         }
       }
-      const top = rank * this.pitch + this.strip + this.lane * 0.07;
-      for (let kind = 0; kind < 5; kind += 1) {
-        for (let column = 0; column < columns; column += 1) {
-          const part = share[5 * column + kind];
-          if (part <= 0) continue;
-          let below = 0;
-          for (let other = 0; other < kind; other += 1) below += share[5 * column + other];
-          painter.rect({ x: column * wide, y: top + high * (1 - Math.min(below + part, 1)), width: wide, height: high * Math.min(part, 1 - below) }, `--${KINDS[kind]}0`, 1, {});
-        }
-      }
-    });
+    }
+    painter.columns(shares, columns, { y: at * this.pitch + this.strip + this.lane * 0.07, height: this.lane * 0.86 }, this.width);
   }
 
-  // Above each lane, how many activations the rank holds, in one scale for all ranks.
+  // Above each lane, how many activations the rank holds, in one scale for all ranks; in a pixel, the most of its time.
   memory(painter) {
     this.model.lanes.forEach((lane, rank) => {
-      const steps = [...this.model.memory(rank), [this.span, 0]];
-      for (let at = 0; at + 1 < steps.length; at += 1) {
-        const [begin, held] = steps[at], x = begin * this.scale - this.left, width = (steps[at + 1][0] - begin) * this.scale;
-        if (!held || width <= 0 || x > this.width || x + width < 0) continue;
+      const steps = this.shut(rank) ? [] : this.model.memory(rank), from = this.left / this.scale;
+      let at = 0, high = steps.length;
+      while (at < high) { const middle = (at + high) >> 1; if (steps[middle][0] > from) high = middle; else at = middle + 1; }
+      at = Math.max(0, at - 1);
+      let x = at < steps.length ? steps[at][0] * this.scale - this.left : 0, held = 0;
+      for (; at < steps.length && x <= this.width; at += 1) {
+        if (steps[at + 1]?.[0] === steps[at][0]) continue; // of changes at once, the last counts
+        held = Math.max(held, steps[at][1]);
+        const until = (steps[at + 1]?.[0] ?? this.span) * this.scale - this.left, width = until - x;
+        if (width < 1 && at + 1 < steps.length) continue;
         const height = (held / this.most) * (STRIP - 1);
-        painter.rect({ x, y: rank * this.pitch + STRIP - height, width, height }, held === lane.peak ? "--memory-top" : "--memory", 1, { class: "memory", "data-held": held });
+        if (held) painter.rect({ x, y: this.rowOf[rank] * this.pitch + STRIP - height, width, height }, held === lane.peak ? "--memory-top" : "--memory", 1, { class: "memory", "data-held": held });
+        x = until;
+        held = 0;
       }
     });
   }
 
-  axis(from, to, width) {
-    const group = element("g"), y = this.height + 2;
-    group.append(element("line", { class: "base", x1: 0, x2: width, y1: y, y2: y }));
-    const step = niceStep(90 / this.scale);
-    for (let count = Math.ceil(from / step - 1e-9); count * step <= to + 1e-9 * step; count += 1) {
-      const x = count * step * this.scale - this.left;
-      group.append(element("line", { class: "tick", x1: x, x2: x, y1: y, y2: y + 5 }));
-      const name = number(count * step);
-      const fits = x + name.length * 4 <= width;
-      if (fits) group.append(element("text", { class: `axis-text${x < 8 ? " first" : ""}`, x, y: y + 18 }, name));
+  // The times to write on an axis, each at its x.
+  ticks(from, to) {
+    const step = niceStep(90 / this.scale), found = [];
+    for (let count = Math.ceil(from / step - 1e-9); count * step <= to + 1e-9 * step; count += 1) found.push([count * step * this.scale - this.left, number(count * step)]);
+    return found;
+  }
+
+  drawAxes(from, to, width) {
+    const range = this.spanning ?? this.chosen?.range;
+    for (const axis of this.axes) {
+      axis.replaceChildren(...this.ticks(from, to).map(([x, name]) => {
+        const made = tag("span", x + name.length * 4 <= width ? name : "", x < 8 ? "first" : "");
+        made.style.left = `${x}px`;
+        return made;
+      }));
+      if (!range) continue;
+      const made = tag("i"), box = this.boxOf({ range });
+      Object.assign(made.style, { left: `${box.x}px`, width: `${Math.max(box.width, 1)}px` });
+      axis.append(made);
     }
-    group.append(element("text", { class: "axis-name", x: 0, y: y + 35 }, `time (${this.model.unit})`));
-    if (look.now !== null) {
-      const x = look.now * this.scale - this.left;
-      group.append(element("line", { class: "now", x1: x, x2: x, y1: 0, y2: y }));
-    }
-    return group;
   }
 
   // The action or idle time under the pointer; null outside of the lanes.
   at(event) {
     const { model } = this, bounds = this.svg.getBoundingClientRect();
-    const x = event.clientX - bounds.left, y = event.clientY - bounds.top, rank = Math.floor(y / this.pitch);
-    if (!model.lanes[rank] || x < 0) return null;
+    const x = event.clientX - bounds.left, y = event.clientY - bounds.top, row = this.rows[Math.floor(y / this.pitch)];
+    if (!row || x < 0) return null;
+    if (row.band) return row;
+    const rank = row.first;
     const moment = (x + this.left) / this.scale, reach = 2 / this.scale;
     const low = model.first[rank], high = model.first[rank + 1];
     let place = above(model.start, moment, low, high) - 1;
-    if (place > low && model.half[place] === 2 && y - rank * this.pitch - this.strip < this.lane / 2) place -= 1;
+    if (place > low && model.half[place] === 2 && y - this.rowOf[rank] * this.pitch - this.strip < this.lane / 2) place -= 1;
     for (const [candidate, slack] of [[place, 0], [place, reach], [place + 1, reach]]) {
       if (candidate >= low && candidate < high && model.start[candidate] - slack <= moment && moment <= model.end[candidate] + slack) return { place: candidate };
     }
-    const idle = model.idle.find((each) => each.rank === rank && each.start <= moment && moment <= each.end);
+    const [idle] = model.idleIn(rank, moment, moment + 1e-12 * this.span);
     return idle ? { idle } : null;
   }
 
   hover(over, event = null) {
-    this.hovered = over;
+    this.hovered = over?.band ? null : over;
     this.outline();
     this.hooks.hovered(this, event);
   }
@@ -345,6 +398,8 @@ class Timeline {
     this.mark.replaceChildren();
     const box = (each, name) => this.mark.append(element("rect", { class: name, ...atLeast(this.boxOf(each), 2) }));
     if (this.hovered) box(this.hovered, "hovered");
+    const range = this.spanning ?? this.chosen?.range;
+    if (range) return box({ range }, "range");
     if (!this.chosen) return;
     const { place, idle } = this.chosen, { model } = this;
     if (idle) {
@@ -369,29 +424,30 @@ class Timeline {
 
   // Scroll so that an action or an idle time is visible.
   reveal(each) {
+    const rank = each.idle?.rank ?? this.model.rank[each.place];
+    if (rank !== undefined && this.shut(rank)) this.toggleBand({ first: rank - (rank % BAND) });
     const box = this.boxOf(each);
     if (box.x < 0 || box.x + box.width > this.width) this.scroller.scrollLeft += box.x - (this.width - box.width) / 2;
     this.redraw();
-  }
-
-  wheel(event) {
-    if (!event.ctrlKey && !event.metaKey) return; // plain wheels scroll, as everywhere
-    event.preventDefault();
-    const x = event.clientX - this.scroller.getBoundingClientRect().left;
-    this.setZoom(this.zoom * Math.exp(-event.deltaY / 300), x);
   }
 
   // The whole trace in a thin band, with a frame around what is visible; the frame can be dragged.
   drawMap() {
     this.map.hidden = this.zoom <= 1;
     if (this.map.hidden) return;
-    const width = this.width, height = 24, { model } = this, context = this.paper(this.map, width, height), busy = this.busyShares(Math.round(width));
-    context.fillStyle = css("--idle");
-    context.fillRect(0, 0, width, height);
-    context.fillStyle = css("--F0");
-    busy.forEach((share, column) => context.fillRect(column, height * (1 - share), 1, height * share));
-    context.fillStyle = css("--text");
-    for (const place of look.found) context.fillRect((model.start[place] / this.span) * width, 0, 2, height);
+    const { width, model } = this, height = 24, context = this.map.getContext("2d"), { whole } = this;
+    if (whole.shown !== palette || whole.found !== look.found || whole.width !== width) {
+      Object.assign(whole, { shown: palette, found: look.found, width });
+      whole.begin(width, height);
+      whole.rect({ x: 0, y: 0, width, height }, "--idle", 1);
+      this.busyShares(Math.round(width)).forEach((share, column) => share > 0 && whole.rect({ x: column, y: height * (1 - share), width: 1, height: height * share }, "--F0", 1));
+      for (const place of look.found) whole.rect({ x: (model.start[place] / this.span) * width, y: 0, width: 2, height }, "--text", 1);
+      whole.end();
+      Object.assign(this.map, { width: whole.wide, height: whole.high });
+    }
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.drawImage(whole.canvas, 0, 0);
+    context.scale(whole.ratio, whole.ratio);
     context.strokeStyle = css("--text");
     context.lineWidth = 2;
     context.strokeRect(this.left / this.zoom + 1, 1, Math.max(width / this.zoom - 2, 3), height - 2);
@@ -410,83 +466,15 @@ class Timeline {
     return (this.shown = busy);
   }
 
-  dragMap() {
-    const move = (event) => {
-      const x = event.clientX - this.map.getBoundingClientRect().left;
-      this.scroller.scrollLeft = x * this.zoom - this.width / 2;
-    };
-    this.map.addEventListener("pointerdown", (event) => { this.map.setPointerCapture(event.pointerId); move(event); });
-    this.map.addEventListener("pointermove", (event) => { if (event.buttons) move(event); });
-  }
-
-  // The whole trace for paper, `width` pixels wide, in bands so long that a bar has room for its label.
-  printed(width) {
-    const { model } = this, sheets = tag("div", "", "print");
-    const bands = model.count > 4 * FEW ? 1 : Math.max(1, Math.ceil((this.span * 14) / (width * (model.typical || this.span))));
-    for (let band = 0; band < bands; band += 1) {
-      const from = (band * this.span) / bands, to = ((band + 1) * this.span) / bands;
-      const view = Object.create(this, { width: { value: width }, left: { value: (from * width * bands) / this.span }, zoom: { value: bands }, crowded: { value: model.count > 4 * FEW } });
-      const svg = element("svg", { viewBox: `-52 0 ${width + 62} ${this.height + AXIS}`, width: "100%" }), group = element("g"), painter = svgPainter(group);
-      view.lanes(painter, width);
-      if (view.crowded) view.shares(painter, from, to, 250);
-      else view.bars(painter, model.lanes.map((_, rank) => [above(model.end, from, model.first[rank], model.first[rank + 1]), above(model.start, to - 1e-9 * this.span, model.first[rank], model.first[rank + 1])]), width);
-      model.lanes.forEach((_, rank) => svg.append(element("text", { class: "print-rank", x: -50, y: rank * this.pitch + this.strip + this.lane * 0.6 }, `rank ${rank}`)));
-      svg.append(group, view.axis(from, to, width));
-      sheets.append(svg);
-    }
-    return sheets;
-  }
 }
 
 function atLeast(box, width) { return box.width >= width ? box : { ...box, x: box.x - (width - box.width) / 2, width }; }
 
+// Make the elements of a holder anew: the one that had the focus has it afterwards, found by its text.
+function keepFocus(holder, change) {
+  const name = holder.contains(document.activeElement) && document.activeElement.textContent;
+  change();
+  if (name) [...holder.querySelectorAll("button")].find((each) => each.textContent === name)?.focus();
+}
+
 function toggle(set, value) { if (!set.delete(value)) set.add(value); }
-
-// Two ways to paint the same: an element for each bar, which a reader can select and a test can find, or pixels.
-function svgPainter(group) {
-  return {
-    rect: (box, colour, opacity, attributes) => group.append(element("rect", { ...box, style: `fill:var(${colour})`, opacity: opacity === 1 ? null : opacity, ...attributes })),
-    text: (box, text, colour, opacity, attributes, right) => {
-      const spot = place(box, text, right);
-      if (spot) group.append(element("text", { ...attributes, x: spot.x, y: spot.y, transform: spot.upright ? `rotate(-90 ${spot.x} ${spot.y})` : null, style: `fill:var(${colour})`, opacity: opacity === 1 ? null : opacity }, text));
-    },
-  };
-}
-
-function canvasPainter(context) {
-  context.textAlign = "center";
-  context.textBaseline = "middle";
-  context.font = "12px system-ui, sans-serif";
-  return {
-    rect: (box, colour, opacity, { class: name = "" }) => {
-      context.globalAlpha = opacity;
-      context.fillStyle = css(colour);
-      context.fillRect(box.x, box.y, box.width > 4 ? box.width - 0.7 : box.width, box.height);
-      if (/critical|found|running/.test(name)) {
-        context.strokeStyle = css("--text");
-        context.strokeRect(box.x, box.y, box.width, box.height);
-      }
-    },
-    text: (box, text, colour, opacity, attributes, right) => {
-      const spot = place(box, text, right);
-      if (!spot) return;
-      context.globalAlpha = opacity;
-      context.fillStyle = css(colour);
-      if (spot.upright) {
-        context.save();
-        context.translate(spot.x, spot.y);
-        context.rotate(-Math.PI / 2);
-        context.fillText(text, 0, 0);
-        context.restore();
-      } else context.fillText(text, spot.x, spot.y);
-    },
-  };
-}
-
-// Where a text stands in the visible part of a box: across, upright, or nowhere.
-function place(box, text, right) {
-  const begin = Math.max(box.x, 0), visible = Math.min(box.x + box.width, right) - begin;
-  const spot = { x: begin + visible / 2, y: box.y + box.height / 2 }, long = text.length * 7.5 + 3;
-  if (long <= visible && box.height >= 12) return spot;
-  return long <= box.height && visible >= 13 ? { ...spot, upright: true } : null;
-}

@@ -1,4 +1,4 @@
-"""Cut a model into stages; refuse shared parameters, and hooks that a pipeline would never call."""
+"""Cut a model into stages; refuse shared layers, and hooks that a pipeline would never call."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ __all__ = ["BACKWARD_HOOKS", "Stages", "refuse_hooks", "refuse_shared", "split"]
 
 
 def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None = None) -> None:
-    """Refuse a parameter or a buffer that two stages use.
+    """Refuse a buffer that two stages use, and a layer with parameters that stands in two.
 
     PyTorch's tracer copies a tensor that two stages use, so only its name shows it: the model's own, after `prefix`.
     """
-    own = dict(_state(model))
-    names = {id(tensor): name for name, tensor in reversed(_state(model))}
+    own = dict(model.named_buffers(remove_duplicate=False))
     owner: dict[int, int] = {}
     for stage, module in enumerate(modules):
-        for name, used in _state(module):
-            tensor = used if prefix is None else own.get(name.removeprefix(prefix), used)
-            first = owner.setdefault(id(tensor), stage)
+        shared: list[tuple[str, str, object]] = [
+            ("buffer", name, used if prefix is None else own.get(name.removeprefix(prefix), used))
+            for name, used in module.named_buffers(remove_duplicate=False)
+        ]
+        layers = module.named_modules() if prefix is None else ()
+        shared += [("layer", name, layer) for name, layer in layers if layer._parameters]  # noqa: SLF001
+        for what, name, each in shared:
+            first = owner.setdefault(id(each), stage)
             if first != stage:
-                what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                instead = "make a second layer, and share its weight: second.weight = first.weight"
                 raise SplitError(
-                    f"{what} {names.get(id(tensor), name)!r} is used by stage {first} and stage {stage}, but it can "
-                    f"belong to one stage only\n  try: cut the model elsewhere, or make a second {what}"
+                    f"{what} {(_name(each, model) or name)!r} is used by stage {first} and stage {stage}, but it can "
+                    f"belong to one stage only\n  try: cut the model elsewhere, or "
+                    f"{instead if what == 'layer' else 'make a second buffer'}"
                 )
 
 
@@ -55,8 +60,9 @@ def refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str]
             )
 
 
-def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+def _name(each: object, model: nn.Module) -> str:
+    """Return the model's own name of a layer or a buffer; "" if it has none."""
+    return next((name for name, other in (*model.named_modules(), *model.named_buffers()) if other is each), "")
 
 
 Balance = Literal["layers", "parameters", "time"]
@@ -76,23 +82,24 @@ class Stages:
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], sizes: Sequence[int]) -> None:
         self.model = model
-        self.modules = list(modules)
+        self.modules = modules
         self.sizes = tuple(sizes)
         refuse_shared(self.modules, model, TRACED if self.is_traced else None)
         self.require_no_lost_hooks()
         self._parts = [(what, prefix, now, dict(now)) for what, prefix, now in self._parts_of_its_own()]
 
     def place(self, devices: Sequence[torch.device]) -> None:
-        """Move every stage to its device; parameters stay the same objects."""
-        for stage, device in enumerate(devices):
+        """Move every stage to its device; parameters stay the same objects. One of several stages is on the first's."""
+        for stage, device in reversed(list(enumerate(devices))):
             self.place_stage(stage, device)
 
     def place_stage(self, stage: int, device: torch.device) -> None:
         """Move one stage to a device; parameters stay the same objects."""
         self.modules[stage].to(device)
 
-    def require_rows(self, counts: Sequence[int]) -> None:
-        """Refuse micro-batches of other row counts than the stages run; these stages run any."""
+    def ready(self, inputs: Sequence[Any], counts: Sequence[int]) -> Sequence[nn.Module]:  # noqa: ARG002
+        """Return the stages for these micro-batches in the model's present training mode; here, always the same."""
+        return self.modules
 
     def require_no_lost_hooks(self) -> None:
         """Refuse hooks that a pipeline would never call."""
@@ -115,10 +122,6 @@ class Stages:
         """Yield what the model has beside the stages: its list of layers. The layers themselves are the stages' too."""
         yield "layer", "", self.model._modules  # noqa: SLF001 - a step waits for this: named_children() is slow
 
-    def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:  # noqa: ARG002
-        """Return the stages for an evaluation in the model's present training mode; here, the same."""
-        return self.modules
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state, under its own names."""
         return self.model.state_dict()
@@ -132,23 +135,24 @@ class Stages:
 
 
 class _Traced(Stages):
-    """Stages that PyTorch's tracer made, for the row count and the training mode of the example alone."""
+    """Stages that PyTorch's tracer made: anew for each training mode, and for each number of rows."""
 
     is_traced = True
 
     def __init__(self, model: nn.Module, traced: TracedStages, sizes: Sequence[int]) -> None:
         self._traced = traced
-        super().__init__(model, traced.modules(), sizes)
+        made = traced.modules()
+        super().__init__(model, made, sizes)
         traced.require_same_outputs(self.modules)
-        self._modes = self._present_modes()
-        self._again: dict[tuple[int, tuple[bool, ...]], list[nn.Module]] = {}
+        self._made = {self._present_modes(): made}
+        self._rows = {(self._present_modes(), traced.rows)}
         self._devices: dict[int, torch.device] = {}
 
     def place_stage(self, stage: int, device: torch.device) -> None:
         """Move one stage and its graphs to a device; parameters stay the same objects."""
         self._devices[stage] = device
-        self._again.clear()
-        move(self.modules[stage], device, self.model)
+        for stages in self._made.values():
+            move(stages[stage], device, self.model)
 
     def require_no_lost_hooks(self) -> None:
         """Refuse backward hooks, which the tracer drops; forward hooks become part of the graph."""
@@ -156,25 +160,25 @@ class _Traced(Stages):
             what = f"layer {name!r}" if name else "the model"
             refuse_hooks(what, module, "PyTorch's tracer drops it: pass a list of stage modules", BACKWARD_HOOKS)
 
-    def require_rows(self, counts: Sequence[int]) -> None:
-        """Refuse other row counts than the example's, and other training modes."""
-        rows, many, found = self._traced.rows, len(counts), sorted(set(counts))
-        if found != [rows]:
-            other = next(each for each in found if each != rows)
-            raise SplitError(
-                f"{sum(counts)} rows in {many} micro-batches have {' or '.join(map(str, found))} rows each, but the "
-                f"model was traced with an example of {rows} rows, and a traced stage runs no other number\n"
-                f"  try: batches of {many * rows} rows; or an example of {other} rows, and batches of {many * other}"
-            )
+    def ready(self, inputs: Sequence[Any], counts: Sequence[int]) -> Sequence[nn.Module]:
+        """Return the stages for these micro-batches in the model's present training mode, traced if need be."""
         modes = self._present_modes()
-        if modes != self._modes:
-            layers = zip(self.model.named_modules(), modes, self._modes, strict=True)
-            name, mode = next((name, now) for (name, _), now, then in layers if now != then)
-            now, then = ("training", "evaluation") if mode else ("evaluation", "training")
-            raise SplitError(
-                f"{f'layer {name!r}' if name else 'the model'} is in {now} mode, but it was traced in {then} mode\n"
-                f"  try: {'eval' if mode else 'train'}() before step, or split the model again"
-            )
+        for rows, value in zip(counts, inputs, strict=True):
+            if (modes, rows) in self._rows:
+                continue
+            made = self._traced.modules(value)
+            stages = self._made.setdefault(modes, made)
+            for stage, (one, other) in enumerate(zip(stages, made, strict=True)):
+                if one is not other and not one.add(other):
+                    raise SplitError(
+                        f"traced stage {stage} takes values of the same shapes with {rows} rows as with other numbers "
+                        "of rows, so it cannot tell them apart\n"
+                        f"  try: {self._traced.rows} rows per micro-batch, as in the example, or a list of modules"
+                    )
+                if stage in self._devices:
+                    move(one, self._devices[stage], self.model)
+            self._rows.add((modes, rows))
+        return self._made[modes]
 
     def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
         """Yield the layers and parameters of the model, of whose modules the tracer makes others."""
@@ -186,24 +190,6 @@ class _Traced(Stages):
 
     def _present_modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self.model.modules())
-
-    def for_evaluation(self, inputs: Sequence[Any], counts: Sequence[int]) -> list[nn.Module]:
-        """Return the stages for these modes and rows, traced once for each."""
-        if len(set(counts)) > 1:
-            many, less = len(counts), len(counts) * min(counts)
-            raise SplitError(
-                f"{sum(counts)} rows in {many} micro-batches have {min(counts)} or {max(counts)} rows each, but a "
-                f"traced stage runs one number of rows\n  try: batches of {less} or of {less + many} rows"
-            )
-        key = counts[0], self._present_modes()
-        if key == (self._traced.rows, self._modes):
-            return self.modules
-        if key not in self._again:
-            modules = self._traced.modules(inputs[0])
-            for stage, device in self._devices.items():
-                move(modules[stage], device, self.model)
-            self._again[key] = modules
-        return self._again[key]
 
 
 def split(
@@ -226,8 +212,8 @@ def split(
             larger ones. `"parameters"`: the numbers in them. `"time"`: the forward and backward time on the example
             (for a traced model, the forward time).
         example: one micro-batch, `[rows, ...]`, as an argument of the model; a tuple stands for several arguments.
-            Needed for `by="time"` and for models that are not an `nn.Sequential`. A traced stage runs only the
-            example's row count and training mode, with the present forward hooks of its layers.
+            Needed for `by="time"` and for models that are not an `nn.Sequential`. The tracer records one number of rows
+            and one training mode, with the present forward hooks of the layers: others are traced when they come.
 
     Example:
         >>> from torch import nn
@@ -243,7 +229,7 @@ def split(
         Stages(6, 1 layers; 1632, 1700 parameters)
 
     Raises:
-        SplitError: if there are fewer layers than stages, if two stages use one parameter, if an example is needed and
+        SplitError: if there are fewer layers than stages, if a layer stands in two stages, if an example is needed and
             missing, or if PyTorch's tracer cannot trace the model or would drop an activation checkpoint.
     """
     into = require_size("into", into)

@@ -116,7 +116,8 @@ class _RoutedStage(nn.Module):
 
     def __init__(self, traced: nn.Module, route: Route, result: Spec) -> None:
         super().__init__()
-        self.traced = traced
+        self.traced: Any = traced
+        self.others = nn.ModuleDict()
         self.route = route
         self.result = result
         graphs = [getattr(part, "graph", None) for part in traced.modules()]
@@ -130,16 +131,37 @@ class _RoutedStage(nn.Module):
     def forward(self, given: Any) -> Any:
         route = self.route
         values = dict(zip(route.receives, _arguments(given), strict=True))
-        made = self.traced(*(values[name] for name in route.arguments))
+        arguments = [values[name] for name in route.arguments]
+        traced = self.traced
+        if self.others and (key := _key(arguments)) in self.others:
+            traced = self.others[key]
+        made = traced(*arguments)
         if not route.sends:  # the last stage: the tracer has flattened the model's result
             return rebuild(list(_arguments(made)), self.result)
         for name, index in route.makes.items():
             values[name] = made if index is None else made[index]
         return values[route.sends[0]] if len(route.sends) == 1 else tuple(values[name] for name in route.sends)
 
+    def add(self, other: _RoutedStage) -> bool:
+        """Run what another trace made wherever it fits; return whether the shapes of its arguments tell the two apart.
+
+        A stage that takes values of the same shapes in both traces is the same in both, or cannot be told.
+        """
+        own, its = (
+            _key([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
+            for graph in (self.traced.graph, other.traced.graph)
+        )
+        self.others[its] = other.traced
+        return own != its and other.route == self.route
+
+
+def _key(values: Sequence[Any]) -> str:
+    """Return the shapes of values, in words that name a module."""
+    return str([tuple(getattr(each, "shape", ())) for each in values])
+
 
 class TracedStages:
-    """A model that PyTorch's tracer cuts, once for each training mode and row count.
+    """A model that PyTorch's tracer cuts, once for each training mode and number of rows.
 
     Attributes:
         rows: the example's row count.
@@ -158,7 +180,7 @@ class TracedStages:
         """Begin a new stage at each of these layers."""
         self._names = list(names)
 
-    def modules(self, example: Any = None) -> list[nn.Module]:
+    def modules(self, example: Any = None) -> list[_RoutedStage]:
         """Return one module per stage, in the model's present training mode, for the row count of `example`."""
         from torch.distributed.pipelining import SplitPoint, pipeline
 
@@ -187,8 +209,26 @@ class TracedStages:
                 f"PyTorch's tracer made {pipe.num_stages} stages, not {count}, of cuts at {', '.join(self._names)}\n"
                 "  try: a list of stage modules"
             )
+        parts = [pipe.get_stage_module(stage) for stage in range(count)]
+        for stage, part in enumerate(parts):
+            self._bind(stage, part)
         routes = routes_of(pipe.split_gm.graph)
-        return [_RoutedStage(pipe.get_stage_module(stage), route, self._result) for stage, route in enumerate(routes)]
+        return [_RoutedStage(part, route, self._result) for part, route in zip(parts, routes, strict=True)]
+
+    def _bind(self, stage: int, traced: nn.Module) -> None:
+        """Give a traced stage the model's own parameters: the tracer copies those that several stages use."""
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        known = set(map(id, own.values()))
+        for prefix, part in traced.named_modules():
+            for name, parameter in part._parameters.items():  # noqa: SLF001 - setattr would run a model's own code
+                full = f"{prefix}.{name}" if prefix else name
+                if full in own:
+                    part._parameters[name] = own[full]  # noqa: SLF001
+                elif parameter is not None and id(parameter) not in known:
+                    raise SplitError(
+                        f"PyTorch's tracer made a copy of a parameter for stage {stage}, {full!r}, which would learn "
+                        "without the model\n  try: a list of stage modules"
+                    )
 
     @contextmanager
     def _unmarked(self) -> Iterator[None]:

@@ -7,6 +7,7 @@
 - `loss`: the loss of a micro-batch, weighed by its share
 - `pytree`: tensors in tuples, lists and dicts
 - `replicas`: copies of a stage that several ranks hold
+- `tied`: parameters that several stages use
 - `caller`: autocast and hooks of the calling thread
 - `snapshot`: buffers and random state, saved and restored
 - `checkpoint_rng`: random draws under an activation checkpoint

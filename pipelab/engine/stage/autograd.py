@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["End", "SavingHooks", "captured_gradients", "run_backward", "saving_hooks", "will_run"]
+__all__ = ["End", "SavingHooks", "captured_gradients", "run_backward", "saving_hooks", "unpacked", "will_run"]
 
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """The function that packs a tensor that autograd saves, and the one that unpacks it."""
@@ -43,6 +43,11 @@ def run_backward(
 def saving_hooks() -> SavingHooks | None:
     """Return this thread's hooks on saved tensors: the innermost pair, which is the one that autograd applies."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001, FBT003 - see above
+
+
+def unpacked(tensor: torch.Tensor) -> torch.Tensor:
+    """Unpack a tensor that was packed as it is: `split_backward` knows this hook, and may call it more than once."""
+    return tensor
 
 
 def will_run(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from contextlib import suppress
 
@@ -71,7 +72,8 @@ def layer_of(error: BaseException, module: nn.Module) -> str:
     layer = next((each for each in running if any(each is other for _, other in every)), None)
     if not isinstance(layer, nn.Module):
         return ""
-    names = " or ".join(name.removeprefix("traced.") for name, other in every if other is layer)
+    found = dict.fromkeys(re.sub(r"^(traced|others\.[^.]*)\.", "", name) for name, other in every if other is layer)
+    names = " or ".join(found)
     if type(layer).__module__.startswith(("torch.export", "torch.fx")):
         return names
     kind = type(layer).__name__

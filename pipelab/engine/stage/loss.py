@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,10 @@ from pipelab.engine.stage.batch import Reduction
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.errors import LossError
 
-__all__ = ["Loss", "require_even_targets", "require_loss"]
+__all__ = ["Loss", "require_even_targets", "require_loss", "warn_of_ignored"]
+
+_IGNORED = -100
+"""The target that PyTorch's cross entropy ignores by default."""
 
 
 @dataclass(slots=True)
@@ -123,7 +127,7 @@ def require_even_targets(
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss_fn).forward in _AVERAGE_OTHERWISE:
         ignored, weight, name = loss_fn.ignore_index, loss_fn.weight, type(loss_fn).__name__
     elif loss_fn is nn.functional.cross_entropy or loss_fn is nn.functional.nll_loss:
-        ignored, weight, name = -100, None, loss_fn.__name__
+        ignored, weight, name = _IGNORED, None, loss_fn.__name__
     else:
         return
     if not all(isinstance(each, torch.Tensor) and _are_classes(each) for each in targets):
@@ -146,6 +150,34 @@ def require_even_targets(
         f"whole batch\n  try: Pipeline(..., reduction=lambda target: {counted}); or reduction=len, to weigh by rows "
         "nevertheless"
     )
+
+
+def warn_of_ignored(
+    loss_fn: Callable[[Any, Any], torch.Tensor], reduction: Reduction, targets: Sequence[Any], counts: Sequence[int]
+) -> None:
+    """Warn if a loss of the user's own may ignore more targets of one micro-batch than of another.
+
+    What it does with them nobody can see from outside; of PyTorch's own, `require_even_targets` knows. Targets on a GPU
+    are left alone: to look at them would wait for it.
+    """
+    known = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.")
+    if reduction != "mean" or known or loss_fn in (nn.functional.cross_entropy, nn.functional.nll_loss):
+        return
+    if not all(isinstance(each, torch.Tensor) and each.device.type == "cpu" and _are_classes(each) for each in targets):
+        return
+    left = [int((each != _IGNORED).sum()) for each in targets]
+    each_row = [each.numel() // count for each, count in zip(targets, counts, strict=True)]
+    if left == [row * count for row, count in zip(each_row, counts, strict=True)]:  # nothing is -100
+        return
+    if any(one * counts[0] != left[0] * count for one, count in zip(left, counts, strict=True)):
+        warnings.warn(
+            f"of the targets, some are {_IGNORED}, and the micro-batches have {', '.join(map(str, left[:8]))}"
+            f"{', …' if len(left) > 8 else ''} others: if your loss averages over those alone, reduction='mean', which "
+            "weighs micro-batches by rows, gives other gradients than the whole batch\n"
+            f"  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of target[:, 1:] if your "
+            "loss shifts them; or reduction=len, if it averages over rows",
+            stacklevel=4,
+        )
 
 
 def _are_classes(target: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import BufferSnapshot
 from pipelab.engine.stage.split_backward import leaves_of
 from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.tied import accumulate, alias, ties_of
 from pipelab.errors import EngineError
 
 __all__ = [
@@ -46,8 +47,16 @@ _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 class Runners:
     """The runners of all stages on all their ranks.
 
+    Args:
+        modules: one per stage.
+        replicas: by stage, its ranks, the lowest first.
+        devices: the device of each rank.
+        buffers: the policy for buffers that replicated stages write into.
+        here: the stages that learn in this process; by default, all.
+
     Attributes:
         of: by stage and rank, the runner.
+        ties: the parameters that several stages use.
 
     Raises:
         EngineError: if a stage cannot be replicated.
@@ -59,8 +68,11 @@ class Runners:
         replicas: Mapping[int, Sequence[int]],
         devices: Sequence[torch.device],
         buffers: Buffers,
+        here: Mapping[int, torch.device] | None = None,
     ) -> None:
         self._own = modules
+        self.ties = ties_of(modules)
+        self._here = {stage: devices[ranks[0]] for stage, ranks in replicas.items()} if here is None else here
         self._devices = list(devices)
         self._buffers = buffers
         self.of: dict[tuple[int, int], Stage] = {}
@@ -77,27 +89,35 @@ class Runners:
     def running(self, modules: Sequence[nn.Module], *, learning: bool) -> AbstractContextManager[None]:
         """Return a context that runs these modules, one per stage; all ranks but a stage's lowest run copies of them.
 
+        At its end, the gradients of a parameter that several stages use are added up.
+
         Raises:
             EngineError: if a copy would lose a hook, or wrote into a buffer although the policy refuses it.
         """
-        if not self._copies and modules is self._own:
+        if not self._copies and not self.ties and modules is self._own:
             return nullcontext()
         return self._running(modules, learning=learning)
 
     @contextmanager
     def _running(self, modules: Sequence[nn.Module], *, learning: bool) -> Iterator[None]:
+        ties = self.ties if modules is self._own else ties_of(modules)
         for stage, ranks in self._replicated.items():
             refuse_lost_hooks(stage, modules[stage], ranks)
             require_replicable(stage, modules[stage], ranks, self._buffers)  # it may have been in eval() at first
-        for (stage, rank), runner in self.of.items():
-            runner.module = modules[stage]
-            if (stage, rank) in self._copies:
-                runner.module = copied(modules[stage], self._devices[rank])
-        before = {key: versions(replica.module) for key, replica in self._copies.items()}
-        guarded = self._replicated if self._buffers == "refuse" else ()
-        kept = BufferSnapshot(modules[stage] for stage in guarded)
         try:
+            for tied in ties:
+                tied.part(self._here)
+            for (stage, rank), runner in self.of.items():
+                runner.module = modules[stage]
+                if (stage, rank) in self._copies:
+                    runner.module = copied(modules[stage], self._devices[rank])
+            before = {key: versions(replica.module) for key, replica in self._copies.items()}
+            guarded = self._replicated if self._buffers == "refuse" else ()
+            kept = BufferSnapshot(modules[stage] for stage in guarded)
             yield
+            for tied in ties:
+                if (gradient := tied.gradient(tied.stages)) is not None:
+                    accumulate(tied.parameter, gradient)
             for (stage, rank), replica in self._copies.items():
                 name = written(before[stage, rank], versions(replica.module))
                 if name is not None and self._buffers == "refuse":
@@ -106,6 +126,8 @@ class Runners:
                     rest = f"\n  the model's buffers are restored{zero}"
                     raise written_error(stage, rank, name, rest)
         finally:
+            for tied in ties:
+                tied.join()
             for (stage, _), runner in self.of.items():
                 runner.module = self._own[stage]
 
@@ -152,7 +174,7 @@ def copied(module: nn.Module, device: torch.device) -> nn.Module:
         copies[id(part)] = object.__new__(type(part))
         for parameter in part._parameters.values():  # noqa: SLF001 - every step waits for this: parameters() is slow
             if parameter is not None and id(parameter) not in copies:
-                copies[id(parameter)] = _parameter(parameter, device)
+                copies[id(parameter)] = alias(parameter, device)
         for buffer in part._buffers.values():  # noqa: SLF001
             if buffer is not None and id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().to(device, copy=True)
@@ -166,15 +188,6 @@ def copied(module: nn.Module, device: torch.device) -> nn.Module:
             attributes[name] = dict(attributes[name])
     copy: nn.Module = copies[id(module)]
     return copy
-
-
-def _parameter(own: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter with the same values, attributes and hooks, and no gradient."""
-    parameter = nn.Parameter(own.detach().to(device), own.requires_grad)
-    vars(parameter).update(vars(own))
-    for hook in (own._backward_hooks or {}).values():  # noqa: SLF001 - there is no public way to ask for hooks
-        parameter.register_hook(hook)
-    return parameter
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:

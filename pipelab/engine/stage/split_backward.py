@@ -37,7 +37,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from pipelab.engine.stage.autograd import End, captured_gradients, run_backward
+from pipelab.engine.stage.autograd import End, captured_gradients, run_backward, unpacked
 
 __all__ = ["Branch", "holds_checkpoint", "input_gradients", "leaves_of", "weight_gradients"]
 
@@ -231,4 +231,4 @@ def _unpack_hooks(node: Any) -> Iterator[Any]:
 
 
 def _runs_once(node: Any) -> bool:
-    return isinstance(node, BackwardCFunction) or any(True for _ in _unpack_hooks(node))
+    return isinstance(node, BackwardCFunction) or any(hook is not unpacked for hook in _unpack_hooks(node))

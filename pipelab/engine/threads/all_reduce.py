@@ -16,6 +16,7 @@ from typing import Any
 from pipelab.engine.device.streams import RankStream
 from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.tied import accumulate
 
 __all__ = ["AllReduce", "Barrier"]
 
@@ -82,9 +83,4 @@ class AllReduce:
                     continue
                 if self._stream.receive is not None:
                     gradient = self._stream.receive(gradient)
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                elif parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad + gradient
-                else:
-                    parameter.grad.add_(gradient)
+                accumulate(parameter, gradient)

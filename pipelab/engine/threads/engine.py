@@ -17,8 +17,8 @@ import queue
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners
 from pipelab.engine.step import describe
-from pipelab.engine.threads.instructions import ThreadsStep, instructions
+from pipelab.engine.threads.instructions import ThreadsStep, Watch, instructions, with_watch
 from pipelab.engine.threads.worker import quick_switches, run_row
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import StageError, StepTimeoutError, UsageError
@@ -139,6 +139,15 @@ class ThreadsEngine(Engine):
         if loss is not None:
             self._generators.moved()
         return step
+
+    @contextmanager
+    def watched_by(self, watch: Watch) -> Iterator[None]:
+        """Return a context in which steps call `watch` after each action."""
+        rows, self._rows = self._rows, with_watch(self._rows, watch)
+        try:
+            yield
+        finally:
+            self._rows = rows
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - no other process need know of it
         """End the worker threads."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pipelab.engine.device.streams import RankStream
@@ -14,7 +15,10 @@ from pipelab.engine.threads.all_reduce import AllReduce, Barrier
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 
-__all__ = ["Instruction", "Row", "ThreadsStep", "instructions"]
+__all__ = ["Instruction", "Row", "ThreadsStep", "Watch", "instructions", "with_watch"]
+
+Watch = Callable[[int, Stage, Action, dict[int, Any], Any], None]
+"""Called on a rank's thread after each of its actions: with rank, stage, action, what the stage keeps, and output."""
 
 _ACTS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 """The method of a stage that runs an action."""
@@ -172,3 +176,16 @@ def _of_a_slot(bound: BoundPlan, code: int, action: Action, rank: int, stage: St
         gives=value if onward else None,
         sends=any(bound.rank_of_slot[codes.slot[needer]] != rank for needer in onward),
     )
+
+
+def with_watch(rows: Sequence[Row], watch: Watch) -> list[Row]:
+    """Return the same instructions, with a call of `watch` at the end of each."""
+
+    def act(rank: int, each: Instruction, microbatch: int, given: Any, kept: dict[int, Any], loss: Any) -> Any:
+        made = each.act(microbatch, given, kept, loss)
+        watch(rank, each.stage, each.action, kept, made)
+        return made
+
+    return [
+        Row([replace(each, act=partial(act, rank, each)) for each in row.instructions]) for rank, row in enumerate(rows)
+    ]

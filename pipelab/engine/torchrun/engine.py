@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.device.devices import RankDevice
@@ -19,9 +20,10 @@ from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Runners, refuse_lost_hooks
+from pipelab.engine.stage.tied import accumulate
 from pipelab.engine.step import RankState, StepState, describe
 from pipelab.engine.torchrun.agreement import agree, describe_batch, sample_of
-from pipelab.engine.torchrun.groups import Connections, PipelineReplica
+from pipelab.engine.torchrun.groups import Connections, PipelineReplica, holders_of
 from pipelab.engine.torchrun.messages import ValueMeta, learn_metas
 from pipelab.engine.torchrun.model_state import DistributedModel
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
@@ -69,7 +71,8 @@ class TorchEngine(DistributedModel):
         self.stage_devices = [devices[rank]] * plan.stages
         self.intra_op_threads = settings.intra_op_threads or torch.get_num_threads()
         firsts = {stage: ranks[:1] for stage, ranks in plan.replicas.items()}  # the other ranks are other processes
-        self.runners = Runners(stages.modules, firsts, devices, settings.replicated_buffers)
+        here = dict.fromkeys(self.local_stages, devices[rank])
+        self.runners = Runners(stages.modules, firsts, devices, settings.replicated_buffers, here)
         self._runners = [self.runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
         self._replica = replica
         self._place = replica.ranks.index(rank)
@@ -203,6 +206,24 @@ class TorchEngine(DistributedModel):
                 stage.refuse_overwritten()
             if self._buffers is not None:
                 self._buffers.end()
+        if step.loss is not None:
+            self._add_up_ties()
+
+    def _add_up_ties(self) -> None:
+        """Add up the gradients of parameters that stages of several processes use."""
+        for tied in self.runners.ties:
+            holders = holders_of(tied, self.plan)
+            if self.rank not in holders:
+                continue
+            # A replicated stage has the same gradients on all its ranks: they count once.
+            found = tied.gradient(stage for stage in tied.stages if self.plan.replicas[stage][0] == self.rank)
+            if len(holders) > 1 and tied.parameter.requires_grad:
+                total = torch.zeros_like(tied.parameter) if found is None else found.to_dense()
+                sent = total.to(self._connections.transport_device).contiguous()
+                dist.all_reduce(sent, group=self._connections.tied[holders])
+                found = sent.to(total.device)
+            if found is not None:
+                accumulate(tied.parameter, found)
 
     def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
         """Wait for an action's values from another rank; an evaluation's backwards have none."""

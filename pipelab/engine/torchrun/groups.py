@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipelab.engine.device.devices import RankDevice, rank_devices
+from pipelab.engine.stage.tied import Tied
 from pipelab.engine.torchrun.store import prefix_store
 from pipelab.errors import EngineError
 from pipelab.plan.actions import Action
@@ -28,6 +29,7 @@ __all__ = [
     "broadcast",
     "connect",
     "device_of",
+    "holders_of",
     "pipeline_replicas",
 ]
 
@@ -119,19 +121,21 @@ class Connections:
         pipeline: the processes of the same pipeline: for values between stages.
         replicas: the processes that hold the same stages in all pipelines; `None` if there is one pipeline.
         transport_device: the device of the values that are sent.
+        tied: by their ranks, the processes that hold a parameter of several stages.
     """
 
     everyone: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     transport_device: torch.device
+    tied: Mapping[tuple[int, ...], dist.ProcessGroup]
 
     def abort(self) -> None:
         """Close gloo's connections at once: a thread of this process that waits in one of its groups gets an error.
 
         Gloo has no call for it, but a receive that times out closes all connections of its group on this process.
         """
-        others = (self.pipeline, self.replicas) if self.transport_device.type == "cpu" else ()
+        others = (self.pipeline, self.replicas, *self._own_tied) if self.transport_device.type == "cpu" else ()
         for group in filter(None, dict.fromkeys((self.everyone, *others))):
             for peer in set(range(group.size())) - {group.rank()}:
                 with suppress(RuntimeError):
@@ -139,9 +143,21 @@ class Connections:
 
     def close(self) -> None:
         """Destroy the groups, their threads and their connections; this process must not be using them."""
-        for group in {id(group): group for group in (self.replicas, self.pipeline, self.everyone)}.values():
+        for group in {
+            id(group): group for group in (*self._own_tied, self.replicas, self.pipeline, self.everyone)
+        }.values():
             if group is not None and group is not dist.group.WORLD and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+    @property
+    def _own_tied(self) -> list[dist.ProcessGroup]:
+        """The groups in `tied` of which this process is a member."""
+        return [group for group in self.tied.values() if isinstance(group, dist.ProcessGroup)]
+
+
+def holders_of(tied: Tied, plan: Plan) -> tuple[int, ...]:
+    """Return the ranks that hold a parameter of several stages, in order."""
+    return tuple(sorted({rank for stage in tied.stages for rank in plan.replicas[stage]}))
 
 
 def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: int) -> torch.device:
@@ -182,6 +198,7 @@ def connect(
     device: torch.device,
     backend: str,
     replicas: Sequence[PipelineReplica],
+    holders: Iterable[tuple[int, ...]],
     timeout: timedelta,
 ) -> Connections:
     """Connect this process to the others; all of them must call it.
@@ -193,6 +210,7 @@ def connect(
         device: the device of this process.
         backend: the result of `backend_of`.
         replicas: the pipelines of the plan. Several form a mesh of replicas x pipeline.
+        holders: the groups of ranks that hold a parameter of several stages.
         timeout: PyTorch's own timeout of every operation.
     """
     if not dist.is_initialized():
@@ -200,12 +218,13 @@ def connect(
         dist.init_process_group(both, store=prefix_store(store, "world"), rank=rank, world_size=size)
     everyone = dist.new_group(backend="gloo", timeout=timeout)
     transport_device = device if backend == "nccl" else torch.device("cpu")
+    tied = {ranks: dist.new_group(list(ranks), timeout, backend) for ranks in dict.fromkeys(holders) if len(ranks) > 1}
     if len(replicas) > 1:
         ranks = [list(replica.ranks) for replica in replicas]
         mesh = DeviceMesh(transport_device.type, ranks, mesh_dim_names=("replica", "pipeline"))
-        return Connections(everyone, mesh.get_group("pipeline"), mesh.get_group("replica"), transport_device)
+        return Connections(everyone, mesh.get_group("pipeline"), mesh.get_group("replica"), transport_device, tied)
     pipeline = everyone if backend == "gloo" else dist.new_group(backend=backend, timeout=timeout)
-    return Connections(everyone, pipeline, None, transport_device)
+    return Connections(everyone, pipeline, None, transport_device, tied)
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> None:

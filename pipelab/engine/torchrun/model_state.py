@@ -98,11 +98,13 @@ class DistributedModel(Engine):
         group = self.group
         agree(group, "clip_grad_norm_()", f"max_norm {max_norm!r}; norm_type {norm_type!r}")
         every = [(stage, each) for stage, module in enumerate(self.stages.modules) for each in module.parameters()]
-        # A replicated stage has the same gradients on all its ranks: it counts once.
+        # A replicated stage has the same gradients on all its ranks, and a parameter may be of several stages: each
+        # counts once.
+        firsts = {id(parameter): index for index, (_, parameter) in reversed(list(enumerate(every)))}
         ours = [
             index
             for index, (stage, parameter) in enumerate(every)
-            if self._holder(stage) == self.rank and parameter.grad is not None
+            if self._holder(stage) == self.rank and parameter.grad is not None and firsts[id(parameter)] == index
         ]
         own = torch.zeros(2, len(every), dtype=torch.float64)  # each gradient's norm, and whether there is one
         if ours:

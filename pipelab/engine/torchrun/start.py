@@ -26,6 +26,7 @@ from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.replicas import require_replicable
 from pipelab.engine.stage.snapshot import overwrite
+from pipelab.engine.stage.tied import ties_of
 from pipelab.engine.torchrun.engine import TorchEngine
 from pipelab.engine.torchrun.failures import Failures
 from pipelab.engine.torchrun.groups import (
@@ -34,6 +35,7 @@ from pipelab.engine.torchrun.groups import (
     broadcast,
     connect,
     device_of,
+    holders_of,
     pipeline_replicas,
 )
 from pipelab.engine.torchrun.store import AnsweringStore, duration, open_store, prefix_store
@@ -97,11 +99,12 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
         torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one
         torch.cuda.current_stream(device).synchronize()
     backend = backend_of(everyone)
+    holders = [holders_of(tied, plan) for tied in ties_of(stages.modules)]
     limit = duration(None if settings.timeout is None else settings.timeout + _MARGIN_SECONDS)
 
     def meet() -> Connections:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            connections = connect(meeting, rank, size, device, backend, replicas, limit)
+            connections = connect(meeting, rank, size, device, backend, replicas, holders, limit)
             if connections.replicas is not None:
                 for stage in held:
                     _copy_first_replica(stages.modules[stage], connections)

@@ -1,5 +1,7 @@
-"""`Pipeline.verify`: gradients compared with the plain model's.
+"""Gradients compared with plain training's: a pipeline's, and those of any other training step.
 
-- `verify`: what is compared, and the result as a sentence
+- `verify`: `Pipeline.verify`: what is compared, and the result as a sentence
+- `diagnose`: any step's gradients, as multiples of what each micro-batch adds
+- `factors`: the mistake behind these multiples
 - `reference`: the model without the engine, one micro-batch after another
 """

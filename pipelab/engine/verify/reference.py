@@ -2,52 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pipelab.engine.stage.batch import row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
-from pipelab.engine.stage.pytree import map_tensors
-from pipelab.engine.stage.snapshot import overwrite
+from pipelab.engine.stage.pytree import map_tensors, tensors_of
+from pipelab.engine.stage.snapshot import BatchSnapshot, BufferSnapshot, RandomSnapshot, overwrite
+from pipelab.errors import LossError
 
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
 
 __all__ = [
+    "LossFunction",
+    "caller_of",
     "differences",
+    "far",
+    "flat",
     "full_batch",
+    "gradient_of",
     "gradients_of",
     "learning",
     "matters",
+    "microbatch_gradients",
     "nearby_weights",
     "norms_of",
+    "restored",
     "sequential",
     "tolerance",
     "whole_batch_tolerance",
 ]
 
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
 
 def learning(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that learn, under the model's own names, as in `"0.weight (stage 0)"`."""
     names = {id(parameter): name for name, parameter in pipe.stages.model.named_parameters()}
-    return [
-        (f"{names.get(id(parameter), name)} (stage {stage})", parameter)
-        for stage, module in enumerate(pipe.stages.modules)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    ]
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for stage, module in enumerate(pipe.stages.modules):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:  # of several stages, the first names it
+                found.setdefault(id(parameter), (f"{names.get(id(parameter), name)} (stage {stage})", parameter))
+    return list(found.values())
 
 
 def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
     """Return copies of the gradients as they are now, zeros where there is none."""
-    return {name: _gradient(parameter) for name, parameter in learning(pipe)}
+    return {name: gradient_of(parameter) for name, parameter in learning(pipe)}
 
 
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a copy of a parameter's gradient, zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
@@ -59,17 +71,26 @@ def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[
     targets = split_batch(y, counts)
     weights = weights_of(pipe.reduction, counts, targets)
     through = _through_model if pipe.stages.is_traced else _through_stages
-    for microbatch, value in enumerate(split_batch(x, counts)):
-        if only in (None, microbatch):
-            _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
+    with _ties_apart(pipe):
+        for microbatch, value in enumerate(split_batch(x, counts)):
+            if only in (None, microbatch):
+                _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
     return gradients_of(pipe)
 
 
 def full_batch(pipe: Pipeline, x: Any, y: Any) -> Any:
     """Run the whole batch through the model, forward and backward; return the output."""
-    output = _through_model(pipe, x)
-    _backward(pipe, output, y, 1.0)
+    with _ties_apart(pipe):
+        output = _through_model(pipe, x)
+        _backward(pipe, output, y, 1.0)
     return output
+
+
+def _ties_apart(pipe: Pipeline) -> AbstractContextManager[None]:
+    """Return a context in which a parameter of stages on several devices is on each of them."""
+    runners = pipe.engine.runners
+    apart = runners.ties and len(set(pipe.engine.stage_devices)) > 1
+    return runners.running(pipe.stages.modules, learning=True) if apart else nullcontext()
 
 
 def _through_model(pipe: Pipeline, value: Any) -> Any:
@@ -109,17 +130,130 @@ def _moved(value: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
+def microbatch_gradients(
+    model: nn.Module,
+    forward: Callable[[Any], Any],
+    x: Any,
+    y: Any,
+    loss_fn: LossFunction,
+    counts: list[int],
+    reduction: Reduction | None,
+) -> tuple[dict[str, list[torch.Tensor]], list[float]]:
+    """Return what each micro-batch adds to the gradient of each parameter, and its weight in the batch's loss."""
+    learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    caller, device = caller_of(model), next(iter(learning.values())).device
+    targets, outputs = split_batch(y, counts), list[Any]()
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in learning}
+    for target, rows in zip(targets, split_batch(x, counts), strict=True):
+        with torch.enable_grad():
+            output = forward(_moved(rows, device))
+            loss = _loss(loss_fn, output, target)
+        with caller.autocast_off():
+            loss.backward()
+        outputs.append(map_tensors(torch.Tensor.detach, output))
+        for name, parameter in learning.items():
+            found[name].append(gradient_of(parameter).cpu())
+            parameter.grad = None
+    shares = _shares(loss_fn, outputs, targets, y) if reduction is None else weights_of(reduction, counts, targets)
+    for each in found.values():
+        each[:] = [one * share if share else torch.zeros_like(one) for one, share in zip(each, shares, strict=True)]
+    return found, shares
+
+
+def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
+    """Return the loss of an output, with the target on the output's device."""
+    places = [each.device for each in tensors_of(output)]
+    return Loss(loss_fn, [_moved(target, places[0]) if places else target], [1.0]).of(0, output)
+
+
+def _slopes(loss_fn: LossFunction, output: Any, target: Any) -> list[torch.Tensor]:
+    """Return the gradient of a loss by each tensor of an output."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+    with torch.enable_grad():
+        output = map_tensors(leaf, output)
+        along = [each for each in tensors_of(output) if each.requires_grad]
+        return list(torch.autograd.grad(_loss(loss_fn, output, target), along, materialize_grads=True))
+
+
+def _shares(loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any) -> list[float]:
+    """Return each micro-batch's weight in the loss of the whole batch.
+
+    The slope of the batch's loss along a micro-batch's output is that of its own loss, times this weight.
+    """
+    each_alone = [_slopes(loss_fn, output, target) for output, target in zip(outputs, targets, strict=True)]
+    try:
+        at_once = _slopes(loss_fn, join(outputs), y)
+    except Exception as error:
+        raise LossError(
+            f"the loss of all micro-batches' outputs, joined, raised {type(error).__name__}: {error}\n"
+            "  try: reduction='mean', 'sum' or a function from a target to the weight of its micro-batch"
+        ) from error
+    lengths = [[len(each) if each.dim() else 1 for each in pieces] for pieces in zip(*each_alone, strict=True)]
+    cut = zip(*(whole.split(counts) for whole, counts in zip(at_once, lengths, strict=True)), strict=True)
+    shares, rest, eps = list[float](), 0.0, max(float(torch.finfo(each.dtype).eps) for each in at_once)
+    for pieces, parts in zip(each_alone, cut, strict=True):
+        alone, whole = flat(pieces).double(), flat(parts).double()
+        shares.append(float(whole @ alone / (alone @ alone)) if whole.any() else 0.0)
+        rest += float((whole - shares[-1] * alone).norm()) if shares[-1] else 0.0
+    if rest > max(_TOLERANCE_OF_A_LOSS, 8 * eps) * float(flat(at_once).norm()):
+        raise LossError(
+            "the loss of the whole batch is no weighted sum of the losses of its micro-batches, so no training on "
+            "micro-batches has its gradients\n  try: reduction='mean', to compare with the mean of their losses by rows"
+        )
+    return shares
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return all numbers of some tensors in one row."""
+    real = (torch.view_as_real(each) if each.is_complex() else each for each in tensors)
+    return torch.cat([each.detach().cpu().flatten() for each in real])
+
+
+def caller_of(model: nn.Module) -> CallerContext:
+    """Return the settings of this thread for the devices of a model."""
+    return CallerContext.capture({each.device.type for each in model.parameters()})
+
+
 @contextmanager
-def nearby_weights(pipe: Pipeline, seed: int) -> Iterator[None]:
-    """Multiply every weight by a random number near 1, the same in every process; restore the weights afterwards."""
+def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], None]]:
+    """Restore gradients, buffers, random state and batch at the end; yield what restores all but gradients."""
+    modules = list(modules)
+    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
+    buffers, random_state, numbers = BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot(batch)
+
+    def rewind() -> None:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        buffers.restore()
+        random_state.restore()
+        numbers.restore()
+
+    rewind()
+    try:
+        yield rewind
+    finally:
+        rewind()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def nearby_weights(modules: Iterable[nn.Module], seed: int, share: float) -> Iterator[None]:
+    """Multiply every weight by a random number near 1, the same in every process; restore the weights afterwards.
+
+    A weight changes by at most this share of itself, and by no less than the last bits of its type.
+    """
     generator = torch.Generator().manual_seed(seed)
-    share = max(_MOVE, 4 * whole_batch_tolerance(pipe))  # types that round more coarsely must move further
-    parameters = {id(each): each for module in pipe.stages.modules for each in module.parameters()}.values()
+    parameters = {id(each): each for module in modules for each in module.parameters()}.values()
     before = [(each, each.detach().clone()) for each in parameters if each.is_floating_point() or each.is_complex()]
     try:
         for parameter, weights in before:
             draws = torch.rand(weights.shape, generator=generator) * 2 - 1
-            overwrite(parameter.data, weights * (1 + share * draws).to(weights.device, weights.dtype))
+            least = max(share, 2 * torch.finfo(weights.dtype).eps)
+            overwrite(parameter.data, weights * (1 + least * draws).to(weights.device, weights.dtype))
         torch.clear_autocast_cache()  # of copies in a coarser type
         yield
     finally:
@@ -138,6 +272,9 @@ _TOLERANCE_ON_A_GPU = 1e-5
 _WHOLE_BATCH_TOLERANCE = 1e-4
 """Likewise against the whole batch at once, relative to the sum itself: generous, because a wrong weight is off by far
 more than rounding."""
+
+_TOLERANCE_OF_A_LOSS = 1e-3
+"""How far the slopes of a batch's loss may be from multiples of its micro-batches' slopes, relative to all of them."""
 
 _MOVE = 0.05
 """How far `nearby_weights` moves weights: far enough that residuals are no rounding errors, near enough that what is
@@ -181,6 +318,11 @@ def whole_batch_tolerance(pipe: Pipeline) -> float:
     types = {parameter.dtype for _, parameter in learning(pipe)}
     types |= pipe.caller().types
     return max(_WHOLE_BATCH_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
+
+
+def far(pipe: Pipeline) -> float:
+    """Return by what share to move weights: types that round more coarsely must move further."""
+    return max(_MOVE, 4 * whole_batch_tolerance(pipe))
 
 
 def _least(norms: dict[str, float]) -> float:

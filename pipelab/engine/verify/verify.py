@@ -14,15 +14,17 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
-from pipelab.engine.stage.snapshot import BatchSnapshot, BufferSnapshot, RandomSnapshot
+from pipelab.engine.stage.snapshot import RandomSnapshot
 from pipelab.engine.verify.reference import (
     differences,
+    far,
     full_batch,
     gradients_of,
     learning,
     matters,
     nearby_weights,
     norms_of,
+    restored,
     sequential,
     tolerance,
     whole_batch_tolerance,
@@ -32,7 +34,7 @@ from pipelab.errors import VerificationError
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
 
-__all__ = ["Verification", "verify", "whole_batch_difference"]
+__all__ = ["Verification", "restored", "verify", "whole_batch_difference"]
 
 Found = TypeVar("Found")
 Gradients = dict[str, torch.Tensor]
@@ -126,7 +128,7 @@ def whole_batch_difference(
         return difference, False, ""
     looks: list[tuple[float, str]] = []
     for seed in range(_NEARBY):
-        with nearby_weights(pipe, seed):
+        with nearby_weights(pipe.stages.modules, seed, far(pipe)):
             rewind()
             nearby = sequential(pipe, x, y)
             rewind()
@@ -209,7 +211,12 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
     Raises:
         VerificationError: naming the parameter and the micro-batch that differ first.
     """
-    with pipe.engine.full_model(), _restored(pipe, x, y) as rewind, _as_in_the_workers(pipe):
+    loss = [pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else []
+    with (
+        pipe.engine.full_model(),
+        restored([*pipe.stages.modules, *loss], [x, y]) as rewind,
+        _as_in_the_workers(pipe),
+    ):
         pipe.run(x, y)
         pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
@@ -328,29 +335,6 @@ def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: G
 
 def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
-
-
-@contextmanager
-def _restored(pipe: Pipeline, x: Any, y: Any) -> Iterator[Rewind]:
-    """Restore gradients, buffers, random state and batch at the end; yield what restores all but gradients."""
-    modules = [*pipe.stages.modules, *([pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else [])]
-    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    buffers, random_state, batch = BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot([x, y])
-
-    def rewind() -> None:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        buffers.restore()
-        random_state.restore()
-        batch.restore()
-
-    rewind()
-    try:
-        yield rewind
-    finally:
-        rewind()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _unproven(model: nn.Module, draws: bool) -> tuple[str, ...]:

@@ -124,21 +124,18 @@ def _once(run: Run) -> _Found:
 
 
 def _gradients(run: Run) -> _Found:
-    weights = " ".join(f"{round(weight, 3) + 0.0:g}" for weight in run.weights) or run.bad or "no gradients"
-    if run.rest < TOLERANCE:
-        found = f"the micro-batches count {weights} times"
-    else:
-        found = f"{min(run.rest, 1):.0%} of the gradient comes from no micro-batch" if run.weights else weights
-    missing = run.count - sum(weight > TOLERANCE for weight in run.weights)
+    found = run.diagnosis.sentence.partition("\n")[0]
+    missing = run.count - sum(count > TOLERANCE for count in run.diagnosis.counts)
+    explained = bool(run.diagnosis.counts) and run.diagnosis.code != "unexplained"
     hint = ""
     if run.changed:
-        found += "; the weights were changed"
+        found += " The weights were changed."
         hint = "Your function leaves gradients. Who changes the weights, and when?"
-    elif run.rest < TOLERANCE and missing:
+    elif explained and missing:
         hint = "A backward adds to what is in .grad. Which line removes what earlier backwards have added?"
-    elif run.rest < TOLERANCE and run.own_loss:
+    elif explained and run.own_loss:
         hint = "Your function gets loss_fn. Does it call it?"
-    elif run.rest < TOLERANCE:
+    elif explained:
         hint = "By which number is each loss multiplied or divided? Why by that one?"
     wanted = f"each of the {run.count} counts once (a sum) or 1/{run.count} times (a mean); the weights are unchanged"
     effect = f"{missing} of {run.count} micro-batches are missing from the gradient" if missing else found

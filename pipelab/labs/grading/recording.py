@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pipelab.engine.verify.diagnose import Diagnosis, diagnose
 from pipelab.labs.grading.tasks import TEMPLATE, raised
 
 __all__ = ["ANYWHERE", "FIRST", "HOST", "SECOND", "TOLERANCE", "Recorded", "Run"]
@@ -113,11 +114,9 @@ class Run:
     rows: tuple[int, ...]  # of each micro-batch
     events: list[tuple[str, int]] = field(default_factory=list)  # what ran, in order, such as ("F", 0)
     targets: dict[int, tuple[torch.device, bool]] = field(default_factory=dict)  # where at a loss, and is it right
-    weights: list[float] = field(default_factory=list)  # how often each micro-batch's own gradient is in what is left
-    rest: float = 1.0  # the share of the gradients that no micro-batch explains; 1 if there are none
+    diagnosis: Diagnosis = field(default_factory=lambda: Diagnosis("no-gradients", ""))  # compared with the losses' sum
     changed: bool = False  # the weights, by the function
     own_loss: bool = False  # there was a loss, though `loss_fn` was not called
-    bad: str = ""  # what makes the gradients no numbers
     error: str = ""  # what it raised, and where
 
     @property
@@ -131,17 +130,14 @@ class Run:
 
     def kind(self) -> str:
         """Return what the gradients are of, or nothing if they are of neither a sum nor a mean."""
-        total = sum(self.rows)
         kinds = {
-            "the sum of the micro-batches' losses": [1.0] * self.count,
-            "the mean of the micro-batches' losses": [1 / self.count] * self.count,
-            "the mean over all rows": [rows / total for rows in self.rows],
+            "right": "the sum of the micro-batches' losses",
+            "divided-by-microbatches": "the mean of the micro-batches' losses",
+            "weighed-by-rows": "the mean over all rows",
         }
-        if self.rest < TOLERANCE and self.weights and not self.changed:
-            for name, weights in kinds.items():
-                if all(abs(a - b) < TOLERANCE for a, b in zip(self.weights, weights, strict=True)):
-                    return name
-        return ""
+        found = self.diagnosis
+        multiple = found.code == "weighed-by-rows" and abs((found.factor or 0.0) - 1) > TOLERANCE
+        return "" if self.changed or multiple or found.parameters else kinds.get(found.code, "")
 
 
 @cache
@@ -184,24 +180,25 @@ class Recorded:
                 self.run.error = f"a {type(returned).__name__} was returned, and nothing ran: remove yield or async"
 
     def measure(self, function: Callable[..., object]) -> Run:
-        """Call the function once; return what ran, and what the gradients consist of."""
-        before = self._flat(self.model.parameters())
-        own = torch.stack([self._flat(each) for each in self.gradients()]).double().T
+        """Call the function once; return what ran, and the diagnosis of the gradients: 1 is a sum of the losses."""
         called: list[object] = []
-        self.loss_fn.register_forward_hook(lambda *_: called.append(None))
-        self.model.get_submodule("second").register_forward_hook(self._forward)
-        self.call(function)
-        self.run.own_loss = bool(self.run.targets) and not called
-        self.run.changed = not torch.equal(before, self._flat(self.model.parameters()))
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
-        found = self._flat(gradients).double()
-        if not found.isfinite().all():
-            self.run.bad = "the gradients are infinite or not a number"
-        elif found.norm() > 0:
-            weights = torch.linalg.lstsq(own, found).solution
-            self.run.weights = weights.tolist()
-            self.run.rest = float((own @ weights - found).norm() / found.norm())
-        return replace(self.run, events=[*self.run.events])  # a later call may run backwards of this one's outputs
+
+        def step(*_: object) -> None:
+            before = [each.detach().clone() for each in self.model.parameters()]
+            hooks = [
+                self.loss_fn.register_forward_hook(lambda *_: called.append(None)),
+                self.model.get_submodule("second").register_forward_hook(self._forward),
+            ]
+            self.call(function)
+            for hook in hooks:
+                hook.remove()
+            self.run.changed = not all(map(torch.equal, before, self.model.parameters()))
+
+        x, y, rows = torch.cat(self.x), torch.cat(self.y), self.run.rows
+        found = diagnose(step, self.model, x, y, self.loss_fn, microbatches=rows, reduction="sum")
+        run = replace(self.run, events=[*self.run.events], diagnosis=found)
+        run.own_loss = bool(run.targets) and not called
+        return run
 
     def whole_loss(self) -> float:
         """Return the mean loss of all rows."""
@@ -224,10 +221,6 @@ class Recorded:
             elif parameter.grad is not None:
                 parameter.sub_(rate * parameter.grad)
             parameter.grad = None
-
-    @staticmethod
-    def _flat(tensors: Any) -> torch.Tensor:
-        return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
     def _which(self, value: torch.Tensor, among: Sequence[torch.Tensor]) -> int:
         """Return which micro-batch a value belongs to, -1 for none."""

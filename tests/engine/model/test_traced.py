@@ -79,9 +79,9 @@ def test_a_model_on_several_devices_is_not_traced_again():
     x, _ = plain.batch(4)
     stages = split(model, into=2, example=x)
     stages.place_stage(1, META)
-    assert stages.for_evaluation([x], [4]) is stages.modules
+    assert stages.ready([x], [4]) is stages.modules
     with pytest.raises(SplitError, match=r"(?s)Network with 2 rows: .* try: "):
-        stages.for_evaluation([x[:2], x[2:]], [2, 2])
+        stages.ready([x[:2], x[2:]], [2, 2])
 
 
 def test_statistics_that_an_evaluation_in_training_mode_gathers_are_the_models():

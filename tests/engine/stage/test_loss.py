@@ -45,6 +45,21 @@ def test_targets_that_are_left_out_of_some_micro_batches_are_told_with_what_to_w
     assert_right(loss, x, target, reduction=lambda target: (target != -100).sum())
 
 
+def test_a_loss_of_ones_own_that_may_leave_targets_out_is_warned_of():
+    def own(output, target):
+        return nn.functional.cross_entropy(output, target)
+
+    x, target = data(0, 1, 5)
+    told = r"(?s)have 2, 3, 4 others: .*reduction=lambda"
+    with pipeline(own) as pipe, pytest.warns(UserWarning, match=told) as warned:
+        pipe.step(x, target)
+    assert warned[0].filename == __file__
+    assert_right(own, x, target, reduction=lambda target: (target != -100).sum())
+    assert_right(own, *data(0, 4, 8))  # as many of each
+    with pipeline(own, reduction=len) as pipe:  # it is meant
+        pipe.step(x, target)
+
+
 def test_as_many_left_out_of_each_micro_batch_harm_nothing():
     assert_right(nn.CrossEntropyLoss(), *data(0, 4, 8))
     assert_right(nn.CrossEntropyLoss(ignore_index=7), *data())
@@ -75,7 +90,7 @@ def test_a_loss_with_a_forward_of_its_own_is_not_judged_by_its_base():
         def forward(self, output, target):
             return nn.functional.cross_entropy(output, target, reduction="sum") / len(target)
 
-    assert_right(ByRows(), *data(0, 1, 5))
+    assert_right(ByRows(), *data(0, 1, 5), reduction=len)
 
 
 def test_equal_weights_of_a_coarse_type_and_targets_of_bytes_pass():

@@ -1,0 +1,95 @@
+"""Commands that answer a question: which schedules are there, why is a rank idle, how quick can an order be?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as Columns
+from rich.text import Text
+
+import pipelab
+from pipelab.cli.labs import SaveTable
+from pipelab.cli.options import Save, Sizes, Target, Times, grouped, untimed
+from pipelab.cli.printing import TABLE, TIMELINE, echo, require_writable, save_timeline, say, show, wrote
+from pipelab.draw import text, wording
+from pipelab.draw.why import sentence
+from pipelab.errors import UsageError
+
+__all__ = ["optimum", "schedules", "why"]
+
+
+def schedules() -> None:
+    """List the schedules that come with pipelab, the sizes that they accept, and their sources."""
+    table = Columns("name", "what it does, which sizes it accepts, and its source", box=None, pad_edge=False)
+    for name, kind in pipelab.schedules.items():
+        table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0])
+        table.add_row("", Padding(Text(f"accepts {_sizes_of(kind)}"), (0, 0, 0, 2)))
+        table.add_row("", Padding(Text(kind.source, style="dim"), (0, 0, 0, 2)))
+    Console().print(table)
+
+
+def _sizes_of(kind: type[pipelab.Schedule]) -> str:
+    """Return which sizes a schedule accepts, in words."""
+    letters = set("".join(kind.needs.values()))
+    sizes = [] if letters & {"P", "M"} else ["any number of ranks and micro-batches"]
+    return ", ".join([*sizes, *kind.needs, *([] if "v" in letters else ["any number of stages per rank"])])
+
+
+@grouped
+def why(
+    target: Target,
+    sizes: Sizes,
+    times: Times,
+    rank: Annotated[int | None, typer.Option(min=0, help="one rank: all of its idle times")] = None,
+    at: Annotated[float | None, typer.Option(help="a time: why the rank is idle then, back to the root")] = None,
+    delays: Annotated[bool, typer.Option("--delays", help="for each rank, what it costs that it is slow")] = False,
+    save: SaveTable = None,
+) -> None:
+    """Say why ranks are idle: a table of reasons, one rank's idle times, or one of them back to its root.
+
+    For example: pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8; pipelab why "rank*.json.gz" --delays
+    """
+    if at is not None and rank is None:
+        raise UsageError(f"--at {at:g} needs a rank: pipelab why {target} --rank 0 --at {at:g}")
+    require_writable(save, TABLE)
+    (trace,) = times.traces([sizes.find(target)], [target])
+    if delays:
+        if save or at is not None:
+            raise UsageError("--delays prints sentences: leave out --save and --at")
+        echo("\n".join(str(pipelab.what_if(trace, each)) for each in range(trace.ranks) if rank in (None, each)))
+    elif rank is None:
+        echo(f"{wording.headline(trace)}: {wording.figures(trace)}")
+        show(trace.ledger.table, save)
+    elif at is not None:
+        echo(trace.why(rank, at))
+    else:
+        told = "\n".join(sentence(trace, each) for each in trace.idle if each.rank == rank)
+        echo(told or f"rank {rank} is never idle")
+
+
+@grouped
+def optimum(
+    target: Target,
+    sizes: Sizes,
+    times: Times,
+    memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
+    seconds: Annotated[float, typer.Option(help="how long the solver may take at most")] = 10,
+    save: Save = None,
+) -> None:
+    """Find the quickest order of a schedule's actions, and say whether it is proven to be the quickest."""
+    require_writable(save, TIMELINE)
+    best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap, seconds)
+    echo(text.timeline(best.trace))
+    unit = wording.unit(best.trace)
+    if best.proven:
+        say(f"No order of these actions on these ranks is quicker than {wording.span(best.trace)}: that is proven.")
+    else:
+        say(
+            f"No order is proven to be the quickest yet: every one takes at least {wording.number(best.bound)} {unit}, "
+            f"and this one at most {wording.percent(best.gap)} more. More --seconds may find a better one."
+        )
+    for path in save or []:
+        wrote(save_timeline(best.trace, path))

@@ -1,0 +1,7 @@
+"""`pipelab play`: a local page that draws a schedule again when its file is saved or a slider is moved.
+
+- `server`: the command, and the server of the page
+
+`play.html` is the page around the picture, `gallery.html` shows all schedules, and `fault.html` stands
+in the picture's place. `python -m pipelab.cli.play` is the process in which schedules are made and drawn.
+"""

@@ -1,0 +1,162 @@
+"""Two traces compared, in words: the sentence, the table, and the data of a page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipelab.draw import wording
+from pipelab.draw.table import Column, Table
+from pipelab.draw.wording import number
+from pipelab.errors import clean
+from pipelab.trace.diff import PARTS, diff, why_not
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pipelab.trace.diff import Change, Diff, Part
+    from pipelab.trace.trace import Trace
+
+__all__ = ["MOST", "data", "sentence", "signed", "table", "text"]
+
+MOST = 12
+"""How many actions a text shows."""
+
+
+def sentence(found: Diff) -> str:
+    """Return the difference of the makespans and its parts.
+
+    Example:
+        >>> import pipelab
+        >>> one = pipelab.simulate(pipelab.OneFOneB(2, 2))
+        >>> sentence(pipelab.diff(one, one, names=["again", "once"]))
+        'once takes as long as again (9 units)'
+    """
+    before, after = (clean(name) for name in found.names)
+    if abs(found.longer) <= 1e-9 * max(found.before.makespan, found.after.makespan):
+        told = f"{after} takes as long as {before} ({wording.span(found.after)})"
+    else:
+        word = "longer" if found.longer > 0 else "shorter"
+        both = f"{number(found.after.makespan)} instead of {wording.span(found.before)}"
+        told = f"{after} is {_time(found.after, abs(found.longer))} {word} than {before} ({both})"
+    parts = ", ".join(f"{signed(value)} {part}" for part, value in found.parts.items())
+    return f"{told}: {parts}" if parts else told
+
+
+def _time(trace: Trace, value: float) -> str:
+    length, name = number(value), wording.unit(trace)
+    return f"{length} {'unit' if (length, name) == ('1', 'units') else name}"
+
+
+def signed(value: float) -> str:
+    """Return a number with its sign.
+
+    Example:
+        >>> signed(4.0), signed(-1.9), signed(0.0)
+        ('+4', '-1.9', '0')
+    """
+    shown = number(value)
+    return f"+{shown}" if value > 0 and shown != "0" else shown
+
+
+def table(found: Diff, most: int | None = None) -> Table:
+    """Return a row for each action, the largest effect first, and the sums in sentences.
+
+    Args:
+        found: what became of the actions.
+        most: how many rows, of actions that changed; by default, all of all actions.
+
+    Example:
+        >>> import pipelab
+        >>> fast, slow = (pipelab.simulate(pipelab.GPipe(2, 1), pipelab.Cost(forward=f)) for f in (1, [1, 1.5]))
+        >>> print(table(pipelab.diff(fast, slow, names=["even", "uneven"]), most=2))
+        uneven is 0.5 units longer than even (6.5 instead of 6 units): +0.5 durations
+        <BLANKLINE>
+        action  rank  effect  start  shift  duration  change
+        1F0        1    +0.5      1      0         1    +0.5
+        1B0        1       0      2   +0.5         2       0
+        <BLANKLINE>
+        by rank: +0.5 on rank 1; by kind: +0.5 forward
+        <BLANKLINE>
+        1 more action changes, with a smaller effect
+    """
+    parts = _parts(found)
+    shown = found.changes if most is None else [each for each in found if _changed(each)]
+    more = len(shown) - len(shown[:most])
+    rows: list[dict[str, Any]] = []
+    for change in shown[:most]:
+        moved = {"moved_from": change.moved_from} if change.moved_from != change.rank else {}
+        rows.append(
+            {
+                "action": str(change.action),
+                "rank": change.rank,
+                **moved,
+                "effect": change.effect,
+                **{part: change.effects.get(part, 0.0) for part in PARTS},
+                "start": change.start,
+                "shift": change.shift,
+                "duration": change.duration,
+                "change": change.change,
+            }
+        )
+    columns = [Column("action"), Column("rank")]
+    if any("moved_from" in row for row in rows):
+        columns.append(Column("moved_from", "on rank before"))
+    columns.append(Column("effect", show=signed))
+    columns += [Column(part, show=signed) for part in parts] if len(parts) > 1 else []
+    columns += [Column("start", show=number), Column("shift", show=signed)]
+    columns += [Column("duration", show=number), Column("change", show=signed)]
+    notes = _sums(found)
+    if more:
+        notes.append(f"{more} more action{' changes' if more == 1 else 's change'}, with a smaller effect")
+    return Table(rows, columns, notes=notes, title=sentence(found))
+
+
+def _parts(found: Diff) -> list[Part]:
+    """Return the parts that some action's effect has, although they may add up to 0."""
+    least = 1e-9 * max(found.before.makespan, found.after.makespan)
+    return [part for part in PARTS if any(abs(change.effects.get(part, 0.0)) > least for change in found)]
+
+
+def _changed(change: Change) -> bool:
+    return bool(change.effects or any(number(each) != "0" for each in (change.shift, change.change)))
+
+
+def _sums(found: Diff) -> list[str]:
+    """Return the effects by rank and by kind, in one sentence; nothing if there are none, or the orders differ."""
+    if not found.parts or "order" in found.parts:  # another order has its critical path anywhere
+        return []
+    word = {change.action.kind: change.action.word for change in found}
+    ranks = _listed((value, f"on rank {rank}") for rank, value in found.by("rank").items())
+    kinds = _listed((value, word[kind]) for kind, value in found.by("kind").items())  # type: ignore[index]  # kinds
+    return [f"by rank: {ranks}; by kind: {kinds}"]
+
+
+def _listed(sums: Iterable[tuple[float, str]]) -> str:
+    """Return sums that are not 0, largest first."""
+    there = [(value, name) for value, name in sums if number(value) != "0"]
+    shown = sorted(there, key=lambda each: -abs(each[0]))
+    more = [f"{len(shown) - 8} more"] if len(shown) > 8 else []
+    return ", ".join([*(f"{signed(value)} {name}" for value, name in shown[:8]), *more]) or "nothing"
+
+
+def text(found: Diff, width: int = 80) -> str:
+    """Return the sentence, and the actions with the largest effects."""
+    return table(found, MOST).text(width)
+
+
+def data(before: Trace, after: Trace, names: tuple[str, str]) -> dict[str, Any]:
+    """Return what a page shows of two traces: the sentence, the parts, and each action's effects that are not 0.
+
+    An action is named by its place: how many actions are before it on its rank and on the ranks before.
+    """
+    if refusal := why_not(before, after):
+        return {"refusal": refusal}
+    found = diff(before, after, names)
+    parts = _parts(found)
+    place = {(event.rank, event.action): at for at, event in enumerate(after.events)}
+    effects = [
+        [place[change.rank, change.action], *(float(f"{change.effects.get(part, 0.0):.7g}") for part in parts)]
+        for change in found
+        if any(change.effects.get(part) for part in parts)
+    ]
+    return {"notes": [sentence(found), *_sums(found)], "parts": parts, "effects": effects}

@@ -1,0 +1,229 @@
+"""What notebooks show: a page in a frame of its own, a still picture where scripts do not run, and text without either.
+
+The frame's page has no access to the notebook (`sandbox`), and the notebook's styles do not reach it. The two exchange
+two facts: the page says how high it is, and the notebook whether it is dark.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from typing import TYPE_CHECKING
+
+from pipelab.checking.checker import check
+from pipelab.draw import colours, figure, order_figure, text
+from pipelab.draw.order import drawings, plan_drawing, sentences
+from pipelab.draw.page import page
+from pipelab.errors import clean
+from pipelab.plan.actions import Action, Pair
+from pipelab.plan.fault import shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipelab.checking.checker import Faults
+    from pipelab.draw.order import Drawing
+    from pipelab.plan.plan import Plan
+    from pipelab.simulation.comparison import Comparison
+    from pipelab.trace.trace import Trace
+
+__all__ = ["comparison_html", "faults_html", "faults_page", "plan_html", "plan_page", "trace_html"]
+
+_MOST_ACTIONS = 4_000
+"""A notebook keeps its outputs in its file: larger traces are a still picture there."""
+_MOST_CELLS = 200
+"""How many actions of a rank the rows of a plan show."""
+
+# In the page. Its height is that of its body and not of the document, which is never lower than the frame.
+_INSIDE = """
+<style>
+body { margin: .5rem auto; }
+#panel { position: static; max-height: none; }
+.with-panel { padding-bottom: .5rem; }
+</style>
+<script>
+{
+  const tell = fresh => {
+    const height = Math.ceil(document.body.getBoundingClientRect().bottom + scrollY) + 12;
+    parent.postMessage({ height, fresh }, "*");
+  };
+  addEventListener("message", event => {
+    if (event.source !== parent || typeof event.data?.dark !== "boolean") return;
+    document.documentElement.dataset.theme = event.data.dark ? "dark" : "light";
+    tell(false);
+  });
+  tell(true);
+  new ResizeObserver(() => tell(false)).observe(document.body);
+}
+</script>
+"""
+
+# In the notebook, for every frame with this mark: the same thing may be shown in several cells.
+_OUTSIDE = """
+<script>
+for (const frame of document.querySelectorAll('iframe[data-pipelab="MARK"]:not([data-heard])')) {
+  frame.dataset.heard = "";
+  const tell = () => {
+    const [red, green, blue] = getComputedStyle(frame.parentElement).color.match(/[\\d.]+/g).map(Number);
+    frame.contentWindow?.postMessage({ dark: red + green + blue > 384 }, "*");
+  };
+  addEventListener("message", event => {
+    if (event.source !== frame.contentWindow || !(event.data?.height > 0)) return;
+    frame.style.height = Math.min(event.data.height, 4000) + "px";
+    if (event.data.fresh) tell();
+  });
+  tell();  // the page may have been there first
+}
+</script>
+"""
+
+
+def framed(source: str, alt: str, still: str, height: int) -> str:
+    """Return a page in a frame, with what viewers without scripts show instead.
+
+    Args:
+        source: the page.
+        alt: what it shows, in words.
+        still: HTML without scripts.
+        height: of the frame in pixels, until the page says its own.
+    """
+    inside = html.escape(source.replace("</body>", f"{_INSIDE}</body>"))
+    mark = hashlib.sha256(source.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    label = html.escape(clean(alt))
+    return (
+        f'<div class="pipelab"><iframe data-pipelab="{mark}" title="{label}" sandbox="allow-scripts" srcdoc="{inside}" '
+        f'style="width: 100%; height: {height}px; border: 0"></iframe>{_OUTSIDE.replace("MARK", mark)}'
+        f"<noscript>{still}</noscript></div>"
+    )
+
+
+def _image(draw: Callable[[], str], alt: str, plain: Callable[[], str]) -> str:
+    """Return a figure as an image; without matplotlib, text."""
+    try:
+        source = draw()
+    except ImportError:
+        return f'<pre style="overflow-x: auto">{html.escape(clean(plain(), keep=chr(10)))}</pre>'
+    data = base64.b64encode(source.encode("utf-8", "backslashreplace")).decode()
+    return f'<img alt="{html.escape(clean(alt))}" src="data:image/svg+xml;base64,{data}" style="max-width: 100%">'
+
+
+def trace_html(trace: Trace) -> str:
+    """Return what a notebook shows of a trace."""
+    alt = f"timeline: {trace!r}"
+    still = _image(lambda: figure.svg(trace), alt, lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False))
+    actions = sum(map(len, trace.starts))
+    if actions > _MOST_ACTIONS:
+        return f"{still}{_how_to_save('trace', actions)}"
+    return framed(page.page(trace), alt, still, 330 + 40 * min(trace.ranks, 16))
+
+
+def comparison_html(comparison: Comparison) -> str:
+    """Return what a notebook shows of a comparison."""
+    alt = f"timelines of {', '.join(comparison.names)}"
+    still = _image(
+        lambda: figure.comparison_svg(comparison),
+        alt,
+        lambda: text.comparison(comparison, text.PLAIN_WIDTH, colour=False),
+    )
+    actions = sum(len(starts) for trace in comparison.traces for starts in trace.starts)
+    if actions > _MOST_ACTIONS:
+        return f"{still}{_how_to_save('comparison', actions)}"
+    lanes = sum(min(trace.ranks, 16) for trace in comparison.traces)
+    return framed(page.comparison_page(comparison), alt, still, 330 + 90 * len(comparison.traces) + 40 * lanes)
+
+
+def _how_to_save(name: str, actions: int) -> str:
+    return f'<p>{actions:,} actions: {name}.save("{name}.html") writes the page that answers, for a web browser.</p>'
+
+
+def faults_html(faults: Faults) -> str:
+    """Return what a notebook shows of faults: the page with their pictures, and their text."""
+    plain = _plain(faults)
+    if not faults or faults.plan is None:
+        return plain
+    try:
+        source = faults_page(faults)
+    except ImportError:
+        return plain
+    return framed(source, str(faults).splitlines()[0], plain, 500)
+
+
+def _plain(faults: Faults) -> str:
+    return f"<pre>{html.escape(clean(str(faults), keep=chr(10)))}</pre>"
+
+
+def plan_html(plan: Plan) -> str:
+    """Return what a notebook shows of a plan: the page with its rows, and with its faults if it has any."""
+    rows = _rows(plan)
+    actions = sum(map(len, plan.written))
+    if actions > _MOST_ACTIONS:
+        return f"{rows}{_how_to_save('plan', actions)}"
+    faults = check(plan)
+    still = f"{rows}{_plain(faults)}" if faults else rows
+    try:
+        source = faults_page(faults) if faults else plan_page(plan)
+    except ImportError:
+        return still
+    alt = str(faults).splitlines()[0] if faults else f"the rows of {plan.name}"
+    return framed(source, alt, still, 500 if faults else 120 + 40 * min(plan.ranks, 16))
+
+
+def _rows(plan: Plan) -> str:
+    """Return a plan's name and rows as coloured text; of long rows, the middle is left out."""
+    lines = [f"<b>{html.escape(clean(plan.name))}</b>"]
+    for rank, row in enumerate(plan.rows):
+        cells = [_cell(item) for item in row]
+        if len(cells) > _MOST_CELLS:
+            half = _MOST_CELLS // 2
+            cells = [*cells[:half], f"… {len(cells) - 2 * half} more …", *cells[-half:]]
+        lines.append(f"rank {rank} | {' '.join(cells)}")
+    return "\n".join(['<pre style="overflow-x: auto; white-space: pre">', *lines, "</pre>"])
+
+
+def _cell(item: object) -> str:
+    """Return an item of a row as HTML; what is not an action has no colour."""
+    first = item.forward if isinstance(item, Pair) else item
+    shown = html.escape(str(item) if isinstance(item, (Action, Pair)) else shorten(item))
+    if not isinstance(first, Action) or type(first.microbatch) not in (int, type(None)):
+        return shown
+    paper = colours.of(first)
+    return f'<span style="background: {paper}; color: {colours.ink(paper)}">{shown}</span>'
+
+
+def plan_page(plan: Plan) -> str:
+    """Return a page with a plan's rows as a picture."""
+    return page.document(plan.name, _section(plan_drawing(plan)))
+
+
+def faults_page(faults: Faults) -> str:
+    """Return a page with a picture for each fault: the plan as far as it runs, and the order that was tried out.
+
+    Example:
+        >>> import pipelab
+        >>> "1B0 comes after 1F1" in faults_page(pipelab.check(pipelab.Plan.parse("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1")))
+        True
+    """
+    title = clean(str(faults).splitlines()[0])
+    sections = "".join(map(_section, drawings(faults)))
+    if not faults:
+        return page.document(title, sections)
+    closed = "" if sections else " open"
+    return page.document(title, f"{sections}<details{closed}><summary>as text</summary>{_plain(faults)}</details>")
+
+
+def _section(drawing: Drawing) -> str:
+    """Return one picture with its sentences."""
+    title = html.escape(clean(drawing.title))
+    notes = "".join(
+        f'<li value="{number}">{html.escape(clean(words))}</li>' if number else '<li style="list-style: none">…</li>'
+        for number, words in sentences(drawing)
+    )
+    hint = f'<p class="try">try: {html.escape(clean(drawing.hint))}</p>' if drawing.hint else ""
+    key = "; ".join(order_figure.key_of(drawing))
+    kind = "after" if drawing.after else "faulty" if drawing.faulty else ""
+    return (
+        f'<section class="order {kind}"><h2>{title}</h2>'
+        f'<div class="picture" tabindex="0" role="img" aria-label="{title}">{order_figure.svg(drawing)}</div>'
+        f'<ol>{notes}</ol>{hint}<p class="subtitle">{html.escape(key)}</p></section>'
+    )

@@ -1,0 +1,374 @@
+"""`diagnose`: whether any training step leaves plain training's gradients; if not, which factor is wrong.
+
+Each micro-batch adds its own gradient. `diagnose` computes them one by one and finds, by least squares, how often each
+is in the gradient that the step has left. These *counts* show what is wrong. Of four micro-batches:
+
+    1  1  1  1   right                            0  0  0  1   only the last one counted
+    4  4  4  4   summed, not averaged             1  2  1  1   one counted twice
+    ½  1  2  4   divided again at each addition   a rest       what no micro-batch explains
+
+All of it follows from inner products, so the gradients themselves are forgotten, parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelab.engine.stage.batch import Reduction, row_counts, rows_of
+from pipelab.engine.stage.pytree import tensors_of
+from pipelab.engine.stage.snapshot import RandomSnapshot, overwrite
+from pipelab.engine.verify.factors import Finding, Sizes, listed, named
+from pipelab.engine.verify.reference import (
+    LossFunction,
+    caller_of,
+    flat,
+    gradient_of,
+    microbatch_gradients,
+    nearby_weights,
+    restored,
+)
+from pipelab.errors import UsageError
+
+__all__ = ["Diagnosis", "diagnose"]
+
+_TOLERANCE = 1e-3
+"""Largest rest of a gradient, relative to the norms of what is added up: rounding is far below it, even where the step
+cuts its batch otherwise; a micro-batch too many is above it, unless there are a thousand."""
+
+_ROUNDING = 1e-5
+"""How far gradients may be off by rounding alone, relative to what is added up. Near the targets, it is more."""
+
+_NEARBY = 5
+"""With how many other weights to look how much rounding decides: an input of a ReLU may be within rounding of zero."""
+
+_MOST_ROUNDING = 0.1
+"""With a larger tolerance than this, nothing can be named."""
+
+_LEAST = 1e-3
+"""A micro-batch whose gradient is a smaller share of the largest one's is not judged: it adds nothing."""
+
+_SMALLEST_SHARE = 1e-2
+"""A parameter whose gradient is a smaller share of the largest one's is measured against that share, as in `verify`."""
+
+_UNCLEAR = 0.05
+"""Largest error of a count, as a share of the largest count, with which micro-batches can be told apart."""
+
+_ALIKE = 2e-3
+"""Counts that differ by a smaller share of the largest one are equal."""
+
+_AT_ONCE = 1 << 20
+"""How many elements of a gradient are in double precision at once."""
+
+_DRAWS = "The model draws random numbers, so no two runs are alike: call model.eval() before."
+_CHANGED = "The step changes the weights: micro-batches after that have other gradients."
+
+_HINTS = {
+    "times-microbatches": "divide each micro-batch's loss by {microbatches}, once",
+    "divided-by-microbatches": "divide by {microbatches} once only: in the loss, or in the schedule (scale_grads)",
+    "times-tokens": "divide the loss by that number, or use a loss that averages",
+    "divided-by-tokens": "divide by that number once only",
+    "summed-over-replicas": "divide by {replicas} after the sum, or all-reduce with an average",
+    "divided-by-replicas": "average once only; a loss that already counts all replicas' rows needs a sum",
+    "moving-average": "divide once, after the last addition; or divide what is added, not what is in .grad",
+    "missing-microbatches": "look for what empties .grad in between (zero_grad), and for a loop that ends too early",
+    "repeated-microbatches": "look for an index that is off by one, as i - 1 is in the first round",
+    "weighed-alike": "weigh each micro-batch's loss by its share of what the loss averages over",
+    "weighed-by-rows": "weigh each micro-batch's loss by its share of what the loss averages over",
+    "missing-gradients": "look for a detach() before them, or a stage whose backward never runs; if another process "
+    "leaves them, pass trained=[…] with what this one trains",
+    "sign": "look for a minus too many: a loss to be maximised, a gradient that is subtracted",
+    "rounding": "take fresh weights or other targets",
+    "collinear": "take another batch, such as random rows, or fewer micro-batches",
+    "unexplained": "look for outputs that meet another micro-batch's targets, for weights that change before the last "
+    "backward, for another loss",
+    "no-gradients": "let the step end before zero_grad(); or pass trained=[…] if it trains a copy of the model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is wrong with a training step's gradients, if anything is.
+
+    Attributes:
+        code: `"right"`, or the kind of mistake.
+        factor: what the gradients are multiplied by, compared with plain training's; of a moving average, what they are
+            divided by at each addition. `None` if it is not one number.
+        microbatches: which micro-batches the code is about: the only ones that counted, those that counted more than
+            once, those that cannot be told apart, those with another sign; empty if it is about all.
+        parameters: which parameters it is about; empty if it is about all.
+        counts: how often each micro-batch is in the gradients, 1 being right; NaN for one that adds nothing in plain
+            training either. Empty if there is nothing to count.
+        residual: the largest share of a parameter's gradient that the counts do not explain (2-norm, relative to what
+            is added up).
+        sentence: the diagnosis in words, with what to try.
+
+    Codes: `right`, `times-microbatches`, `divided-by-microbatches`, `times-tokens`, `divided-by-tokens`,
+    `summed-over-replicas`, `divided-by-replicas`, `scaled` (by another number, or by one that is several of these),
+    `moving-average`, `missing-microbatches`, `repeated-microbatches`, `weighed-alike`, `weighed-by-rows`,
+    `other-weights`, `sign`, `missing-gradients`, `no-gradients`, `collinear`, `rounding`, `unexplained`, `not-finite`.
+    """
+
+    code: str
+    sentence: str
+    factor: float | None = None
+    microbatches: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    counts: tuple[float, ...] = ()
+    residual: float = 0.0
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def diagnose(
+    step: Callable[[Any, Any], object],
+    model: nn.Module,
+    x: Any,
+    y: Any,
+    loss_fn: LossFunction,
+    *,
+    microbatches: int | Sequence[int],
+    replicas: int = 1,
+    forward: Callable[[Any], Any] | None = None,
+    reduction: Reduction | None = None,
+    trained: Sequence[nn.Module] = (),
+) -> Diagnosis:
+    """Compare the gradients that any training step leaves with plain training's, and name the factor that is wrong.
+
+    Plain training runs `loss_fn(model(x), y)` on each micro-batch, and weighs it as the loss of the whole batch does.
+    Gradients, weights, buffers, random state and batch are afterwards what they were; an optimizer's state is not.
+
+    Args:
+        step: runs on `(x, y)` what stands between `zero_grad` and `optimizer.step`: a loop, or a schedule's step.
+        model: leaves its gradients in the `.grad` of its parameters.
+        x: the batch, of all replicas.
+        y: its targets.
+        loss_fn: takes the model's output and the targets, and returns the loss that you mean to train with.
+        microbatches: into how many micro-batches the step cuts the batch, all replicas together; or the rows of each.
+        replicas: how many replicas share the batch.
+        forward: how the model is called, if not as `model(x)`: `lambda x: model(**x)`.
+        reduction: as in `Pipeline`, for a loss that cannot be computed from the outputs of all micro-batches joined.
+        trained: the modules that the step trains, if not the whole model: this process's stages, for example. Their
+            parameters are the model's own, or have their names and weights.
+
+    Example:
+        >>> def step(x, y):
+        ...     for rows, targets in zip(x.chunk(4), y.chunk(4)):
+        ...         loss_fn(model(rows), targets).backward()
+        >>> model, loss_fn = nn.Linear(8, 8), nn.MSELoss()
+        >>> found = diagnose(step, model, torch.randn(20, 8), torch.randn(20, 8), loss_fn, microbatches=4)
+        >>> found.code, found.factor
+        ('times-microbatches', 4.0)
+        >>> print(found)
+        The gradients are 4 times plain training's: 4 is the number of micro-batches.
+          try: divide each micro-batch's loss by 4, once
+
+    Raises:
+        UsageError: if `microbatches` do not add up to the rows, or a parameter of `trained` is none of the model's.
+        LossError: if the batch's loss is no weighted sum of the micro-batches' losses.
+    """
+    rows, learning = rows_of(x, "x"), _learning(model, trained)
+    counts = row_counts(rows, microbatches) if isinstance(microbatches, int) else list(microbatches)
+    if sum(counts) != rows or min(counts) < 1:
+        raise UsageError(f"microbatches={microbatches!r} are {sum(counts)} rows, and the batch has {rows}")
+    modules = [each for each in (model, loss_fn, *trained) if isinstance(each, nn.Module)]
+    weights = [(each, each.detach().clone()) for module in modules for each in module.parameters()]
+    before = RandomSnapshot()
+    with restored(modules, [x, y]) as rewind:
+        again = partial(microbatch_gradients, model, forward or model, x, y, loss_fn, counts, reduction)
+        plain, shares = again()
+        remarks = [_DRAWS] * (RandomSnapshot() != before)
+        rewind()
+        try:
+            step(x, y)
+            remarks += [_CHANGED] * any(not torch.equal(each, values) for each, values in weights)
+            tables = {name: _products([*plain[name], gradient_of(each)]) for name, each in learning.items()}
+        finally:
+            for parameter, values in weights:
+                overwrite(parameter.data, values)
+        types = {each.dtype for each in learning.values()} | caller_of(model).types
+        tolerance = max(_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
+        elements = {name: each.numel() for name, each in learning.items()}
+        sizes = Sizes(counts, shares, replicas, _tokens(y, loss_fn))
+        case = _Case(tables, elements, sizes, tolerance, remarks)
+        for seed in range(_NEARBY if case.most > tolerance else 0):
+            rewind()
+            with nearby_weights([model], seed, 0.0):
+                near, _ = again()
+            moved = {name: _products([*plain[name], torch.stack(near[name]).sum(0)]) for name in tables}
+            case = replace(case, tolerance=max(case.tolerance, 4 * replace(case, tables=moved).most))
+    return case.diagnosis()
+
+
+def _learning(model: nn.Module, trained: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters that the step trains, by the model's names."""
+    own = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if not own:
+        raise UsageError("no parameter of the model requires a gradient: there is nothing to compare")
+    if not trained:
+        return own
+    names = {id(each): name for name, each in own.items()}
+    found: dict[str, nn.Parameter] = {}
+    for given, parameter in (each for module in trained for each in module.named_parameters()):
+        name = names.get(id(parameter), given.replace("_orig_mod.", "").removeprefix("module."))
+        if parameter.requires_grad and not (name in own and torch.equal(own[name].cpu(), parameter.cpu())):
+            why = "has other weights than the model's" if name in own else "is none of the model's that learn"
+            raise UsageError(f"{given} in trained {why}\n  try: load the model's state_dict into it first")
+        if parameter.requires_grad:
+            found[name] = parameter
+    return found
+
+
+def _tokens(y: Any, loss_fn: object) -> dict[int, str]:
+    """Return the numbers that a loss may average over: of rows, of targets, of those that are not ignored."""
+    ignored, found = getattr(loss_fn, "ignore_index", -100), dict[int, str]()
+    for each in tensors_of(y):
+        found[int((each != ignored).sum())] = "targets that are not ignored"
+        found |= {each.numel(): "targets", len(each): "rows"}
+    return found
+
+
+# ── Counting ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _products(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the inner products of what each micro-batch adds and of what the step left, which is the last."""
+    pieces = zip(*(flat([each]).split(_AT_ONCE) for each in gradients), strict=True)
+    return torch.stack([rows @ rows.T for rows in (torch.stack(each).double() for each in pieces)]).sum(0)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """All that a diagnosis follows from."""
+
+    tables: dict[str, torch.Tensor]  # of each parameter: the inner products
+    elements: dict[str, int]
+    sizes: Sizes
+    tolerance: float
+    remarks: list[str]
+
+    def diagnosis(self) -> Diagnosis:
+        """Find the parameters that are wrong, and explain those that have a gradient."""
+        if not all(bool(table.isfinite().all()) for table in self.tables.values()):
+            plain = all(bool(table[:-1, :-1].isfinite().all()) for table in self.tables.values())
+            where = "Gradients of the step" if plain else "Gradients of plain training, without the step,"
+            return self._result(Finding("not-finite", f"{where} are NaN or infinite: there is nothing to compare."))
+        rest = self._rest(self._ones)
+        if max(rest.values()) > _TOLERANCE and self.tolerance > _MOST_ROUNDING:
+            return self._result(
+                Finding("rounding", "Rounding errors decide the gradients: outputs equal their targets.")
+            )
+        wrong = [name for name, each in rest.items() if each > self.tolerance]
+        silent = [name for name in wrong if not self.tables[name][-1, -1]]
+        if silent and not any(table[-1, -1] for table in self.tables.values()):
+            return self._result(Finding("no-gradients", "The step left no gradients."))
+        loud = [name for name in wrong if name not in silent]
+        found, silent = self._explained(loud, silent) if loud else (self._right(self.most), silent)
+        if not silent:
+            return found
+        missing = f"The step left no gradient in {listed(silent)}, where plain training leaves one."
+        first = self._result(Finding("missing-gradients", missing)).sentence
+        others = f"Of the others: {found}" if loud else "The others are right."
+        return replace(found, code="missing-gradients", sentence=f"{first}\n{others}", parameters=tuple(silent))
+
+    @property
+    def most(self) -> float:
+        """The largest difference of a parameter's gradient from plain training's, relative to what is added up."""
+        return max(self._rest(self._ones).values())
+
+    @property
+    def _ones(self) -> torch.Tensor:
+        return torch.ones(len(self.sizes.rows), dtype=torch.double)
+
+    def _right(self, off: float) -> Diagnosis:
+        many = f"{len(self._ones)} micro-batch{'es' * (len(self._ones) > 1)}"
+        words = f"All {len(self.tables)} gradients match plain training with the same {many} within {off:.1e}."
+        if off > _TOLERANCE:  # of a coarse type
+            words += "\nSuch rounding may hide a micro-batch: look again in float32, with fresh weights."
+        return self._result(Finding("right", words, 1.0), self._ones, off)
+
+    def _explained(self, names: list[str], silent: list[str]) -> tuple[Diagnosis, list[str]]:
+        """Explain the wrong gradients, and all others that the explanation fits; return which it leaves silent."""
+        table = torch.stack([self.tables[name] for name in names]).sum(0)
+        counts, slack, unclear = _fit(table, sum(self.elements[name] for name in names))
+        left = self._rest(counts)
+        worst = max(names, key=lambda name: left[name])
+        if left[worst] > self.tolerance:
+            share = f"{left[worst]:.0%} of the gradient of {worst}"
+            found = Finding("unexplained", f"{share} comes from no micro-batch.")
+            return self._result(found, counts, left[worst]), silent
+        found = self._unclear(table, names, unclear) if unclear else named(counts, slack, self.sizes)
+        others = [name for name in self.tables if name not in names and name not in silent]
+        about: list[str] = []
+        if any(left[name] > self.tolerance for name in others):
+            about = names
+            found = found._replace(words=f"{found.words}\nThis is so in {listed(names)}; other gradients are right.")
+        counts[unclear] = math.nan
+        still = [name for name in silent if left[name] > self.tolerance]
+        return replace(self._result(found, counts, left[worst]), parameters=tuple(about)), still
+
+    def _unclear(self, table: torch.Tensor, names: list[str], unclear: list[int]) -> Finding:
+        """Say that micro-batches cannot be told apart, and of what the gradients are a multiple, if they are."""
+        factor = float(table[-1, :-1].sum() / table[:-1, :-1].sum())
+        alike = self._rest(factor * self._ones)
+        multiple = all(alike[name] <= self.tolerance for name in names)
+        fact = f"The gradients are {factor:.6g} times plain training's" if multiple else "The gradients are wrong"
+        words = f"{fact}, but those of micro-batches {listed(unclear)} are too alike to tell which of them counted."
+        return Finding("collinear", words, factor if multiple else None, tuple(unclear))
+
+    def _rest(self, counts: torch.Tensor) -> dict[str, float]:
+        """Return what these counts do not explain of each parameter's gradient, relative to what is added up."""
+        norms = {name: _norms(table, counts) for name, table in self.tables.items()}
+        added = {name: max(float(each[:-1].sum()), float(each[-1])) for name, each in norms.items()}
+        least = _SMALLEST_SHARE * max(added.values())
+        return {name: _left(self.tables[name], counts) / (max(added[name], least) or 1.0) for name in added}
+
+    def _result(self, found: Finding, counts: torch.Tensor | None = None, residual: float = 0.0) -> Diagnosis:
+        """Return a diagnosis: the finding, what else is known, and what to try."""
+        hint = _HINTS.get(found.code, "").format(microbatches=len(self._ones), replicas=self.sizes.replicas)
+        remarks = self.remarks if found.code in ("unexplained", "no-gradients") else []
+        sentence = "\n".join([found.words, *remarks, *([f"  try: {hint}"] if hint else [])])
+        numbers = () if counts is None else tuple(round(each, 6) for each in counts.tolist())
+        return Diagnosis(found.code, sentence, found.factor, found.microbatches, (), numbers, residual)
+
+
+def _fit(table: torch.Tensor, elements: int) -> tuple[torch.Tensor, float, list[int]]:
+    """Return each micro-batch's count, by how much counts may be off, and for which micro-batches that is too much.
+
+    How far they may be off follows from what is left, as in every least-squares fit, and from how alike gradients are.
+    """
+    norms, counts = _norms(table)[:-1], torch.full([len(table) - 1], math.nan, dtype=torch.double)
+    live = (norms > _LEAST * norms.max()).nonzero().flatten()
+    if not len(live):
+        return counts, 0.0, []
+    values, vectors = torch.linalg.eigh(table[live][:, live] / norms[live].outer(norms[live]))
+    values = values.clamp(1e-12)
+    counts[live] = vectors @ (vectors.T @ (table[live, -1] / norms[live]) / values) / norms[live]
+    noise = _left(table, counts) / math.sqrt(max(1, elements - len(live)))
+    noise = max(noise, _ROUNDING * float(_norms(table, counts)[:-1].norm()))
+    off = noise / norms[live] * (vectors.square() / values).sum(1).sqrt()
+    most = float(counts[live].abs().max())
+    unclear = [int(m) for m, each in zip(live, off, strict=True) if not each <= _UNCLEAR * most]
+    return counts, max(_ALIKE * most, 3 * float(off.max())), unclear
+
+
+def _norms(table: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the norms of what the micro-batches add, each as often as it counts, and of what the step left."""
+    norms = table.diagonal().clamp(min=0.0).sqrt()
+    return norms if counts is None else norms * _signed(counts).abs()
+
+
+def _left(table: torch.Tensor, counts: torch.Tensor) -> float:
+    """Return the norm of what these counts do not explain."""
+    return math.sqrt(max(0.0, float(_signed(counts) @ table @ _signed(counts))))
+
+
+def _signed(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([counts.nan_to_num(0.0), -torch.ones(1, dtype=torch.double)])

@@ -1,0 +1,144 @@
+"""How many bytes every rank holds over the time of a trace, predicted from what its stages take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from pipelab.checking.checker import ScheduleLike
+from pipelab.checking.memory import Memory
+from pipelab.plan.actions import Action
+from pipelab.plan.plan import Plan
+from pipelab.simulation.clock import simulate
+from pipelab.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from pipelab.draw.table import Table
+
+__all__ = ["Held", "MemoryUse", "memory_use"]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds, in bytes, from a time on, until its next change.
+
+    Attributes:
+        time: since when, in the trace's unit.
+        action: the action that starts or ends then; `None` for what was there before the step.
+        weights: of parameters and buffers.
+        gradients: of the parameters' gradients.
+        optimizer: of the optimizer's state.
+        activations: of what forwards keep for backwards, and what `I` leaves for `W`.
+        outputs: of the model's outputs.
+    """
+
+    time: float
+    action: Action | None
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    outputs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """How many bytes every rank holds, over the time of a trace: predicted or measured.
+
+    Attributes:
+        trace: when the actions ran.
+        curves: for each rank, what it holds after each change, in order. Several changes may have one time.
+        source: `"predicted"` or `"measured"`.
+        allocated: if it was measured on GPUs, the most bytes that PyTorch's allocator gave out during the step, by
+            device, with all that was on the device before.
+    """
+
+    trace: Trace
+    curves: tuple[tuple[Held, ...], ...]
+    source: str = "predicted"
+    allocated: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """For each rank, the most bytes that it holds at once."""
+        return tuple(held.total for held in self.at_peak)
+
+    @property
+    def at_peak(self) -> tuple[Held, ...]:
+        """For each rank, what it holds when it first holds the most."""
+        return tuple(max(curve, key=lambda held: held.total) for curve in self.curves)
+
+    @property
+    def table(self) -> Table:
+        """What each rank holds at its peak, part by part."""
+        from pipelab.draw.table import Column, Table
+
+        parts = [each.name for each in fields(Held) if each.name not in ("time", "action")]
+        rows = [
+            {"rank": rank, "peak": held.total, **{part: getattr(held, part) for part in parts}}
+            for rank, held in enumerate(self.at_peak)
+        ]
+        show = "{:,}".format
+        columns = [Column("rank"), Column("peak", "peak, bytes", show), *(Column(part, show=show) for part in parts)]
+        return Table(rows, columns)
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        return str(self.table)
+
+
+def memory_use(subject: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUse:
+    """Return how many bytes every rank holds over time, predicted from the bytes of its stages.
+
+    The peaks depend on the order of a rank's actions only, not on how long they take. What an operation needs while it
+    runs, values on their way between ranks, and the batch itself do not count. What two neighbouring stages of one rank
+    share, as at the turn of a V, counts twice.
+
+    Args:
+        subject: a trace, simulated or measured; or a plan or schedule, which is simulated first.
+        memory: the bytes of each stage.
+
+    Example:
+        >>> import pipelab
+        >>> memory = pipelab.Memory(weights=1000, gradients=1000, optimizer=2000, activations=100)
+        >>> pipelab.memory_use(pipelab.GPipe(ranks=4, microbatches=8), memory).peaks
+        (4800, 4800, 4800, 4800)
+        >>> use = pipelab.memory_use(pipelab.OneFOneB(ranks=4, microbatches=8), memory)
+        >>> print(use)
+        rank  peak, bytes  weights  gradients  optimizer  activations  outputs
+        0           4,400    1,000      1,000      2,000          400        0
+        1           4,300    1,000      1,000      2,000          300        0
+        2           4,200    1,000      1,000      2,000          200        0
+        3           4,100    1,000      1,000      2,000          100        0
+
+    Raises:
+        CostError: if a list of the sizes does not have one number per stage.
+        ScheduleError: if a plan has faults.
+    """
+    trace = subject if isinstance(subject, Trace) else simulate(subject)
+    return MemoryUse(trace, tuple(_curve(trace, rank, memory) for rank in range(trace.ranks)))
+
+
+def _curve(trace: Trace, rank: int, memory: Memory) -> tuple[Held, ...]:
+    """Return what a rank holds after each change."""
+    bound = trace.plan.bound
+    changes: list[tuple[float, int, tuple[int, int, int]]] = []
+    times = zip(bound.rows[rank], trace.starts[rank], trace.ends[rank], memory.changes(bound, rank), strict=True)
+    for code, start, end, change in times:
+        changes += [(start, code, change[:3]), (end, code, (0, -change.freed, 0))]
+    changes.sort(key=lambda change: change[0])  # stable: at one time, in the row's order
+    weights, optimizer = memory.always(bound, rank)
+    curve = [Held(trace.start, None, weights, 0, optimizer, 0, 0)]
+    for time, code, more in changes:
+        if any(more):
+            before = curve[-1].gradients, curve[-1].activations, curve[-1].outputs
+            gradients, activations, outputs = map(sum, zip(before, more, strict=True))
+            action = bound.codes.action(code)
+            curve.append(Held(time, action, weights, gradients, optimizer, activations, outputs))
+    return tuple(curve)

@@ -1,0 +1,292 @@
+"""Why one trace takes longer than another: the difference of their makespans, action by action.
+
+The times go evenly from the first trace's to the second's, and each change counts for as long as it is on the critical
+path.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import fsum
+from typing import TYPE_CHECKING, Literal, get_args
+
+from pipelab.errors import UsageError
+from pipelab.plan.actions import Action
+from pipelab.plan.fault import shorten
+from pipelab.trace.replay import Order, Path, Times, listed, passed
+from pipelab.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from pipelab.draw.table import Table
+
+__all__ = ["PARTS", "Change", "Diff", "Part", "diff"]
+
+Part = Literal["durations", "transfers", "late starts", "order"]
+
+PARTS: tuple[Part, ...] = get_args(Part)
+"""What makes a makespan longer or shorter; see `Diff`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of one action.
+
+    Attributes:
+        action: the action.
+        rank: its rank in the second trace.
+        moved_from: its rank in the first trace.
+        start: when it starts in the first trace, from that trace's start.
+        shift: how much later it starts in the second.
+        duration: how long it takes in the first trace.
+        change: how much longer it takes in the second.
+        effects: what it adds to the makespan, by part.
+    """
+
+    action: Action
+    rank: int
+    moved_from: int
+    start: float
+    shift: float
+    duration: float
+    change: float
+    effects: Mapping[Part, float]
+
+    @property
+    def effect(self) -> float:
+        """What it adds to the makespan in all."""
+        return fsum(self.effects.values())
+
+
+@dataclass(frozen=True)
+class Diff(Sequence[Change]):
+    """Two traces of the same actions, compared: one `Change` for each action, the largest effect first.
+
+    The effects of all actions add up to the difference of the makespans. They have four parts:
+
+    - `durations`: actions take longer. The times go evenly from the first trace's to the second's, and each change
+      counts for as long as its action is on the critical path.
+    - `transfers`: values travel longer, or stand longer behind others; counted for the action that needs them.
+    - `late starts`: actions begin later after their rank and all that they need are there.
+    - `order`: other actions are on the critical path, because an action follows another one on its rank, or is on
+      another rank. It is what exchanging the orders changes, in the mean of both traces' times; the other parts are
+      then the means of both orders.
+
+    Exchanging the traces changes only the signs of the parts. Where several chains of actions are equally long, one of
+    them counts.
+
+    Attributes:
+        before: the first trace.
+        after: the second trace.
+        names: what they are called.
+
+    Example:
+        >>> import pipelab
+        >>> plan = pipelab.OneFOneB(ranks=2, microbatches=4)
+        >>> predicted = pipelab.simulate(plan, pipelab.Cost(forward=1, backward=2))
+        >>> slower = pipelab.simulate(plan, pipelab.Cost(forward=[1, 1.5], backward=2, latency=0.25))
+        >>> found = pipelab.diff(predicted, slower, names=["predicted", "slower"])
+        >>> found.parts
+        {'durations': 2.0, 'transfers': 0.5}
+        >>> print(found.sentence)
+        slower is 2.5 units longer than predicted (17.5 instead of 15 units): +2 durations, +0.5 transfers
+
+    Source:
+        Sums of changes along a path: Aumann and Shapley, "Values of Non-Atomic Games", 1974; for a reader of machine
+        learning, the integrated gradients of Sundararajan, Taly and Yan, arXiv:1703.01365. Order against times: the
+        Shapley value of two causes, Shorrocks, "Decomposition procedures for distributional analysis", 2013.
+    """
+
+    before: Trace
+    after: Trace
+    names: tuple[str, str]
+    changes: tuple[Change, ...]
+
+    @property
+    def longer(self) -> float:
+        """How much longer the second makespan is; below 0 if it is shorter."""
+        return self.after.makespan - self.before.makespan
+
+    @cached_property
+    def parts(self) -> dict[Part, float]:
+        """The difference by part; only parts that are not 0."""
+        whole = max(self.before.makespan, self.after.makespan)
+        sums = {part: fsum(change.effects.get(part, 0.0) for change in self.changes) for part in PARTS}
+        return {part: total for part, total in sums.items() if abs(total) > 1e-9 * whole}
+
+    def by(self, key: Literal["rank", "stage", "kind", "microbatch"]) -> dict[int | str, float]:
+        """Return the effects' sums for each rank, stage, kind or micro-batch; an all-reduce has no micro-batch.
+
+        Raises:
+            UsageError: if the key is another one.
+        """
+        if key not in ("rank", "stage", "kind", "microbatch"):
+            raise UsageError(f"by={shorten(key)}: give rank, stage, kind or microbatch")
+        groups: dict[int | str, list[float]] = {}
+        for change in self.changes:
+            value = change.rank if key == "rank" else getattr(change.action, key)
+            groups.setdefault("-" if value is None else value, []).append(change.effect)
+        return {value: fsum(groups[value]) for value in sorted(groups, key=lambda each: (isinstance(each, str), each))}
+
+    @property
+    def sentence(self) -> str:
+        """The difference of the makespans and its parts, in one sentence."""
+        from pipelab.draw import differences
+
+        return differences.sentence(self)
+
+    @property
+    def table(self) -> Table:
+        """A row for each action, the largest effect first: `diff.table.save("diff.csv")`."""
+        from pipelab.draw import differences
+
+        return differences.table(self)
+
+    def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Write the comparison; the suffix is the format. Return the path.
+
+        `html` is a page with both timelines, one over the other, coloured by what changed. `csv`, `md`, `tex` and `txt`
+        have the table.
+
+        Raises:
+            FormatError: if the suffix is another one.
+        """
+        from pipelab import draw
+
+        return draw.save_diff(self, pathlib.Path(path))
+
+    def __len__(self) -> int:
+        """Return the number of actions."""
+        return len(self.changes)
+
+    def __getitem__(self, index: int) -> Change:  # type: ignore[override]  # no slices
+        """Return a change; the first has the largest effect."""
+        return self.changes[index]
+
+    def __str__(self) -> str:
+        """Return the sentence, and the actions with the largest effects."""
+        from pipelab.draw import differences
+
+        return differences.text(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        from pipelab.draw import differences
+
+        return differences.table(self, differences.MOST)._repr_html_()
+
+
+def diff(before: Trace, after: Trace, names: Sequence[str] | None = None) -> Diff:
+    """Compare two traces of the same actions, such as a prediction and what was measured; see `Diff`.
+
+    Args:
+        before: the first trace.
+        after: the second trace: what became of the first.
+        names: what to call them; by default, how they differ: their sources, or the names of their plans.
+
+    Example:
+        >>> import pipelab
+        >>> cost = pipelab.Cost(latency=1)
+        >>> gpipe, one = (pipelab.simulate(kind(4, 8), cost) for kind in (pipelab.GPipe, pipelab.OneFOneB))
+        >>> print(diff(gpipe, one, names=["GPipe", "1F1B"]).sentence)
+        1F1B is 10 units longer than GPipe (49 instead of 39 units): +10 order
+
+    Raises:
+        TypeError: if one of them is not a trace.
+        UsageError: if their actions or their units differ, or the number of names is not two.
+    """
+    for each in (before, after):
+        if not isinstance(each, Trace):
+            raise TypeError(f"diff takes two traces, got {shorten(each)}: simulate schedules and plans first")
+    if refusal := why_not(before, after):
+        raise UsageError(f"no difference of these two traces: {refusal}; pipelab.compare shows them side by side")
+    if names is None:
+        names = [each.source if before.name == after.name else each.name for each in (before, after)]
+        names = names if names[0] != names[1] else ["the first", "the second"]
+    if len(names) != 2:
+        raise UsageError(f"diff got {len(names)} names for 2 traces")
+    return Diff(before, after, (names[0], names[1]), tuple(_changes(before, after)))
+
+
+def why_not(before: Trace, after: Trace) -> str:
+    """Return why two traces cannot be compared action by action; empty if they can."""
+    if before.unit != after.unit:
+        units = " and ".join(shorten(each.unit) if each.unit else "no name" for each in (before, after))
+        return f"they have different units of time ({units}); simulate with the times of the other, and its unit"
+    mine, theirs = (listed(each) for each in (before, after))
+    if (before.plan.stages, before.plan.microbatches) == (after.plan.stages, after.plan.microbatches):
+        lacking = sorted(mine.keys() ^ theirs.keys())
+        if not lacking:
+            return ""
+        rank, code = divmod(lacking[0], len(before.plan.bound.codes.kind))
+        place = f" on rank {rank - 1}" if rank else ""
+        only = "first" if lacking[0] in mine else "second"
+        what = f"{len(lacking)} differ, such as {before.plan.bound.codes.action(code)}{place}, only in the {only}"
+    else:
+        what = " and ".join(
+            f"{each.stages} stages x {each.microbatches} micro-batches" for each in (before.plan, after.plan)
+        )
+    return f"they have other actions ({what})"
+
+
+class _Effects:
+    """What each action adds to the makespan, by part."""
+
+    def __init__(self, count: int) -> None:
+        self.by_part: dict[Part, list[float]] = {part: [0.0] * count for part in PARTS}
+
+    def add_order(self, path: Path, times: Times, weight: float) -> None:
+        """Add what a path's actions take, all of it because of the order."""
+        order = self.by_part["order"]
+        for action in path.actions:
+            order[action] += weight * (times.durations[action] + times.lates[action])
+        for travel in path.travels:
+            order[travel // 2] += weight * times.lags[travel]
+
+    def add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
+        """Add what changes on a path from some times to others."""
+        durations, transfers, lates = (self.by_part[part] for part in PARTS[:3])
+        for action in path.actions:
+            durations[action] += weight * (after.durations[action] - before.durations[action])
+            lates[action] += weight * (after.lates[action] - before.lates[action])
+        for travel in path.travels:
+            transfers[travel // 2] += weight * (after.lags[travel] - before.lags[travel])
+
+
+def _changes(before: Trace, after: Trace) -> list[Change]:
+    """Return what became of each action, the largest effect first."""
+    first, second = listed(before), listed(after)
+    number = {key: at for at, key in enumerate(second)}
+    orders = [Order(each, number) for each in (before, after)]
+    old, new = (each.times for each in orders)
+    # A value that travels in one order only travels as long with the times of the other trace: the order is to blame.
+    for travel in orders[0].travels.keys() ^ orders[1].travels.keys():
+        old.lags[travel] = new.lags[travel] = old.lags[travel] + new.lags[travel]
+    effects = _Effects(len(number))
+    if (orders[0].slots, orders[0].after) == (orders[1].slots, orders[1].after):
+        orders.pop()
+    for order in orders:
+        for path, share in passed(order, old, new):
+            effects.add_changes(path, old, new, share / len(orders))
+    if len(orders) == 2:
+        for times in (old, new):
+            for order, sign in zip(orders, (-1, 1), strict=True):
+                effects.add_order(order.path(times), times, sign / 2)
+    changes: list[Change] = []
+    for key, at in number.items():
+        (rank, index), (moved_from, place) = second[key], first[key]
+        start, end = before.starts[moved_from][place], before.ends[moved_from][place]
+        shift = (after.starts[rank][index] - after.start) - (start - before.start)
+        change = after.ends[rank][index] - after.starts[rank][index] - (end - start)
+        parts = {part: values[at] for part, values in effects.by_part.items() if values[at]}
+        action = after.plan.bound.codes.action(key % len(after.plan.bound.codes.kind))
+        changes.append(Change(action, rank, moved_from, start - before.start, shift, end - start, change, parts))
+    whole = max(before.makespan, after.makespan, 1e-300)
+
+    def size(value: float) -> float:
+        return -round(abs(value) / whole, 9)  # equal sizes in the order of their starts, whatever rounding made of them
+
+    return sorted(changes, key=lambda each: (size(each.effect), size(each.change), size(each.shift), each.start))

@@ -1,0 +1,276 @@
+"""Profiles of all ranks of somebody else's job as one trace: steps, ranks, stages, and clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from math import inf
+from typing import Any, NamedTuple
+
+from pipelab.errors import FormatError, UsageError
+from pipelab.plan.actions import Action, Item, Pair
+from pipelab.plan.bound import BoundPlan
+from pipelab.plan.fault import ranges, shorten
+from pipelab.trace.kineto import MOVED, File, Ran, base_of, is_profile, read_file, whole_steps
+from pipelab.trace.reading import plan_of
+
+__all__ = ["read_profiles"]
+
+_NOISE = (0.0, 10.0, 100.0)
+"""By how many microseconds a value may seem to come before it was sent: each process reads the clock by itself."""
+
+
+class _Times(NamedTuple):
+    """When an action ran, and when the value that it received was there, in microseconds of its rank's clock."""
+
+    start: float
+    end: float
+    arrived: float | None
+
+
+def read_profiles(files: Iterable[tuple[str, Any]], step: int | None, name: str) -> dict[str, Any]:
+    """Return the arguments of `Trace` from the files of all ranks; see `Trace.load`.
+
+    Args:
+        files: for each rank, the file's name and its data.
+        step: which step, from 0; `None` for the one of median length.
+        name: what the trace is called.
+
+    Raises:
+        FormatError: if they are not the profiles of one pipeline's steps; the message says what is wrong and where.
+        UsageError: if there is no such step.
+    """
+    read: list[File] = []
+    origin: float | None = None
+    for path, data in files:
+        if not is_profile(data):
+            raise FormatError(f"{path} is not a profile, which has 'traceEvents': of saved traces, only one is read")
+        base = base_of(path, data)
+        origin = base if origin is None else origin
+        read.append(read_file(path, data, (base - origin) / 1e3))
+        read[-1].steps = whole_steps(read[-1])
+    read = _in_order(read)
+    counts = [len(each.steps) for each in read]
+    if len(set(counts)) > 1:
+        most, least = (read[counts.index(many)].path for many in (max(counts), min(counts)))
+        raise FormatError(
+            f"{most} holds {max(counts)} whole steps, {least} only {min(counts)}: profile the same steps on every rank"
+        )
+    number = _median(read) if step is None else step
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < counts[0]:
+        raise UsageError(f"step={shorten(step)}: the files hold {counts[0]} whole steps, from 0 to {counts[0] - 1}")
+    chosen = [each.steps[number] for each in read]
+    stages, microbatches = _sizes(read, chosen)
+    try:
+        plan = plan_of([[_item(ran.actions) for ran in row] for row in chosen], stages, microbatches, name)
+    except FormatError as error:
+        raise FormatError(f"{name}: what ran in step {number} is not a whole step of a pipeline: {error}") from error
+    times = [_without_overlaps(row) for row in chosen]
+    offsets, aligned = _offsets(plan.bound, [each.host for each in read], times)
+    first = min(row[0][0] + offset for row, offset in zip(times, offsets, strict=True))
+    times = [
+        [
+            _Times(
+                (start + offset - first) / 1e3,
+                (end + offset - first) / 1e3,
+                None if arrived is None else (arrived + offset - first) / 1e3,
+            )
+            for start, end, arrived in row
+        ]
+        for row, offset in zip(times, offsets, strict=True)
+    ]
+    blind = [rank for rank, each in enumerate(read) if each.on_gpu and not each.kernels]
+    of_which = "" if len(blind) == len(read) else f" on rank{'s' * (len(blind) > 1)} {ranges(blind)}"
+    which = f"step {number} of 0 to {counts[0] - 1}" if counts[0] > 1 else ""
+    return {
+        "plan": plan,
+        "starts": [[start for start, _, _ in row] for row in times],
+        "ends": [[end for _, end, _ in row] for row in times],
+        "unit": "ms",
+        "source": "measured",
+        "delay": _travel(plan.bound, times).__getitem__,
+        "lanes": [f"{'gpu' if each.kernels else 'cpu'}, {each.path}" for each in read],
+        "note": ", ".join(filter(None, (which, aligned, f"without device times{of_which}" * bool(blind)))),
+    }
+
+
+def _in_order(files: list[File]) -> list[File]:
+    """Return the files in the order of the ranks, each with actions on its own stages.
+
+    Raises:
+        FormatError: if two hold the same actions, or one of their neighbours is missing.
+    """
+    if all(each.spans["label"] for each in files):
+        files = sorted(
+            files, key=lambda each: min(action.stage or 0 for ran in each.steps[0] for action in ran.actions)
+        )
+    else:
+        numbers = [each.rank for each in files]
+        if None not in numbers and len(set(numbers)) == len(files):
+            files = sorted(files, key=lambda each: each.rank or 0)
+        _require_ends(files)
+        for stage, each in enumerate(files):
+            for ran in (ran for step in each.steps for ran in step):
+                ran.actions = tuple(replace(action, stage=stage) for action in ran.actions)
+    owner: dict[Action, str] = {}
+    for each in files:
+        for action in {action for ran in each.steps[0] for action in ran.actions}:
+            if owner.setdefault(action, each.path) != each.path:
+                raise FormatError(
+                    f"{owner[action]} and {each.path} both hold {action}: give the files of one pipeline, without its "
+                    "replicas"
+                )
+    return files
+
+
+def _require_ends(files: Sequence[File]) -> None:
+    """Refuse files whose first rank receives inputs, or whose last rank sends outputs: another file is missing."""
+    ends = (files[0], "recv", "receives its input", "before"), (files[-1], "send", "sends its output", "after")
+    for each, what, does, side in ends:
+        step = each.steps[0]
+        forwards = [ran.called for ran in step if ran.actions[0].kind == "F"]
+        backward = next(ran.called for ran in step if ran.actions[0].kind == "B")
+        until = backward if what == "send" else forwards[min(1, len(forwards) - 1)]
+        if any(forwards[0] <= start < until for start, _, _ in each.spans[what]):
+            raise FormatError(
+                f"{each.path} {does}, so the file of the rank {side} it is missing: give the files of all ranks"
+            )
+
+
+def _sizes(files: Sequence[File], chosen: Sequence[Sequence[Ran]]) -> tuple[int, int]:
+    """Return how many stages and micro-batches there are.
+
+    Raises:
+        FormatError: if a stage that sends or receives is in no file.
+    """
+    ran = {action for row in chosen for each in row for action in each.actions}
+    known = {action.stage or 0 for action in ran}
+    for each in files:
+        for moved in (MOVED.fullmatch(name) for _, _, name in each.spans["label"]):
+            if moved:  # where a value goes to or comes from
+                onward = 1 if moved[2] + moved[3] in ("SENDF", "RECVB") else -1
+                known.add(int(moved[1]) + onward)
+    stages = {action.stage or 0 for action in ran}
+    missing = next(stage for stage in count() if stage not in stages)
+    if missing <= max(known):
+        raise FormatError(
+            f"stage {missing} is in none of the {len(files)} files, and stage {max(known)} is named: give the files of "
+            "all ranks of the pipeline"
+        )
+    return missing, 1 + max(action.microbatch or 0 for action in ran)
+
+
+def _median(files: Sequence[File]) -> int:
+    """Return the number of the step of median length."""
+    lengths = [
+        max(row[-1].end - row[0].start for row in rows) for rows in zip(*(each.steps for each in files), strict=True)
+    ]
+    return sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
+
+
+def _item(actions: tuple[Action, ...]) -> Item:
+    return Pair(*actions) if len(actions) > 1 else actions[0]
+
+
+# Times
+
+
+def _without_overlaps(row: Sequence[Ran]) -> list[_Times]:
+    """Return start, end and arrival of each action; what began on a rank before another one ended begins then."""
+    times = []
+    free = -inf
+    for ran in row:
+        start = max(ran.start, free)
+        free = max(ran.end, start)
+        times += [_Times(start, free, arrived) for arrived in ran.arrived]
+    return times
+
+
+def _offsets(
+    bound: BoundPlan, hosts: Sequence[str | None], times: Sequence[Sequence[_Times]]
+) -> tuple[list[float], str]:
+    """Return what to add to the clock of each rank so that no value is used before it was made; and a remark.
+
+    Ranks on one machine share a clock. Each value that goes from one machine to another says how far the other's clock
+    must be ahead at least, and each that comes back, at most. In between, the middle is taken.
+
+    Raises:
+        FormatError: if no clocks fit.
+    """
+    ended = {
+        code: end
+        for row, each in zip(bound.rows, times, strict=True)
+        for code, (_, end, _) in zip(row, each, strict=True)
+    }
+    early: dict[tuple[int, int], float] = {}
+    for rank, row in enumerate(bound.rows):
+        for code, (start, _, _) in zip(row, times[rank], strict=True):
+            for _, giver in bound.inputs(code):
+                between = bound.rank_of[giver], rank
+                early[between] = max(early.get(between, -inf), ended[giver] - start)
+    clocks = [hosts.index(host) for host in hosts]
+    if any(clocks[one] == clocks[other] and time > _NOISE[-1] for (one, other), time in early.items()):
+        clocks = [*range(len(hosts))]  # the machines have the same name, or none
+    if len(set(clocks)) == 1:
+        return [0.0] * len(hosts), ""
+    edges: dict[tuple[int, int], float] = {}
+    for (one, other), time in early.items():
+        between = clocks[one], clocks[other]
+        if between[0] != between[1]:
+            edges[between] = max(edges.get(between, -inf), time)
+    for noise in _NOISE:
+        slackened = {between: time - noise for between, time in edges.items()}
+        least = _longest(slackened, len(hosts))
+        most = _longest({(other, one): time for (one, other), time in slackened.items()}, len(hosts))
+        if least is not None and most is not None:
+            sides = [(least[clock], -most[clock]) for clock in clocks if least[clock] > -inf]
+            if len(sides) < len(clocks):
+                raise FormatError("no value goes from some ranks to others: are all files of one pipeline?")
+            error = max((high - low) / 2 for low, high in sides) + noise
+            found = [(low + high) / 2 for low, high in sides]
+            far = max(map(abs, found)) / 1e3
+            return found, f"clocks moved by up to {far:.3g} ms, aligned within {error / 1e3:.2g} ms"
+    one, other = max(edges, key=lambda between: edges[between] + edges.get(between[::-1], -inf))
+    raise FormatError(
+        f"no clocks fit: between ranks {one} and {other}, values would be used "
+        f"{(edges[one, other] + edges.get((other, one), 0)) / 1e3:.3g} ms before they were made: are the files of one "
+        "run, and of the same steps?"
+    )
+
+
+def _longest(edges: Mapping[tuple[int, int], float], nodes: int) -> list[float] | None:
+    """Return the length of the longest way from node 0 to each other one; `None` if there is a way without end."""
+    found = [0.0] + [-inf] * (nodes - 1)
+    for _ in range(nodes):
+        longer = {(one, other): found[one] + length for (one, other), length in edges.items()}
+        better = [(other, far) for (_, other), far in longer.items() if far > found[other] + 1e-3]
+        if not better:
+            return found
+        for other, far in better:
+            found[other] = max(found[other], far)
+    return None
+
+
+def _travel(bound: BoundPlan, times: Sequence[Sequence[_Times]]) -> dict[int, float]:
+    """Return how long each value travelled between ranks, by its number.
+
+    Where the profile does not say when it was there: until its action began, if the rank was idle when the value left;
+    else until the rank was idle.
+    """
+    ended = {
+        code: end
+        for row, each in zip(bound.rows, times, strict=True)
+        for code, (_, end, _) in zip(row, each, strict=True)
+    }
+    found: dict[int, float] = {}
+    for rank, row in enumerate(bound.rows):
+        free = 0.0
+        for code, (start, end, arrived) in zip(row, times[rank], strict=True):
+            for value, giver in bound.inputs(code):
+                if bound.rank_of[giver] != rank:
+                    left = ended[giver]
+                    there = arrived if arrived is not None and arrived >= left else start if left >= free else free
+                    found[value] = max(0.0, min(there, start) - left)
+            free = end
+    return found

@@ -1,0 +1,380 @@
+"""`pipelab play`: a page that follows a file, and that nobody else can open."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import pytest
+from browsing import wait_until
+from commands import RIGHT
+from processes import environment, free_port
+
+import pipelab
+
+for _needed in ("starlette", "uvicorn", "watchfiles"):
+    pytest.importorskip(_needed, reason=f"{_needed} is not installed")
+
+HOSTILE = "</pre><script>document.title='owned'</script><img src=x onerror=alert(1)>{{fault}}"
+
+
+class Playing:
+    """A server that plays, and what it answers."""
+
+    def __init__(self, *arguments):
+        command = [sys.executable, "-m", "pipelab", "play", "--no-browser", *arguments]
+        if "--port" not in arguments:
+            command += ["--port", str(free_port())]
+        env = environment(PYTHONDONTWRITEBYTECODE="")  # Python may keep what it compiles, as on a student's machine
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        self.url = re.search(r"http://\S+", self.process.stdout.readline())[0]
+        self.address = urlsplit(self.url)
+
+    def get(self, path="", **headers):
+        """Return the status and the text of an answer; `path` is whole or begins behind the token."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.address.port, timeout=60)
+        connection.request("GET", path if path[:1] == "/" else self.address.path + path, headers=headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    def kinds(self, query=""):
+        """Return the kinds of each rank's actions in the picture."""
+        found = re.search(r'id="data">(.+?)</script>', self.get(f"draw?{query}")[1])
+        assert found, self.fault(query)
+        return [rank["kinds"] for rank in json.loads(found[1])["traces"][0]["ranks"]]
+
+    def fault(self, query=""):
+        return re.search(r'<pre role="alert">(.*)</pre>', self.get(f"draw?{query}")[1], re.DOTALL)[1]
+
+    def end(self, by=signal.SIGINT):
+        """End it as Ctrl-C does; return its exit code and how long that took."""
+        self.process.send_signal(by)
+        begun = time.monotonic()
+        return self.process.wait(20), time.monotonic() - begun
+
+
+@pytest.fixture
+def play(folder):
+    """Return a function that starts a server in a folder of its own."""
+    started = []
+
+    def starter(*arguments):
+        started.append(Playing(*arguments))
+        return started[-1]
+
+    yield starter
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        each.process.stdout.close()
+
+
+def write(text, name="mine.py"):
+    Path(name).write_text(text)
+
+
+def without(text):
+    """Return a file whose schedule first does something else."""
+    return RIGHT.replace(
+        "        for m in range(self.microbatches):\n            yield F(m)", f"        {text}\n        yield F(0)", 1
+    )
+
+
+def gone(pid):
+    """Return whether a process has ended, even if nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_only_who_has_the_token_and_asks_for_this_machine_is_answered(play):
+    server = play("1f1b")
+    port = server.address.port
+    assert server.get()[0] == server.get("draw")[0] == server.get(Host=f"localhost:{port}")[0] == 200
+    assert server.get(Origin=f"http://127.0.0.1:{port}")[0] == 200
+    for path in ("/", "/nonsense/", f"{server.address.path[:-2]}/", "/%ff/draw", "//", f"/x{server.address.path}"):
+        assert server.get(path)[0] == 403
+    for headers in ({"Host": f"evil.example:{port}"}, {"Host": ""}, {"Host": "127.0.0.1.evil.example"}):
+        assert server.get(**headers)[0] == 403
+    for origin in ("http://evil.example", "null", f"http://localhost:{port}", f"https://127.0.0.1:{port}"):
+        assert server.get(Origin=origin)[0] == 403
+    assert server.get("versions", Host="evil.example")[0] == 403
+    assert server.get("other")[0] == 404
+
+
+def test_it_listens_on_this_machines_own_address_alone(play):
+    server = play("1f1b")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.address.port), timeout=10)
+
+
+def test_a_port_that_is_taken_gives_the_next(play):
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        assert play("1f1b", "--port", str(port)).address.port > port
+
+
+def test_two_servers_have_two_tokens(play):
+    first, second = play("1f1b"), play("1f1b")
+    assert first.address.path != second.address.path
+    assert second.get(first.address.path)[0] == 403
+
+
+def test_sizes_and_costs_of_the_page_are_those_of_the_picture(play):
+    server = play("1f1b")
+    assert [len(row) for row in server.kinds("ranks=2&microbatches=3")] == [6, 6]
+    text = server.get("draw?ranks=2&microbatches=2&forward=2&backward=3&latency=0.5")[1]
+    trace = pipelab.simulate(pipelab.OneFOneB(2, 2), pipelab.Cost(forward=2, backward=3, latency=0.5))
+    assert f"{trace.makespan:g} units" in text
+    assert "I = 1.5, W = 0.5" in server.get("draw?schedule=zb-h1&input_grad=1.5&weight_grad=0.5")[1]
+    assert len(server.kinds("schedule=interleaved-1f1b&ranks=2&microbatches=4&parameters=stages_per_rank=3")[0]) == 24
+    assert "memory-cap" in server.fault("schedule=gpipe&cap=3")
+    assert "not a number" in server.fault("ranks=many")
+    assert "ranks" in server.fault("schedule=dualpipe&ranks=3")
+
+
+def test_every_schedule_has_a_card_and_opens(play):
+    server = play()
+    status, text = server.get()
+    assert status == 200
+    assert re.findall(r'<a class="card" href="\?schedule=([^"]+)">', text) == list(pipelab.schedules)
+    assert text.count("bubble") >= len(pipelab.schedules)
+    for name in pipelab.schedules:
+        assert f'value="{name}"' in server.get(f"?schedule={name}")[1]
+        assert len(server.kinds(f"schedule={name}")) == 4
+
+
+def test_only_the_named_file_and_the_catalogue_are_drawn(play, tmp_path):
+    write(RIGHT)
+    write("raise SystemExit('ran')", "other.py")
+    server = play("mine.py:MySchedule")
+    for other in ("other.py", "other.py:X", "/etc/passwd", "-", "0F0 0B0"):
+        assert server.kinds(f"schedule={quote(other)}") == ["FFFFFFFFBBBBBBBB"] * 4
+
+
+def test_each_drawing_runs_the_file_anew(play):
+    write(
+        RIGHT.replace("class MySchedule", "import helper\nseen = []\n\n\nclass MySchedule").replace(
+            "        for m", "        seen.append(rank)\n        assert len(seen) <= 8, seen\n        for m", 1
+        )
+    )
+    write("", "helper.py")
+    server = play("mine.py:MySchedule")
+    for _ in range(4):
+        assert server.kinds() == ["FFFFFFFFBBBBBBBB"] * 4
+    write("raise ValueError('of the helper')", "helper.py")
+    assert "of the helper" in server.fault()
+
+
+def test_two_versions_of_a_file_within_a_second_are_two_pictures(play):
+    write(RIGHT)
+    server = play("mine.py:MySchedule")
+    for microbatches in (1, 2) * 3:  # Python's compiled files know a source by its second and its length
+        write(RIGHT.replace("(self.microbatches)", f"({microbatches})"))
+        row = "F" * microbatches + "B" * microbatches
+        assert server.kinds(f"microbatches={microbatches}") == [row] * 4
+
+
+def test_what_a_file_does_to_its_process_does_not_reach_the_server(play):
+    write(without("import os; os._exit(3)"))
+    server = play("mine.py:MySchedule", "--seconds", "20")
+    assert "os._exit" in server.fault()
+    write(without("import os; os.kill(os.getpid(), 9)"))
+    assert "os._exit" in server.fault()
+    write(without("print('{\"page\": 1}'); input()"))
+    assert "EOFError" in server.fault()
+    write(without("raise SystemExit(5)"))
+    assert "SystemExit" in server.fault()
+    write(without(f"raise ValueError({HOSTILE!r})"))
+    assert "&lt;/pre&gt;&lt;script&gt;" in server.fault()
+    assert server.get("draw")[1].count("<script") == 0
+    write("class Nothing(")
+    assert "line 1" in server.fault()
+    Path("mine.py").unlink()
+    assert "there is no file" in server.fault()
+    write(RIGHT)
+    assert server.kinds() == ["FFFFFFFFBBBBBBBB"] * 4
+
+
+def test_a_name_is_text_whatever_it_holds(play):
+    name = "<img src=x onerror=alert(1)>{{sizes}}.py"
+    write(RIGHT, name)
+    server = play(f"{name}:MySchedule")
+    assert server.kinds() == ["FFFFFFFFBBBBBBBB"] * 4
+    for path in ("", "?gallery"):
+        text = server.get(path)[1]
+        assert "<img" not in text
+        assert "&lt;img src=x onerror=alert(1)&gt;{{sizes}}.py:MySchedule" in text
+    write(without("1 / 0"), name)
+    assert "<img" not in server.fault()
+    assert "line" in server.fault()
+
+
+def test_a_plan_in_a_file_has_its_own_sizes(play):
+    write("0F0,0B0\n1F0,1B0\n", "plan.csv")
+    server = play("plan.csv")
+    assert server.kinds("forward=2") == ["FB", "FB"]
+    assert server.get()[1].count("<fieldset disabled hidden>") == 2
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_a_loop_and_an_open_page_at_once_and_leaves_nothing(play, by):
+    write(
+        without(
+            "import os; open(f'{os.getpid()}.pid', 'w'); open(f'{os.getppid()}.pid', 'w')\n        while True: pass"
+        )
+    )
+    server = play("mine.py:MySchedule", "--seconds", "60")
+    with (
+        socket.create_connection(("127.0.0.1", server.address.port)) as page,
+        socket.create_connection(("127.0.0.1", server.address.port)) as picture,
+    ):
+        ask = f"GET {server.address.path}{{}} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        page.sendall(ask.format("versions").encode())
+        picture.sendall(ask.format("draw").encode())
+        deadline = time.monotonic() + 60
+        while len(found := list(Path().glob("*.pid"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert not any(gone(path.stem) for path in found)
+        code, seconds = server.end(by)
+    assert (code, seconds < 10) == (0, True)
+    deadline = time.monotonic() + 10
+    while not all(gone(path.stem) for path in found):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_unknown_file_or_a_missing_package_is_told_before_it_starts(pipelab_command, folder, monkeypatch):
+    write(RIGHT)
+    code, _, error = pipelab_command("play", "mime.py:MySchedule", "--no-browser")
+    assert (code, "mine.py" in error) == (1, True)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, _, error = pipelab_command("play", "mine.py", "--no-browser")
+    assert (code, "pip install" in error) == (1, True)
+
+
+@pytest.fixture
+def opened(browser, play):
+    """Return a function that opens a server's page and fails the test on anything the browser complains about."""
+    complaints = []
+    tab = browser.new_page(viewport={"width": 1300, "height": 800})
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("console", lambda message: complaints.append(message.text))
+
+    def opener(server, path=""):
+        tab.on("request", lambda request: request.url.startswith(server.url) or complaints.append(request.url))
+        tab.goto(server.url + path, wait_until="domcontentloaded")
+        return tab
+
+    yield opener
+    tab.close()
+    assert complaints == []
+
+
+def shows(tab, words):
+    """Wait until the picture, or the fault in its place, holds these words."""
+    wait_until(tab, f"frame && !drawing && frame.contentDocument.body.innerText.includes({json.dumps(words)})")
+
+
+@pytest.mark.browser
+def test_a_saved_file_is_drawn_again_with_the_same_selection_and_zoom(opened, play):
+    write(RIGHT)
+    tab = opened(play("mine.py:MySchedule"))
+    shows(tab, "33 units")
+    picture = tab.frames[-1]
+    picture.locator("[data-action='1B3']").click(force=True)
+    tab.keyboard.press("+")
+    wait_until(
+        tab, "frame.contentWindow.location.hash.includes('1B3') && frame.contentWindow.location.hash.includes('z=')"
+    )
+    before = tab.evaluate("frame.contentWindow.location.hash")
+    write(
+        RIGHT.replace(
+            "for m in range(self.microbatches):\n            yield B",
+            "for m in reversed(range(self.microbatches)):\n            yield B",
+        )
+    )
+    wait_until(tab, "version === '1' && !drawing")
+    assert tab.evaluate("frame.contentWindow.location.hash") == before
+    assert tab.frames[-1].locator("#panel h3").inner_text() == "1B3"
+    assert tab.locator("iframe").count() == 1
+    assert "1B3" in tab.url
+
+
+@pytest.mark.browser
+def test_a_fault_and_a_loop_stand_in_the_pictures_place_until_the_file_is_right(opened, play):
+    write(RIGHT)
+    server = play("mine.py:MySchedule", "--seconds", "4")
+    tab = opened(server)
+    shows(tab, "33 units")
+    write(RIGHT.replace("yield F(m)", "yield F(m + 1)"))
+    shows(tab, "out-of-range")
+    write(without("while True: pass"))
+    shows(tab, "while True: pass")
+    write(without(f"raise ValueError({HOSTILE!r})"))
+    shows(tab, HOSTILE)
+    assert tab.evaluate("frame.contentDocument.images.length + frame.contentDocument.scripts.length") == 0
+    write(RIGHT)
+    shows(tab, "33 units")
+
+
+@pytest.mark.browser
+def test_a_save_ends_a_loop_before_its_time(opened, play):
+    note = "import os; open(f'{os.getppid()}.pid', 'w')"
+    write(without(f"{note}\n        while True: pass"))
+    tab = opened(play("mine.py:MySchedule", "--seconds", "200"))
+    deadline = time.monotonic() + 60
+    while not list(Path().glob("*.pid")):
+        assert time.monotonic() < deadline
+        tab.wait_for_timeout(20)
+    write(f"{note}\n{RIGHT}")
+    shows(tab, "33 units")
+    assert len(list(Path().glob("*.pid"))) == 1  # what a drawing needs is not imported again
+
+
+@pytest.mark.browser
+def test_sliders_draw_again_and_are_kept_in_the_address(opened, play):
+    tab = opened(play())
+    tab.get_by_text("zb-h1", exact=True).click()
+    shows(tab, "ZBH1(ranks=4, microbatches=8)")
+    assert tab.locator("[name=weight_grad]").is_visible()
+    tab.locator("[name=ranks]").fill("3")
+    tab.locator("[name=weight_grad]").fill("0.5")
+    shows(tab, "W = 0.5")
+    assert "ZBH1(ranks=3" in tab.frames[-1].locator("h1").inner_text()
+    tab.locator("[name=cap]").fill("1")
+    shows(tab, "memory")
+    tab.reload()
+    shows(tab, "memory")
+    assert tab.locator("[name=ranks]").input_value() == "3"
+    tab.get_by_role("button", name="reset").click()
+    shows(tab, "ZBH1(ranks=4, microbatches=8)")
+    tab.goto(tab.url.split("?")[0] + "?schedule=1f1b")
+    shows(tab, "OneFOneB")
+    assert not tab.locator("[name=weight_grad]").is_visible()
+
+
+@pytest.mark.browser
+def test_the_page_says_that_the_server_has_ended(browser, play):
+    server = play("1f1b")
+    tab = browser.new_page()
+    tab.goto(server.url)
+    shows(tab, "OneFOneB")
+    server.end()
+    wait_until(tab, "state.value.includes('start it again')")
+    tab.locator("[name=ranks]").fill("3")
+    wait_until(tab, "!drawing && state.value.includes('start it again')")
+    assert "ranks=4" in tab.frames[-1].locator("h1").inner_text()
+    tab.close()

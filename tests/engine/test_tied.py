@@ -1,0 +1,167 @@
+"""A parameter of several stages is one parameter: one gradient, one name, in every schedule and both engines."""
+
+from __future__ import annotations
+
+import processes
+import pytest
+import torch
+from torch import nn
+
+import pipelab
+from pipelab import Pipeline, split
+from pipelab.errors import EngineError
+
+WORDS = 11
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, and a head with the embedding's weight."""
+
+    def __init__(self, blocks=6):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
+        self.head = nn.Linear(8, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden)) + hidden
+        return self.head(hidden)
+
+
+def sequence(blocks=6):
+    """Return the same model as a sequence."""
+    layers = [nn.Embedding(WORDS, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(blocks))]
+    head = nn.Linear(8, WORDS, bias=False)
+    head.weight = layers[0].weight
+    return nn.Sequential(*layers, head)
+
+
+def batch(rows=8):
+    return torch.randint(0, WORDS, (rows, 5)), torch.randint(0, WORDS, (rows, 5))
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def plain_gradients(model, x, y):
+    model.zero_grad()
+    loss(model(x), y).backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def require_equal(model, expected):
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(pipelab.schedules))
+def test_every_schedule_adds_up_a_tied_weight_once(name):
+    model = sequence()
+    x, y = batch()
+    expected = plain_gradients(model, x, y)
+    with Pipeline(model, pipelab.schedules[name](4, 8), loss) as pipe:
+        pipe.step(x, y)
+        require_equal(model, expected)
+        verification = pipe.verify(x, y)
+    assert verification.parameters == len(list(model.parameters()))
+    assert model[0].weight is model[-1].weight
+
+
+def test_a_traced_model_keeps_its_tie():
+    model = LanguageModel()
+    x, y = batch()
+    expected = plain_gradients(model, x, y)
+    with Pipeline(split(model, 3, example=x[:2]), pipelab.OneFOneB(3, 4), loss) as pipe:
+        pipe.step(x, y)
+        require_equal(model, expected)
+        pipe.step(x, y)
+        require_equal(model, {name: 2 * gradient for name, gradient in expected.items()})
+        assert pipe.verify(x, y).parameters == len(expected)
+        torch.testing.assert_close(pipe.forward(x), model(x))
+
+
+def test_training_clipping_and_saving_see_one_parameter():
+    torch.manual_seed(0)
+    model, other = sequence(), sequence()
+    other.load_state_dict(model.state_dict())
+    x, y = batch()
+    with Pipeline(model, pipelab.replicate(pipelab.OneFOneB(2, 4), 2), loss) as pipe:
+        ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.05) for each in (pipe, other))
+        assert len(ours.param_groups[0]["params"]) == len(list(other.parameters()))
+        for _ in range(3):
+            ours.zero_grad()
+            theirs.zero_grad()
+            pipe.step(x, y)
+            loss(other(x), y).backward()
+            torch.testing.assert_close(
+                pipe.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(other.parameters(), 0.5), rtol=1e-5, atol=0
+            )
+            ours.step()
+            theirs.step()
+        state = pipe.state_dict()
+    assert state.keys() == other.state_dict().keys()
+    torch.testing.assert_close(state, other.state_dict(), rtol=1e-3, atol=1e-4)
+
+
+def test_the_same_step_gives_the_same_bits_every_time():
+    model = sequence()
+    x, y = batch()
+    found = []
+    with Pipeline(model, pipelab.GPipe(4, 8), loss) as pipe:
+        for _ in range(5):
+            model.zero_grad()
+            pipe.step(x, y)
+            found.append(model[0].weight.grad.clone())
+    assert all(torch.equal(found[0], each) for each in found)
+
+
+def test_a_sparse_embedding_a_frozen_one_and_an_error_leave_the_tie_whole():
+    model = sequence()
+    model[0].sparse = True
+    x, y = batch()
+    with Pipeline(model, pipelab.GPipe(2, 2), loss) as pipe:
+        pipe.step(x, y)
+        dense = model[0].weight.grad.to_dense()
+        torch.testing.assert_close(dense, plain_gradients(model, x, y)["0.weight"].to_dense())
+        with pytest.raises(pipelab.StageError):
+            pipe.step(x + WORDS, y)
+        assert model[0].weight is model[-1].weight
+        model[0].weight.requires_grad_(False)
+        model.zero_grad()
+        pipe.step(x, y)
+        assert model[0].weight.grad is None
+
+
+def test_hooks_run_and_those_that_need_the_whole_gradient_are_refused():
+    model = sequence()
+    x, y = batch()
+    expected = 2 * plain_gradients(model, x, y)["0.weight"]
+    handle = model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    with Pipeline(model, pipelab.GPipe(2, 2), loss) as pipe:
+        pipe.step(x, y)
+        torch.testing.assert_close(model[0].weight.grad, expected)
+        handle.remove()
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(EngineError, match="stages 0, 1 use one parameter"):
+            pipe.step(x, y)
+        assert model[0].weight is model[-1].weight
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("how", "ranks"), [("1f1b", 2), ("interleaved-1f1b", 3), ("zbv", 2), ("replicated", 4)])
+def test_processes_that_hold_a_tied_weight_add_it_up(how, ranks):
+    ended = processes.run_in(ranks, "tied.py", how)
+    assert [each.code for each in ended] == [0] * ranks, processes.shown(ended)
+    facts = [each.facts[0] for each in ended]
+    for fact in facts:
+        assert fact["gradients"] < 1e-5
+        assert fact["weights"] < 1e-5
+        assert fact["norms"] == pytest.approx([1, 1, 1], rel=1e-5)
+        assert fact["parameters"] == 9
+    assert len({fact["tied"] for fact in facts if fact["tied"] is not None}) == 1  # bit for bit

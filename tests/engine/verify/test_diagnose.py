@@ -1,0 +1,439 @@
+"""`diagnose` names the factor that is wrong in any training step, and accuses no right one."""
+
+from __future__ import annotations
+
+import copy
+
+import plain
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from pipelab import LossError, OneFOneB, Pipeline, UsageError, diagnose, replicate
+from pipelab.engine.verify.factors import Sizes, named
+
+mse = nn.functional.mse_loss
+NAN = float("nan")
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Words(nn.Module):
+    """A small language model: [rows, 5] tokens to [rows, 11, 5] scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Embedding(11, 16), nn.Linear(16, 16), nn.Linear(16, 11)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.hidden(self.embed(tokens)))).transpose(1, 2)
+
+
+def words(rows=16):
+    """Return a language model, tokens and targets, a third of which are ignored."""
+    torch.manual_seed(0)
+    targets = torch.randint(11, (rows, 5))
+    targets[torch.rand(rows, 5) < 0.3] = -100
+    return Words(), torch.randint(11, (rows, 5)), targets
+
+
+def pieces(x, y, many):
+    return list(zip(x.tensor_split(many), y.tensor_split(many), strict=True))
+
+
+# ── The six bugs reported in the field ────────────────────────────────────────────────────────────────────────────────
+
+
+def times_the_tokens():
+    """The loss became a sum, to be divided by all valid tokens later; under the pipeline nobody divided."""
+    model, x, y = words()
+
+    def step(x, y):
+        for tokens, targets in pieces(x, y, 4):
+            nn.functional.cross_entropy(model(tokens), targets, reduction="sum").backward()
+
+    found = diagnose(step, model, x, y, nn.CrossEntropyLoss(), microbatches=4)
+    return found, "times-tokens", float((y != -100).sum()), ()
+
+
+def a_moving_average():
+    """PyTorch's `scale_grads` divides all of .grad after each accumulation step, also what was there before."""
+    model, (x, y) = plain.mlp(2), plain.batch(24)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, mse, scale_grads=True)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y, 3):
+            schedule.step(rows, target=targets)
+
+    return diagnose(step, model, x, y, mse, microbatches=12), "moving-average", 4.0, ()
+
+
+def summed_not_averaged():
+    """The schedule runs without `scale_grads`, and each micro-batch's loss is a mean."""
+    model, (x, y) = plain.mlp(2), plain.batch(24)
+    schedule = Schedule1F1B(PipelineStage(model, 0, 1, torch.device("cpu")), 8, mse, scale_grads=False)
+    step = lambda x, y: schedule.step(x, target=y)  # noqa: E731
+    return diagnose(step, model, x, y, mse, microbatches=8), "times-microbatches", 8.0, ()
+
+
+def averaged_twice():
+    """The loss is divided by the number of micro-batches, and the schedule divides again."""
+    model, (x, y) = plain.mlp(2), plain.batch(24)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 8, lambda output, target: mse(output, target) / 8, scale_grads=True)
+    step = lambda x, y: schedule.step(x, target=y)  # noqa: E731
+    return diagnose(step, model, x, y, mse, microbatches=8), "divided-by-microbatches", 1 / 8, ()
+
+
+def only_the_last_counted():
+    """The optimizer's gradients are emptied before each micro-batch, not before each step."""
+    model, (x, y) = plain.mlp(2), plain.batch(24)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y, 8):
+            model.zero_grad()
+            mse(model(rows), targets).backward()
+
+    return diagnose(step, model, x, y, mse, microbatches=8), "missing-microbatches", 8.0, (7,)
+
+
+def summed_over_replicas():
+    """Each replica averages over its own rows; the all-reduce sums."""
+    model, (x, y) = plain.mlp(2), plain.batch(24)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y, 3):
+            replica = copy.deepcopy(model)
+            plain.one_after_another(replica, mse, rows, targets, 4)
+            for own, its in zip(model.parameters(), replica.parameters(), strict=True):
+                own.grad = its.grad + (0 if own.grad is None else own.grad)
+
+    return diagnose(step, model, x, y, mse, microbatches=12, replicas=3), "summed-over-replicas", 3.0, ()
+
+
+FIELD = [
+    times_the_tokens,
+    a_moving_average,
+    summed_not_averaged,
+    averaged_twice,
+    only_the_last_counted,
+    summed_over_replicas,
+]
+
+
+@pytest.mark.parametrize("bug", FIELD, ids=[bug.__name__ for bug in FIELD])
+def test_each_bug_reported_in_the_field_is_named(bug, one_process):
+    found, code, factor, microbatches = bug()
+    assert (found.code, found.microbatches, found.parameters) == (code, microbatches, ())
+    assert found.factor == pytest.approx(factor, rel=1e-4)
+    assert found.residual < 1e-5
+    assert "try: " in str(found)
+
+
+# ── Other mistakes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def looped(model, counts, after=lambda: None):
+    """Return a loop over micro-batches, each of which counts so often."""
+
+    def step(x, y):
+        for count, (rows, targets) in zip(counts, pieces(x, y, len(counts)), strict=True):
+            (count * len(rows) / len(x) * mse(model(rows), targets)).backward()
+        after()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("counts", "code", "factor", "microbatches"),
+    [
+        ([1, 1, 1, 1, 1], "right", 1, ()),
+        ([0, 1, 0, 1, 0], "missing-microbatches", 1, (1, 3)),
+        ([1, 1, 2, 1, 1], "repeated-microbatches", 1, (2,)),
+        ([2, 1, 1, 1, 0], "repeated-microbatches", 1, (0,)),
+        ([-1, -1, -1, -1, -1], "sign", -1, ()),
+        ([-5, -5, -5, -5, -5], "sign", -5, ()),
+        ([1, 1, 1, -1, 1], "sign", 1, (3,)),
+        ([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], "moving-average", 2, ()),
+        ([0.125, 0.125, 0.25, 0.5, 1], "moving-average", 2, ()),  # grad = (grad + new) / 2, from the second one on
+        ([0.9**4, 0.9**3, 0.9**2, 0.9, 1], "moving-average", 1 / 0.9, ()),
+        ([22, 22, 22, 22, 22], "times-tokens", 22, ()),
+        ([7.5, 7.5, 7.5, 7.5, 7.5], "scaled", 7.5, ()),
+        ([0.3, 1.3, 2.3, 3.3, 4.3], "other-weights", None, ()),
+    ],
+)
+def test_how_often_each_microbatch_counts_names_the_mistake(counts, code, factor, microbatches):
+    model, (x, y) = plain.mlp(2), plain.batch(22)
+    found = diagnose(looped(model, counts), model, x, y, mse, microbatches=5)
+    assert (found.code, found.microbatches) == (code, microbatches)
+    assert found.factor == (factor and pytest.approx(factor, rel=1e-4))
+    assert found.counts == pytest.approx(counts, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows", "shares", "code", "microbatches"),
+    [
+        ([2, 1, 1, NAN, 1, NAN], [2, 2, 2, 2, 1, 1], [1, 2, 2, 0, 1, 0], "repeated-microbatches", (0,)),
+        ([1, 1, 1, NAN, NAN, NAN, NAN, NAN, 2], [1] * 9, [1] * 9, "repeated-microbatches", (8,)),
+        ([0.25, NAN, 1, 2], [1] * 4, [1] * 4, "moving-average", ()),
+        ([0.25, 0.5, 1, NAN], [1] * 4, [1] * 4, "moving-average", ()),
+        ([0.5, 1], [1] * 2, [1] * 2, "moving-average", ()),
+        ([1, 2], [1] * 2, [1] * 2, "repeated-microbatches", (1,)),
+    ],
+)
+def test_microbatches_that_add_nothing_mislead_no_name(counts, rows, shares, code, microbatches):
+    sizes = Sizes(rows, [each / sum(shares) for each in shares], 1, {})
+    found = named(torch.tensor(counts), 2e-3, sizes)
+    assert (found.code, found.microbatches) == (code, microbatches)
+
+
+def test_microbatches_weighed_alike_or_by_rows_are_named_if_the_loss_does_otherwise():
+    model, x, y = words(15)
+    loss = nn.CrossEntropyLoss()
+
+    def step(x, y, weigh):
+        for tokens, targets in pieces(x, y, 4):
+            (weigh(targets) * loss(model(tokens), targets)).backward()
+
+    for weigh, code in (
+        (lambda _: 1 / 4, "weighed-alike"),
+        (lambda targets: len(targets) / 15, "weighed-by-rows"),
+        (lambda targets: (targets != -100).sum() / (y != -100).sum(), "right"),
+    ):
+        found = diagnose(lambda x, y, weigh=weigh: step(x, y, weigh), model, x, y, loss, microbatches=4)
+        assert (found.code, found.factor) == (code, pytest.approx(1))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_itself_decides_how_much_a_microbatch_weighs(reduction):
+    model, x, y = words(14)
+    y[:3] = -100  # of the first micro-batch nothing counts
+    loss = nn.CrossEntropyLoss(reduction=reduction, weight=torch.rand(11))
+    found = diagnose(lambda x, y: loss(model(x), y).backward(), model, x, y, loss, microbatches=5)
+    assert (found.code, found.microbatches) == ("right", ())
+
+
+def test_a_stage_without_gradients_is_named_and_the_others_are_explained():
+    model, (x, y) = plain.mlp(4), plain.batch(20)
+
+    def detached(x, y):
+        mse(model[2:](model[:2](x).detach()), y).backward()
+
+    first = [name for name, _ in model.named_parameters() if name < "2"]
+    found = diagnose(detached, model, x, y, mse, microbatches=5)
+    assert (found.code, found.factor, list(found.parameters)) == ("missing-gradients", 1, first)
+    assert "others are right" in str(found)
+
+    def detached_and_summed(x, y):
+        for rows, targets in pieces(x, y, 5):
+            detached(rows, targets)
+
+    found = diagnose(detached_and_summed, model, x, y, mse, microbatches=5)
+    assert (found.code, found.factor, list(found.parameters)) == ("missing-gradients", 5, first)
+    assert "number of micro-batches" in str(found)
+    assert diagnose(lambda x, y: None, model, x, y, mse, microbatches=5).code == "no-gradients"
+
+
+@pytest.mark.parametrize(("factor", "code"), [(5.0, "times-microbatches"), (-1.0, "sign")])
+def test_a_mistake_in_one_stage_only_names_its_parameters(factor, code):
+    model, (x, y) = plain.mlp(4), plain.batch(20)
+    late = [(name, each) for name, each in model.named_parameters() if name >= "2"]
+
+    def after():
+        for _, parameter in late:
+            parameter.grad *= factor
+
+    found = diagnose(looped(model, [1] * 5, after), model, x, y, mse, microbatches=5)
+    assert (found.code, found.factor) == (code, factor)
+    assert found.parameters == tuple(name for name, _ in late)
+
+
+def test_microbatches_that_cannot_be_told_apart_are_named_and_nothing_else():
+    model, (x, y) = plain.mlp(2), plain.batch(20)
+    x[4:8], y[4:8] = x[:4], y[:4]  # micro-batches 0 and 1 are the same
+    for counts in ([2, 0, 1, 1, 1], [1, 0, 1, 1, 1]):
+        found = diagnose(looped(model, counts), model, x, y, mse, microbatches=5)
+        if sum(counts) == 5:
+            assert found.code == "right"  # the gradient is
+        else:
+            assert (found.code, found.microbatches, found.factor) == ("collinear", (0, 1), None)
+    x[:], y[:] = x[:4].repeat(5, 1), y[:4].repeat(5, 1)
+    found = diagnose(looped(model, [1, 0, 1, 0, 1]), model, x, y, mse, microbatches=5)
+    assert (found.code, found.microbatches) == ("collinear", (0, 1, 2, 3, 4))
+    assert found.factor == pytest.approx(0.6)
+
+
+def test_a_number_with_two_meanings_is_not_given_one():
+    model, (x, y) = plain.mlp(2), plain.batch(20)
+    found = diagnose(looped(model, [4] * 4), model, x, y, mse, microbatches=4, replicas=4)
+    assert (found.code, found.factor) == ("scaled", 4)
+    assert "micro-batches, and of replicas" in str(found)
+
+
+def test_what_no_microbatch_explains_is_unexplained_with_its_share():
+    model, (x, y) = plain.mlp(2), plain.batch(20)
+
+    def step(x, y):
+        mse(model(x), y.roll(4, 0)).backward()  # each output meets the targets of its neighbour
+
+    found = diagnose(step, model, x, y, mse, microbatches=5)
+    assert found.code == "unexplained"
+    assert found.residual > 0.1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def too_early(x, y):
+        for rows, targets in pieces(x, y, 5):
+            mse(model(rows), targets).backward()
+            optimizer.step()
+
+    assert "changes the weights" in str(diagnose(too_early, model, x, y, mse, microbatches=5))
+
+
+def test_random_numbers_and_nan_are_said():
+    (x, y), model = plain.batch(20), nn.Sequential(nn.Dropout(0.5), *plain.mlp(2))
+    backwards = lambda x, y: mse(model(x.flip(0)), y.flip(0)).backward()  # noqa: E731
+    assert "model.eval()" in str(diagnose(backwards, model, x, y, mse, microbatches=5))
+    model.eval()
+    assert diagnose(backwards, model, x, y, mse, microbatches=5).code == "right"
+    x[3, 0] = torch.nan
+    assert diagnose(backwards, model, x, y, mse, microbatches=5).code == "not-finite"
+
+
+def test_learned_targets_leave_rounding_and_no_accusation():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(6, 8)
+    y = model(x).detach() * (1 + 1e-7)
+    step = lambda x, y: mse(model(x), y).backward()  # noqa: E731
+    assert diagnose(step, model, x, y, mse, microbatches=6).code in ("right", "rounding")
+    assert diagnose(looped(model, [6] * 6), model, x, y, mse, microbatches=6).code == "rounding"
+
+
+# ── Right steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pipeline_is_right_with_replicas_and_uneven_rows():
+    model, (x, y) = plain.mlp(4), plain.batch(23)
+    for plan, replicas in ((OneFOneB(2, 5), 1), (replicate(OneFOneB(2, 6), 2), 2)):
+        with Pipeline(model, plan, mse) as pipe:
+            many = pipe.plan.microbatches
+            found = diagnose(pipe.step, model, x, y, mse, microbatches=many, replicas=replicas)
+        assert (found.code, found.counts) == ("right", (1.0,) * many)
+        assert found.residual < 1e-6
+
+
+def test_batchnorm_is_compared_with_the_same_microbatches():
+    (x, y), model = plain.batch(20), nn.Sequential(*plain.mlp(2), nn.BatchNorm1d(6))
+    found = diagnose(looped(model, [1] * 5), model, x, y, mse, microbatches=5)
+    assert found.code == "right"
+    assert float(model[-1].running_mean.abs().sum()) == 0
+    assert diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5).code == "times-microbatches"
+
+
+def test_a_step_with_everything_leaves_no_trace():
+    model, (x, y) = plain.mlp(2), plain.batch(20)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    weights, state, rows = copy.deepcopy(model.state_dict()), torch.get_rng_state(), x.clone()
+
+    def step(x, y):
+        torch.rand(1)
+        mse(model(x), y).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        x.zero_()
+
+    assert diagnose(step, model, x, y, mse, microbatches=4).code == "right"
+
+    def breaks(x, y):
+        step(x, y)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        diagnose(breaks, model, x, y, mse, microbatches=4)
+    assert all(torch.equal(weights[name], each) for name, each in model.state_dict().items())
+    assert all(bool((each.grad == 1).all()) for each in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(rows, x)
+
+
+def test_coarse_types_are_right_within_their_rounding():
+    model, (x, y) = plain.mlp(2), plain.batch(20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert diagnose(looped(model, [1] * 5), model, x, y, mse, microbatches=5).code == "right"
+        assert diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5).code == "times-microbatches"
+    model.to(torch.bfloat16)
+    x, y = x.bfloat16(), y.bfloat16()
+    step = lambda x, y: mse(model(x), y).backward()  # noqa: E731
+    assert diagnose(step, model, x, y, mse, microbatches=5).code == "right"
+
+
+# ── What a step trains ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_process_diagnoses_the_stages_that_it_trains():
+    model, (x, y) = plain.mlp(4), plain.batch(20)
+    copied = copy.deepcopy(model)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y, 5):
+            mse(copied(rows), targets).backward()
+
+    found = diagnose(step, model, x, y, mse, microbatches=5, trained=[copied])
+    assert (found.code, found.parameters) == ("times-microbatches", ())
+    assert all(each.grad is None for each in copied.parameters())
+    part = diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5, trained=[model[2:]])
+    assert (part.code, part.parameters) == ("times-microbatches", ())  # names are the model's
+    with torch.no_grad():
+        copied[2].weight += 1
+    with pytest.raises(UsageError, match=r"2\.weight in trained has other weights"):
+        diagnose(step, model, x, y, mse, microbatches=5, trained=[copied])
+    with pytest.raises(UsageError, match=r"0\.weight in trained has other weights than the model's"):
+        diagnose(step, model, x, y, mse, microbatches=5, trained=[nn.Sequential(*copied[2:])])
+
+
+@pytest.mark.dist
+def test_processes_of_pytorchs_own_schedule_diagnose_their_stages():
+    for each in processes.run_in(2, "diagnosed.py"):
+        assert each.code == 0, processes.shown([each])
+        assert [(fact["code"], fact["factor"]) for fact in each.facts] == [("right", 1), ("times-microbatches", 4)]
+        assert not any(fact["parameters"] for fact in each.facts)
+
+
+def test_what_cannot_be_compared_is_refused():
+    model, (x, y) = plain.mlp(2), plain.batch(20)
+    step = looped(model, [1] * 5)
+    with pytest.raises(UsageError, match="19 rows, and the batch has 20"):
+        diagnose(step, model, x, y, mse, microbatches=[10, 9])
+    contrast = lambda output, target: (output @ target.T).softmax(0).trace()  # noqa: E731 - rows against rows
+    with pytest.raises(LossError, match="no weighted sum"):
+        diagnose(step, model, x, y, contrast, microbatches=5)
+    found = diagnose(step, model, x, y, contrast, microbatches=5, reduction="mean")
+    assert found.code == "unexplained"
+    with pytest.raises(UsageError, match="no parameter"):
+        diagnose(step, model.requires_grad_(False), x, y, mse, microbatches=5)
+
+
+def test_a_model_with_several_inputs_is_called_as_you_say():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, *, ids, mask):
+            return {"scores": self.layer(ids) * mask, "length": mask.sum()}
+
+    model, (rows, y) = Both(), plain.batch(12)
+    x = {"ids": rows, "mask": torch.ones(12, 1)}
+    loss = lambda output, target: mse(output["scores"], target)  # noqa: E731
+    found = diagnose(
+        lambda x, y: loss(model(**x), y).backward(), model, x, y, loss, microbatches=3, forward=lambda x: model(**x)
+    )
+    assert found.code == "right"

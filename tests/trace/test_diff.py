@@ -1,0 +1,234 @@
+"""Two traces compared: the effects of all actions add up to the difference of the makespans."""
+
+from __future__ import annotations
+
+import csv
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import catalogue_plans, costs, legal_cases
+
+import pipelab
+from pipelab import B, Cost, F, Plan, Trace, Transfer
+from pipelab.trace.replay import Order, listed, passed
+
+
+def shaken(trace, seed, share=0.3):
+    """Return the trace as a noisy machine would have run it: other durations, transfers and late starts."""
+    chance = Random(seed)  # noqa: S311
+    number = {key: at for at, key in enumerate(listed(trace))}
+    order = Order(trace, number)
+    times = order.times
+    times.durations[:] = [time * chance.uniform(1 - share, 1 + share) for time in times.durations]
+    times.lates[:] = [time + chance.choice([0, 0, chance.random() * share]) for time in times.lates]
+    for travel in sorted(order.travels):
+        times.lags[travel] += chance.random() * share
+    ends, begun = [], {}
+    for slot, after in zip(order.slots, order.after, strict=True):
+        start = max((ends[at] if at >= 0 else 0) + (times.lags[lag] if lag >= 0 else 0) for at, lag in after)
+        start += sum(times.lates[each] for each in slot)
+        ends.append(start + sum(times.durations[each] for each in slot))
+        begun |= dict.fromkeys(slot, (start, ends[-1]))
+    rows = [[[0.0] * len(row) for row in trace.starts] for _ in range(2)]
+    for key, (rank, index) in listed(trace).items():
+        for side, time in zip(rows, begun[number[key]], strict=True):
+            side[rank][index] = time
+    codes, moved = trace.plan.bound.codes, []
+    for each in trace.transfers:
+        giver, needer = codes.code(each.giver), codes.code(each.needer)
+        (which,) = (at for at, value in enumerate(codes.needs(needer)) if giver in codes.givers(value))
+        left, lag = begun[number[giver]][1], times.lags[2 * number[needer] + which]
+        moved.append(Transfer(each.source, each.target, each.giver, each.needer, left, left + lag))
+    return Trace(trace.plan, *rows, unit=trace.unit, source="measured", transfers=moved)
+
+
+def assert_sums(found):
+    """Assert that the parts, and the actions' effects, are the difference of the makespans; and so the other way."""
+    near = 1e-9 * max(found.before.makespan, found.after.makespan, 1)
+    assert sum(found.parts.values()) == pytest.approx(found.longer, abs=near)
+    assert sum(change.effect for change in found) == pytest.approx(found.longer, abs=near)
+    for key in ("rank", "stage", "kind", "microbatch"):
+        assert sum(found.by(key).values()) == pytest.approx(found.longer, abs=near)
+    back = pipelab.diff(found.after, found.before)
+    for part in {*found.parts, *back.parts}:
+        assert back.parts.get(part, 0) == pytest.approx(-found.parts.get(part, 0), abs=near)
+
+
+@given(legal_cases(), costs(), costs(), st.integers(0, 9))
+@settings(deadline=None)
+def test_the_parts_add_up_to_the_difference_for_any_legal_plan(case, forward, backward, seed):
+    cost = Cost(forward=forward, backward=backward, latency=0.5, all_reduce=1)
+    before = pipelab.simulate(case.plan, cost)
+    found = pipelab.diff(before, shaken(before, seed))
+    assert_sums(found)
+    assert "order" not in found.parts
+    assert len(found) == len(before.events)
+
+
+@given(legal_cases(), st.integers(0, 99), st.integers(0, 9))
+@settings(deadline=None)
+def test_the_parts_add_up_to_the_difference_for_any_two_orders(case, seed, noise):
+    """The same actions, dealt to their ranks in two orders in which they can run."""
+    before, chance = case.runnable, Random(seed)  # noqa: S311
+    rows, done = [[] for _ in before.rows], set()
+    graph = case.plan.graph()
+    todo = [action for row in before.rows for action in row]
+    needs = {each: {one for one, _, edge in graph.in_edges(each, data=True) if edge["kind"] == "data"} for each in todo}
+    while todo:
+        action = chance.choice([each for each in todo if needs[each] <= done])
+        todo.remove(action)
+        done.add(action)
+        rows[case.table[action.stage]].append(action)
+    after = Plan(rows, case.stages, case.microbatches)
+    cost = Cost(forward=1, backward=2, latency=0.5)
+    assert_sums(pipelab.diff(pipelab.simulate(before, cost), shaken(pipelab.simulate(after, cost), noise)))
+
+
+@given(catalogue_plans(), st.integers(0, 9))
+@settings(deadline=None)
+def test_the_parts_add_up_to_the_difference_for_every_schedule(plan, seed):
+    before = pipelab.simulate(plan, Cost(forward=1, backward=2, latency=0.25, pair=2.5, all_reduce=2))
+    assert_sums(pipelab.diff(before, shaken(before, seed)))
+
+
+@given(legal_cases(), costs())
+@settings(deadline=None)
+def test_a_trace_against_itself_is_all_zeros(case, backward):
+    trace = pipelab.simulate(case.plan, Cost(forward=1, backward=backward, latency=0.5))
+    found = pipelab.diff(trace, trace)
+    assert (found.longer, found.parts) == (0, {})
+    assert all((each.shift, each.change, each.effect, each.effects) == (0, 0, 0, {}) for each in found)
+    assert "as long as" in found.sentence
+
+
+@given(legal_cases(), st.integers(0, 9))
+@settings(deadline=None)
+def test_a_trace_is_replayed_to_its_own_makespan(case, seed):
+    trace = shaken(pipelab.simulate(case.plan, Cost(forward=1, backward=2, latency=0.5, all_reduce=1)), seed)
+    order = Order(trace, {key: at for at, key in enumerate(listed(trace))})
+    path = order.path(order.times)
+    assert path.length == pytest.approx(trace.makespan, rel=1e-12)
+    assert path.taking(order.times) == pytest.approx(path.length, rel=1e-12)
+
+
+def test_an_action_that_takes_longer_counts_only_while_it_is_critical():
+    """Stage 1's forward grows from 0.5 to 1.5: its last one is always on the critical path, the others from 1 on."""
+    before, after = (pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[1, time])) for time in (0.5, 1.5))
+    found = pipelab.diff(before, after)
+    effects = {str(each.action): each.effects for each in found if each.effects}
+    assert effects == {
+        "1F3": {"durations": 1.0},
+        **{name: {"durations": 0.5} for name in ("1F0", "1F1", "1F2")},
+    }
+    order = Order(before, {key: at for at, key in enumerate(listed(before))})
+    other = Order(after, {key: at for at, key in enumerate(listed(after))})
+    shares = [(path.taking(order.times), share) for path, share in passed(order, order.times, other.times)]
+    assert shares == [(before.makespan, 0.5), (before.makespan - 1.5, 0.5)]  # the second was not yet the longest
+
+
+@pytest.mark.parametrize("kind", [pipelab.GPipe, pipelab.OneFOneB, pipelab.ZBH1])
+def test_effects_are_what_many_simulations_on_the_way_add_up_to(kind):
+    """At 400 moments of the way, the clock says how fast the makespan grows if only one rank's actions change."""
+    plan, chance, steps, nudge = kind(3, 5).plan(), Random(7), 400, 1e-6  # noqa: S311
+    actions = [action for row in plan.rows for action in row]
+    old, new = ({action: chance.uniform(1, 2) for action in actions} for _ in range(2))
+
+    def simulated(ways):
+        """Return the trace in which each stage's actions are so far on the way from old times to new ones."""
+
+        def cost_of(letter):
+            times = {each: old[each] + ways[each.stage] * (new[each] - old[each]) for each in actions}
+            return lambda m, s: times.get(pipelab.Action(letter, m, s), 1.0)
+
+        forward, backward, inputs, weights = map(cost_of, "FBIW")
+        cost = Cost(forward=forward, backward=backward, input_grad=inputs, weight_grad=weights, latency=0.125)
+        return pipelab.simulate(plan, cost)
+
+    found = pipelab.diff(simulated([0, 0, 0]), simulated([1, 1, 1])).by("rank")
+    for rank in range(3):
+        total = 0.0
+        for step in range(steps):
+            way = (step + 0.5) / steps
+            there, back = (
+                simulated([way + side * (each == rank) for each in range(3)]).makespan for side in (nudge, -nudge)
+            )
+            total += (there - back) / (2 * nudge) / steps
+        assert total == pytest.approx(found[rank], abs=0.01)
+
+
+def test_an_action_that_is_late_for_no_reason_in_the_trace_is_a_late_start():
+    """0B0 starts at 10 in both traces, so if 1B0 takes 3 units longer, 0B0 waits 3 units less for nothing."""
+    rows = [[F(0, 0), F(1, 0), B(0, 0), B(1, 0)], [F(0, 1), B(0, 1), F(1, 1), B(1, 1)]]
+    plan = Plan(rows, stages=2, microbatches=2)
+    before = Trace(plan, [[0, 1, 10, 12], [1, 2, 4, 5]], [[1, 2, 12, 14], [2, 4, 5, 7]])
+    after = Trace(plan, [[0, 1, 10, 12], [1, 2, 7, 8]], [[1, 2, 12, 14], [2, 7, 8, 10]])
+    found = pipelab.diff(before, after)
+    assert (found.longer, found.parts) == (0, {"durations": 3, "late starts": -3})
+    effects = {str(each.action): each.effects for each in found if each.effects}
+    assert effects == {"1B0": {"durations": 3}, "0B0": {"late starts": -3}}
+
+
+def test_each_part_is_named_by_what_changed():
+    plan = pipelab.OneFOneB(2, 4).plan()
+    usual = pipelab.simulate(plan, Cost(latency=1))
+    for part, cost in {"transfers": Cost(latency=1.5), "durations": Cost(latency=1, forward=[1, 2])}.items():
+        other = pipelab.simulate(plan, cost)
+        assert pipelab.diff(usual, other).parts == {part: pytest.approx(other.makespan - usual.makespan)}
+    starts, ends = ([list(row) for row in rows] for rows in (usual.starts, usual.ends))
+    starts[0][-1], ends[0][-1] = starts[0][-1] + 3, ends[0][-1] + 3
+    late = Trace(plan, starts, ends, transfers=usual.transfers)
+    assert pipelab.diff(usual, late).parts == {"late starts": 3}
+    gpipe = pipelab.simulate(pipelab.GPipe(2, 4), Cost(latency=1))
+    assert pipelab.diff(gpipe, usual).parts == {"order": usual.makespan - gpipe.makespan}
+
+
+def test_a_value_that_travels_in_one_order_only_is_due_to_the_order():
+    apart = Plan([[F(0, 0), B(0, 0)], [F(0, 1), B(0, 1)]], stages=2, microbatches=1)
+    together = Plan([[F(0, 0), F(0, 1), B(0, 1), B(0, 0)], []], stages=2, microbatches=1)
+    before, after = (pipelab.simulate(plan, Cost(latency=1, per="stage")) for plan in (apart, together))
+    assert pipelab.diff(before, after).parts == {"order": -2}
+
+
+def test_what_cannot_be_compared_is_refused_with_the_reason():
+    one, other = pipelab.simulate(pipelab.OneFOneB(2, 2)), pipelab.simulate(pipelab.ZBH1(2, 2))
+    with pytest.raises(pipelab.UsageError, match=r"other actions \(\d+ differ, such as \dB\d, only in the first\)"):
+        pipelab.diff(one, other)
+    with pytest.raises(pipelab.UsageError, match="2 stages x 2 micro-batches and 2 stages x 3 micro-batches"):
+        pipelab.diff(one, pipelab.simulate(pipelab.OneFOneB(2, 3)))
+    with pytest.raises(pipelab.UsageError, match="different units"):
+        pipelab.diff(one, pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms")))
+    with pytest.raises(TypeError, match="simulate schedules and plans first"):
+        pipelab.diff(pipelab.OneFOneB(2, 2), one)
+    with pytest.raises(pipelab.UsageError, match="1 names for 2 traces"):
+        pipelab.diff(one, one, names=["one"])
+    with pytest.raises(pipelab.UsageError, match="rank, stage, kind or microbatch"):
+        pipelab.diff(one, one).by("colour")
+
+
+def test_the_table_has_every_action_the_largest_effect_first(tmp_path):
+    before = pipelab.simulate(pipelab.OneFOneB(4, 8))
+    found = pipelab.diff(before, shaken(before, 3), names=["predicted", "measured"])
+    with found.save(tmp_path / "diff.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 64
+    effects = [abs(float(row["effect"])) for row in rows]
+    assert effects == sorted(effects, reverse=True)
+    assert sum(float(row["effect"]) for row in rows) == pytest.approx(found.longer)
+    for row in rows:
+        parts = sum(float(row[part]) for part in ("durations", "transfers", "late starts", "order"))
+        assert parts == pytest.approx(float(row["effect"]))
+    assert len(str(found).splitlines()) < 30
+    assert str(found).startswith("measured is")
+    assert "predicted" in found._repr_html_()
+    with pytest.raises(pipelab.FormatError):
+        found.save(tmp_path / "diff.png")
+
+
+def test_an_action_that_moved_to_another_rank_says_where_it_was():
+    here = Plan([[F(0), B(0)], [F(1), B(1)]], stages=1, microbatches=2, place=lambda m, s: m)
+    there = Plan([[F(1), B(1)], [F(0), B(0)]], stages=1, microbatches=2, place=lambda m, s: 1 - m)
+    found = pipelab.diff(pipelab.simulate(here), pipelab.simulate(there))
+    assert {(each.rank, each.moved_from) for each in found if each.action.kind != "R"} == {(0, 1), (1, 0)}
+    assert "on rank before" in str(found.table)

@@ -13,7 +13,7 @@ from pipelab.plan.fault import Fault, students_line
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
 from pipelab.schedule import Schedule
-from pipelab.simulation.cost import Cost
+from pipelab.simulation.cost import Cost, as_cost
 
 __all__ = ["Greedy", "policies"]
 
@@ -110,14 +110,12 @@ class Greedy(Schedule):
         if not callable(priority) and priority not in list(policies):
             known = ", ".join(map(repr, policies))
             raise UsageError(f"priority={priority!r}: expected {known}, or a function of (action, rank, moment)")
-        if cost is not None and not isinstance(cost, Cost):
-            raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
         self.priority = priority
         self.memory_cap: int | tuple[int, ...] | None = None
         if memory_cap is not None:
             caps = require_caps(memory_cap, self.ranks)
             self.memory_cap = tuple(caps) if isinstance(memory_cap, Sequence) else caps[0]
-        self.cost = cost
+        self.cost = None if cost is None else as_cost(cost)
         self.split = split
 
     def actions(self, rank: int) -> Iterator[Action]:

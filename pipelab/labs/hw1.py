@@ -309,25 +309,31 @@ def _of_data_parallel(model: str, rows: Sequence[Row]) -> list[str]:
     single = next((row for row in rows if row["data_parallel_devices"] is not None), None)
     if single is None:
         return []
-    one, *_, last = [row for row in rows if row is not single]
+    one, *more = [row for row in rows if row is not single]
+    last = [one, *more][-1]
     devices = single["data_parallel_devices"]
     what = (
         f"DataParallel shared the batch among {devices} GPU{'s' if devices > 1 else ''}"
         if devices
         else "DataParallel found no GPU, and on a processor it does nothing: it calls the model"
     )
-    note = (
-        f"{model}: {what}. A step took {_ms(single['step_ms'])} (variance {wording.number(single['stdev_ms'] ** 2)} "
-        f"ms²), DDP's with 1 process {_ms(one['step_ms'])} ({wording.number(one['stdev_ms'] ** 2)} ms²), and with "
-        f"{last['processes']} processes {_ms(last['step_ms'])} ({wording.number(last['stdev_ms'] ** 2)} ms²)."
-    )
+    ddp = ", and with ".join(f"{_processes(row)} {_varied(row)}" for row in (one, *more[-1:]))
+    note = f"{model}: {what}. A step took {_varied(single, 'variance ')}, DDP's with {ddp}."
     if single["utilisation"]:
         busy, all_busy = (sum(row["utilisation"]) * row["threads"] for row in (single, last))
-        note += f" DataParallel kept {busy:.1f} cores busy, DDP's {last['processes']} processes {all_busy:.1f}."
+        note += f" DataParallel kept {busy:.1f} cores busy, DDP's {_processes(last)} {all_busy:.1f}."
     return [
         f"{note} Training added {single['memory_mb']:.0f} MB to its memory, and {last['memory_mb']:.0f} MB to each of "
         f"DDP's processes, {last['memory_mb'] * last['processes']:.0f} MB together."
     ]
+
+
+def _processes(row: Row) -> str:
+    return f"{row['processes']} process{'es' if row['processes'] > 1 else ''}"
+
+
+def _varied(row: Row, lead: str = "") -> str:
+    return f"{_ms(row['step_ms'])} ({lead}{wording.number(row['stdev_ms'] ** 2)} ms²)"
 
 
 def _of_delay(model: str, rows: Sequence[Row]) -> list[str]:
@@ -351,12 +357,17 @@ def _of_batch(model: str, rows: Sequence[Row]) -> list[str]:
     if first is last:
         return []
     more, longer = last["batch"] / first["batch"], last["step_ms"] / first["step_ms"]
-    return [
-        f"{model}: {more:.0f} times the batch made the step {longer:.2f} times as long on {last['processes']} "
-        f"processes, and the throughput {more / longer:.2f} times as high. The all-reduce moves the same gradients for "
-        f"every batch: its share fell or rose from {wording.percent(first['communication'])} of the step at "
-        f"{first['batch']} rows to {wording.percent(last['communication'])} at {last['batch']}."
-    ]
+    note = (
+        f"{model}: {more:.0f} times the batch made the step {longer:.2f} times as long on {_processes(last)}, and the "
+        f"throughput {more / longer:.2f} times as high."
+    )
+    if last["processes"] > 1:
+        note += (
+            " The all-reduce moves the same gradients for every batch: its share fell or rose from "
+            f"{wording.percent(first['communication'])} of the step at {first['batch']} rows to "
+            f"{wording.percent(last['communication'])} at {last['batch']}."
+        )
+    return [note]
 
 
 def _of_straggler(model: str, rows: Sequence[Row]) -> list[str]:

@@ -10,12 +10,12 @@ If no rank can move, the ranks that have not finished are stuck. The order of th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
 from pipelab.plan.bound import BoundPlan
 
-__all__ = ["Traversal", "absent", "at_start", "traverse"]
+__all__ = ["Traversal", "absent", "at_start", "traverse", "units"]
 
 _NOBODY = -1
 
@@ -123,3 +123,14 @@ def _pass_together(ranks: list[int], at: list[int], awake: list[int]) -> None:
     for rank in ranks:
         at[rank] += 1
         awake.append(rank)
+
+
+def units(codes: Iterable[int], pairs: Container[int]) -> list[list[int]]:
+    """Return codes one by one, but the two of a pair together, which follow one another."""
+    found: list[list[int]] = []
+    for code in codes:
+        if found and found[-1][-1] in pairs:
+            found[-1].append(code)
+        else:
+            found.append([code])
+    return found

@@ -24,6 +24,7 @@ from typing import Literal, get_args
 from pipelab.plan.actions import Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.csv_notation import cell
+from pipelab.plan.order import units
 
 __all__ = [
     "SEMANTICS",
@@ -187,8 +188,7 @@ def _with_words(bound: BoundPlan, rank: int) -> list[Step]:
     gradients after the last of them (`_add_reduce_grad`).
     """
     codes = bound.codes
-    row = iter(bound.rows[rank])
-    items = [(code, next(row)) if code in bound.pairs else (code,) for code in row]
+    items = list(map(tuple, units(bound.rows[rank], bound.pairs)))
     active: set[int] = set()  # filled and emptied as PyTorch's, because its order is that of a set
     made = [0] * codes.stages
     steps: list[Step] = []

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.errors import CostError, require_caps
-from pipelab.plan.order import traverse
+from pipelab.plan.order import traverse, units
 from pipelab.plan.plan import Plan
-from pipelab.simulation.clock import Cost
+from pipelab.simulation.cost import Cost, as_cost
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -156,13 +156,10 @@ def work_of(subject: Subject, cost: Cost | None = None) -> Work:
         plan, (lasts, delays, paired) = subject.plan, _times_of(subject)
     else:
         plan = as_plan(subject)
-        cost = Cost() if cost is None else cost
-        if not isinstance(cost, Cost):
-            raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
-        codes = plan.bound.codes
-        lasts, delays = codes.by_code(cost.times(plan)), codes.by_value(*cost.transfer_times(plan))
+        cost = as_cost(cost)
+        lasts, delays = cost.lengths(plan)
         if plan.bound.pairs and (each := cost.pair_times(plan)) is not None:
-            paired = {code: each[codes.slot[code]] for code in plan.bound.pairs}
+            paired = {code: each[plan.bound.codes.slot[code]] for code in plan.bound.pairs}
     order = require_legal(plan).order
     if paired:
         order = traverse(plan.bound, atomic_pairs=True).order
@@ -195,13 +192,12 @@ def _laid_out(
         order = sorted(order, key=lambda code: (codes.kind[code] == "R", codes.microbatch[code]))
     jobs: list[Job] = []
     job_of: dict[int, int] = {}
-    listed = iter(order)
-    for code in listed:
-        both = (code, next(listed)) if code in paired else (code,)
+    for both in units(order, paired):
+        code = both[0]
         needs = [need for each in both for need in _needs(bound, each, job_of, delays)]
         ranks = tuple(bound.reduces[code]) if codes.kind[code] == "R" else (bound.rank_of[code],)
         job_of.update(dict.fromkeys(both, len(jobs)))
-        jobs.append(Job(both, ranks, paired.get(code, lasts[code]), tuple(needs)))
+        jobs.append(Job(tuple(both), ranks, paired.get(code, lasts[code]), tuple(needs)))
     activations: list[list[tuple[int, int]]] = [[] for _ in bound.rows]
     for row, held in zip(bound.rows, activations, strict=True):
         for code in row:

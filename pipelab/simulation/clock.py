@@ -10,7 +10,7 @@ from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
 from pipelab.simulation.contention import contended
-from pipelab.simulation.cost import Cost
+from pipelab.simulation.cost import Cost, as_cost
 from pipelab.simulation.wire import on_the_wire
 from pipelab.trace.trace import Trace
 
@@ -52,9 +52,7 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, re
     plan = as_plan(plan_or_schedule)
     if require_size("replicas", replicas) > 1:
         plan = _first_replica(plan, replicas)
-    cost = Cost() if cost is None else cost
-    if not isinstance(cost, Cost):
-        raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
+    cost = as_cost(cost)
     order = require_legal(plan).order
     bound = plan.bound
     paired = cost.pair_times(plan) if bound.pairs else None
@@ -98,8 +96,7 @@ def _clock(
     """Return the start and end of every code, and the travel time of every value."""
     codes, rank_of = bound.codes, bound.rank_of
     kind, first_need, second_need, gives = codes.kind, codes.first_need, codes.second_need, codes.gives
-    lasts = codes.by_code(cost.times(plan))
-    delay = codes.by_value(*cost.transfer_times(plan))
+    lasts, delay = cost.lengths(plan)
     first_lag, second_lag = _lags(bound, delay)
 
     ready = [0.0] * (codes.always + 1)  # by value: when it leaves its giver

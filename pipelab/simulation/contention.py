@@ -6,10 +6,10 @@ the plan's order says nothing about.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from pipelab.plan.bound import BoundPlan
+from pipelab.plan.order import units
 from pipelab.plan.plan import Plan
 from pipelab.simulation.cost import Cost
 
@@ -26,11 +26,9 @@ def contended(plan: Plan, cost: Cost, paired: list[float] | None) -> Times:
         cost: how long everything takes.
         paired: by slot, the time of an overlapped pair as one slot; `None` if its halves run one after the other.
     """
-    codes = plan.bound.codes
-    lasts, delay = codes.by_code(cost.times(plan)), codes.by_value(*cost.transfer_times(plan))
-    clock = _Clock(plan.bound, cost, lasts, delay, paired)
+    clock = _Clock(plan, cost, paired)
     clock.run()
-    return clock.begun, clock.ended, delay
+    return clock.begun, clock.ended, clock.delay
 
 
 @dataclass(slots=True)
@@ -58,41 +56,25 @@ class _Rank:
     change: int = 0
 
 
-@dataclass(slots=True)
 class _Clock:
-    bound: BoundPlan
-    cost: Cost
-    lasts: list[float]
-    delay: list[float]
-    paired: list[float] | None
-    begun: list[float] = field(init=False)
-    ended: list[float] = field(init=False)
-    ranks: list[_Rank] = field(init=False)
-    target: dict[int, int] = field(init=False)
-    missing: dict[int, int] = field(init=False)
-    events: list[tuple[float, bool, int, int]] = field(init=False, default_factory=list)
+    """What is known at a moment: the ranks, and what comes next."""
 
-    def __post_init__(self) -> None:
-        rank_of = self.bound.rank_of
+    def __init__(self, plan: Plan, cost: Cost, paired: list[float] | None) -> None:
+        self.bound, self.cost, self.paired = plan.bound, cost, paired
+        self.lasts, self.delay = cost.lengths(plan)
         self.begun, self.ended = [0.0] * len(self.lasts), [0.0] * len(self.lasts)
-        self.ranks = [_Rank(self._units(row)) for row in self.bound.rows]
+        self.events: list[tuple[float, bool, int, int]] = []
+        pairs = self.bound.pairs if paired is not None else frozenset()
+        self.ranks = [_Rank(units(row, pairs)) for row in self.bound.rows]
         # By value that crosses, the rank that needs it; by code, how many such values are not there yet. Of what a rank
         # gives itself, its row's order takes care.
-        self.target, self.missing = {}, {}
+        self.target: dict[int, int] = {}
+        self.missing: dict[int, int] = {}
         for rank, row in enumerate(self.bound.rows):
             for code in row:
-                crossing = [value for value, giver in self.bound.inputs(code) if rank_of[giver] != rank]
+                crossing = [value for value, giver in self.bound.inputs(code) if self.bound.rank_of[giver] != rank]
                 self.target |= dict.fromkeys(crossing, rank)
                 self.missing[code] = len(crossing)
-
-    def _units(self, row: list[int]) -> list[list[int]]:
-        units: list[list[int]] = []
-        for index, code in enumerate(row):
-            if self.paired is not None and index and row[index - 1] in self.bound.pairs:
-                units[-1].append(code)
-            else:
-                units.append([code])
-        return units
 
     def run(self) -> None:
         """Let every rank start, and go from event to event: (time, whether a slot ends, rank or value, change)."""

@@ -18,7 +18,7 @@ from pipelab.simulation.fitting import fitted, shares
 from pipelab.simulation.links import Links
 from pipelab.trace.trace import Trace
 
-__all__ = ["Cost"]
+__all__ = ["Cost", "as_cost"]
 
 Number = float | Sequence[float]
 """One number for all stages, or one per stage."""
@@ -179,8 +179,8 @@ class Cost:
     ) -> Cost:
         """Return the costs that a trace shows: the median time of each kind of action on each stage.
 
-        In a measured trace, an action takes the time since its
-        rank and its inputs were there: what the rank did between two actions belongs to the work.
+        In a measured trace, an action takes the time since its rank and its inputs were there: what the rank did
+        between two actions belongs to the work.
 
         Transfers are fitted from values that an idle rank waited for: the shortest of the stages' median times becomes
         the latency, and what others take longer becomes their bytes, at a bandwidth of 1.
@@ -329,6 +329,11 @@ class Cost:
             gradients[slot] = time(rank, ranks[slot - 1], gradients[slot]) if stage else 0.0
         return outputs, gradients
 
+    def lengths(self, plan: Plan) -> tuple[list[float], list[float]]:
+        """Return how long each action takes, by code, and how long each value travels to another rank."""
+        codes = plan.bound.codes
+        return codes.by_code(self.times(plan)), codes.by_value(*self.transfer_times(plan))
+
     def pair_times(self, plan: Plan) -> list[float] | None:
         """Return the time of an overlapped pair, by the slot of its forward; `None` if it is not one slot."""
         if self.pair is None:
@@ -356,6 +361,13 @@ class Cost:
                 )
             return [float(number) for number in value]
         return [value * share] * stages
+
+
+def as_cost(cost: Cost | None) -> Cost:
+    """Return a cost, by default forward 1, backward 2 and free transfers; anything else raises a TypeError."""
+    if cost is not None and not isinstance(cost, Cost):
+        raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
+    return cost or Cost()
 
 
 def _asked(name: str, function: Callable[[int, int], float], plan: Plan) -> Iterator[float]:

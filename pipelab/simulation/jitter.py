@@ -11,12 +11,11 @@ from pipelab.checking.checker import ScheduleLike, as_plan
 from pipelab.errors import CostError, UsageError, clean, require_size
 from pipelab.plan.actions import finite
 from pipelab.plan.binding import NO_RANK
-from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import shorten
-from pipelab.plan.order import traverse
+from pipelab.plan.order import traverse, units
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
-from pipelab.simulation.cost import Cost
+from pipelab.simulation.cost import Cost, as_cost
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -121,7 +120,7 @@ def jitter(
         CostError: if the cost has a slow-down beside transfers, or transfers in queues: what happens meanwhile then
             depends on the draw.
     """
-    cost = Cost() if cost is None else cost
+    cost = as_cost(cost)
     plan = as_plan(plan_or_schedule)
     factors = [1.0] * plan.ranks
     for rank, factor in (slow or {}).items():
@@ -166,8 +165,9 @@ def _drawn(
     import numpy
 
     bound, codes = plan.bound, plan.bound.codes
-    delay = codes.by_value(*cost.transfer_times(plan))
-    lasts, paired = codes.by_code(cost.times(plan)), cost.pair_times(plan) if bound.pairs else None
+    lasts, delay = cost.lengths(plan)
+    paired = cost.pair_times(plan) if bound.pairs else None
+    pairs = bound.pairs if paired is not None else frozenset()
     sigma = sqrt(log(1 + spread**2))
     busy_sender = cost.sender == "busy"
     zero = numpy.zeros(draws)
@@ -175,7 +175,7 @@ def _drawn(
     free = [zero] * plan.ranks
     busy = numpy.zeros((plan.ranks, draws))
     last = zero
-    for slot in _units(bound, paired is not None):
+    for slot in units(traverse(bound, atomic_pairs=bool(pairs)).order, pairs):
         code = slot[0]
         group = bound.reduces[code] if codes.kind[code] == "R" else [bound.rank_of[code]]
         inputs = [(value, giver) for each in slot for value, giver in bound.inputs(each)]
@@ -200,16 +200,3 @@ def _drawn(
                 if busy_sender and any(bound.rank_of[each] not in (NO_RANK, group[0]) for each in codes.needers(value)):
                     free[group[0]] = numpy.maximum(free[group[0]], end + delay[value])
     return last, busy
-
-
-def _units(bound: BoundPlan, as_one: bool) -> list[list[int]]:
-    """Return what runs as one, in an order in which everything comes after what it needs."""
-    if not as_one:
-        return [[code] for code in traverse(bound).order]
-    units: list[list[int]] = []
-    for code in traverse(bound, atomic_pairs=True).order:  # a pair's backward comes right after its forward
-        if units and units[-1][-1] in bound.pairs:
-            units[-1].append(code)
-        else:
-            units.append([code])
-    return units

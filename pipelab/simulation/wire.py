@@ -164,7 +164,7 @@ class _Times:
 def _clock(plan: Plan, wire: Queues, found: Walk, cost: Cost, paired: list[float] | None) -> _Times:
     """Give every action and every transfer of a walk its time; `paired` as in the clock without queues."""
     bound, codes = plan.bound, plan.bound.codes
-    lasts, delay = _lengths(plan, cost)
+    lasts, delay = cost.lengths(plan)
     free = [0.0] * len(bound.rows)
     busy: list[tuple[float, int]] = [(0.0, -1)] * len(wire.values)  # by queue: until when, and with which value
     needed = inbound(wire.crossings)
@@ -201,12 +201,6 @@ def _clock(plan: Plan, wire: Queues, found: Walk, cost: Cost, paired: list[float
     return times
 
 
-def _lengths(plan: Plan, cost: Cost) -> tuple[list[float], list[float]]:
-    """Return how long each action takes, by code, and how long each value travels."""
-    codes = plan.bound.codes
-    return codes.by_code(cost.times(plan)), codes.by_value(*cost.transfer_times(plan))
-
-
 def _lowering(plan: Plan, cost: Cost) -> Lowering:
     """Lower a plan; `"by-time"`, take the best of a few orders."""
     if cost.transfers != "by-time":
@@ -233,7 +227,7 @@ def _makespan(plan: Plan, low: Lowering, cost: Cost) -> float:
 def _time_left(plan: Plan, wire: Queues, found: Walk, cost: Cost) -> dict[int, float]:
     """Return, for each value, the longest chain of work and transfers from its leaving to the end of the plan."""
     bound, codes = plan.bound, plan.bound.codes
-    lasts, delay = _lengths(plan, cost)
+    lasts, delay = cost.lengths(plan)
     forward_of = _forward_of(bound)
     after = [0.0] * len(bound.rows)  # by rank: from the start of the next action in its row
     tail = [0.0] * len(lasts)  # by code: from its own start

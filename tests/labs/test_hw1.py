@@ -88,19 +88,43 @@ def test_a_batch_that_processes_cannot_share_is_refused():
         hw1.runs(["8x2"], [1, 3], batch=64)
 
 
-def test_a_row_is_compared_with_one_process_of_the_same_delay(monkeypatch):
+@pytest.fixture
+def computed(monkeypatch):
+    """Jobs do not run: each step takes 8 ms, divided by the processes, and the delay."""
+
     def found(job, timeout):
-        step_ms = 8 / job.processes + job.delay_ms
-        figures = {"rank_ms": [], "utilisation": [0.5], "memory_mb": [1, 2], "loss": 1.0, "devices": None}
-        return {"times_ms": [step_ms - 1, step_ms, step_ms + 3], "alone_ms": [step_ms / 2], **figures}
+        step_ms, each = 8 / job.processes + job.delay_ms, range(job.processes)
+        return {
+            "times_ms": [step_ms - 1, step_ms, step_ms + 3],
+            "alone_ms": [step_ms / 2] if job.processes > 1 else [],
+            "loss": 1.0,
+            "devices": 0 if job.data_parallel else None,
+            "rank_ms": [step_ms for _ in each],
+            "utilisation": [0.5 for _ in each],
+            "memory_mb": [1 + rank for rank in each],
+        }
 
     monkeypatch.setattr(hw1, "run_job", found)
+
+
+def test_a_row_is_compared_with_one_process_of_the_same_delay(computed):
     rows = list(hw1.measurements(hw1.runs(["16x2"], [1, 2], experiment="delay", batch=8)))
     assert [(each["processes"], each["step_ms"]) for each in rows] == [(1, 8), (2, 4), (1, 18), (2, 14)]
     assert [each["speed_up"] for each in rows] == [1, 2, 1, 18 / 14]
     assert [each["efficiency"] for each in rows] == [1, 1, 1, 9 / 14]
     assert all(each["p10_ms"] < each["step_ms"] < each["p90_ms"] for each in rows)
-    assert {(each["communication"], each["memory_mb"]) for each in rows} == {(0.5, 2)}
+    assert [(each["communication"], each["memory_mb"]) for each in rows] == [(None, 1), (0.5, 2)] * 2
+
+
+@pytest.mark.parametrize("experiment", [None, *hw1.EXPERIMENTS])
+@pytest.mark.parametrize("processes", [[1], [1, 2], [1, 2, 4]], ids=str)
+def test_whatever_rows_are_done_have_a_table_and_a_plot(computed, experiment, processes):
+    rows = list(hw1.measurements(hw1.runs(["16x2", "8x1"], processes, experiment=experiment)))
+    for done in range(len(rows) + 1):
+        table = hw1.table(rows[:done], experiment)
+        assert table.text().count("\n") >= done
+        if done:
+            table.plot()
 
 
 @pytest.mark.dist

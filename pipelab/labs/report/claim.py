@@ -13,7 +13,7 @@ The setting can be read in four ways, and each claim is checked in all that make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,8 @@ class Reading:
     ring_step: float = RING_STEP
     name: str = ""
 
-    def job(self, stages: int = 2, replicas: int = 2, microbatches: int = 8) -> Hybrid:
-        """Return the job that the report means."""
+    def job(self, stages: int = 2, replicas: int = 2, microbatches: int = 8, **more: Any) -> Hybrid:
+        """Return the job that the report means, with other sizes if need be."""
         share = stages if self.split else 1
         return Hybrid(
             stages=stages,
@@ -61,6 +61,7 @@ class Reading:
             ring_step=self.ring_step,
             rows=ROWS,
             activation=ACTIVATION,
+            **more,
         )
 
     def __str__(self) -> str:
@@ -78,8 +79,9 @@ class Claim:
         about: what it says something about.
         says: what it says, in its own figures.
         reported: these figures; a range is a pair.
-        value: computes the right ones.
-        how: says in one line, with numbers, how they follow.
+        figure: computes a right one from a job.
+        how: says in one line, with numbers, how it follows, for the last job.
+        jobs: for each figure, what its job has in place of the setting's.
         readings: the readings under which the values differ.
         unit: the unit of all figures.
         digits: how many decimals of the right value are shown.
@@ -90,13 +92,18 @@ class Claim:
     about: str
     says: str
     reported: tuple[float | tuple[float, float], ...]
-    value: Callable[[Reading], Sequence[float]]
-    how: Callable[[Reading], str]
+    figure: Callable[[Hybrid], float]
+    how: Callable[[Hybrid], str]
+    jobs: Sequence[Mapping[str, Any]] = ({},)
     readings: tuple[Reading, ...] = READINGS
     unit: str = ""
     digits: int = 2
     off: float = 0.5
     remark: str = ""
+
+    def value(self, reading: Reading) -> list[float]:
+        """Return the right figures in a reading."""
+        return [self.figure(reading.job(**sizes)) for sizes in self.jobs]
 
 
 _COLUMNS = (
@@ -118,7 +125,7 @@ def rows(claim: Claim) -> Iterator[dict[str, Any]]:
             "reading": str(reading),
             "value": " ".join([*(f"{round(value, claim.digits):g}" for value in values), claim.unit]).strip(),
             "verdict": "right" if all(right) else some if any(right) else "wrong",
-            "how": claim.how(reading),
+            "how": claim.how(reading.job(**claim.jobs[-1])),
         }
 
 

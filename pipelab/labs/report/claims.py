@@ -1,7 +1,7 @@
 """The claims of the report, and how each right value is computed.
 
-`CLAIMS` is a table: what the report says, and two small functions of a reading: the right values, by simulation, and in
-one line how they follow.
+`CLAIMS` is a table: what the report says, and two small functions of a job: the right figure, by simulation, and in one
+line how it follows.
 
 Examples:
     >>> from pipelab.labs.report.claim import rows, verdict
@@ -17,9 +17,8 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from math import log2
-from typing import Any
 
 import torch
 
@@ -27,7 +26,6 @@ from pipelab.catalogue import GPipe, OneFOneB
 from pipelab.engine.collectives.ring import ring_all_reduce
 from pipelab.labs.hybrid import Hybrid
 from pipelab.labs.report.claim import READINGS, Claim, Reading
-from pipelab.simulation.comparison import Row, compare
 
 __all__ = ["CLAIMS"]
 
@@ -36,27 +34,36 @@ _TIMES = (Reading(name="per stage"), Reading(split=True, name="split"))
 _ANY = (Reading(name="every reading"),)
 _STEPS = (Reading(ring_step=10, name="10 ms for a step"), Reading(name="20 ms for a step"))
 _TEN = tuple(Reading(each.split, each.in_all, 10, f"{each}, 10 ms") for each in READINGS)
-
 _MANY = tuple(Reading(each.split, each.in_all, name=str(each).replace("8", "M")) for each in READINGS)
 
-_MICROBATCHES = _STAGES = _REPLICAS = (1, 2, 4, 8)
-"""The columns of Tables 2 and 3; Table 1 has twice as many micro-batches."""
+_MICROBATCHES = [{"microbatches": count} for count in (2, 4, 8, 16)]
+_STAGES = [{"stages": count, "replicas": 1} for count in (1, 2, 4, 8)]
+_REPLICAS = [{"replicas": count} for count in (1, 2, 4, 8)]
+"""The columns of Tables 1, 2 and 3."""
+
+
+def _each(job: Hybrid) -> float:
+    return job.forward + job.backward
+
+
+def _ring_time(job: Hybrid) -> float:
+    return job.response_time - job.pipeline.makespan
 
 
 def _pipeline(job: Hybrid) -> str:
-    return f"({job.microbatches} + {job.stages} - 1) x {job.forward + job.backward:g}"
+    return f"({job.microbatches} + {job.stages} - 1) x {_each(job):g}"
 
 
 def _ring(job: Hybrid) -> str:
-    return f"2 x ({job.replicas} - 1) x {job.ring_step:g}"
+    return f"2 x ({job.replicas} - 1) x {job.ring_step:g} = {_ring_time(job):g}"
 
 
 def _total(job: Hybrid) -> str:
-    return f"{_pipeline(job)} + {_ring(job)} = {job.response_time:g}"
+    return f"{_pipeline(job)} + {_ring(job).partition(' =')[0]} = {job.response_time:g}"
 
 
 def _alone(job: Hybrid) -> str:
-    return f"{job.all_microbatches} x {job.stages} x {job.forward + job.backward:g} = {job.alone.makespan:g}"
+    return f"{job.all_microbatches} x {job.stages} x {_each(job):g} = {job.alone.makespan:g}"
 
 
 def _speed_up(job: Hybrid) -> str:
@@ -64,65 +71,21 @@ def _speed_up(job: Hybrid) -> str:
 
 
 def _communication(job: Hybrid) -> str:
-    ring = job.response_time - job.pipeline.makespan
-    return f"{_ring(job)} = {ring:g}, {ring:g} / {job.response_time:g} = {100 * job.communication_cost:.1f} %"
+    return f"{_ring(job)}, {_ring_time(job):g} / {job.response_time:g} = {100 * job.communication_cost:.1f} %"
 
 
-def _compared(reading: Reading, kind: type[GPipe | OneFOneB]) -> Row:
-    """Return one replica's pipeline as it stands in a comparison of GPipe and 1F1B."""
-    job, kinds = reading.job(), (GPipe, OneFOneB)
-    both = compare(*(each(job.stages, job.microbatches) for each in kinds), cost=job.cost)
-    return both.rows[kinds.index(kind)]
-
-
-def _bubble(kind: type[GPipe | OneFOneB]) -> dict[str, Any]:
-    def how(reading: Reading) -> str:
-        job, bubble = reading.job(), _compared(reading, kind).bubble
-        others = job.stages - 1
-        return (
-            f"({job.stages} - 1) / ({job.microbatches} + {others}) = {100 * bubble:.1f} % of the time, "
-            f"({job.stages} - 1) / {job.microbatches} = {100 * bubble / (1 - bubble):.1f} % of the ideal time"
-        )
-
-    value = lambda reading: [100 * _compared(reading, kind).bubble]  # noqa: E731 - it reads best beside `how`
-    return {"value": value, "how": how, "readings": _COUNTS, "unit": "%", "digits": 1}
-
-
-def _peaks(reading: Reading) -> list[float]:
-    """Return the most memory of one device with 1F1B and with GPipe, in units."""
-    unit = reading.job().activation
-    return [max(_compared(reading, kind).peak_activations) * unit for kind in (OneFOneB, GPipe)]
+def _bubble(job: Hybrid) -> str:
+    bubble, others = job.pipeline.bubble, job.stages - 1
+    return (
+        f"({job.stages} - 1) / ({job.microbatches} + {others}) = {100 * bubble:.1f} % of the time, "
+        f"({job.stages} - 1) / {job.microbatches} = {100 * bubble / (1 - bubble):.1f} % of the ideal time"
+    )
 
 
 def _phases(job: Hybrid) -> tuple[float, float, float]:
     """Return the warm-up, the steady state and the cooldown: before, while and after the last stage works."""
     last = job.trace.events_of(job.stages - 1)
     return last[0].start, last[-1].end - last[0].start, job.trace.end - last[-1].end
-
-
-def _by_microbatches(figure: Callable[[Hybrid], float]) -> Callable[[Reading], list[float]]:
-    """Return a row of Table 1."""
-    return lambda reading: [figure(reading.job(microbatches=2 * count)) for count in _MICROBATCHES]
-
-
-def _by_depth(figure: Callable[[Hybrid], float]) -> Callable[[Reading], list[float]]:
-    """Return a row of Table 2."""
-    return lambda reading: [figure(reading.job(stages, replicas=1)) for stages in _STAGES]
-
-
-def _by_replicas(figure: Callable[[Hybrid], float]) -> Callable[[Reading], list[float]]:
-    """Return a row of Table 3."""
-    return lambda reading: [figure(reading.job(replicas=replicas)) for replicas in _REPLICAS]
-
-
-def _most(reading: Reading) -> Hybrid:
-    """Return the job in the last column of Table 1."""
-    return reading.job(microbatches=16)
-
-
-def _deepest(reading: Reading) -> Hybrid:
-    """Return the job in the last column of Table 2."""
-    return reading.job(8, replicas=1)
 
 
 def _steps(replicas: int) -> int:
@@ -135,8 +98,8 @@ CLAIMS = (
         about="The batch",
         says='"global batch 256, micro-batches of 32"',
         reported=(256,),
-        value=lambda reading: [reading.job().all_microbatches * reading.job().rows],
-        how=lambda reading: f"{reading.job().all_microbatches} x 32 = {reading.job().all_microbatches * 32}",
+        figure=lambda job: job.all_microbatches * job.rows,
+        how=lambda job: f"{job.all_microbatches} x 32 = {job.all_microbatches * 32}",
         readings=_COUNTS,
         unit="rows",
         remark="256 rows are 8 micro-batches of 32 in all, so 4 for each replica. The total of 1210 ms needs 8 for "
@@ -146,8 +109,8 @@ CLAIMS = (
         about="Total time",
         says="1040 + 40 + 130 = 1210 ms",
         reported=(1210,),
-        value=lambda reading: [reading.job().response_time],
-        how=lambda reading: _total(reading.job()),
+        figure=lambda job: job.response_time,
+        how=_total,
         unit="ms",
         remark="Well computed: 8 x 130 of work, 130 of bubble, 40 of all-reduce. But this job is 16 micro-batches "
         "through two stages, which takes one device 4160 ms.",
@@ -156,8 +119,8 @@ CLAIMS = (
         about="Speed-up on 4 GPUs",
         says="0.86x (1040 / 1210)",
         reported=(0.86,),
-        value=lambda reading: [reading.job().speed_up],
-        how=lambda reading: _speed_up(reading.job()),
+        figure=lambda job: job.speed_up,
+        how=_speed_up,
         unit="x",
         off=0.005,
         remark="1040 ms is 8 micro-batches through one stage, a quarter of the work that the 4 GPUs do in 1210 ms. A "
@@ -167,8 +130,8 @@ CLAIMS = (
         about="Speed-up, elsewhere",
         says="6 to 8x",
         reported=((6, 8),),
-        value=lambda reading: [reading.job().speed_up],
-        how=lambda reading: _speed_up(reading.job()),
+        figure=lambda job: job.speed_up,
+        how=_speed_up,
         unit="x",
         remark="4 devices of the same kind are at most 4 times as fast as one; bubble and all-reduce take their part.",
     ),
@@ -176,7 +139,12 @@ CLAIMS = (
         about="Bubble of GPipe",
         says="30 to 40 %",
         reported=((30, 40),),
-        **_bubble(GPipe),
+        jobs=[{"schedule": GPipe}],
+        figure=lambda job: 100 * job.pipeline.bubble,
+        how=_bubble,
+        readings=_COUNTS,
+        unit="%",
+        digits=1,
         remark="The bubble of P stages and M micro-batches is (P - 1) / (M + P - 1) of the time. Some papers divide by "
         "the ideal time, without the bubble; neither is 30 %.",
     ),
@@ -184,7 +152,12 @@ CLAIMS = (
         about="Bubble of 1F1B",
         says="2 to 5 %",
         reported=((2, 5),),
-        **_bubble(OneFOneB),
+        jobs=[{"schedule": OneFOneB}],
+        figure=lambda job: 100 * job.pipeline.bubble,
+        how=_bubble,
+        readings=_COUNTS,
+        unit="%",
+        digits=1,
         remark="GPipe and 1F1B have the same bubble if stages are equal and transfers free. What 1F1B saves is memory "
         "(claim 8); that room allows more micro-batches, and they make the bubble smaller.",
     ),
@@ -192,8 +165,8 @@ CLAIMS = (
         about="Communication",
         says="about 5 % (60 / 1210)",
         reported=((4.5, 5.5),),
-        value=lambda reading: [100 * reading.job().communication_cost],
-        how=lambda reading: _communication(reading.job()),
+        figure=lambda job: 100 * job.communication_cost,
+        how=_communication,
         unit="%",
         digits=1,
         remark="2 replicas need 2 steps of 20 ms. The 60 ms are 4 replicas at 10 ms a step, from Table 3.",
@@ -202,10 +175,11 @@ CLAIMS = (
         about="Peak memory",
         says="20 units against 80",
         reported=(20, 80),
-        value=_peaks,
-        how=lambda reading: (
-            f"min({reading.job().microbatches}, 2) x 10 = {_peaks(reading)[0]:g}, "
-            f"{reading.job().microbatches} x 10 = {_peaks(reading)[1]:g}"
+        jobs=[{}, {"schedule": GPipe}],
+        figure=lambda job: job.peak_memory,
+        how=lambda job: (
+            f"min({job.microbatches}, 2) x 10 = {replace(job, schedule=OneFOneB).peak_memory:g}, "
+            f"{job.microbatches} x 10 = {job.peak_memory:g}"
         ),
         readings=_COUNTS,
         unit="units",
@@ -216,7 +190,8 @@ CLAIMS = (
         about="Ring all-reduce, from 2 to 4, 8, 16 replicas",
         says="O(log N), that is 2, 3, 4 times as many steps",
         reported=tuple(log2(replicas) for replicas in (4, 8, 16)),
-        value=lambda _: [_steps(replicas) / _steps(2) for replicas in (4, 8, 16)],
+        jobs=[{"replicas": count} for count in (4, 8, 16)],
+        figure=lambda job: _steps(job.replicas) / _steps(2),
         how=lambda _: f"2 x (16 - 1) = {_steps(16)}, 2 x (2 - 1) = {_steps(2)}, 30 / 2 = {_steps(16) / _steps(2):g}",
         readings=_ANY,
         unit="times",
@@ -228,11 +203,9 @@ CLAIMS = (
         about="Table 1, compute for 2, 4, 8, 16 micro-batches",
         says="260 520 1040 2080 ms",
         reported=(260, 520, 1040, 2080),
-        value=_by_microbatches(lambda job: job.pipeline.busy[0]),
-        how=lambda reading: (
-            f"for 16: {_most(reading).microbatches} x {_most(reading).forward + _most(reading).backward:g} "
-            f"= {_most(reading).pipeline.busy[0]:g}"
-        ),
+        jobs=_MICROBATCHES,
+        figure=lambda job: job.pipeline.busy[0],
+        how=lambda job: f"for 16: {job.microbatches} x {_each(job):g} = {job.pipeline.busy[0]:g}",
         readings=_MANY,
         unit="ms",
         remark="What each device computes, without the bubble.",
@@ -241,8 +214,9 @@ CLAIMS = (
         about="Table 1, communication",
         says="20 40 40 40 ms",
         reported=(20, 40, 40, 40),
-        value=_by_microbatches(lambda job: job.response_time - job.pipeline.makespan),
-        how=lambda reading: f"{_ring(reading.job())} = 40 for any number",
+        jobs=_MICROBATCHES,
+        figure=_ring_time,
+        how=lambda job: f"{_ring(job)} for any number",
         readings=_ANY,
         unit="ms",
         remark="Gradients are added up over the micro-batches first, and sent once: their number does not matter.",
@@ -251,8 +225,9 @@ CLAIMS = (
         about="Table 1, total",
         says="300 600 1210 2160 ms",
         reported=(300, 600, 1210, 2160),
-        value=_by_microbatches(lambda job: job.response_time),
-        how=lambda reading: f"for 16: {_total(_most(reading))}",
+        jobs=_MICROBATCHES,
+        figure=lambda job: job.response_time,
+        how=lambda job: f"for 16: {_total(job)}",
         readings=_MANY,
         unit="ms",
         remark="Every total has a bubble of 130 ms (65 ms if split). The report's third one has it; the first has "
@@ -262,8 +237,9 @@ CLAIMS = (
         about="Table 1, speed-up",
         says="3.47 1.73 0.86 0.48x",
         reported=(3.47, 1.73, 0.86, 0.48),
-        value=_by_microbatches(lambda job: job.speed_up),
-        how=lambda reading: f"for 16: {_speed_up(_most(reading))}",
+        jobs=_MICROBATCHES,
+        figure=lambda job: job.speed_up,
+        how=lambda job: f"for 16: {_speed_up(job)}",
         readings=_MANY,
         unit="x",
         off=0.005,
@@ -274,8 +250,9 @@ CLAIMS = (
         about="Table 2, warm-up for depth 1, 2, 4, 8",
         says="0 50 150 350 ms",
         reported=(0, 50, 150, 350),
-        value=_by_depth(lambda job: _phases(job)[0]),
-        how=lambda reading: f"for 8: (8 - 1) x {_deepest(reading).forward:g} = {_phases(_deepest(reading))[0]:g}",
+        jobs=_STAGES,
+        figure=lambda job: _phases(job)[0],
+        how=lambda job: f"for 8: (8 - 1) x {job.forward:g} = {_phases(job)[0]:g}",
         readings=_TIMES,
         unit="ms",
     ),
@@ -283,10 +260,9 @@ CLAIMS = (
         about="Table 2, steady state",
         says="1040 520 260 130 ms",
         reported=(1040, 520, 260, 130),
-        value=_by_depth(lambda job: _phases(job)[1]),
-        how=lambda reading: (
-            f"for 8: 8 x {_deepest(reading).forward + _deepest(reading).backward:g} = {_phases(_deepest(reading))[1]:g}"
-        ),
+        jobs=_STAGES,
+        figure=lambda job: _phases(job)[1],
+        how=lambda job: f"for 8: 8 x {_each(job):g} = {_phases(job)[1]:g}",
         readings=_TIMES,
         unit="ms",
     ),
@@ -294,8 +270,9 @@ CLAIMS = (
         about="Table 2, cooldown",
         says="0 80 240 560 ms",
         reported=(0, 80, 240, 560),
-        value=_by_depth(lambda job: _phases(job)[2]),
-        how=lambda reading: f"for 8: (8 - 1) x {_deepest(reading).backward:g} = {_phases(_deepest(reading))[2]:g}",
+        jobs=_STAGES,
+        figure=lambda job: _phases(job)[2],
+        how=lambda job: f"for 8: (8 - 1) x {job.backward:g} = {_phases(job)[2]:g}",
         readings=_TIMES,
         unit="ms",
     ),
@@ -303,8 +280,9 @@ CLAIMS = (
         about="Table 2, total",
         says="1040 650 650 1040 ms",
         reported=(1040, 650, 650, 1040),
-        value=_by_depth(lambda job: job.response_time),
-        how=lambda reading: f"for 8: {_pipeline(_deepest(reading))} = {_deepest(reading).response_time:g}",
+        jobs=_STAGES,
+        figure=lambda job: job.response_time,
+        how=lambda job: f"for 8: {_pipeline(job)} = {job.response_time:g}",
         readings=_TIMES,
         unit="ms",
         remark="Each row is right under one reading, but not the same: warm-up and cooldown are per stage, the steady "
@@ -315,7 +293,8 @@ CLAIMS = (
         about="Table 3, steps for 1, 2, 4, 8 replicas",
         says="0 2 6 14",
         reported=(0, 2, 6, 14),
-        value=lambda _: [_steps(replicas) for replicas in _REPLICAS],
+        jobs=_REPLICAS,
+        figure=lambda job: _steps(job.replicas),
         how=lambda _: f"for 8: 2 x (8 - 1) = {_steps(8)}",
         readings=_ANY,
         unit="steps",
@@ -325,11 +304,9 @@ CLAIMS = (
         about="Table 3, time",
         says="0 20 60 140 ms",
         reported=(0, 20, 60, 140),
-        value=_by_replicas(lambda job: job.response_time - job.pipeline.makespan),
-        how=lambda reading: (
-            f"for 8: {_ring(reading.job(replicas=8))} "
-            f"= {reading.job(replicas=8).response_time - reading.job(replicas=8).pipeline.makespan:g}"
-        ),
+        jobs=_REPLICAS,
+        figure=_ring_time,
+        how=lambda job: f"for 8: {_ring(job)}",
         readings=_STEPS,
         unit="ms",
         remark="Table 3 counts 10 ms for a step, the setting 20 ms. A step also becomes shorter where more replicas "
@@ -339,8 +316,9 @@ CLAIMS = (
         about="Table 3, share",
         says="0 1.7 4.9 11.5 %",
         reported=(0, 1.7, 4.9, 11.5),
-        value=_by_replicas(lambda job: 100 * job.communication_cost),
-        how=lambda reading: f"for 8: {_communication(reading.job(replicas=8))}",
+        jobs=_REPLICAS,
+        figure=lambda job: 100 * job.communication_cost,
+        how=lambda job: f"for 8: {_communication(job)}",
         readings=(*_TEN, Reading(name=f"{READINGS[0]}, 20 ms")),
         unit="%",
         digits=1,
@@ -352,8 +330,8 @@ CLAIMS = (
         about="Measured, one GPU",
         says="1045 ms",
         reported=((0.98 * 1045, 1.02 * 1045),),
-        value=lambda reading: [reading.job().alone.makespan],
-        how=lambda reading: _alone(reading.job()),
+        figure=lambda job: job.alone.makespan,
+        how=_alone,
         unit="ms",
         remark="Measured figures count as right within 2 %. 1045 ms is the whole model split, with 8 micro-batches in "
         "all …",
@@ -362,8 +340,8 @@ CLAIMS = (
         about="Measured, four GPUs",
         says="1234 ms",
         reported=((0.98 * 1234, 1.02 * 1234),),
-        value=lambda reading: [reading.job().response_time],
-        how=lambda reading: _total(reading.job()),
+        figure=lambda job: job.response_time,
+        how=_total,
         unit="ms",
         remark="… and 1234 ms is per stage, with 8 for each replica: four times the work. Both measurements agree with "
         "the model; their ratio is no speed-up.",
@@ -372,8 +350,8 @@ CLAIMS = (
         about="Measured, communication",
         says="4.2 %",
         reported=((0.98 * 4.2, 1.02 * 4.2),),
-        value=lambda reading: [100 * reading.job().communication_cost],
-        how=lambda reading: _communication(reading.job()),
+        figure=lambda job: 100 * job.communication_cost,
+        how=_communication,
         unit="%",
         digits=1,
         remark="4.2 % of 1234 ms are 52 ms, 12 more than two steps of 20 ms: perhaps waiting for the slower replica.",
@@ -382,7 +360,7 @@ CLAIMS = (
         about="Measured, peak memory",
         says="22 units",
         reported=((0.98 * 22, 1.02 * 22),),
-        value=lambda reading: _peaks(reading)[:1],
+        figure=lambda job: job.peak_memory,
         how=lambda _: "min(8, 2) x 10 = 20",
         readings=_ANY,
         unit="units",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import processes
 import pytest
 import torch
 
@@ -60,3 +64,25 @@ def test_a_cache_among_the_results_is_refused():
     model.config.use_cache = True
     with pytest.raises(SplitError, match=r"returns a DynamicCache.*\n.*use_cache = False"):
         split(model, 2, example=gpt2.batch(2))
+
+
+def test_the_pages_code_trains():
+    page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text(encoding="utf-8")
+    made = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
+        exec(block, made)  # noqa: S102 - it is the page's own
+    assert len(made["stages"]) == 4
+    assert made["model"].lm_head.weight is made["model"].transformer.wte.weight
+    assert made["step"].loss.isfinite()
+
+
+@pytest.mark.dist
+def test_two_processes_train_it():
+    ended = processes.run_in(2, "gpt2_trained.py")
+    assert [each.code for each in ended] == [0, 0], processes.shown(ended)
+    for each in ended:
+        fact = each.facts[0]
+        assert fact["losses"] < 1e-5 or fact["losses"] is None
+        assert fact["gradients"] < 1e-5
+        assert fact["norms"] == pytest.approx([1, 1, 1], rel=1e-4)
+        assert fact["verified"] < 1e-5

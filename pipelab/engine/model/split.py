@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pipelab.engine.model.arguments import in_order, require_like, shapes_of
 from pipelab.engine.model.balance import count_parameters, cut, layer_times, short
 from pipelab.engine.model.traced import TRACED, TracedStages, move
 from pipelab.errors import SplitError, require_size
@@ -135,7 +136,7 @@ class Stages:
 
 
 class _Traced(Stages):
-    """Stages that PyTorch's tracer made: anew for each training mode, and for each number of rows."""
+    """Stages that PyTorch's tracer made: anew for each training mode, and for each shape of a micro-batch."""
 
     is_traced = True
 
@@ -145,7 +146,7 @@ class _Traced(Stages):
         super().__init__(model, made, sizes)
         traced.require_same_outputs(self.modules)
         self._made = {self._present_modes(): made}
-        self._rows = {(self._present_modes(), traced.rows)}
+        self._known = {(self._present_modes(), traced.shapes)}
         self._devices: dict[int, torch.device] = {}
 
     def place_stage(self, stage: int, device: torch.device) -> None:
@@ -162,9 +163,11 @@ class _Traced(Stages):
 
     def ready(self, inputs: Sequence[Any], counts: Sequence[int]) -> Sequence[nn.Module]:
         """Return the stages for these micro-batches in the model's present training mode, traced if need be."""
+        require_like(self._traced.example, in_order(self.model, inputs[0]))
         modes = self._present_modes()
         for rows, value in zip(counts, inputs, strict=True):
-            if (modes, rows) in self._rows:
+            shapes = shapes_of(value)
+            if (modes, shapes) in self._known:
                 continue
             made = self._traced.modules(value)
             stages = self._made.setdefault(modes, made)
@@ -177,7 +180,7 @@ class _Traced(Stages):
                     )
                 if stage in self._devices:
                     move(one, self._devices[stage], self.model)
-            self._rows.add((modes, rows))
+            self._known.add((modes, shapes))
         return self._made[modes]
 
     def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
@@ -188,8 +191,10 @@ class _Traced(Stages):
                 if held:
                     yield what, prefix, held
 
-    def _present_modes(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self.model.modules())
+    def _present_modes(self) -> tuple[bool | torch.dtype | None, ...]:
+        """Return each layer's training mode, and the types of autocast, whose casts the tracer records."""
+        types = (torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else None for on in ("cpu", "cuda"))
+        return (*(module.training for module in self.model.modules()), *types)
 
 
 def split(
@@ -211,9 +216,10 @@ def split(
         by: what to make even. `"layers"`: their number; sizes differ by at most one, and the first stages are the
             larger ones. `"parameters"`: the numbers in them. `"time"`: the forward and backward time on the example
             (for a traced model, the forward time).
-        example: one micro-batch, `[rows, ...]`, as an argument of the model; a tuple stands for several arguments.
-            Needed for `by="time"` and for models that are not an `nn.Sequential`. The tracer records one number of rows
-            and one training mode, with the present forward hooks of the layers: others are traced when they come.
+        example: one micro-batch, `[rows, ...]`, as an argument of the model; a tuple stands for several arguments, a
+            dict for keyword arguments (`{"input_ids": x}`), if the model has parameters of those names. Needed for
+            `by="time"` and for models that are not an `nn.Sequential`. The tracer records one shape of micro-batch and
+            one training mode, with the present autocast and forward hooks: others are traced when they come.
 
     Example:
         >>> from torch import nn

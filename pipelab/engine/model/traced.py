@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from pipelab.engine.model.arguments import arguments_of, call, in_order, received, shapes_of
 from pipelab.engine.stage.batch import rows_of
 from pipelab.engine.stage.errors import layer_of
 from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
@@ -114,12 +115,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
 class _RoutedStage(nn.Module):
     """A traced stage: receives the values that it or a later stage needs, and sends those that later stages need."""
 
-    def __init__(self, traced: nn.Module, route: Route, result: Spec) -> None:
+    def __init__(self, traced: nn.Module, route: Route, result: Spec, names: Sequence[str]) -> None:
         super().__init__()
         self.traced: Any = traced
         self.others = nn.ModuleDict()
         self.route = route
         self.result = result
+        self.names = names
         graphs = [getattr(part, "graph", None) for part in traced.modules()]
         self.inplace = any(  # as `nn.ReLU(inplace=True)` is: it writes into its input
             node.op == "call_function" and node.target.__name__.partition(".")[0].endswith("_")
@@ -130,14 +132,15 @@ class _RoutedStage(nn.Module):
 
     def forward(self, given: Any) -> Any:
         route = self.route
-        values = dict(zip(route.receives, _arguments(given), strict=True))
+        arriving = [given[name] for name in self.names] if isinstance(given, dict) else received(given)
+        values = dict(zip(route.receives, take_apart(arriving)[0], strict=True))
         arguments = [values[name] for name in route.arguments]
         traced = self.traced
         if self.others and (key := _key(arguments)) in self.others:
             traced = self.others[key]
         made = traced(*arguments)
         if not route.sends:  # the last stage: the tracer has flattened the model's result
-            return rebuild(list(_arguments(made)), self.result)
+            return rebuild(list(received(made)), self.result)
         for name, index in route.makes.items():
             values[name] = made if index is None else made[index]
         return values[route.sends[0]] if len(route.sends) == 1 else tuple(values[name] for name in route.sends)
@@ -161,19 +164,22 @@ def _key(values: Sequence[Any]) -> str:
 
 
 class TracedStages:
-    """A model that PyTorch's tracer cuts, once for each training mode and number of rows.
+    """A model that PyTorch's tracer cuts, once for each training mode and shape of a micro-batch.
 
     Attributes:
+        example: one micro-batch, keyword arguments in the order of the model's parameters.
         rows: the example's row count.
+        shapes: the shapes of its tensors.
         units: the model's layers with their names, in the order in which they run: the model's children, and the
-            children of lists and sequences.
+            children of lists, of sequences, and of modules that hold a list (a decoder with its list of blocks).
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._model = model
-        self._example = example
+        self.example = example = in_order(model, example)
         self.rows = rows_of(example, "example")
-        self.units = self._layers_in_order()
+        self.shapes = shapes_of(example)
+        self.units = self._layersin_order()
         self._names: list[str] = []
 
     def cut_at(self, names: Sequence[str]) -> None:
@@ -184,7 +190,7 @@ class TracedStages:
         """Return one module per stage, in the model's present training mode, for the row count of `example`."""
         from torch.distributed.pipelining import SplitPoint, pipeline
 
-        example = self._example if example is None else example
+        example = self.example if example is None else in_order(self._model, example)
         devices = {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
         if len(devices) == 1:
             example = map_tensors(partial(torch.Tensor.to, device=devices.pop()), example)
@@ -192,9 +198,11 @@ class TracedStages:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), self._unmarked():
             warnings.simplefilter("ignore")
             try:
+                args, kwargs = arguments_of(self._model, example)
                 pipe = pipeline(
                     self._model,
-                    mb_args=_arguments(example),
+                    mb_args=args,
+                    mb_kwargs=kwargs,
                     split_spec=dict.fromkeys(self._names, SplitPoint.BEGINNING),
                 )
             except Exception as error:
@@ -213,7 +221,8 @@ class TracedStages:
         for stage, part in enumerate(parts):
             self._bind(stage, part)
         routes = routes_of(pipe.split_gm.graph)
-        return [_RoutedStage(part, route, self._result) for part, route in zip(parts, routes, strict=True)]
+        names = tuple(example) if isinstance(example, dict) else ()
+        return [_RoutedStage(part, route, self._result, names) for part, route in zip(parts, routes, strict=True)]
 
     def _bind(self, stage: int, traced: nn.Module) -> None:
         """Give a traced stage the model's own parameters: the tracer copies those that several stages use."""
@@ -260,7 +269,7 @@ class TracedStages:
                 hook.remove()
         return [median(each) for each in zip(*measured[1:], strict=True)]
 
-    def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
+    def _layersin_order(self) -> list[tuple[str, nn.Module]]:
         """Return the layers that one forward runs, in order; refuse what the tracer would lose."""
         order: list[tuple[str, nn.Module]] = []
         hooks = []
@@ -295,7 +304,7 @@ class TracedStages:
         output = map_tensors(torch.Tensor.detach, self._run())
         if self._draws:
             return
-        made = map_tensors(torch.clone, self._example)
+        made = map_tensors(torch.clone, self.example)
         with torch.no_grad(), unchanged(modules):
             for module in modules:
                 made = module(made)
@@ -313,14 +322,24 @@ class TracedStages:
         with torch.enable_grad(), unchanged([self._model]):
             before = RandomSnapshot()
             try:
-                output = self._model(*_arguments(map_tensors(torch.clone, self._example)))
+                output = call(self._model, map_tensors(torch.clone, self.example))
             except Exception as error:
                 layer = layer_of(error, self._model)
                 error.add_note(f"raised when the model ran on the example{f', in layer {layer}' if layer else ''}")
                 raise
             self._draws = RandomSnapshot() != before
-            _, self._result = take_apart(output)
+            leaves, self._result = take_apart(output)
+            odd = next((each for each in leaves if not isinstance(each, _TRACED_RESULTS)), None)
+            if odd is not None:
+                raise SplitError(
+                    f"{type(self._model).__name__} returns a {type(odd).__name__}, which PyTorch's tracer cannot follow"
+                    "\n  try: make it return tensors only (of Hugging Face: model.config.use_cache = False), or a list "
+                    "of stage modules"
+                )
             return output
+
+
+_TRACED_RESULTS = (torch.Tensor, int, float, bool, str, type(None))
 
 
 def _differ(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -340,15 +359,12 @@ def _plain_attributes(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _arguments(example: Any) -> tuple[Any, ...]:
-    return tuple(example) if isinstance(example, (tuple, list)) else (example,)
-
-
 def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the model's children with their names, those of lists and sequences one by one."""
+    """Return the model's children with their names, those of lists, sequences and holders of lists one by one."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        lists = any(isinstance(each, nn.ModuleList) for each in child.children())
+        if lists or isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             found.extend(_layers(child, f"{prefix}{name}."))
         else:
             found.append((f"{prefix}{name}", child))

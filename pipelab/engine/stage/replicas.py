@@ -100,7 +100,7 @@ class Runners:
 
     @contextmanager
     def _running(self, modules: Sequence[nn.Module], *, learning: bool) -> Iterator[None]:
-        ties = self.ties if modules is self._own else ties_of(modules)
+        ties = self.ties = ties_of(modules)  # anew: for another shape the tracer adds modules to a stage
         for stage, ranks in self._replicated.items():
             refuse_lost_hooks(stage, modules[stage], ranks)
             require_replicable(stage, modules[stage], ranks, self._buffers)  # it may have been in eval() at first

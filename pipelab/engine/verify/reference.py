@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pipelab.engine.model.arguments import call
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
@@ -102,7 +103,7 @@ def _through_model(pipe: Pipeline, value: Any) -> Any:
     if len(devices) > 1 or isinstance(model, nn.ModuleList):
         return _through_stages(pipe, value)
     value = _cloned(pipe, 0, _moved(value, *devices))
-    return model(*value) if pipe.stages.is_traced and isinstance(value, (tuple, list)) else model(value)
+    return call(model, value) if pipe.stages.is_traced else model(value)
 
 
 def _through_stages(pipe: Pipeline, value: Any) -> Any:

@@ -179,7 +179,7 @@ class TracedStages:
         self.example = example = in_order(model, example)
         self.rows = rows_of(example, "example")
         self.shapes = shapes_of(example)
-        self.units = self._layersin_order()
+        self.units = self._layers_in_order()
         self._names: list[str] = []
 
     def cut_at(self, names: Sequence[str]) -> None:
@@ -269,20 +269,23 @@ class TracedStages:
                 hook.remove()
         return [median(each) for each in zip(*measured[1:], strict=True)]
 
-    def _layersin_order(self) -> list[tuple[str, nn.Module]]:
+    def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
         """Return the layers that one forward runs, in order; refuse what the tracer would lose."""
-        order: list[tuple[str, nn.Module]] = []
-        hooks = []
-        for layer in _layers(self._model):
-            note = partial(lambda layer, *_: order.append(layer), layer)
-            hooks.append(layer[1].register_forward_pre_hook(note))
-        try:
-            output = self._run()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        names = [name for name, _ in order]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        for layers in (_layers(self._model, descend=True), _layers(self._model, descend=False)):
+            order: list[tuple[str, nn.Module]] = []
+            hooks = []
+            for layer in layers:
+                note = partial(lambda order, layer, *_: order.append(layer), order, layer)
+                hooks.append(layer[1].register_forward_pre_hook(note))
+            try:
+                output = self._run()
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            names = [name for name, _ in order]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is None:
+                break
         if twice is not None:
             raise SplitError(
                 f"layer {twice!r} runs {names.count(twice)} times in one forward, so the model cannot be cut between "
@@ -359,13 +362,16 @@ def _plain_attributes(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the model's children with their names, those of lists, sequences and holders of lists one by one."""
+def _layers(model: nn.Module, prefix: str = "", *, descend: bool) -> list[tuple[str, nn.Module]]:
+    """Return the model's children with their names, those of lists and sequences one by one.
+
+    With `descend`, those of holders of lists too, as long as none of them runs twice.
+    """
     found: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
-        lists = any(isinstance(each, nn.ModuleList) for each in child.children())
+        lists = descend and any(isinstance(each, nn.ModuleList) for each in child.children())
         if lists or isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            found.extend(_layers(child, f"{prefix}{name}."))
+            found.extend(_layers(child, f"{prefix}{name}.", descend=descend))
         else:
             found.append((f"{prefix}{name}", child))
     return found

@@ -576,6 +576,32 @@ def test_a_layer_that_runs_twice_cannot_be_cut_around():
         split(Twice(), 2, example=plain.batch(4)[0])
 
 
+def test_a_holder_of_a_list_is_one_layer_if_something_in_it_runs_twice():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.drop = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Dropout(0)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = self.drop(block(x))
+            return x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = Encoder(), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.head(self.encoder(x))
+
+    model = Model()
+    assert split(model, 2, example=plain.batch(4)[0]).sizes == (1, 1)
+    model.encoder.drop = nn.Identity()
+    model.encoder.forward = lambda x: nn.Sequential(*model.encoder.blocks)(x)
+    assert split(model, 4, example=plain.batch(4)[0]).sizes == (1, 1, 1, 1)
+
+
 def test_too_few_layers_to_trace_are_refused():
     with pytest.raises(SplitError, match="Residual has 7 layers, too few for 8 stages"):
         split(Residual(), 8, example=plain.batch(4)[0])

@@ -37,9 +37,6 @@ from pipelab.trace.trace import Trace
 
 __all__ = ["Hybrid", "measured", "measured_table", "metrics", "same_work", "table", "timeline"]
 
-_SECOND = 1e3
-"""Milliseconds."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid:
@@ -148,7 +145,7 @@ class Hybrid:
     @property
     def throughput(self) -> float:
         """Rows per second: the rows of the mini-batch divided by its response time."""
-        return _SECOND * self.all_microbatches * self.rows / self.response_time
+        return 1e3 * self.all_microbatches * self.rows / self.response_time
 
     @property
     def speed_up(self) -> float:
@@ -223,12 +220,10 @@ def same_work(
 
 def metrics(jobs: Sequence[Hybrid]) -> list[dict[str, Any]]:
     """Return one row of figures for each job: plain data."""
-    names = ("devices", "response_time", "throughput", "speed_up", "efficiency", "communication_cost", "peak_memory")
     return [
         {
             "layout": f"{job.stages} x {job.replicas}",
-            **{name: getattr(job, name) for name in names},
-            "memory_efficiency": job.memory_efficiency,
+            **{name: getattr(job, name) for name in ("devices", *_COLUMNS)},
             "baseline": job.alone.makespan,
             "work": job.work,
         }

@@ -193,7 +193,7 @@ def test_a_command_that_is_ended_keeps_its_rows_and_leaves_no_process(tmp_path, 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([*command, "--save", "t.csv"], cwd=tmp_path, **pipes, text=True) as process:
         if done:
-            assert process.stderr.readline().startswith("measuring: 1 of 3")
+            assert any(line.startswith("measuring: 1 of 3") for line in process.stderr)  # PyTorch may warn before
         workers = wait_for(lambda: children(process.pid))
         process.send_signal(number)
         process.communicate(timeout=40)

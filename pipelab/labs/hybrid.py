@@ -101,10 +101,14 @@ class Hybrid:
     @property
     def work(self) -> str:
         """What is computed, in words. Times of two jobs can be compared only if this is the same."""
-        many = f"{self.all_microbatches} micro-batch{'es' if self.all_microbatches > 1 else ''}"
-        rows = f" of {self.rows} rows" if self.rows > 1 else ""
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{many}{rows} through {stages} of {self.forward:g} + {self.backward:g} ms"
+        return f"{self.batch} through {stages} of {self.forward:g} + {self.backward:g} ms"
+
+    @property
+    def batch(self) -> str:
+        """The mini-batch, in words."""
+        rows = f" of {self.rows} rows" if self.rows > 1 else ""
+        return f"{self.all_microbatches} micro-batch{'es' if self.all_microbatches > 1 else ''}{rows}"
 
     @property
     def cost(self) -> Cost:
@@ -269,11 +273,10 @@ def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
     baselines = {row["baseline"] for row in rows}
     if len(baselines) == 1:
         first = jobs[0]
-        rows_of = f" of {first.rows} rows" if first.rows > 1 else ""
         whole = f"{first.stages * first.forward:g} + {first.stages * first.backward:g} ms"
         notes = [
             f"All do the same work, which takes one device alone {wording.number(*baselines)} ms: "
-            f"{first.all_microbatches} micro-batches{rows_of} through the whole model, {whole} for each."
+            f"{first.batch} through the whole model, {whole} for each."
         ]
     else:
         columns += [Column("baseline", "one device, ms", wording.number), Column("work")]

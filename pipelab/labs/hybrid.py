@@ -100,13 +100,18 @@ class Hybrid:
 
     @property
     def work(self) -> str:
-        """What is computed, in words. Times of two jobs can be compared only if this is the same."""
+        """What is computed, in words, stage by stage."""
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{self.batch} through {stages} of {self.forward:g} + {self.backward:g} ms"
+        return f"{self._batch} through {stages} of {self.forward:g} + {self.backward:g} ms"
 
     @property
-    def batch(self) -> str:
-        """The mini-batch, in words."""
+    def whole_work(self) -> str:
+        """What is computed, in words. Times of two jobs can be compared only if this is the same."""
+        whole = f"{self.stages * self.forward:g} + {self.stages * self.backward:g} ms"
+        return f"{self._batch} through the whole model, {whole} for each"
+
+    @property
+    def _batch(self) -> str:
         rows = f" of {self.rows} rows" if self.rows > 1 else ""
         return f"{self.all_microbatches} micro-batch{'es' if self.all_microbatches > 1 else ''}{rows}"
 
@@ -270,14 +275,9 @@ def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
     left_out = {name for name in _COLUMNS if not any(row[name] for row in rows)} - {"communication_cost"}
     columns = [Column("layout", "stages x replicas"), Column("devices")]
     columns += [Column(name, *shown) for name, shown in shown_as.items() if name not in left_out]
-    baselines = {row["baseline"] for row in rows}
-    if len(baselines) == 1:
-        first = jobs[0]
-        whole = f"{first.stages * first.forward:g} + {first.stages * first.backward:g} ms"
-        notes = [
-            f"All do the same work, which takes one device alone {wording.number(*baselines)} ms: "
-            f"{first.batch} through the whole model, {whole} for each."
-        ]
+    if len({job.whole_work for job in jobs}) == 1:
+        alone = wording.number(rows[0]["baseline"])
+        notes = [f"All do the same work, which takes one device alone {alone} ms: {jobs[0].whole_work}."]
     else:
         columns += [Column("baseline", "one device, ms", wording.number), Column("work")]
         notes = ["The work differs, so only figures that are divided by the same work's can be compared."]

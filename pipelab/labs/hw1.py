@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median, quantiles, stdev
 from typing import Any
 
@@ -158,10 +158,8 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
         yield {
             "run": run.label,
             "model": run.model,
-            "width": job.width,
-            "depth": job.depth,
-            "processes": job.processes,
-            "batch": job.batch,
+            **asdict(job),
+            "steps": job.steps - DROPPED,
             "step_ms": step_ms,
             "p10_ms": deciles[0],
             "p90_ms": deciles[-1],
@@ -175,10 +173,6 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
             "memory_mb": max(found["memory_mb"]),
             "rank_ms": tuple(found["rank_ms"]),
             "loss": found["loss"],
-            "steps": job.steps - DROPPED,
-            "seed": job.seed,
-            "threads": job.threads,
-            "delay_ms": job.delay_ms,
             "data_parallel_devices": found["devices"],
         }
 

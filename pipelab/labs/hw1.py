@@ -144,16 +144,15 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
     Raises:
         EngineError: if a process fails or is killed, naming its rank; or if a run takes too long.
     """
-    ones: dict[tuple[str, float], float] = {}  # the step time of one process, by model and delay
+    ones: dict[tuple[str, int, float], float] = {}  # the step time of one process, by model, batch and delay
     for run in planned:
         job, found = run.job, run_job(run.job, timeout)
         times = found["times_ms"]
         step_ms = median(times)
         alone_ms = median(found["alone_ms"]) if found["alone_ms"] else None
         deciles = quantiles(times, n=10, method="inclusive")
-        one = ones.get((run.model, job.delay_ms))
-        if job.processes == 1:
-            one = ones.setdefault((run.model, job.delay_ms), step_ms)
+        alike = (run.model, job.batch, job.delay_ms)
+        one = ones.setdefault(alike, step_ms) if job.processes == 1 else ones.get(alike)
         speed_up = one / step_ms if one else None
         yield {
             "run": run.label,

@@ -6,6 +6,7 @@ import errno
 import gzip
 import io
 import os
+import re
 import secrets
 import shutil
 import zlib
@@ -15,7 +16,7 @@ from typing import BinaryIO
 
 from pipelab.errors import FormatError
 
-__all__ = ["read_text", "require_writable", "text_of", "write"]
+__all__ = ["kernel_bytes", "read_text", "require_writable", "text_of", "write"]
 
 _GZIP = b"\x1f\x8b"
 """How gzip files begin, and no text in UTF-8 does."""
@@ -118,6 +119,15 @@ def write(path: str | os.PathLike[str], data: str | bytes) -> Path:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows this path only
     return path
+
+
+def kernel_bytes(path: str, key: str) -> int | None:
+    """Return how much memory a file of Linux's /proc tells under a key, in bytes; `None` on another system."""
+    try:
+        found = re.search(rf"^{key}:\s*(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return 1024 * int(found[1]) if found else None
 
 
 def _target(path: Path) -> Path:

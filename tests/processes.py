@@ -105,7 +105,7 @@ class Started:
             self._process = subprocess.Popen(
                 [sys.executable, str(script), *arguments], env=env, stdout=outs, stderr=errs
             )
-        self.kill = self._process.kill
+        self.kill, self.pid = self._process.kill, self._process.pid
 
     @property
     def exitcode(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ from pipelab.errors import PipelabError, UsageError
 from pipelab.labs.grading.tasks import HOMEWORK, start_homework
 
 if TYPE_CHECKING:
+    from pipelab.draw.table import Table
     from pipelab.labs.hybrid import Hybrid
 
 __all__ = ["SaveTable", "finished", "lab"]
@@ -82,6 +83,14 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
     return found, True
 
 
+def _end(rows: list[Row], whole: bool, table: Callable[[list[Row]], Table], save: list[Path] | None) -> None:
+    """Show and save the table of the rows that are done, if there are any; the exit code is 1 if not all are."""
+    if rows:
+        show(table(rows), save)
+    if not whole:
+        raise typer.Exit(1)
+
+
 @lab.command()
 @grouped
 def practical9(
@@ -128,10 +137,7 @@ def practical9(
         share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
         remarks += [] if warning else [why_slow(ranks, share, command)]
         remarks.append(course.surprise(rows))
-    if rows:
-        show(course.table(rows, list(filter(None, remarks))), save)
-    if not whole:
-        raise typer.Exit(1)
+    _end(rows, whole, lambda rows: course.table(rows, list(filter(None, remarks))), save)
 
 
 @lab.command()
@@ -157,10 +163,7 @@ def hw3(
     counts = counts or course.usual_devices()
     made = course.measurements(depths, counts, width=width, batch=batch, steps=steps)
     rows, whole = finished(made, len(depths) * (1 + len(counts)), "measuring")
-    if rows:
-        show(course.table(rows), save)
-    if not whole:
-        raise typer.Exit(1)
+    _end(rows, whole, course.table, save)
 
 
 SaveWords = Annotated[
@@ -240,10 +243,7 @@ def hybrid(
     names = codecs.split(",")
     made = compressed.trainings(stages, replicas, microbatches, names, training_steps)
     rows, whole = finished(made, 1 + len(names), "training")
-    if rows:
-        show(compressed.table(rows), save)
-    if not whole:
-        raise typer.Exit(1)
+    _end(rows, whole, compressed.table, save)
     _figures(compressed.layouts(job), "bytes", save_figures, [job] if measure else [], steps)
 
 
@@ -259,9 +259,7 @@ def _figures(
     rows, whole = finished(course.measured(run, steps), 2 * len(run), "measuring")
     if rows:
         say(f"On emulated devices, median of {steps} mini-batches; the gradients match plain training:")
-        show(course.measured_table(rows), None)
-    if not whole:
-        raise typer.Exit(1)
+    _end(rows, whole, course.measured_table, None)
 
 
 @lab.command()
@@ -329,7 +327,4 @@ def hw1(
         f"{'a GPU' if planned[0].job.gpus else each} for each process, also for a single one. Median, quantiles and "
         f"standard deviation of {steps - course.DROPPED} steps by rank 0's clock, after {course.DROPPED} dropped ones."
     )
-    if rows:
-        show(course.table(rows, experiment), save)
-    if not whole:
-        raise typer.Exit(1)
+    _end(rows, whole, lambda rows: course.table(rows, experiment), save)

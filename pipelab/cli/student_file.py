@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.util
-import inspect
 import sys
 import threading
 from collections.abc import Collection, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipelab.errors import UsageError
+from pipelab.labs.grading.schedules import own_schedules
 from pipelab.plan.fault import students_line
 from pipelab.schedule import Schedule
 
@@ -141,15 +141,9 @@ def _load(path: Path, absolute: Path, content: bytes) -> ModuleType:  # noqa: AR
 
 def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
     """Return the schedule class with this name, or the only one."""
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Schedule) and value.__module__ == module.__name__
-    }
-    if name in own:
-        return own[name]
-    if not name and len(own) == 1:
-        return next(iter(own.values()))
+    own = own_schedules(module)
+    if name in own or (len(own) == 1 and not name):
+        return own[name or next(iter(own))]
     raise _not_there(path, name, list(own), vars(module))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import resource
 import signal
 import sys
@@ -33,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipelab.engine.torchrun.launch import decisive, end_with_launcher, loopback_job
 from pipelab.errors import EngineError, RankError
+from pipelab.files import kernel_bytes
 
 __all__ = ["DROPPED", "Amdahl", "Job", "fit_amdahl", "free_memory", "memory_needed", "run_job"]
 
@@ -42,8 +42,6 @@ _ALONE = 10
 """How many steps are measured without the all-reduce."""
 _CLOSE_SECONDS = 5
 """How long processes may take to end after SIGTERM; then they are killed."""
-
-
 _COPIES = 4
 """Parameters, gradients, the optimizer's momentum, and the buckets in which DDP all-reduces."""
 _PYTORCH_BYTES = 300e6
@@ -139,11 +137,8 @@ def memory_needed(width: int, depth: int) -> float:
 
 def free_memory() -> float:
     """Return how many bytes new processes may use."""
-    try:
-        found = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return 1024.0 * int(found[1]) if found else float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    found = kernel_bytes("/proc/meminfo", "MemAvailable")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if found is None else found
 
 
 def run_job(job: Job, timeout: float = 600.0) -> dict[str, Any]:
@@ -285,11 +280,8 @@ def _memory_mb(job: Job, device: torch.device, before: int) -> float:
 
 def _resident(key: str) -> int:
     """Return this process's memory in bytes: now (`VmRSS`), or at its peak (`VmHWM`)."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # not Linux: there is only the peak, on macOS in bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+    found = kernel_bytes("/proc/self/status", key)  # elsewhere there is only the peak, on macOS in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else found
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from torch import nn
 
 from pipelab.catalogue import schedules
 from pipelab.conformance.workload import one_thread
-from pipelab.engine.emulation import emulated, instantly
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
-from pipelab.labs.running import core_share
+from pipelab.labs.running import core_share, make_jobs, run_all
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
@@ -170,13 +169,8 @@ def emulate(
 ) -> Emulation:
     """Run a schedule on emulated devices, and simulate it with the same times."""
     plan = schedules[name](ranks, microbatches).plan()
-    rows = torch.ones(microbatches, 1)
-    model = emulated(ranks, forward_ms, backward_ms)
-    with Pipeline(model, plan, nn.functional.mse_loss, ["cpu"] * ranks) as pipe:
-        with instantly(model):
-            pipe.step(rows, 2 * rows)  # the first step warms up
-        measured = pipe.step(rows, 2 * rows).trace
-    return Emulation(name, measured, simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms")))
+    (result,) = run_all(make_jobs([plan], [1], batch=microbatches, emulate=(forward_ms, backward_ms)), steps=1)
+    return Emulation(name, result.measured, simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms")))
 
 
 def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median, quantiles, stdev
 from typing import Any
 
@@ -144,24 +144,21 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
     Raises:
         EngineError: if a process fails or is killed, naming its rank; or if a run takes too long.
     """
-    ones: dict[tuple[str, float], float] = {}  # the step time of one process, by model and delay
+    ones: dict[tuple[str, int, float], float] = {}  # the step time of one process, by model, batch and delay
     for run in planned:
         job, found = run.job, run_job(run.job, timeout)
         times = found["times_ms"]
         step_ms = median(times)
         alone_ms = median(found["alone_ms"]) if found["alone_ms"] else None
         deciles = quantiles(times, n=10, method="inclusive")
-        one = ones.get((run.model, job.delay_ms))
-        if job.processes == 1:
-            one = ones.setdefault((run.model, job.delay_ms), step_ms)
+        alike = (run.model, job.batch, job.delay_ms)
+        one = ones.setdefault(alike, step_ms) if job.processes == 1 else ones.get(alike)
         speed_up = one / step_ms if one else None
         yield {
             "run": run.label,
             "model": run.model,
-            "width": job.width,
-            "depth": job.depth,
-            "processes": job.processes,
-            "batch": job.batch,
+            **asdict(job),
+            "steps": job.steps - DROPPED,
             "step_ms": step_ms,
             "p10_ms": deciles[0],
             "p90_ms": deciles[-1],
@@ -175,10 +172,6 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
             "memory_mb": max(found["memory_mb"]),
             "rank_ms": tuple(found["rank_ms"]),
             "loss": found["loss"],
-            "steps": job.steps - DROPPED,
-            "seed": job.seed,
-            "threads": job.threads,
-            "delay_ms": job.delay_ms,
             "data_parallel_devices": found["devices"],
         }
 

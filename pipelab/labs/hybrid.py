@@ -37,9 +37,6 @@ from pipelab.trace.trace import Trace
 
 __all__ = ["Hybrid", "measured", "measured_table", "metrics", "same_work", "table", "timeline"]
 
-_SECOND = 1e3
-"""Milliseconds."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid:
@@ -103,11 +100,20 @@ class Hybrid:
 
     @property
     def work(self) -> str:
-        """What is computed, in words. Times of two jobs can be compared only if this is the same."""
-        many = f"{self.all_microbatches} micro-batch{'es' if self.all_microbatches > 1 else ''}"
-        rows = f" of {self.rows} rows" if self.rows > 1 else ""
+        """What is computed, in words, stage by stage."""
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{many}{rows} through {stages} of {self.forward:g} + {self.backward:g} ms"
+        return f"{self._batch} through {stages} of {self.forward:g} + {self.backward:g} ms"
+
+    @property
+    def whole_work(self) -> str:
+        """What is computed, in words. Times of two jobs can be compared only if this is the same."""
+        whole = f"{self.stages * self.forward:g} + {self.stages * self.backward:g} ms"
+        return f"{self._batch} through the whole model, {whole} for each"
+
+    @property
+    def _batch(self) -> str:
+        rows = f" of {self.rows} rows" if self.rows > 1 else ""
+        return f"{self.all_microbatches} micro-batch{'es' if self.all_microbatches > 1 else ''}{rows}"
 
     @property
     def cost(self) -> Cost:
@@ -148,7 +154,7 @@ class Hybrid:
     @property
     def throughput(self) -> float:
         """Rows per second: the rows of the mini-batch divided by its response time."""
-        return _SECOND * self.all_microbatches * self.rows / self.response_time
+        return 1e3 * self.all_microbatches * self.rows / self.response_time
 
     @property
     def speed_up(self) -> float:
@@ -223,12 +229,10 @@ def same_work(
 
 def metrics(jobs: Sequence[Hybrid]) -> list[dict[str, Any]]:
     """Return one row of figures for each job: plain data."""
-    names = ("devices", "response_time", "throughput", "speed_up", "efficiency", "communication_cost", "peak_memory")
     return [
         {
             "layout": f"{job.stages} x {job.replicas}",
-            **{name: getattr(job, name) for name in names},
-            "memory_efficiency": job.memory_efficiency,
+            **{name: getattr(job, name) for name in ("devices", *_COLUMNS)},
             "baseline": job.alone.makespan,
             "work": job.work,
         }
@@ -271,15 +275,9 @@ def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
     left_out = {name for name in _COLUMNS if not any(row[name] for row in rows)} - {"communication_cost"}
     columns = [Column("layout", "stages x replicas"), Column("devices")]
     columns += [Column(name, *shown) for name, shown in shown_as.items() if name not in left_out]
-    baselines = {row["baseline"] for row in rows}
-    if len(baselines) == 1:
-        first = jobs[0]
-        rows_of = f" of {first.rows} rows" if first.rows > 1 else ""
-        whole = f"{first.stages * first.forward:g} + {first.stages * first.backward:g} ms"
-        notes = [
-            f"All do the same work, which takes one device alone {wording.number(*baselines)} ms: "
-            f"{first.all_microbatches} micro-batches{rows_of} through the whole model, {whole} for each."
-        ]
+    if len({job.whole_work for job in jobs}) == 1:
+        alone = wording.number(rows[0]["baseline"])
+        notes = [f"All do the same work, which takes one device alone {alone} ms: {jobs[0].whole_work}."]
     else:
         columns += [Column("baseline", "one device, ms", wording.number), Column("work")]
         notes = ["The work differs, so only figures that are divided by the same work's can be compared."]

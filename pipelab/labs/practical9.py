@@ -192,10 +192,13 @@ def _longer_than_predicted(rows: Sequence[Row]) -> str:
 
 
 def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the practical's eight questions, each with an answer from the numbers of a whole table; else nothing."""
+    """Return the practical's eight questions, each with an answer from the numbers of a whole table.
+
+    Without all rows, or where no batch is cut, there are none.
+    """
     at = {(row["method"], row["microbatches"]): row for row in rows}
     counts = sorted({row["microbatches"] for row in rows})
-    if not rows or any((method, count) not in at for method in METHODS for count in counts):
+    if not rows or counts[-1] < 2 or any((method, count) not in at for method in METHODS for count in counts):
         return []
     few, many = counts[0], counts[-1]
     ranks = rows[0]["ranks"]
@@ -205,6 +208,10 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
     slow_links = [
         simulate(kind(ranks, many), Cost(forward=1, backward=2, latency=0.5)).makespan for kind in (GPipe, OneFOneB)
     ]
+    slower = (
+        " If transfers are slow, 1F1B takes longer than GPipe: simulated with transfers of half a forward's time each, "
+        f"{wording.number(slow_links[1])} forwards against {wording.number(slow_links[0])}."
+    )
     affordable = 4 * many
     return [
         (
@@ -266,9 +273,7 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
             f"GPipe's {_peaks(gpipe)}. 1F1B's memory does not grow with the micro-batches, so you can afford more, and "
             "that shrinks the bubble: "
             f"with {affordable} it is {wording.percent((ranks - 1) / (affordable + ranks - 1))}, "
-            f"and rank 0 holds {min(affordable, ranks)}. If transfers are slow, 1F1B takes longer than GPipe: "
-            f"simulated with transfers of half a forward's time each, {wording.number(slow_links[1])} forwards against "
-            f"{wording.number(slow_links[0])}.",
+            f"and rank 0 holds {min(affordable, ranks)}.{slower * (slow_links[1] > slow_links[0])}",
         ),
     ]
 

@@ -63,6 +63,16 @@ def test_a_table_of_unlike_work_says_so_and_names_it():
     assert "The work differs" not in str(hybrid.table([REPORT]))
 
 
+def test_work_is_the_same_whatever_its_times_are_rounded_to_and_not_by_chance():
+    thirds = same_work([(1, 1), (3, 2), (7, 2)], microbatches=16, forward=100, backward=160)
+    assert len({job.alone.makespan for job in thirds}) == 3  # sums of rounded numbers
+    assert "All do the same work" in str(hybrid.table(thirds))
+    sizes = [{"stages": 1, "microbatches": 2}, {"stages": 2, "microbatches": 1}]
+    assert "The work differs" in str(
+        hybrid.table([Hybrid(**each, replicas=1, forward=1, backward=2) for each in sizes])
+    )
+
+
 def test_the_timeline_has_every_action_of_every_device_once():
     job = Hybrid(stages=3, replicas=4, microbatches=6, forward=50, backward=80, ring_step=20)
     lines = hybrid.timeline(job).splitlines()

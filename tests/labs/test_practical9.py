@@ -91,6 +91,11 @@ def test_each_question_is_answered_with_numbers_of_the_table():
     assert "41 forwards against 36" in scale
 
 
+def test_with_few_micro_batches_only_what_holds_for_them_is_said():
+    assert practical9.answers(rows_as_predicted(2, (1,))) == []  # nothing is pipelined
+    assert "takes longer than GPipe" not in practical9.answers(rows_as_predicted(2, (2,)))[-1][1]  # both take 10
+
+
 def test_a_measured_order_against_the_prediction_is_reported():
     rows = rows_as_predicted()
     assert practical9.surprise(rows) == ""

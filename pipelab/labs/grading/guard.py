@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import inspect
 import json
 import os
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+
+from pipelab.files import kernel_bytes
 
 __all__ = ["Guard", "RefusedError", "allow_memory", "limit_memory", "watch_functions"]
 
@@ -102,10 +103,9 @@ def _is_torchs(value: Any) -> bool:
 
 def limit_memory(megabytes: int) -> None:
     """Allow so much memory on top of what the imports need, on Linux."""
-    with contextlib.suppress(OSError, ValueError):
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        most = int(status["VmData"].split()[0]) * 1024 + (megabytes << 20)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+    used = kernel_bytes("/proc/self/status", "VmData")
+    if used is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (used + (megabytes << 20), resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

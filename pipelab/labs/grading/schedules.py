@@ -14,7 +14,7 @@ from pipelab.labs.grading.tasks import AmbiguousError, Assignment, Mark, Task
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import Cost, simulate
 
-__all__ = ["judge"]
+__all__ = ["judge", "own_schedules"]
 
 
 def _hidden(assignment: Assignment) -> list[tuple[int, int]]:
@@ -64,16 +64,19 @@ def _fault(kind: type[Schedule], ranks: int, microbatches: int) -> str:
     return str(faults[0]) if faults else ""
 
 
-def _schedule(module: ModuleType, name: str) -> type[Schedule]:
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Schedule) and value.__module__ == module.__name__
+def own_schedules(module: ModuleType) -> dict[str, type[Schedule]]:
+    """Return the schedules that are written in a module, by name."""
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if inspect.isclass(each) and issubclass(each, Schedule) and each.__module__ == module.__name__
     }
-    if name in own:
-        return own[name]
-    if not name and len(own) == 1:
-        return next(iter(own.values()))
+
+
+def _schedule(module: ModuleType, name: str) -> type[Schedule]:
+    own = own_schedules(module)
+    if name in own or (len(own) == 1 and not name):
+        return own[name or next(iter(own))]
     if not name and own:
         raise AmbiguousError(
             f"it holds {len(own)} schedules, {', '.join(own)}; name the one to grade, as in "

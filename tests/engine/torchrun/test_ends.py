@@ -14,6 +14,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from forking import CAN_FORK, fork
 
 pytestmark = pytest.mark.dist
 
@@ -131,26 +132,45 @@ def silent():
         yield str(listener.getsockname()[1])
 
 
-def meet(start, port, seconds, rank="1"):
-    """Start a rank of two processes that meet at a port."""
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank}
-    return start(str(processes.SCRIPTS / "meeting.py"), str(seconds), **job)
+@pytest.fixture
+def meet(tmp_path):
+    """Start a rank of two processes that meet at a port; afterwards, none is left."""
+    started = []
+
+    def begin(port, seconds, rank=1):
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+        said = [tmp_path / f"{kind}-{len(started)}" for kind in ("said", "warned")]
+        said[0].touch()
+        start = fork if CAN_FORK else processes.Started
+        started.append(start(processes.SCRIPTS / "meeting.py", [str(seconds)], processes.environment(**job), *said))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.join()
 
 
-def test_an_address_that_never_answers_is_given_up_after_the_timeout(start, silent, tmp_path):
-    assert meet(start, silent, 1).wait(60) == 0
+def code_of(process, seconds):
+    """Return how a process ended, within so many seconds."""
+    process.join(seconds)
+    return process.exitcode
+
+
+def test_an_address_that_never_answers_is_given_up_after_the_timeout(meet, silent, tmp_path):
+    assert code_of(meet(silent, 1), 60) == 0
     kind, seconds, told = (tmp_path / "said-0").read_text().removeprefix("connecting\n").split(maxsplit=2)
     assert kind == "RankError"
     assert 1 <= float(seconds) < 20
     assert f"127.0.0.1:{silent}" in told
 
 
-def test_a_wait_for_an_address_that_never_answers_can_be_interrupted(start, silent, tmp_path):
-    process = meet(start, silent, 100)
+def test_a_wait_for_an_address_that_never_answers_can_be_interrupted(meet, silent, tmp_path):
+    process = meet(silent, 100)
     wait_until(lambda: "connecting" in (tmp_path / "said-0").read_text())
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    os.kill(process.pid, signal.SIGINT)
+    assert code_of(process, 30) == 0
     assert "KeyboardInterrupt" in (tmp_path / "said-0").read_text()
 
 
@@ -167,16 +187,16 @@ def test_processes_of_a_torchrun_that_was_stopped_before_they_connect_end(start,
     assert said.count(f"127.0.0.1:{port}") == 2, said
 
 
-def test_a_rank_of_another_job_on_the_same_port_is_refused(start, tmp_path):
+def test_a_rank_of_another_job_on_the_same_port_is_refused(meet, tmp_path):
     port = str(processes.free_port())
-    first = [meet(start, port, 20, str(rank)) for rank in range(2)]
+    first = [meet(port, 20, rank) for rank in range(2)]
     wait_until(lambda: all("made" in (tmp_path / f"said-{at}").read_text() for at in range(2)))
-    second = [meet(start, port, 20, str(rank)) for rank in range(2)]
-    assert [process.wait(60) for process in second] == [0, 0]
+    second = [meet(port, 20, rank) for rank in range(2)]
+    assert [code_of(process, 60) for process in second] == [0, 0]
     told = [(tmp_path / f"said-{at}").read_text() for at in (2, 3)]
     assert "RankError" in told[0]
     assert f"127.0.0.1:{port}" in told[0]
     assert "RankError" in told[1]
     assert f"process {first[1].pid} on " in told[1]
     assert "another job" in told[1]
-    assert [process.poll() for process in first] == [None, None]  # and the first job goes on
+    assert [process.exitcode for process in first] == [None, None]  # and the first job goes on

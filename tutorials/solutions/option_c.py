@@ -1,11 +1,11 @@
 """The exercise of `option_c.py`: how many forwards must a rank be ahead of its backwards?
 
-The last rank turns around at once: its lead is 0. Each rank before it must be one further ahead than its successor, so that
-the successor's next input is there when it wants it: the lead is P - 1 - r. That is 1F1B.
+The last rank turns around at once: its lead is 0. Each rank before it must be one further ahead than its successor, so
+that the successor's next input is there when it wants it: the lead is P - 1 - r. That is 1F1B.
 
 A rank with a lead of n holds n + 1 activations. On four ranks these are 4 + 3 + 2 + 1 = 10, whatever the number of
-micro-batches, where GPipe holds all of them on every rank. A lead that grows with the rank deadlocks: the first rank waits for
-a backward before it sends the forwards that the last one wants first.
+micro-batches, where GPipe holds all of them on every rank. A lead that grows with the rank deadlocks: the first rank
+waits for a backward before it sends the forwards that the last one wants first.
 """
 
 from itertools import product

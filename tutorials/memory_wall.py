@@ -108,6 +108,64 @@ for cap, expected in ((8, 33), (5, 33), (4, 33), (3, 39), (2, 51), (1, 96)):
 # So the wall has a price list: 8 → 4 activations is free, 4 → 3 costs 6 units, 3 → 2 costs 12.
 
 # %% [markdown]
+# ## Which 1F1B fits?
+#
+# Could you simply run 1F1B with a shorter warm-up? The warm-ups of the four ranks are all that tells one 1F1B from
+# another, and a rank holds as many activations as its warm-up is long. So a cap of 3 means: no warm-up above 3. But not
+# all of these can run:
+
+
+# %%
+class WarmedUp(pipelab.Schedule):
+    """1F1B with any warm-ups, one for each rank."""
+
+    def __init__(self, *warmups):
+        super().__init__(P, M)
+        self.warmups = warmups
+
+    def actions(self, rank):
+        warmup = self.warmups[rank]
+        for m in range(warmup):
+            yield F(m)
+        for m in range(self.microbatches - warmup):
+            yield B(m)
+            yield F(warmup + m)
+        for m in range(self.microbatches - warmup, self.microbatches):
+            yield B(m)
+
+
+print(pipelab.check(WarmedUp(2, 3, 2, 1))[0])
+
+# %% [markdown]
+# Rank 1 wants a third forward before its first backward, and rank 0 sends only two before it wants a gradient. So a
+# warm-up must never be longer than that of the rank before. That is the whole rule: every other 1F1B is legal.
+
+# %%
+from itertools import pairwise, product
+
+quickest = {}  # by cap: the makespan and the warm-ups
+for warmups in product(range(1, 5), repeat=P):
+    legal = pipelab.check(WarmedUp(*warmups)) == []
+    assert legal == all(before >= after for before, after in pairwise(warmups))
+    if legal:
+        trace = pipelab.simulate(WarmedUp(*warmups), cost)
+        assert trace.peak_activations == warmups
+        for cap in range(max(warmups), 5):
+            quickest[cap] = min(quickest.get(cap, (1000,)), (trace.makespan, warmups))
+for cap, (makespan, warmups) in sorted(quickest.items(), reverse=True):
+    print(f"cap {cap}: 1F1B takes {makespan:g} at best, with warm-ups of {warmups}")
+assert quickest == {
+    4: (33, (4, 3, 2, 1)),
+    3: (48, (3, 3, 2, 1)),
+    2: (54, (2, 2, 1, 1)),
+    1: (96, (1, 1, 1, 1)),
+}
+
+# %% [markdown]
+# With a cap of 4, the wall makes you run 1F1B, and that costs nothing. With 3 or 2 there is a 1F1B that fits, and it
+# takes 48 or 54 units. The quickest order takes 39 or 51, and is no 1F1B.
+
+# %% [markdown]
 # ## Exercise: at the wall
 #
 # Write an order for four ranks and eight micro-batches that never holds more than `self.cap` activations on any rank.
@@ -117,9 +175,9 @@ for cap, expected in ((8, 33), (5, 33), (4, 33), (3, 39), (2, 51), (1, 96)):
 # - **Par with a cap of 3: 39 units.**
 #
 # Both are proven above: nothing is quicker. The order below is GPipe with `cap` micro-batches at a time. It is legal,
-# and it is the starting point, not the solution. (Hints. For the cap of 2: 1F1B with a shorter warm-up takes 54. The
-# last rank never needs two; what is a good pattern for the ranks in the middle? For the cap of 3: rather than rows,
-# write the rule by which a rank decides what to do next, and a small clock that applies it.)
+# and it is the starting point, not the solution. (Hints. For the cap of 2: the last rank never needs two. What is a
+# good pattern for the ranks in the middle? For the cap of 3: rather than rows, write the rule by which a rank decides
+# what to do next, and a small clock that applies it.)
 
 
 # %%

@@ -43,4 +43,5 @@ def test_a_prediction_is_asked_before_its_answer(tutorial: Path) -> None:
         number for number, cell in enumerate(cells) if re.search(r"^my_\w*prediction = None  # ", cell, re.MULTILINE)
     ]
     answers = {number for number, cell in enumerate(cells) if 'tags=["answer"]' in cell.partition("\n")[0]}
+    assert asked or not (FOLDER / "solutions" / tutorial.name).exists()
     assert all(number + 1 in answers for number in asked)

@@ -137,10 +137,12 @@ assert (gpipe, one_f_one_b) == ((33, []), (45, []))
 # 1F1B takes a third longer than GPipe, with transfers that take no time. A rank that waits at a meeting cannot compute.
 #
 # PyTorch's runtime is kinder than our machine: its sends and receives wait in a queue of their own, while the rank
-# computes. With one stage per rank, 1F1B then takes hardly longer than without a wire. But the queue is *one*, and with
-# several stages per rank a value that is ready stands behind one that is not:
+# computes. With one stage per rank, both then take 33 units again. But the queue is *one*, and with several stages per
+# rank a value that is ready stands behind one that is not:
 
 # %%
+for kind in (pipelab.GPipe, pipelab.OneFOneB):
+    assert pipelab.simulate(kind(4, 8), pipelab.Cost(transfers="pytorch")).makespan == 33
 for transfers in ("arrive", "pytorch", "by-time"):
     trace = pipelab.simulate(pipelab.Interleaved1F1B(8, 16), pipelab.Cost(transfers=transfers))
     print(f"interleaved 1F1B, 8 ranks, 16 micro-batches, {transfers}: {trace.makespan:g}")

@@ -29,20 +29,13 @@ for rank, row in enumerate(rows):
 #
 # A `send` like that of `torch.distributed` **meets** its `recv`: neither returns before the other side is there.
 # (Sometimes a buffer lets a small message through. Then the program works in the test and hangs with the real model.)
-#
-# ## Predict: does it hang?
-#
-# Go through both rows with a finger on each. Does it hang, and if so, on which two words do your fingers stand?
+
+# %% [markdown]
+# Here is a machine that runs such rows. Each rank has its own clock. A forward or a backward takes its time; a send or
+# a receive waits until the other side has come to its half.
+
 
 # %%
-my_prediction = None  # "no", or the two words
-
-# %% [markdown] tags=["answer"]
-# Here is the machine that does what your fingers did. Each rank has its own clock. A compute word takes its time; a
-# send or a receive waits until the other side has come to its half.
-
-
-# %% tags=["answer"]
 def run(rows, forward=1, backward=2):
     """Run rows whose sends and receives meet; return when it is over, and the words at which ranks are stuck."""
     clock, at = [0.0] * len(rows), [0] * len(rows)
@@ -68,6 +61,15 @@ def run(rows, forward=1, backward=2):
                     moved = True
     return max(clock), [word(rank) for rank in range(len(rows)) if word(rank)]
 
+
+# %% [markdown]
+# ## Predict: does it hang?
+#
+# Be the machine: go through the two rows above with a finger on each. Does it hang, and if so, on which two words do
+# your fingers stand?
+
+# %%
+my_prediction = None  # "no", or the two words
 
 # %% tags=["answer"]
 print(f"predicted {my_prediction}; stuck at {run(rows)[1]}")

@@ -79,6 +79,9 @@ class Engine(ABC):
         """Scale the gradients of all stages, of which `parameters` are those held here; return their norm before."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
+    def share_overflow(self, parameters: list[nn.Parameter], scale: float) -> None:  # noqa: B027 - one process has all
+        """Let every process's `GradScaler` skip a step in which one process has a gradient that is not finite."""
+
 
 Start = Callable[[Plan, Stages, Settings], Engine]
 """Starts an engine: places the stages on their devices and prepares the plan."""

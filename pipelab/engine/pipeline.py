@@ -125,12 +125,15 @@ class Pipeline:
         self.engine = ENGINES[engine](self.plan, self.stages, settings)
         self._one_at_a_time = threading.Lock()
 
-    def step(self, x: Any, y: Any) -> Step:
+    def step(self, x: Any, y: Any, scaler: torch.amp.GradScaler | None = None) -> Step:
         """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
 
         Args:
             x: the batch, `[rows, ...]`: a tensor, or a tuple or dict of tensors, as the first stage takes it.
             y: the targets, `[rows, ...]`, as `loss_fn` takes them.
+            scaler: in place of `scaler.scale(loss).backward()`: gradients are multiplied by its scale, the loss is not.
+                `scaler.unscale_`, `step` and `update` follow as usual. If gradients overflow in one process, the
+                scalers of all skip the step.
 
         Returns:
             The loss of the whole batch, its outputs, and the trace.
@@ -150,10 +153,17 @@ class Pipeline:
                 "step(x, y) computes gradients, but it was called inside torch.no_grad() or torch.inference_mode()\n"
                 "  try: loss_fn(pipe.forward(x), y) for the loss alone"
             )
-        state, loss = self.run(x, y)
+        if scaler is None or not scaler.is_enabled():
+            state, loss = self.run(x, y)
+        else:
+            own = list(self.parameters())
+            one = torch.ones((), device=own[0].device if own else None)
+            scale = float(scaler.scale(one))
+            state, loss = self.run(x, y, scale=scale)
+            self.engine.share_overflow(own, scale)
         return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
 
-    def run(self, x: Any, y: Any, only: int | None = None) -> tuple[StepState, Loss]:
+    def run(self, x: Any, y: Any, only: int | None = None, scale: float = 1.0) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other micro-batch's loss counts."""
         self.stages.require_same_parts()
         rows = rows_of(x, "x")
@@ -169,7 +179,7 @@ class Pipeline:
             weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
         warn_of_ignored(self.loss_fn, self.reduction, targets, counts)
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
-        loss = Loss(self.loss_fn, targets, weights, even)
+        loss = Loss(self.loss_fn, targets, weights, even, scale)
         with self._one_at_a_time, self.engine.runners.running(modules, learning=True):
             state = self.engine.run(inputs, loss, self.caller(), watch_nan=self.watch_nan)
         return state, loss

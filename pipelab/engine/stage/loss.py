@@ -30,6 +30,7 @@ class Loss:
         weights: per micro-batch, the weight of its loss in the loss of the batch.
         require: raises `LossError` if row weights would be wrong for this loss. Engines call it after all processes
             have agreed on the batch.
+        scale: what all gradients are multiplied by, for a `GradScaler`.
         values: per micro-batch, the loss without weight and history, once it is known.
     """
 
@@ -37,6 +38,7 @@ class Loss:
     targets: list[Any]
     weights: list[float]
     require: Callable[[], None] = lambda: None
+    scale: float = 1.0
     values: list[torch.Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,12 +76,12 @@ class Loss:
 
     def gradient(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient that a micro-batch's backward starts from: the weight of its loss."""
-        return torch.full_like(loss, self.weights[microbatch])
+        return torch.full_like(loss, self.weights[microbatch] * self.scale)
 
     def some(self, microbatches: Sequence[int]) -> Loss:
         """Return the loss of some micro-batches, numbered from 0, without values."""
         targets = [self.targets[microbatch] for microbatch in microbatches]
-        return Loss(self.function, targets, [self.weights[microbatch] for microbatch in microbatches])
+        return Loss(self.function, targets, [self.weights[microbatch] for microbatch in microbatches], scale=self.scale)
 
     def total(self) -> torch.Tensor:
         """Return the loss of the whole batch, without dimensions or history.

@@ -90,6 +90,20 @@ class DistributedModel(Engine):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
+    def share_overflow(self, parameters: list[nn.Parameter], scale: float) -> None:
+        """Make a gradient of this process infinite if one of another process is not finite."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        held = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        overflow = not all(bool(each.isfinite().all()) for each in held)
+
+        def ask() -> torch.Tensor:
+            agree(self.group, "step(x, y, scaler)", f"scale {scale:g}")
+            return gathered(torch.tensor([overflow]), self.group)
+
+        if self.attend(ask, "step(x, y, scaler)").any() and not overflow:
+            for each in held[:1]:
+                each.view(-1)[0] = torch.inf
+
     def _holder(self, stage: int) -> int:
         return self.plan.replicas[stage][0]
 

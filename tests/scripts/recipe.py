@@ -1,0 +1,15 @@
+"""Training loops as people write them, in several processes, against plain training."""
+
+from __future__ import annotations
+
+import warnings
+
+import recipes
+from facts import say
+
+import pipelab
+
+warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # where a scaler skips the first step
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # TorchDynamo looks at it
+for way in recipes.WAYS:
+    say(way=way, **recipes.trained(way, pipelab.OneFOneB(2, recipes.MICROBATCHES), "torch"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -18,6 +18,7 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
 from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
+from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss, warn_of_ignored
@@ -286,6 +287,39 @@ class Pipeline:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and key != "step":  # PyTorch keeps `step` on the CPU
                     state[key] = value.to(parameter.device)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state under the model's own names, for `torch.distributed.checkpoint.save` and `load`.
+
+        With `engine="torch"` it is that of this process's parameters, and saving merges the dictionaries of all
+        processes: any other number of ranks can go on. The keys are PyTorch's, of `flatten_optimizer_state_dict=True`.
+
+        Example:
+            >>> import pipelab, torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> with pipelab.Pipeline(model, pipelab.OneFOneB(2, 3), torch.nn.MSELoss()) as pipe:
+            ...     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+            ...     state = pipe.optimizer_state_dict(optimizer)
+            ...     pipe.load_optimizer_state_dict(optimizer, state)
+            >>> state["param_groups.0.weight.lr"], state["state.0.weight.momentum_buffer"].shape
+            (0.1, torch.Size([8, 4]))
+
+        Raises:
+            UsageError: if the optimizer has a parameter that is not the model's.
+        """
+        return optimizer_state(optimizer, self._names(), set(self.parameters()))
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` returned, here or in a pipeline of other ranks, cuts or engine.
+
+        Raises:
+            UsageError: if the state lacks a parameter of the optimizer, or a group's parameters were saved with
+                different settings. The optimizer is unchanged.
+        """
+        load_optimizer_state(optimizer, self._names(), set(self.parameters()), state)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.stages.model.named_parameters()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm before."""

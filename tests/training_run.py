@@ -1,4 +1,4 @@
-"""A training run with several kinds of optimizer, for pipelines that stop and go on: the model, its batches, and plain PyTorch's."""
+"""A training run with several kinds of optimizer, for pipelines that stop and go on; and plain PyTorch's."""
 
 from __future__ import annotations
 

@@ -120,4 +120,5 @@ def _zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: n
     trial.state = defaultdict(dict)
     trial.step()
     leaves, spec = take_apart(trial.state[other])
-    return rebuild([each * 0 if isinstance(each, _NUMBERS) else each for each in leaves], spec)
+    zeros: dict[str, Any] = rebuild([each * 0 if isinstance(each, _NUMBERS) else each for each in leaves], spec)
+    return zeros

@@ -115,7 +115,7 @@ def test_a_parameter_without_a_gradient_so_far_and_a_frozen_one_are_kept_so():
         model[3].bias.requires_grad_(False)
         pipe.step(torch.randn(4, 4), torch.randn(4, 4))
         optimizer.step()
-        model[3].bias.requires_grad_(True)  # noqa: FBT003 - PyTorch's own way
+        model[3].bias.requires_grad_(True)
         state = pipe.optimizer_state_dict(optimizer)
         assert "state.0.weight.exp_avg" not in state
         assert state["state.3.bias.step"] == 0
@@ -137,11 +137,9 @@ def test_a_group_that_is_empty_here_keeps_its_own_settings():
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    first, second = (
-        {"params": list(layer.parameters()), "lr": lr} for layer, lr in zip(model, (0.1, 0.2), strict=True)
-    )
+    groups = [{"params": list(layer.parameters()), "lr": lr} for layer, lr in zip(model, (0.1, 0.2), strict=True)]
     with Pipeline(model, pipelab.GPipe(2, 2), LOSS) as pipe:
-        state = pipe.optimizer_state_dict(torch.optim.SGD([first, second]))
+        state = pipe.optimizer_state_dict(torch.optim.SGD(groups))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
         for given, words in (
             (state, r"group 0.*'0.weight'.*lr = 0.1.*'1.weight'.*lr = 0.2"),

@@ -1,4 +1,4 @@
-"""Go on with what other ranks saved, for two steps, and save; say by how much the weights differ from plain training."""
+"""Go on with what other ranks saved, for two steps, and save; say how far the weights are from plain training's."""
 
 from __future__ import annotations
 

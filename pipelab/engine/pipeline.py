@@ -63,6 +63,8 @@ class Pipeline:
         replicated_buffers: the policy for buffers that a stage on several ranks writes into, such as a BatchNorm's
             running statistics. `"refuse"` raises an error; `"lowest"` uses the lowest rank's, which sees a part of the
             micro-batches.
+        whole_model: the model of whose layers a list of stages is made: its names are used in `state_dict`,
+            `named_parameters` and errors, instead of `"0.weight"` for a parameter of stage 0.
 
     Example:
         >>> import pipelab, torch
@@ -79,12 +81,13 @@ class Pipeline:
 
     Raises:
         ScheduleError: if the plan has faults.
-        SplitError: if the model cannot be cut into the plan's stages.
+        SplitError: if the model cannot be cut into the plan's stages, or `whole_model` has other parameters than they.
         DeviceError: if the devices do not fit.
         LossError: if `loss_fn` is not a function, or does not reduce as `reduction` says.
         EngineError: if a stage cannot be on several ranks, or the engine cannot run the plan.
         RankError: if another process makes no pipeline, or has another plan, model or torch.
-        UsageError: if `engine`, `reduction`, `timeout` or `replicated_buffers` has another value than these.
+        UsageError: if `engine`, `reduction`, `timeout` or `replicated_buffers` has another value than these, or
+            `whole_model` comes without a list of stages.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Pipeline:
         watch_nan: bool = False,
         intra_op_threads: int | None = None,
         replicated_buffers: Buffers = "refuse",
+        whole_model: nn.Module | None = None,
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         if engine not in ENGINES:
@@ -121,9 +125,17 @@ class Pipeline:
         self.reduction = reduction
         self.watch_nan = watch_nan
         self.stages = split(model, into=self.plan.stages)
+        if whole_model is not None:
+            if isinstance(model, (nn.Module, Stages)):
+                raise UsageError(
+                    "whole_model= is for a list of stages: a model that pipelab splits keeps its own names"
+                )
+            self.stages.name_after(whole_model)
         named = reduction if isinstance(reduction, str) else "a function"
         settings = Settings(devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn)
         self.engine = ENGINES[engine](self.plan, self.stages, settings)
+        for (stage, _), runner in self.engine.runners.of.items():
+            runner.names = self.stages.names[stage]
         self._one_at_a_time = threading.Lock()
 
     def step(self, x: Any, y: Any) -> Step:
@@ -262,6 +274,7 @@ class Pipeline:
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode, as `model.train()` does; return the pipeline."""
         self.stages.model.train(mode)
+        self.stages.named.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -275,6 +288,11 @@ class Pipeline:
         """
         of_stages = (self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
         return iter(dict.fromkeys(chain.from_iterable(of_stages)))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the same parameters as `parameters`, with the model's own names."""
+        names = self._names()
+        return ((names[parameter], parameter) for parameter in self.parameters())
 
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move an optimizer's state to the devices of its parameters.
@@ -319,7 +337,7 @@ class Pipeline:
         load_optimizer_state(optimizer, self._names(), set(self.parameters()), state)
 
     def _names(self) -> dict[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.stages.model.named_parameters()}
+        return {parameter: name for name, parameter in self.stages.named.named_parameters()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm before."""

@@ -14,6 +14,8 @@ def make(kind, seed=0):
     """Return the model with its weights of the start."""
     torch.manual_seed(seed)
     layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(LAYERS)]
+    if kind == "bare":  # every second layer has no parameters
+        layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
     if kind == "tied":
         layers[-1][0].weight = layers[0][0].weight
     return nn.Sequential(*layers)
@@ -36,7 +38,7 @@ def make_optimizer(kind, holder, model):
         groups += [{"params": [each for each in held if each not in slow], "weight_decay": 0.1}]
         optimizer = torch.optim.AdamW(groups, lr=0.05)
     else:
-        optimizer = torch.optim.AdamW(held, lr=0.05)
+        optimizer = torch.optim.AdamW([{"params": held}], lr=0.05)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 

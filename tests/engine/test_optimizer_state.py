@@ -161,7 +161,7 @@ def test_four_processes_two_and_one_go_on_with_each_others_checkpoints(tmp_path)
         assert [each.code for each in ended] == [0] * ranks, processes.shown(ended)
         for fact in ended[0].facts:
             assert fact["difference"] <= (1e-5 if fact["kind"] == "tied" else 0), fact
-    for kind in (*KINDS, "tied"):
+    for kind in (*KINDS, "tied", "bare"):
         model = make(kind, seed=9)
         optimizer, scheduler = make_optimizer(kind, model, model)
         state = {

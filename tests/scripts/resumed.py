@@ -17,10 +17,10 @@ folder, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
 plan = {4: pipelab.OneFOneB(4, 4), 2: pipelab.Interleaved1F1B(2, 4)}[ranks]
 done = {4: 0, 2: 2}[ranks]
 
-for kind in (*KINDS, "tied"):
+for kind in (*KINDS, "tied", "bare"):
     model = make(kind, seed=done)
     with pipelab.Pipeline(model, plan, nn.MSELoss(), engine="torch", timeout=60) as pipe:
-        optimizer, scheduler = make_optimizer(kind, pipe, model)
+        optimizer, scheduler = make_optimizer(kind, model if kind == "sgd" else pipe, model)
 
         def saved(pipe=pipe, optimizer=optimizer, scheduler=scheduler):
             return {

@@ -33,9 +33,10 @@ def optimizer_state(
     A parameter that has never been stepped has a state of zeros: PyTorch loads checkpoints into tensors that are there.
     """
     found: dict[str, Any] = {}
-    for group, parameter in _parameters(optimizer, names):
+    for index, parameter in _parameters(optimizer, names):
         if parameter not in here:
             continue
+        group = optimizer.param_groups[index]
         state = optimizer.state.get(parameter, {})
         if not state and parameter.requires_grad:
             state = _zeros(optimizer, group, parameter)
@@ -65,7 +66,7 @@ def load_optimizer_state(
     own = optimizer.state_dict()
     numbered = (number for group in own["param_groups"] for number in group["params"])
     settled: dict[int, str] = {}  # by group, the parameter whose settings it has
-    for number, (group, parameter) in zip(numbered, _parameters(optimizer, names), strict=True):
+    for number, (index, parameter) in zip(numbered, _parameters(optimizer, names), strict=True):
         if parameter not in here:
             continue
         name = names[parameter]
@@ -73,9 +74,9 @@ def load_optimizer_state(
             raise UsageError(
                 f"the saved optimizer state has no {name!r}; it has {len(kinds['param_groups'])} parameters\n"
                 "  try: what pipe.optimizer_state_dict(optimizer) returned for this model; if its stages are a list, "
-                "Pipeline(…, model=model) gives parameters the model's own names"
+                "Pipeline(…, whole_model=model) gives parameters the model's own names"
             )
-        settings, index = kinds["param_groups"][name], _index(optimizer, group)
+        settings = kinds["param_groups"][name]
         first = settled.setdefault(index, name)
         for key, value in settings.items():
             if value != kinds["param_groups"][first].get(key):
@@ -95,8 +96,8 @@ def load_optimizer_state(
 
 def _parameters(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-    """Yield every parameter with its group."""
+) -> Iterator[tuple[int, nn.Parameter]]:
+    """Yield every parameter with the number of its group."""
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
@@ -104,18 +105,15 @@ def _parameters(
                     f"group {index} of the optimizer has a parameter of shape {list(parameter.shape)} that is not the "
                     "model's\n  try: an optimizer of its own for it, saved with optimizer.state_dict()"
                 )
-            yield group, parameter
-
-
-def _index(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    return next(index for index, each in enumerate(optimizer.param_groups) if each is group)
+            yield index, parameter
 
 
 def _zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """Return the state that a first step makes for a parameter, in zeros; neither of them changes."""
     other = nn.Parameter(torch.zeros_like(parameter))
     other.grad = torch.zeros_like(parameter)
-    trial = copy.copy(optimizer)
+    trial = copy.copy(optimizer)  # without hooks, and without a scheduler's own `step`
+    vars(trial).update({key: value for key, value in vars(optimizer).items() if key not in {*vars(trial), "step"}})
     trial.param_groups = [{**copy.deepcopy({**group, "params": []}), "params": [other]}]
     trial.state = defaultdict(dict)
     trial.step()

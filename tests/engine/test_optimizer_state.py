@@ -36,6 +36,13 @@ def train(pipe, optimizer, scheduler, steps):
         scheduler.step()
 
 
+def resume(pipe, optimizer, scheduler, folder):
+    state = saved(pipe, optimizer, scheduler)
+    dcp.load(state, checkpoint_id=folder)
+    pipe.load_optimizer_state_dict(optimizer, state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+
+
 def saved(pipe, optimizer, scheduler):
     return {
         "model": pipe.state_dict(),
@@ -55,13 +62,27 @@ def test_a_checkpoint_goes_on_with_another_plan_bit_for_bit(kind, plans, tmp_pat
         dcp.save(saved(pipe, optimizer, scheduler), checkpoint_id=tmp_path)
     with Pipeline(second, plans[1], LOSS) as pipe:
         optimizer, scheduler = make_optimizer(kind, pipe, second)
-        state = saved(pipe, optimizer, scheduler)
-        dcp.load(state, checkpoint_id=tmp_path)
-        pipe.load_optimizer_state_dict(optimizer, state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
+        resume(pipe, optimizer, scheduler, tmp_path)
         train(pipe, optimizer, scheduler, range(2, 4))
         found = pipe.state_dict()
     assert plain.equal(found, expected)
+
+
+@pytest.mark.parametrize("plan", [pipelab.OneFOneB(4, 4), pipelab.replicate(pipelab.OneFOneB(2, 2), 2)])
+def test_a_tied_weight_and_replicas_go_on_bit_for_bit_with_the_same_plan(plan, tmp_path):
+    model = make("tied")
+    with Pipeline(model, plan, LOSS) as pipe:
+        optimizer, scheduler = make_optimizer("tied", pipe, model)
+        train(pipe, optimizer, scheduler, range(2))
+        dcp.save(saved(pipe, optimizer, scheduler), checkpoint_id=tmp_path)
+        train(pipe, optimizer, scheduler, range(2, 4))
+        expected = pipe.state_dict()
+    model = make("tied", seed=9)
+    with Pipeline(model, plan, LOSS) as pipe:
+        optimizer, scheduler = make_optimizer("tied", pipe, model)
+        resume(pipe, optimizer, scheduler, tmp_path)
+        train(pipe, optimizer, scheduler, range(2, 4))
+        assert plain.equal(pipe.state_dict(), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,6 +126,38 @@ def test_a_state_saved_before_the_first_step_changes_nothing():
         assert not optimizer.state
         train(pipe, optimizer, scheduler, range(2))
         assert plain.equal(pipe.state_dict(), expected)
+
+
+class Students(torch.optim.Optimizer):
+    """A momentum of one's own, with a factor that no group has."""
+
+    def __init__(self, parameters, factor):
+        super().__init__(parameters, {"lr": 0.1})
+        self.factor = factor
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["moment"] = self.factor * state.get("moment", 0) + parameter.grad
+                parameter -= group["lr"] * state["moment"]
+
+
+def test_an_optimizer_of_ones_own_is_saved_and_loaded():
+    model = make("sgd")
+    with Pipeline(model, pipelab.OneFOneB(2, 4), LOSS) as pipe:
+        optimizer, other = (Students(pipe.parameters(), 0.5) for _ in range(2))
+        fresh = pipe.optimizer_state_dict(optimizer)
+        assert fresh["state.0.0.weight.count"] == 0
+        pipe.step(*batch(0))
+        optimizer.step()
+        state = pipe.optimizer_state_dict(optimizer)
+        assert state.keys() == fresh.keys()
+        pipe.load_optimizer_state_dict(other, state)
+    assert [other.state[each]["count"] for each in model.parameters()] == [1] * len(list(model.parameters()))
+    assert all(torch.equal(other.state[each]["moment"], each.grad) for each in model.parameters())
 
 
 def test_a_parameter_without_a_gradient_so_far_and_a_frozen_one_are_kept_so():

@@ -40,7 +40,7 @@ LAYERS: list[list[str]] = [
 ]
 ENGINE: list[list[str]] = [
     ["pipelab.engine.pipeline"],
-    ["pipelab.engine.memory"],
+    ["pipelab.engine.memory", "pipelab.engine.optimizer"],
     ["pipelab.engine.verify"],
     ["pipelab.engine.threads", "pipelab.engine.torchrun"],
     ["pipelab.engine.emulation", "pipelab.engine.engine", "pipelab.engine.worker"],

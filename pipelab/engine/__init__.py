@@ -1,6 +1,7 @@
 """EXECUTED: a plan on real tensors.
 
 - `pipeline`: `Pipeline`, the face
+- `optimizer`: an optimizer's state under the model's own names
 - `engine`: what a pipeline asks of an engine
 - `step`: one step of the ranks in this process, how an action runs, and the step's result
 - `worker`: the threads in which both engines compute, and the loop in which a caller waits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -18,6 +18,7 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
 from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
+from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss, warn_of_ignored
@@ -62,6 +63,8 @@ class Pipeline:
         replicated_buffers: the policy for buffers that a stage on several ranks writes into, such as a BatchNorm's
             running statistics. `"refuse"` raises an error; `"lowest"` uses the lowest rank's, which sees a part of the
             micro-batches.
+        whole_model: the model of whose layers a list of stages is made: its names are used in `state_dict`,
+            `named_parameters` and errors, instead of `"0.weight"` for a parameter of stage 0.
 
     Example:
         >>> import pipelab, torch
@@ -78,12 +81,13 @@ class Pipeline:
 
     Raises:
         ScheduleError: if the plan has faults.
-        SplitError: if the model cannot be cut into the plan's stages.
+        SplitError: if the model cannot be cut into the plan's stages, or `whole_model` has other parameters than they.
         DeviceError: if the devices do not fit.
         LossError: if `loss_fn` is not a function, or does not reduce as `reduction` says.
         EngineError: if a stage cannot be on several ranks, or the engine cannot run the plan.
         RankError: if another process makes no pipeline, or has another plan, model or torch.
-        UsageError: if `engine`, `reduction`, `timeout` or `replicated_buffers` has another value than these.
+        UsageError: if `engine`, `reduction`, `timeout` or `replicated_buffers` has another value than these, or
+            `whole_model` comes without a list of stages.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Pipeline:
         watch_nan: bool = False,
         intra_op_threads: int | None = None,
         replicated_buffers: Buffers = "refuse",
+        whole_model: nn.Module | None = None,
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         if engine not in ENGINES:
@@ -120,9 +125,17 @@ class Pipeline:
         self.reduction = reduction
         self.watch_nan = watch_nan
         self.stages = split(model, into=self.plan.stages)
+        if whole_model is not None:
+            if isinstance(model, (nn.Module, Stages)):
+                raise UsageError(
+                    "whole_model= is for a list of stages: a model that pipelab splits keeps its own names"
+                )
+            self.stages.name_after(whole_model)
         named = reduction if isinstance(reduction, str) else "a function"
         settings = Settings(devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn)
         self.engine = ENGINES[engine](self.plan, self.stages, settings)
+        for (stage, _), runner in self.engine.runners.of.items():
+            runner.names = self.stages.names[stage]
         self._one_at_a_time = threading.Lock()
 
     def step(self, x: Any, y: Any, scaler: torch.amp.GradScaler | None = None) -> Step:
@@ -271,6 +284,7 @@ class Pipeline:
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode, as `model.train()` does; return the pipeline."""
         self.stages.model.train(mode)
+        self.stages.named.train(mode)
         return self
 
     def eval(self) -> Self:
@@ -285,6 +299,11 @@ class Pipeline:
         of_stages = (self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
         return iter(dict.fromkeys(chain.from_iterable(of_stages)))
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the same parameters as `parameters`, with the model's own names."""
+        names = self._names()
+        return ((names[parameter], parameter) for parameter in self.parameters())
+
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move an optimizer's state to the devices of its parameters.
 
@@ -296,6 +315,39 @@ class Pipeline:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and key != "step":  # PyTorch keeps `step` on the CPU
                     state[key] = value.to(parameter.device)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state under the model's own names, for `torch.distributed.checkpoint.save` and `load`.
+
+        With `engine="torch"` it is that of this process's parameters, and saving merges the dictionaries of all
+        processes: any other number of ranks can go on. The keys are PyTorch's, of `flatten_optimizer_state_dict=True`.
+
+        Example:
+            >>> import pipelab, torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            >>> with pipelab.Pipeline(model, pipelab.OneFOneB(2, 3), torch.nn.MSELoss()) as pipe:
+            ...     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+            ...     state = pipe.optimizer_state_dict(optimizer)
+            ...     pipe.load_optimizer_state_dict(optimizer, state)
+            >>> state["param_groups.0.weight.lr"], state["state.0.weight.momentum_buffer"].shape
+            (0.1, torch.Size([8, 4]))
+
+        Raises:
+            UsageError: if the optimizer has a parameter that is not the model's.
+        """
+        return optimizer_state(optimizer, self._names(), set(self.parameters()))
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` returned, here or in a pipeline of other ranks, cuts or engine.
+
+        Raises:
+            UsageError: if the state lacks a parameter of the optimizer, or a group's parameters were saved with
+                different settings. The optimizer is unchanged.
+        """
+        load_optimizer_state(optimizer, self._names(), set(self.parameters()), state)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.stages.named.named_parameters()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm before."""

@@ -237,8 +237,8 @@ def _refuse_nan(
     if action.kind == "F":
         looked_at = [("output", made), ("loss", loss if stage.is_last else None)]
     else:
-        parameters = stage.module.named_parameters()
-        looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in parameters)]
+        named = ((stage.names.get(name, name), each) for name, each in stage.module.named_parameters())
+        looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in named)]
     for what, value in looked_at:
         found = _found(value)
         if found is not None:
@@ -268,5 +268,6 @@ def _source(action: Action, stage: Stage, *, had_nan: bool) -> str:
     if action.kind == "F":
         for name, parameter in stage.module.named_parameters():
             if bool(parameter.isnan().any()):
-                return f"\n  there was NaN in {name} of stage {stage.index} before: look at the step before this one"
+                full = stage.names.get(name, name)
+                return f"\n  there was NaN in {full} of stage {stage.index} before: look at the step before this one"
     return ""

@@ -154,7 +154,9 @@ def test_hooks_run_and_those_that_need_the_whole_gradient_are_refused():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("how", "ranks"), [("1f1b", 2), ("interleaved-1f1b", 3), ("zbv", 2), ("replicated", 4)])
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("1f1b", 2), ("interleaved-1f1b", 3), ("zbv", 2), ("replicated", 4), ("traced", 2)]
+)
 def test_processes_that_hold_a_tied_weight_add_it_up(how, ranks):
     ended = processes.run_in(ranks, "tied.py", how)
     assert [each.code for each in ended] == [0] * ranks, processes.shown(ended)

@@ -17,7 +17,21 @@ plans = {
     "interleaved-1f1b": pipelab.Interleaved1F1B(3, 3),
     "zbv": pipelab.ZBV(2, 4),
     "replicated": pipelab.replicate(pipelab.OneFOneB(2, 2), 2),
+    "traced": pipelab.OneFOneB(2, 4),
 }
+
+
+class NotSequential(nn.Module):
+    """The same model, which PyTorch's tracer must cut: anew for each length of a row."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            ids = layer(ids)
+        return ids
 
 
 def model() -> nn.Sequential:
@@ -32,13 +46,18 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+how = sys.argv[1]
 ours, alone = model(), model()
+if how == "traced":
+    ours, alone = NotSequential(ours), NotSequential(alone)
+stages = pipelab.split(ours, into=2, example=torch.zeros(2, 5, dtype=torch.long)) if how == "traced" else ours
+first = "layers.0.weight" if how == "traced" else "0.weight"
 largest, norms = 0.0, []
-with Pipeline(ours, plans[sys.argv[1]], loss, engine="torch", timeout=60) as pipe:
+with Pipeline(stages, plans[how], loss, engine="torch", timeout=60) as pipe:
     optimizers = [torch.optim.SGD(each, lr=0.1) for each in (list(pipe.parameters()), alone.parameters())]
     for number in range(3):
         torch.manual_seed(number)
-        x, y = torch.randint(0, 11, (8, 5)), torch.randint(0, 11, (8, 5))
+        x, y = torch.randint(0, 11, (8, 5 + number)), torch.randint(0, 11, (8, 5 + number))
         for optimizer in optimizers:
             optimizer.zero_grad()
         for _ in range(2):  # two steps add up
@@ -52,6 +71,6 @@ with Pipeline(ours, plans[sys.argv[1]], loss, engine="torch", timeout=60) as pip
             optimizer.step()
     verification = pipe.verify(x, y)
     state = pipe.state_dict()
-own = ours[0].weight.detach().double().sum().item() if "0.weight" in there else None
+own = ours.get_parameter(first).detach().double().sum().item() if first in there else None
 weights = plain.difference(state, alone.state_dict())
 say(gradients=largest, norms=norms, weights=weights, parameters=verification.parameters, tied=own)

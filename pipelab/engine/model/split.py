@@ -76,6 +76,8 @@ class Stages:
         model: the model that was split, or an `nn.ModuleList` of the list of stages.
         modules: one module per stage, in order. They share their parameters with the model.
         sizes: how many layers each stage holds.
+        named: the model whose names count: `model`, or that of `name_after`.
+        names: for each stage, its names of layers and parameters, with those of `named` where they differ.
         is_traced: whether PyTorch's tracer made the stages.
     """
 
@@ -85,9 +87,42 @@ class Stages:
         self.model = model
         self.modules = modules
         self.sizes = tuple(sizes)
+        self.named = model
+        self.names: list[dict[str, str]] = [{} for _ in modules]
         refuse_shared(self.modules, model, TRACED if self.is_traced else None)
         self.require_no_lost_hooks()
         self._parts = [(what, prefix, now, dict(now)) for what, prefix, now in self._parts_of_its_own()]
+
+    def name_after(self, named: nn.Module) -> None:
+        """Use the names of the model of whose layers and parameters the stages are made.
+
+        Raises:
+            SplitError: if a stage has a parameter, or a buffer to be saved, that the model lacks, or the other way
+                round a parameter.
+        """
+        own = {id(each): name for name, each in _saved(named)}
+        for stage, module in enumerate(self.modules):
+            for name, each in _saved(module):
+                if id(each) not in own:
+                    what = "parameter" if isinstance(each, nn.Parameter) else "buffer"
+                    raise SplitError(
+                        f"{what} {name!r} of stage {stage}, of shape {list(each.shape)}, is not in the whole "
+                        "model, whose state would lack it\n  try: stages of the model's own layers, not of copies"
+                    )
+        held = {id(each) for module in self.modules for each in module.parameters()}
+        for name, each in named.named_parameters():
+            if id(each) not in held:
+                raise SplitError(
+                    f"parameter {name!r} of the whole model is in no stage, and would not learn\n"
+                    "  try: put its layer into a stage, or remove it from the model"
+                )
+        self.named = named
+        full = {id(each): name for name, each in (*named.named_parameters(), *named.named_modules()) if name}
+        for stage, module in enumerate(self.modules):
+            local = (*module.named_parameters(), *module.named_modules(remove_duplicate=False))
+            self.names[stage] = {name: full[id(each)] for name, each in local if id(each) in full}
+        self.require_no_lost_hooks()
+        self._parts += [(what, prefix, now, dict(now)) for what, prefix, now in _parts_of(named)]
 
     def place(self, devices: Sequence[torch.device]) -> None:
         """Move every stage to its device; parameters stay the same objects. One of several stages is on the first's."""
@@ -104,7 +139,8 @@ class Stages:
 
     def require_no_lost_hooks(self) -> None:
         """Refuse hooks that a pipeline would never call."""
-        refuse_hooks("the whole model", self.model, "it is never run as a whole: register the hook on a layer")
+        for model in (self.model, self.named):
+            refuse_hooks("the whole model", model, "it is never run as a whole: register the hook on a layer")
 
     def require_same_parts(self) -> None:
         """Refuse a model of which a part was replaced: the stages would run and train the earlier one."""
@@ -125,7 +161,8 @@ class Stages:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state, under its own names."""
-        return self.model.state_dict()
+        state: dict[str, torch.Tensor] = self.named.state_dict()
+        return state
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -184,17 +221,28 @@ class _Traced(Stages):
         return self._made[modes]
 
     def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
-        """Yield the layers and parameters of the model, of whose modules the tracer makes others."""
-        for name, part in self.model.named_modules():
-            prefix = f"{name}." if name else ""
-            for what, held in (("layer", part._modules), ("parameter", part._parameters)):  # noqa: SLF001
-                if held:
-                    yield what, prefix, held
+        """Return the layers and parameters of the model, of whose modules the tracer makes others."""
+        return _parts_of(self.model)
 
     def _present_modes(self) -> tuple[bool | torch.dtype | None, ...]:
         """Return each layer's training mode, and the types of autocast, whose casts the tracer records."""
         types = (torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else None for on in ("cpu", "cuda"))
         return (*(module.training for module in self.model.modules()), *types)
+
+
+def _saved(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of a module's state, the objects themselves."""
+    state = module.state_dict(keep_vars=True)
+    return [(name, each) for name, each in state.items() if isinstance(each, torch.Tensor)]
+
+
+def _parts_of(model: nn.Module) -> Iterable[tuple[str, str, Mapping[str, object]]]:
+    """Yield the layers and parameters of every module of a model, with the module's name as a prefix."""
+    for name, part in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for what, held in (("layer", part._modules), ("parameter", part._parameters)):  # noqa: SLF001
+            if held:
+                yield what, prefix, held
 
 
 def split(

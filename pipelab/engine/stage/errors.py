@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
@@ -61,10 +62,11 @@ def stage_error(
     return explained
 
 
-def layer_of(error: BaseException, module: nn.Module) -> str:
+def layer_of(error: BaseException, module: nn.Module, full: Mapping[str, str] | None = None) -> str:
     """Return the layer of a module that raised an error: `"2.1, Linear(…)"`; "" if it was the module itself.
 
     A layer that is used several times has all its names; a layer that PyTorch's tracer made has its name alone.
+    `full` has the whole model's names for those of the module.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
     running = [frame.f_locals.get("self") for frame in reversed(frames)]
@@ -72,7 +74,8 @@ def layer_of(error: BaseException, module: nn.Module) -> str:
     layer = next((each for each in running if any(each is other for _, other in every)), None)
     if not isinstance(layer, nn.Module):
         return ""
-    found = dict.fromkeys(re.sub(r"^(traced|others\.[^.]*)\.", "", name) for name, other in every if other is layer)
+    local = (re.sub(r"^(traced|others\.[^.]*)\.", "", name) for name, other in every if other is layer)
+    found = dict.fromkeys((full or {}).get(name, name) for name in local)
     names = " or ".join(found)
     if type(layer).__module__.startswith(("torch.export", "torch.fx")):
         return names

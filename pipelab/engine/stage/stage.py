@@ -10,7 +10,7 @@ The autograd graph of a micro-batch lives from its forward to its backward, with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,15 @@ class Stage:
     """A stage's module, and how to run it forward and backward one micro-batch at a time.
 
     What a forward stores for its backward goes into the caller's `kept`, so that a failed step leaves nothing here.
+    `names` has the whole model's names for the module's own, for messages.
     """
 
-    __slots__ = ("clones_input", "index", "is_first", "is_last", "module")
+    __slots__ = ("clones_input", "index", "is_first", "is_last", "module", "names")
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
         self.index = index
         self.module = module
+        self.names: Mapping[str, str] = {}
         self.is_first = index == 0
         self.is_last = index == stages - 1
         # A module that writes into its input would write into a leaf, which autograd forbids: it gets a copy.
@@ -113,7 +115,7 @@ class Stage:
         try:
             output = self.module(entry)
         except Exception as error:
-            if layer := layer_of(error, self.module):
+            if layer := layer_of(error, self.module, self.names):
                 error.add_note(f"in layer {layer}")
             raise
         if not self.is_last and not isinstance(output, torch.Tensor):

@@ -45,7 +45,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 def learning(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that learn, under the model's own names, as in `"0.weight (stage 0)"`."""
-    names = {id(parameter): name for name, parameter in pipe.stages.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in pipe.stages.named.named_parameters()}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for stage, module in enumerate(pipe.stages.modules):
         for name, parameter in module.named_parameters():

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from pipelab.errors import UsageError
 from pipelab.labs.grading.schedules import own_schedules
-from pipelab.plan.fault import students_line
+from pipelab.plan.fault import in_a_library, students_line
 from pipelab.schedule import Schedule
 
 __all__ = ["MOST_BYTES", "class_in", "existing"]
@@ -126,17 +126,26 @@ def _load(path: Path, absolute: Path, content: bytes) -> ModuleType:  # noqa: AR
     slow.start()
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:
-        line = (error.text or "").rstrip()
-        caret = f"\n    {' ' * ((error.offset or 1) - 1)}^" if line else ""
-        raise UsageError(f"{error.filename}, line {error.lineno}: {error.msg}\n    {line}{caret}") from error
     except (Exception, SystemExit) as error:
-        where = f"\n  at {students_line(error)}"
-        raise UsageError(f"importing {path} raised {type(error).__name__}: {error}{where}") from error
+        raise UsageError(_unimported(path, error)) from error
     finally:
         slow.cancel()
         sys.path.remove(str(path.parent.resolve()))
     return module
+
+
+def _unimported(path: Path, error: BaseException) -> str:
+    """Return what a student's file raised when it was imported, at which of the student's own lines."""
+    file = error.filename or "" if isinstance(error, SyntaxError) else ""
+    if isinstance(error, SyntaxError) and Path(file).is_file() and not in_a_library(file):
+        line = (error.text or "").rstrip()
+        caret = f"\n    {' ' * ((error.offset or 1) - 1)}^" if line else ""
+        return f"{file}, line {error.lineno}: {error.msg}\n    {line}{caret}"
+    words = f": {error}" if str(error) else ""
+    return (
+        f"importing {path} raised {type(error).__name__}{words}\n  at {students_line(error)}\n"
+        '  try: fix that line; if the schedule does not need it, put it under if __name__ == "__main__"'
+    )
 
 
 def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.device.devices import RankDevice
@@ -32,6 +33,7 @@ class Settings:
     intra_op_threads: int | None
     replicated_buffers: Buffers
     loss_fn: object
+    group: dist.ProcessGroup | None = None
 
 
 class Engine(ABC):

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
@@ -60,6 +61,9 @@ class Pipeline:
         watch_nan: whether to stop at the first NaN or infinity and name the action that made it.
         intra_op_threads: how many processor threads each operation on a CPU rank may use; by default, the ranks share
             the processor's threads evenly. With `engine="torch"` each process uses all that it has.
+        group: with `engine="torch"`, the processes of this pipeline, one per rank; by default all. If stages are
+            themselves spread over processes (DTensor, FSDP2), it is one dimension of a device mesh,
+            `mesh["pp"].get_group()`, and every process makes the pipeline of its own group.
         replicated_buffers: the policy for buffers that a stage on several ranks writes into, such as a BatchNorm's
             running statistics. `"refuse"` raises an error; `"lowest"` uses the lowest rank's, which sees a part of the
             micro-batches.
@@ -104,6 +108,7 @@ class Pipeline:
         intra_op_threads: int | None = None,
         replicated_buffers: Buffers = "refuse",
         whole_model: nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         if engine not in ENGINES:
@@ -114,6 +119,8 @@ class Pipeline:
             raise UsageError(f"timeout={timeout!r}: expected seconds, more than 0, or None to wait for ever")
         if replicated_buffers not in ("refuse", "lowest"):
             raise UsageError(f"replicated_buffers={replicated_buffers!r}: expected 'refuse' or 'lowest'")
+        if group is not None and engine != "torch":
+            raise UsageError(f"group= names processes, and engine={engine!r} has one: write engine='torch'")
         if intra_op_threads is not None:
             intra_op_threads = require_size("intra_op_threads", intra_op_threads)
         if isinstance(model, (Plan, ScheduleLike)) and not isinstance(model, nn.Module):
@@ -131,8 +138,14 @@ class Pipeline:
                     "whole_model= is for a list of stages: a model that pipelab splits keeps its own names"
                 )
             self.stages.name_after(whole_model)
+        spread = (name for name, each in self.stages.model.named_parameters() if hasattr(each, "to_local"))
+        if engine != "torch" and self.plan.ranks > 1 and (name := next(spread, "")):
+            raise UsageError(
+                f"parameter {name!r} is a DTensor, spread over processes, and the threads of engine={engine!r} would "
+                "communicate in another order in each process\n  try: engine='torch', group=mesh[\"pp\"].get_group()"
+            )
         named = reduction if isinstance(reduction, str) else "a function"
-        settings = Settings(devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn)
+        settings = Settings(devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn, group)
         self.engine = ENGINES[engine](self.plan, self.stages, settings)
         for (stage, _), runner in self.engine.runners.of.items():
             runner.names = self.stages.names[stage]

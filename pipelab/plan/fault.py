@@ -22,6 +22,7 @@ __all__ = [
     "Link",
     "Unreadable",
     "excerpt",
+    "in_a_library",
     "line_of",
     "line_of_function",
     "ranges",
@@ -215,7 +216,7 @@ def students_line(error: BaseException, otherwise: Callable[..., object] | None 
         otherwise: the student's function that was called, for errors that none of its lines raised.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    if otherwise is not None and all(_in_a_library(frame.filename) for frame in frames):
+    if otherwise is not None and all(in_a_library(frame.filename) for frame in frames):
         return line_of_function(otherwise) or line_of(frames)
     return line_of(frames)
 
@@ -223,14 +224,14 @@ def students_line(error: BaseException, otherwise: Callable[..., object] | None 
 def line_of_function(function: object) -> str | None:
     """Return where a student's function is written; `None` if it is not a function or belongs to a library."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    if code is None or _in_a_library(code.co_filename):
+    if code is None or in_a_library(code.co_filename):
         return None
     return line_of([traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)])
 
 
 def line_of(every: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line of a stack in a student's file, or else the innermost of all."""
-    frames = [frame for frame in every if not _in_a_library(frame.filename)] or every
+    frames = [frame for frame in every if not in_a_library(frame.filename)] or every
     if not frames:
         return "an unknown line"
     frame = frames[-1]
@@ -238,7 +239,12 @@ def line_of(every: Sequence[traceback.FrameSummary]) -> str:
     return f"{frame.filename}, line {frame.lineno}, in {frame.name}{code}"
 
 
-def _in_a_library(file: str) -> bool:
-    """Return whether a file is pipelab's, Python's or an installed package's, or is code that `dataclass` generated."""
+def in_a_library(file: str) -> bool:
+    """Return whether a file is pipelab's, Python's or an installed package's, or code that is in no file."""
     path = Path(file)
-    return file == "<string>" or "site-packages" in path.parts or any(map(path.is_relative_to, _LIBRARIES))
+    return (
+        file == "<string>"
+        or file.startswith("<frozen ")
+        or "site-packages" in path.parts
+        or any(map(path.is_relative_to, _LIBRARIES))
+    )

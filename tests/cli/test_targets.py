@@ -52,6 +52,38 @@ def test_a_file_that_cannot_be_imported_gets_its_line(pipelab_command, folder, t
     assert "Traceback" not in error
 
 
+_HEAD = "import json, os, broken\nimport pipelab\n\nclass Mine(pipelab.GPipe): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("mine", "broken", "place", "words"),
+    [
+        ("open('missing.txt')", "", "mine.py, line 5", "FileNotFoundError: [Errno 2]"),
+        ("import something_missing", "", "mine.py, line 5", "No module named 'something_missing'"),
+        ("os.makedirs('file/inside/it')", "", "mine.py, line 5", "NotADirectoryError: [Errno 20]"),  # os is frozen
+        ("json.loads('{')", "", "mine.py, line 5", "JSONDecodeError: Expecting property name"),
+        ("raise SystemExit", "", "mine.py, line 5", "SystemExit\n"),
+        ("def deep(): return deep()\ndeep()", "", "mine.py, line 5", "RecursionError: maximum recursion depth"),
+        ("broken.fail()", "def fail(): {}['key']", "broken.py, line 1", "KeyError: 'key'"),
+        ("", "x = 1\ny = 1 / 0", "broken.py, line 2", "ZeroDivisionError: division by zero"),
+        ("", "x = 1\ny = = 2", "broken.py, line 2", "invalid syntax"),
+        ("eval('1 +')", "", "mine.py, line 5", "SyntaxError: invalid syntax"),
+        ("compile('x = = 1', 'made.py', 'exec')", "", "mine.py, line 5", "SyntaxError: invalid syntax"),
+        ("raise RuntimeError", "", "mine.py, line 5", "RuntimeError\n"),
+    ],
+)
+def test_an_error_of_an_import_names_the_students_own_line(pipelab_command, folder, mine, broken, place, words):
+    Path("file").touch()
+    Path("mine.py").write_text(f"{_HEAD}{mine}\n")
+    Path("broken.py").write_text(f"{broken}\n")
+    for command in ("check", "simulate", "draw", "run", "compare"):
+        code, _, error = pipelab_command(command, "mine.py:Mine")
+        assert code == 1
+        assert place in error
+        assert words in error
+        assert "try: fix that line" in error or "line 2: invalid syntax\n    y = = 2\n        ^" in error
+
+
 def test_profiles_of_all_ranks_are_named_by_a_pattern_and_a_step(pipelab_command, folder):
     profiles = Path(__file__).parents[1] / "trace" / "profiles" / "interleaved-1f1b-slow-rank-1"
     pattern = f"{profiles}/rank*.json.gz"

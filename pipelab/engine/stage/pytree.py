@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["map_leaves", "map_tensors", "rebuild", "take_apart", "tensors_of"]
+__all__ = ["full_tensor", "local_part", "map_leaves", "map_tensors", "rebuild", "take_apart", "tensors_of"]
 
 Spec = Any
 
@@ -48,3 +48,13 @@ def take_apart(value: object) -> tuple[list[Any], Spec]:
 def rebuild(leaves: list[Any], spec: Spec) -> Any:
     """Return the value that `take_apart` took apart, with other leaves."""
     return pytree.tree_unflatten(leaves, spec)
+
+
+def local_part(tensor: Any) -> Any:
+    """Return this process's part of a DTensor, in the same memory; any other tensor as it is."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def full_tensor(tensor: Any) -> Any:
+    """Return all of a DTensor, for which all processes of its mesh must call this; any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -262,7 +262,8 @@ class TorchEngine(DistributedModel):
         return None if step is None else (id(step), step.mine.position, step.mine.computing)
 
     def _peer(self) -> int | None:
-        return None if self._step is None else self._step.peer_of(self.plan)
+        peer = None if self._step is None else self._step.peer_of(self.plan)
+        return None if peer is None else self._connections.members[peer]
 
 
 def _mode(module: nn.Module) -> str:

@@ -117,11 +117,12 @@ class Connections:
     """The groups that a process belongs to.
 
     Attributes:
-        everyone: all processes, connected by gloo: for small messages on the CPU.
+        everyone: all processes of this plan, connected by gloo: for small messages on the CPU.
         pipeline: the processes of the same pipeline: for values between stages.
         replicas: the processes that hold the same stages in all pipelines; `None` if there is one pipeline.
         transport_device: the device of the values that are sent.
         tied: by their ranks, the processes that hold a parameter of several stages.
+        members: for each rank of the plan, its process's rank in PyTorch's default group.
     """
 
     everyone: dist.ProcessGroup
@@ -129,6 +130,7 @@ class Connections:
     replicas: dist.ProcessGroup | None
     transport_device: torch.device
     tied: Mapping[tuple[int, ...], dist.ProcessGroup]
+    members: tuple[int, ...]
 
     def abort(self) -> None:
         """Close gloo's connections at once: a thread of this process that waits in one of its groups gets an error.
@@ -200,6 +202,7 @@ def connect(
     replicas: Sequence[PipelineReplica],
     holders: Iterable[tuple[int, ...]],
     timeout: timedelta,
+    groups: Sequence[tuple[int, ...]],
 ) -> Connections:
     """Connect this process to the others; all of them must call it.
 
@@ -212,19 +215,28 @@ def connect(
         replicas: the pipelines of the plan. Several form a mesh of replicas x pipeline.
         holders: the groups of ranks that hold a parameter of several stages.
         timeout: PyTorch's own timeout of every operation.
+        groups: the processes of each pipeline that is made now. Every process must make the groups of all.
     """
     if not dist.is_initialized():
         both = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(both, store=prefix_store(store, "world"), rank=rank, world_size=size)
-    everyone = dist.new_group(backend="gloo", timeout=timeout)
+    members = next(group for group in groups if rank in group)
+
+    def new_group(places: Iterable[int], backend: str) -> Any:
+        made = {group: dist.new_group([group[place] for place in places], timeout, backend) for group in groups}
+        return made[members]
+
+    everyone = new_group(range(len(members)), "gloo")
     transport_device = device if backend == "nccl" else torch.device("cpu")
-    tied = {ranks: dist.new_group(list(ranks), timeout, backend) for ranks in dict.fromkeys(holders) if len(ranks) > 1}
+    tied = {ranks: new_group(ranks, backend) for ranks in dict.fromkeys(holders) if len(ranks) > 1}
     if len(replicas) > 1:
         ranks = [list(replica.ranks) for replica in replicas]
         mesh = DeviceMesh(transport_device.type, ranks, mesh_dim_names=("replica", "pipeline"))
-        return Connections(everyone, mesh.get_group("pipeline"), mesh.get_group("replica"), transport_device, tied)
-    pipeline = everyone if backend == "gloo" else dist.new_group(backend=backend, timeout=timeout)
-    return Connections(everyone, pipeline, None, transport_device, tied)
+        return Connections(
+            everyone, mesh.get_group("pipeline"), mesh.get_group("replica"), transport_device, tied, members
+        )
+    pipeline = everyone if backend == "gloo" else new_group(range(len(members)), backend)
+    return Connections(everyone, pipeline, None, transport_device, tied, members)
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> None:

@@ -168,6 +168,11 @@ def meta_of(value: Any, giver: str) -> ValueMeta:
             f"{giver} returned an object of class {type(stranger).__name__}: between processes a stage sends tensors "
             "only, in tuples, lists and dicts\n  try: make it a tensor; or engine='threads'"
         )
+    if any(hasattr(part, "to_local") for part in parts):
+        raise EngineError(
+            f"{giver} returned a DTensor: between processes a stage sends plain tensors only\n"
+            "  try: end it with RowwiseParallel(), or PrepareModuleOutput(..., use_local_output=True)"
+        )
     if not all(part is None or _is_plain(part) for part in parts):
         raise EngineError(
             f"{giver} returned a sparse, nested or quantized tensor: between processes a stage sends dense ones only\n"

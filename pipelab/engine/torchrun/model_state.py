@@ -15,7 +15,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from pipelab.engine.engine import Engine
 from pipelab.engine.model.split import Stages
-from pipelab.engine.stage.pytree import map_tensors
+from pipelab.engine.stage.pytree import full_tensor, local_part, map_tensors
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.torchrun.agreement import agree, gathered
 from pipelab.engine.torchrun.groups import broadcast
@@ -87,13 +87,15 @@ class DistributedModel(Engine):
         kind, most = float(norm_type), float(max_norm)
         self._settle()
         total: torch.Tensor = self.attend(lambda: self._norm(most, kind), "clip_grad_norm_()")
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        # PyTorch's functions of many tensors at once refuse DTensors beside others.
+        spread = any(hasattr(parameter, "to_local") for parameter in parameters)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach=False if spread else None)
         return total
 
     def share_overflow(self, parameters: list[nn.Parameter], scale: float) -> None:
         """Make a gradient of this process infinite if one of another process is not finite."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        held = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        held = [each.coalesce().values() if each.is_sparse else local_part(each) for each in gradients]
         overflow = not all(bool(each.isfinite().all()) for each in held)
 
         def ask() -> torch.Tensor:
@@ -101,8 +103,8 @@ class DistributedModel(Engine):
             return gathered(torch.tensor([overflow]), self.group)
 
         if self.attend(ask, "step(x, y, scaler)").any() and not overflow:
-            for each in held[:1]:
-                each.view(-1)[0] = torch.inf
+            for each in gradients[:1]:
+                each.mul_(torch.inf)  # infinite, or NaN where it was 0
 
     def _holder(self, stage: int) -> int:
         return self.plan.replicas[stage][0]
@@ -122,7 +124,7 @@ class DistributedModel(Engine):
         ]
         own = torch.zeros(2, len(every), dtype=torch.float64)  # each gradient's norm, and whether there is one
         if ours:
-            norms = [torch.linalg.vector_norm(every[index][1].grad, norm_type).double() for index in ours]
+            norms = [full_tensor(torch.linalg.vector_norm(every[index][1].grad, norm_type)).double() for index in ours]
             own[0, ours], own[1, ours] = torch.stack(norms).cpu(), 1.0
         found, there = gathered(own, group).sum(0)
         if not there.any():
@@ -197,7 +199,8 @@ def _gather_gradients(module: nn.Module, group: dist.ProcessGroup, source: int, 
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, receive: bool) -> None:
-    """Copy the source's numbers into this process's tensor."""
+    """Copy the source's numbers into this process's tensor; of a DTensor, into its part: all have like parts of it."""
+    tensor = local_part(tensor)
     found = _broadcast(tensor, tuple(tensor.shape), tensor.dtype, group, source)
     if receive:
         overwrite(tensor, found)

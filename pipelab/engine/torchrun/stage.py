@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.stage.errors import stage_error
@@ -32,7 +33,7 @@ from pipelab.errors import StageError
 from pipelab.plan.actions import Action, B, F, I, R, W
 from pipelab.plan.plan import Plan
 
-__all__ = ["ProcessStage", "ProcessStep"]
+__all__ = ["ProcessStage", "ProcessStep", "fsdp_modules"]
 
 
 @dataclass(slots=True)
@@ -121,6 +122,7 @@ class ProcessStage:
         self._ranks = part.ranks
         self._microbatches = part.microbatches
         self._reducer = reducer
+        self._sharded: list[Any] = fsdp_modules(runner.module)
         self.presence = GradientPresence(connections.everyone, part.ranks)
 
     def begin(self, step: ProcessStep) -> None:
@@ -131,11 +133,14 @@ class ProcessStage:
         self.made: dict[int, Any] = {}
         self.back: dict[int, Any] = {}
         self.sent: list[tuple[int, torch.Tensor, int]] = []
+        self.left = sum(each.stage == self.stage_index and each.kind == "B" for each in step.mine.actions)
         step.mine.kept[self.stage_index] = {}
 
     def end(self) -> None:
         """Forget the step and its values."""
         del self.step
+        for each in self._sharded:
+            each.reshard()  # PyTorch leaves that to the next backward
         for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
         self.presence.clear()
@@ -191,6 +196,12 @@ class ProcessStage:
             gradients = self._arrived(
                 self.gradients.pop(microbatch), lambda found: meta.gradients(found, self.presence.take(microbatch))
             )
+        self.left -= full_backward
+        for each in self._sharded:
+            # As PyTorch's PipelineStage: weights stay whole between backwards; the last one reduces the sum of all.
+            each.set_is_last_backward(not self.left)
+            each.set_reshard_after_backward(not self.left)
+            each.set_requires_gradient_sync(not self.left)
         kind, act = (B, self.runner.backward) if full_backward else (I, self.runner.backward_input)
         self.back[microbatch] = self._run(kind(microbatch, self.stage_index), act, gradients)
 
@@ -303,6 +314,11 @@ class ProcessStage:
     def _error(self, microbatch: int, message: str) -> StageError:
         action = str(self._named(F(microbatch, self.stage_index)))
         return StageError(f"{action} on rank {self._rank} {message}", self._rank, self.stage_index, action)
+
+
+def fsdp_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of a module that PyTorch's `fully_shard` has spread over processes."""
+    return [part for part in module.modules() if hasattr(part, "set_requires_gradient_sync")]
 
 
 class _Local:

@@ -31,6 +31,7 @@ from pipelab.engine.torchrun.engine import TorchEngine
 from pipelab.engine.torchrun.failures import Failures
 from pipelab.engine.torchrun.groups import (
     Connections,
+    PipelineReplica,
     backend_of,
     broadcast,
     connect,
@@ -38,6 +39,7 @@ from pipelab.engine.torchrun.groups import (
     holders_of,
     pipeline_replicas,
 )
+from pipelab.engine.torchrun.stage import fsdp_modules
 from pipelab.engine.torchrun.store import AnsweringStore, duration, open_store, prefix_store
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.errors import EngineError, RankError
@@ -67,11 +69,15 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     # [1] checks that need no other process
     replicas = pipeline_replicas(plan)
     _require_replicable(plan, stages, settings)
-    rank, size = identify(plan.ranks)
-    if isinstance(settings.devices, str) or (settings.devices is not None and len(settings.devices) != size):
-        rank_devices(settings.devices, size)  # raises
-    device = device_of(settings.devices, rank)
+    _require_spreadable(plan, stages, replicas, settings)
+    rank, size = identify(plan.ranks, settings.group)
+    members = list(range(size)) if settings.group is None else dist.get_process_group_ranks(settings.group)
+    place = members.index(rank)
+    if isinstance(settings.devices, str) or (settings.devices is not None and len(settings.devices) != plan.ranks):
+        rank_devices(settings.devices, plan.ranks)  # raises
+    device = device_of(settings.devices, place)
     info = process_info() | {
+        "group": members,
         "runs_on": str(device),
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
         "plan": describe_plan(plan),
@@ -92,7 +98,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     threads = settings.intra_op_threads or torch.get_num_threads()
     failures = Failures(AnsweringStore(watched, settings.timeout), rank, everyone)
     supervisor = Supervisor(rank, failures, settings.timeout, threads)
-    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
+    held = [stage for stage, ranks in plan.replicas.items() if place in ranks]
     for stage in held:
         stages.place_stage(stage, device)
     if device.type == "cuda":
@@ -100,11 +106,12 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
         torch.cuda.current_stream(device).synchronize()
     backend = backend_of(everyone)
     holders = [holders_of(tied, plan) for tied in ties_of(stages.modules)]
+    groups = sorted({tuple(each["group"]) for each in everyone})
     limit = duration(None if settings.timeout is None else settings.timeout + _MARGIN_SECONDS)
 
     def meet() -> Connections:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            connections = connect(meeting, rank, size, device, backend, replicas, holders, limit)
+            connections = connect(meeting, rank, size, device, backend, replicas, holders, limit, groups)
             if connections.replicas is not None:
                 for stage in held:
                     _copy_first_replica(stages.modules[stage], connections)
@@ -118,10 +125,11 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     connections = supervisor.run(meet, Status(lambda: f"waits for all processes to connect{hint}"))
     supervisor.abort = connections.abort
     # [4] the engine
-    replica = next(replica for replica in replicas if rank in replica.ranks)
-    devices = [torch.device(each["runs_on"]) for each in everyone]
-    engine = TorchEngine(plan, stages, replica, rank, devices, connections, supervisor, settings)
-    engine.labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in everyone]
+    replica = next(replica for replica in replicas if place in replica.ranks)
+    own = [everyone[member] for member in members]
+    devices = [torch.device(each["runs_on"]) for each in own]
+    engine = TorchEngine(plan, stages, replica, place, devices, connections, supervisor, settings)
+    engine.labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in own]
     return engine
 
 
@@ -143,8 +151,25 @@ def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
             )
 
 
-def identify(ranks: int) -> tuple[int, int]:
-    """Return this process's rank and the number of processes; refuse any number but one per rank."""
+def _require_spreadable(plan: Plan, stages: Stages, replicas: Sequence[PipelineReplica], settings: Settings) -> None:
+    """Refuse what would give wrong gradients if stages are themselves spread over processes."""
+    if settings.group is not None and len(replicas) > 1:
+        raise EngineError(
+            f"{plan.name} has {len(replicas)} replicas, and group= names the processes of one pipeline\n"
+            "  try: a schedule without replicate, and fully_shard(stage, mesh=...) over another dimension of the mesh"
+        )
+    split = next((action for row in plan.rows for action in row if getattr(action, "kind", "") == "I"), None)
+    sharded = next((stage for stage, module in enumerate(stages.modules) if fsdp_modules(module)), None)
+    if split is not None and sharded is not None:
+        raise EngineError(
+            f"{plan.name} splits backwards ({split}), and stage {sharded} is sharded by fully_shard, which needs whole "
+            "backwards: with split ones its gradients would be wrong\n"
+            "  try: a schedule with whole backwards, such as 1F1B or interleaved 1F1B"
+        )
+
+
+def identify(ranks: int, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return this process's rank and the number of processes; refuse any number in `group` but one per rank."""
     script = Path(sys.argv[0]).name
     script = shlex.join([script, *sys.argv[1:]]) if script.endswith(".py") else "train.py"
     if dist.is_initialized():
@@ -157,12 +182,20 @@ def identify(ranks: int) -> tuple[int, int]:
             f"  try: pipelab launch {script} --ranks {ranks}\n"
             f"  or: torchrun --standalone --nproc-per-node {ranks} {script}"
         )
-    if size != ranks:
+    if group is not None:
+        if dist.get_world_size(group) != ranks:
+            raise EngineError(
+                f"the plan has {ranks} rank{'s' if ranks != 1 else ''} and this process's group= has "
+                f"{max(0, dist.get_world_size(group))} processes: there must be one process per rank\n"
+                '  try: the dimension of the mesh that has as many, group=mesh["pp"].get_group()'
+            )
+    elif size != ranks:
         raise EngineError(
             f"the plan has {ranks} rank{'s' if ranks != 1 else ''} and torchrun started {size} "
             f"process{'es' if size != 1 else ''}: there must be one process per rank\n"
             f"  try: torchrun --standalone --nproc-per-node {ranks} {script}\n"
-            f"  or on several machines: --nnodes times --nproc-per-node must be {ranks}"
+            f"  or on several machines: --nnodes times --nproc-per-node must be {ranks}\n"
+            '  or, if stages are spread over processes too: group=mesh["pp"].get_group()'
         )
     return rank, size
 

@@ -13,7 +13,7 @@ from pipelab.engine.model.arguments import call
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
-from pipelab.engine.stage.pytree import map_tensors, tensors_of
+from pipelab.engine.stage.pytree import full_tensor, map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import BatchSnapshot, BufferSnapshot, RandomSnapshot, overwrite
 from pipelab.errors import LossError
 
@@ -61,9 +61,9 @@ def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
     """Return a copy of a parameter's gradient, zeros if there is none."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.detach().to_dense() if parameter.grad.is_sparse else parameter.grad.detach().clone()
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+    found: torch.Tensor = full_tensor(gradient)
+    return found.to_dense() if found.is_sparse else found.clone()
 
 
 def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:

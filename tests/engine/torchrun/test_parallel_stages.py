@@ -1,0 +1,52 @@
+"""Stages that are spread over processes by DTensor or FSDP2, in a pipeline over the other dimension of the mesh."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import processes
+import pytest
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize(
+    ("how", "schedule"),
+    [
+        ("tp", "gpipe"),
+        ("tp", "1f1b"),
+        ("tp", "interleaved-1f1b"),
+        ("tp", "zb-h1"),
+        ("fsdp", "gpipe"),
+        ("fsdp", "1f1b"),
+        ("fsdp", "interleaved-1f1b"),
+    ],
+)
+def test_stages_spread_over_processes_train_as_one_process_does(how, schedule):
+    ended = processes.run_in(4, "parallel_stages.py", how, schedule)
+    assert [each.code for each in ended] == [0] * 4, processes.shown(ended)
+    facts = [each.facts[0] for each in ended]
+    assert facts[0]["parameters"] == facts[1]["parameters"]
+    assert len(set(chain(facts[0]["parameters"], facts[2]["parameters"]))) == 24
+    for fact in facts:
+        assert fact["bits"]  # loss and gradients, as the same stages run one after another without a pipeline
+        assert fact["gradients"] < 1e-5  # as one process with plain tensors
+        assert fact["weights"] < 1e-5
+        assert fact["outputs"] < 1e-5
+        assert max(fact["losses"]) < 1e-6
+        assert fact["norms"] == pytest.approx([1, 1], rel=1e-5)
+        assert fact["verified"][0] == 24
+        assert fact["verified"][1] <= (0 if how == "tp" else 1e-6)  # verify reduces after every micro-batch
+        assert fact["names"] == (["DTensor", "Tensor"] if how == "tp" else ["DTensor"])
+        assert fact["reductions"] == (0 if how == "tp" else len(fact["parameters"]) // 6)  # once for each block
+        assert "is a DTensor" in fact["threads"]
+        assert "2 replicas" in fact["replicas"]
+        assert "4 ranks and this process's group= has 2 processes" in fact["ranks"]
+        assert ("splits backwards (" in fact["split"]) == (how == "fsdp")
+
+
+def test_the_script_of_the_documentation_trains_on_a_mesh(folder):
+    ended = processes.run_in(4, str(processes.ROOT / "docs" / "train_2d.py"))
+    assert [each.code for each in ended] == [0] * 4, processes.shown(ended)
+    assert [each.out.startswith("loss ") for each in ended] == [True, False, False, False]
+    assert (folder / "model.pt").exists()

@@ -42,7 +42,7 @@ fuzz: .venv/dev.stamp ## attack pipelab at random: make fuzz MINUTES=5, or SECON
 		--seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
 
 # The environment has the tests' needs without PyTorch, and the Python's version in its name.
-LIGHT_FOLDERS = plan checking catalogue simulation trace draw
+LIGHT_FOLDERS = plan checking catalogue simulation trace draw challenges
 LIGHT_TESTS = $(LIGHT_FOLDERS:%=tests/%) $(LIGHT_FOLDERS:%=pipelab/%) pipelab/schedule.py tests/test_schedule.py \
 	tests/test_replication.py tests/test_layers.py tests/test_errors.py tests/cli $(patsubst %,--ignore=tests/%, \
 	cli/test_run.py cli/test_files.py plan/test_strangers.py)

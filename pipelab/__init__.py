@@ -18,6 +18,7 @@ The parts, in reading order:
 - `simulation`: when everything would happen
 - `catalogue`: the schedules that come with pipelab
 - `draw`: timelines as text, figures and pages
+- `challenges`: levels with pars, for learners
 - `engine`: a plan on real tensors
 - `conformance`: the comparison with PyTorch's own schedules
 - `labs`: what a course runs and measures

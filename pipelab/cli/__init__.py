@@ -11,6 +11,7 @@
 - `labs`: `pipelab lab`
 - `grading`: `pipelab grade`
 - `play`: `pipelab play`
+- `challenge`: `pipelab challenge`
 - `conformance`: `pipelab conformance`
 - `printing`: results written to the terminal and to files
 """

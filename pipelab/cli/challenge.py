@@ -1,0 +1,147 @@
+"""`pipelab challenge`: levels with pars, attempts at them, the best results so far, and a sheet for teachers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pipelab import files
+from pipelab.challenges.levels import Attempt, Level, judge, level, levels
+from pipelab.cli.options import untimed
+from pipelab.cli.printing import echo, folded, say, titled
+from pipelab.cli.targets import find, has_sizes
+from pipelab.draw import text
+
+__all__ = ["challenge"]
+
+_MOST_REFUSALS = 3
+_MARKS = {"par": "***", "good": "** ", "legal": "*  "}
+
+
+def challenge(
+    name: Annotated[str | None, typer.Argument(help="a level's name or number", show_default=False)] = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(help="your attempt: my_file.py:MySchedule, plan.csv, or a plan's rows", show_default=False),
+    ] = None,
+    hint: Annotated[int, typer.Option(min=0, max=3, help="show so many hints")] = 0,
+    sheet: Annotated[bool, typer.Option("--sheet", help="all levels with answers, as Markdown, for a teacher")] = False,
+) -> None:
+    """Levels with a par: write the order that reaches it. The exit code of a refused attempt is 1.
+
+    For example: pipelab challenge; pipelab challenge four; pipelab challenge four my_file.py:MySchedule
+    """
+    if sheet:
+        echo(_sheet())
+    elif name is None:
+        _list()
+    elif target is None:
+        _show(level(name), hint)
+    else:
+        _try(level(name), target)
+
+
+def _list() -> None:
+    best = _best()
+    table = titled("Write an order that reaches par")
+    for column in ("level", "", "best", "good", "par", "what it is about"):
+        table.add_column(column)
+    for number, each in enumerate(levels().values(), 1):
+        own = best.get(each.name)
+        reached = "" if own is None else _MARKS["par" if own <= each.par else "good" if own <= each.good else "legal"]
+        shown = "" if own is None else f"{own:g}"
+        table.add_row(f"{number} {each.name}", reached, shown, f"{each.good:g}", f"{each.par:g}", each.title)
+    Console().print(table)
+    say("pipelab challenge fill: what to do in the first one")
+
+
+def _show(level: Level, hints: int) -> None:
+    echo(folded(f"{level.title}. {level.story}"))
+    echo(f"\n  {_given(level)}\n  good: {level.good:g} units; par: {level.par:g}")
+    if (own := _best().get(level.name)) is not None:
+        echo(f"  your best so far: {own:g}")
+    for number, hint in enumerate(level.hints[:hints], 1):
+        echo(folded(f"  hint {number}: {hint}"))
+    say(f"pipelab challenge {level.name} my_file.py:MySchedule: your attempt; --hint 1: a hint")
+
+
+def _given(level: Level) -> str:
+    """Return a level's sizes and rules in one line."""
+    stages = f", {level.stages_per_rank} stages each" if level.stages_per_rank > 1 else ""
+    cap = f"; at most {level.cap} activations on a rank" if level.cap else ""
+    latency = f", latency {level.latency:g}" if level.latency else ""
+    kinds = "F, B, or I and W instead of B" if level.split else "F and B"
+    times = f"forward {_times(level.forward)}, backward {_times(level.backward)}{latency}"
+    return f"{level.ranks} ranks{stages}, {level.microbatches} micro-batches; {kinds}; {times}{cap}"
+
+
+def _times(given: object) -> str:
+    return " ".join(f"{each:g}" for each in given) if isinstance(given, list | tuple) else f"{given:g}"
+
+
+def _try(level: Level, target: str) -> None:
+    sizes = () if has_sizes(target) else (level.ranks, level.microbatches)
+    attempt = judge(level, untimed(find(target, *sizes)))
+    if attempt.trace is None:
+        more = len(attempt.refusals) - _MOST_REFUSALS
+        echo(f"{level.title}: refused", error=True)
+        for refusal in attempt.refusals[:_MOST_REFUSALS]:
+            echo(folded(refusal), error=True)
+        if more > 0:
+            echo(f"and {more} more: pipelab check shows all", error=True)
+        raise typer.Exit(1)
+    echo(text.timeline(attempt.trace))
+    echo(f"{level.title}: {_said(attempt)}")
+    if (built := attempt.recognised) is not None:
+        say(f"you built {built}: pipelab schedules says whose it is")
+    _keep(attempt)
+
+
+def _said(attempt: Attempt) -> str:
+    level = attempt.level
+    if attempt.reached == "par":
+        return f"{attempt.makespan:g} units. Par! Nothing is quicker"
+    ahead = "good" if attempt.reached == "good" else f"legal; good is {level.good:g}"
+    return f"{attempt.makespan:g} units, {ahead}; par is {level.par:g}"
+
+
+def _file() -> Path:
+    """Return where the best results are kept."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "pipelab" / "challenges.json"
+
+
+def _best() -> dict[str, float]:
+    """Return the shortest makespan so far, by level; nothing if the file is not one of ours."""
+    try:
+        kept = json.loads(files.read_text(_file()))
+        return {name: float(best) for name, best in kept.items() if name in levels()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(attempt: Attempt) -> None:
+    best = _best()
+    assert attempt.makespan is not None
+    if attempt.makespan < best.get(attempt.level.name, float("inf")):
+        path = _file()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(path, json.dumps(best | {attempt.level.name: attempt.makespan}, indent=1))
+        except OSError as error:
+            say(f"this result is not kept: {error.filename}: {error.strerror}")
+
+
+def _sheet() -> str:
+    """Return all levels with answers, as Markdown."""
+    lines = ["# Levels of `pipelab challenge`, with answers"]
+    for number, each in enumerate(levels().values(), 1):
+        lines += [f"\n## {number}. {each.title} (`{each.name}`)", each.story, f"{_given(each)}."]
+        lines += [f"Good: {each.good:g}. Par: {each.par:g}, proven. {each.teacher}", f"Source: {each.source}."]
+        lines += [f"```text\n{each.solution}\n```"]
+    return "\n\n".join(lines)

@@ -1,0 +1,97 @@
+"""The levels: their pars are proven, their references reach them, and what may be placed is what `check` allows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import pipelab
+from pipelab.challenges.levels import judge, level, levels, ready
+from pipelab.errors import UsageError
+
+LEVELS = list(levels().values())
+
+
+@pytest.mark.parametrize("each", LEVELS, ids=lambda each: each.name)
+def test_the_reference_reaches_par_and_nothing_is_quicker(each):
+    attempt = judge(each, each.solution)
+    assert (attempt.reached, attempt.makespan) == ("par", each.par)
+    best = pipelab.optimum(each.solution, each.cost, memory_cap=each.cap, seconds=60)
+    assert best.proven
+    assert best.trace.makespan == each.par
+
+
+@pytest.mark.parametrize("each", LEVELS, ids=lambda each: each.name)
+def test_a_level_says_all_that_a_learner_needs(each):
+    assert each.par < each.good
+    assert len(each.hints) == 3
+    assert each.story.endswith(".")
+    assert each.teacher
+    assert each.source
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("each", LEVELS, ids=lambda each: each.name)
+def test_whatever_is_placed_by_hand_is_legal_and_begins_when_it_says(each, seed):
+    draw = random.Random(seed)  # noqa: S311 - a test
+    rows, said = [[] for _ in range(each.ranks)], {}
+    while any(choices := ready(each, rows)):
+        rank = draw.choice([rank for rank, choice in enumerate(choices) if choice])
+        word = draw.choice(list(choices[rank]))
+        said[word] = choices[rank][word]
+        rows[rank].append(word)
+    plan = pipelab.Plan.parse([" ".join(row) for row in rows])
+    faults = pipelab.check(plan, memory_cap=each.cap)
+    if each.cap is None:
+        assert faults == []
+    assert {fault.code for fault in faults} <= {"missing"}  # with a cap, a rank may run into a dead end
+    if not faults:
+        found = judge(each, plan)
+        assert found.trace is not None
+        assert {str(event.action): event.start for event in found.trace.events} == pytest.approx(said)
+
+
+def test_no_choice_is_kept_from_the_player():
+    each = level("fill")
+    assert ready(each, [[], [], []]) == [{"0F0": 0.0}, {}, {}]
+    assert ready(each, [["0F0", "0F1"], ["1F0"], ["2F0"]]) == [{"0F2": 2.0}, {"1F1": 2.0}, {"2B0": 3.0}]
+    assert ready(level("two"), [["0F0", "0F1"], [], [], []]) == [{}, {"1F0": 1.0}, {}, {}]
+    split = level("no-bubble")
+    assert ready(split, [["0F0"], ["1F0"], ["2F0"]])[2] == {"2B0": 3.0, "2I0": 3.0}
+    assert ready(split, [["0F0"], ["1F0"], ["2F0", "2I0"]])[2] == {"2W0": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "said"),
+    [
+        ("four", pipelab.GPipe(4, 8), "memory-cap"),
+        ("four", pipelab.GPipe(3, 8), "3 ranks"),
+        ("four", pipelab.GPipe(4, 4), "4 micro-batches"),
+        ("around", pipelab.GPipe(2, 4), "stages_per_rank"),
+        ("four", pipelab.ZBH1(4, 8), "F and B only"),
+        ("valley", pipelab.InterleavedZeroBubble(3, 6), "stage 3 is on rank 2"),
+        ("fill", pipelab.Plan.parse(["0F0 0F1 0F2", "1F0 1F1 1F2", "2F0 2F1 2F2"]), "missing"),
+    ],
+)
+def test_an_attempt_that_breaks_a_rule_is_refused_with_the_reason(name, schedule, said):
+    attempt = judge(level(name), schedule)
+    assert attempt.reached == "refused"
+    assert said in attempt.refusals[0]
+
+
+def test_a_built_schedule_is_recognised():
+    assert judge(level("halves"), level("halves").solution).recognised == "zb-h1"
+    assert judge(level("three"), level("three").solution).recognised is None
+
+
+def test_levels_have_numbers_and_names():
+    assert level("1") is LEVELS[0]
+    for unknown in ("0", "13", "nine"):
+        with pytest.raises(UsageError, match="fill"):
+            level(unknown)
+
+
+def test_what_has_been_placed_too_early_is_told():
+    with pytest.raises(UsageError, match="1F0"):
+        ready(level("fill"), [[], ["1F0"], []])

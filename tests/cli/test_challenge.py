@@ -1,0 +1,60 @@
+"""`pipelab challenge`: levels, attempts, best results, the teacher's sheet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelab.challenges.levels import levels
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    """Keep best results in a folder of the test's own; return their file."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "pipelab" / "challenges.json"
+
+
+def test_an_attempt_is_drawn_named_and_kept_if_it_is_the_best(pipelab_command, state):
+    code, output, _ = pipelab_command("challenge", "four", "1f1b")
+    assert code == 0
+    assert "33 units" in output
+    assert "rank 3 │" in output
+    assert "1f1b" in output.splitlines()[-1]
+    assert json.loads(state.read_text()) == {"four": 33}
+    assert pipelab_command("challenge", "four", "naive")[0] == 0
+    assert json.loads(state.read_text()) == {"four": 33}
+    assert "***" in pipelab_command("challenge")[1]
+    assert "your best so far: 33" in pipelab_command("challenge", "2")[1]
+
+
+def test_a_refused_attempt_ends_with_1_and_keeps_nothing(pipelab_command, state):
+    code, _, error = pipelab_command("challenge", "four", "gpipe")
+    assert code == 1
+    assert "memory-cap: 0F4" in error
+    assert "1 more" in error
+    assert not state.exists()
+
+
+def test_a_plan_in_a_file_counts(pipelab_command, folder):
+    Path("mine.csv").write_text("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n2F0,2F1,2F2,2B0,2B1,2B2\n")
+    assert "15 units" in pipelab_command("challenge", "fill", "mine.csv")[1]
+
+
+@pytest.mark.parametrize("broken", ["{", "[]", '{"four": "x"}', '{"other": 3}'])
+def test_a_broken_file_of_results_is_no_hindrance(pipelab_command, state, broken):
+    state.parent.mkdir(parents=True)
+    state.write_text(broken)
+    assert "***" not in pipelab_command("challenge")[1]
+    assert pipelab_command("challenge", "fill", "gpipe")[0] == 0
+    assert json.loads(state.read_text()) == {"fill": 15}
+
+
+def test_hints_come_one_by_one_and_the_sheet_has_all_answers(pipelab_command):
+    assert pipelab_command("challenge", "fill", "--hint", "2")[1].count("\n  hint ") == 2
+    sheet = pipelab_command("challenge", "--sheet")[1]
+    for each in levels().values():
+        assert each.title in sheet
+        assert str(each.solution) in sheet

@@ -161,7 +161,7 @@ def reaches_par(answer):
     for cluster, par in zip(CLUSTERS, (123.5, 133.5), strict=True):
         P = answer(cluster)
         if P not in (1, 2, 4, 8, 16) or BLOCKS / P > cluster["blocks"]:
-            print(print(f"{P} stages: not a cut of 16 devices, or more blocks on each than fit"))
+            print(f"{P} stages: not a cut of 16 devices, or more blocks on each than fit")
             return False
         D = 16 // P
         makespan = step(P, D, cluster["within_ms"] if D <= cluster["node"] else cluster["across_ms"]).makespan

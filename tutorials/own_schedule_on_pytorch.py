@@ -2,7 +2,7 @@
 # # Your own schedule on PyTorch's engine
 #
 # You have an idea for a schedule. PyTorch has seven schedules in `torch.distributed.pipelining`, and yours is not among
-# them. To try it there you would have to read a file of 140 kB and write a subclass of something that begins with an
+# them. To try it there you would have to read a file of more than 150 kB and write a subclass of something that begins with an
 # underscore.
 #
 # On this page an order of ten lines is checked, proven on tensors, run with a process for each rank on PyTorch's

@@ -2,8 +2,8 @@
 # # Your own schedule on PyTorch's engine
 #
 # You have an idea for a schedule. PyTorch has seven schedules in `torch.distributed.pipelining`, and yours is not among
-# them. To try it there you would have to read a file of more than 150 kB and write a subclass of something that begins with an
-# underscore.
+# them. To try it there you would have to read a file of more than 150 kB and write a subclass of something that begins
+# with an underscore.
 #
 # On this page an order of ten lines is checked, proven on tensors, run with a process for each rank on PyTorch's
 # runtime, and in the end handed to a script that has never heard of pipelab.
@@ -71,18 +71,14 @@ with pipelab.Pipeline(model, schedule, torch.nn.functional.mse_loss) as pipe:
     print(pipe.verify(x, y))
 
 # %% [markdown]
-# ## Predict: from threads to processes
+# ## In processes
 #
 # Now each rank becomes a process of its own, as on a cluster, and PyTorch's runtime runs the plan: it sends, receives
-# and decides when what happens. How many lines of the schedule must change? And will the gradients equal plain
-# training's in every bit, or within rounding?
-
-# %%
-my_prediction = None  # a number of lines, and "bits" or "rounding"
+# and decides when what happens. This is the script:
 
 # %%
 folder = Path(tempfile.mkdtemp())
-(folder / "two_f_two_b.py").write_text(
+written = (folder / "two_f_two_b.py").write_text(
     """
 import torch
 import pipelab
@@ -120,6 +116,15 @@ def launch(script):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=300).stdout
 
 
+# %% [markdown]
+# ## Predict: from threads to processes
+#
+# How many lines of the schedule had to change? And will the gradients equal plain training's in every bit, or within
+# rounding?
+
+# %%
+my_prediction = None  # a number of lines, and "bits" or "rounding"
+
 # %% tags=["answer"]
 print(f"predicted {my_prediction}")
 said = launch("two_f_two_b.py")
@@ -147,7 +152,7 @@ print((folder / "plan.csv").read_text())
 # class is private in PyTorch 2.13, so its name may change; see the notes in [Several processes](../processes.md).)
 
 # %%
-(folder / "plain.py").write_text(
+written = (folder / "plain.py").write_text(
     """
 import os
 import torch
@@ -171,7 +176,7 @@ for half in halves:
     half.zero_grad()
 torch.nn.functional.mse_loss(torch.nn.Sequential(*halves)(x), y).backward()
 difference = (mine - halves[rank][0].weight.grad).norm() / mine.norm()
-print(f"rank {rank}: the gradient differs from plain training's by {difference:.0e} of its length", flush=True)
+print(f"rank {rank}: its gradient is off plain training's by {difference:.0e} of its length\\n", end="", flush=True)
 assert difference < 1e-5
 dist.destroy_process_group()
 """
@@ -217,14 +222,14 @@ def reaches_par(answer):
             print(f"{ranks} ranks: {len(rows)} rows so far")
             return False
         (folder / "answer.csv").write_text("\n".join(rows) + "\n")
-        written = pipelab.Plan.from_csv(folder / "answer.csv")
-        if faults := pipelab.check(written, memory_cap=3):
+        plan = pipelab.Plan.from_csv(folder / "answer.csv")
+        if faults := pipelab.check(plan, memory_cap=3):
             print(f"{ranks} ranks: {faults[0]}")
             return False
-        if written.microbatches != 4:
-            print(f"{ranks} ranks: {written.microbatches} micro-batches instead of 4")
+        if plan.microbatches != 4:
+            print(f"{ranks} ranks: {plan.microbatches} micro-batches instead of 4")
             return False
-        trace = pipelab.simulate(written, cost)
+        trace = pipelab.simulate(plan, cost)
         print(f"{ranks} ranks: {trace.makespan:g} units, par {par}")
         reached.append(trace.makespan <= par)
     return all(reached)

@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz light lint types docs site pictures bench clean
+.PHONY: help demo test fuzz light lint types docs site pictures dist bench clean
 
 help: ## show this list
 	@echo "pipelab: make <target>, where target is one of"
@@ -75,6 +75,9 @@ site: .venv/docs.stamp ## build the documentation into site/
 pictures: .venv/dev.stamp ## draw the README's picture anew
 	@$(BIN)/python docs/pictures.py
 
+dist: site .venv/dev.stamp ## build the wheel and the source archive into dist/, with the documentation in them
+	@rm -rf dist && $(BIN)/python -m build
+
 bench: .venv/run.stamp ## measure how fast pipelab is
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
@@ -87,7 +90,7 @@ clean: ## remove the environment and everything that was built
 .venv/run.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	@$(BIN)/python -c "$$KEEP_TORCH"
 	@echo "pipelab: installing what it runs on (fetching PyTorch takes a while, once)"
-	@$(INSTALL) -e .
+	@$(INSTALL) -e ".[torch]"
 	@touch $@
 
 .venv/dev.stamp: .venv/run.stamp

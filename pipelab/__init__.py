@@ -53,6 +53,7 @@ from pipelab.checking.checker import check
 from pipelab.checking.memory import Memory
 from pipelab.draw.table import Column, Table
 from pipelab.errors import (
+    NO_TORCH,
     BatchError,
     CostError,
     DeviceError,
@@ -196,7 +197,12 @@ def __getattr__(name: str) -> Any:
     """Load the torch half's names on first use."""
     if name not in _TORCH_HALF:
         raise AttributeError(f"module 'pipelab' has no attribute {name!r}")
-    value = getattr(import_module(_TORCH_HALF[name]), name)
+    try:
+        value = getattr(import_module(_TORCH_HALF[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise ModuleNotFoundError(f"pipelab.{name}: {NO_TORCH}", name="torch") from None
+        raise
     globals()[name] = value
     return value
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_SLOTS",
+    "NO_TORCH",
     "BatchError",
     "CostError",
     "DeviceError",
@@ -42,6 +43,10 @@ __all__ = [
 
 MOST_SLOTS = 1 << 22
 """How many stages times micro-batches a plan may have. One of this size is checked and simulated in about 4 GB."""
+
+NO_TORCH = """to run on tensors takes PyTorch, which is not installed
+  try: pip install "torch>=2.10\""""
+"""What is said where PyTorch is missing: pipelab is installed without it."""
 
 _MOST_ALIKE = 4
 """How many faults with the same code a message shows in full."""

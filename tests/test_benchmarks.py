@@ -80,7 +80,7 @@ TINY = {
     "simulation": {"SIZES": ((2, 4), (4, 8)), "PEER_SECONDS": {}, "JOB": (2, 4, 2, 2)},
     "split": {"SIZES": ((8, 2), (4, 2))},
     "emulation": {"SETTINGS": ((0.1, 0.2, 2),)},
-    "drawing": {"SIZES": ((2, 4),)},
+    "drawing": {"SIZES": ((2, 4),), "PAGES": {(2, 4): "its targets"}, "ROUNDS": 1},
     "memory": {"SETTING": Setting(blocks=2, width=16, length=8)},
 }
 

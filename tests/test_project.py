@@ -31,7 +31,8 @@ def pins() -> dict[str, str]:
 def requirements() -> list[Requirement]:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     extras = project["optional-dependencies"]
-    return [Requirement(text) for text in (*project["dependencies"], *extras["dev"], *extras["docs"])]
+    named = [*project["dependencies"], *(text for name, extra in extras.items() if name != "gpu" for text in extra)]
+    return sorted({Requirement(text) for text in named if not text.startswith(project["name"])}, key=str)
 
 
 def test_every_make_target_that_a_reader_is_told_of_exists() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -57,7 +60,7 @@ from pipelab.cli.printing import (
 )
 from pipelab.cli.sweeping import Cell, sweep, table_of
 from pipelab.draw import text
-from pipelab.errors import PipelabError, UsageError
+from pipelab.errors import NO_TORCH, PipelabError, UsageError
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
@@ -319,6 +322,35 @@ def conformance(
         raise typer.Exit(1)
 
 
+@app.command()
+def docs(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="where to listen; 0: any free port")] = 8484,
+    browser: Annotated[bool, typer.Option(help="open it in the web browser")] = True,
+) -> None:
+    """Show the documentation, which came with pipelab, at an address of this machine alone. Ctrl-C ends it."""
+    package = Path(pipelab.__file__).parent
+    folder = next(
+        (each for each in (package / "site", package.parent / "site") if (each / "index.html").is_file()), None
+    )
+    if folder is None:
+        raise UsageError("the documentation is not built\n  try: make site in pipelab's folder, then pipelab docs")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Leave the terminal alone."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), partial(Quiet, directory=str(folder)))
+    except OSError as error:
+        raise UsageError(f"port {port} is not free ({error.strerror})\n  try: pipelab docs --port 0") from error
+    with server, suppress(KeyboardInterrupt):
+        address = f"http://127.0.0.1:{server.server_port}/"
+        say(f"{address} shows {folder}; Ctrl-C ends it")
+        if browser:
+            webbrowser.open(address)
+        server.serve_forever()
+
+
 def main() -> None:
     """Run the command line. pipelab's own errors are printed without a traceback."""
     write_any_letter()
@@ -327,6 +359,11 @@ def main() -> None:
     except PipelabError as error:
         lead = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
         echo(folded(f"{lead}{error}"), error=True)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        echo(f"{shlex.join(['pipelab', *sys.argv[1:]])}: {NO_TORCH}", error=True)
         sys.exit(1)
     except OSError as error:
         echo(folded(f"{error.filename or 'a file'}: {error.strerror or error}"), error=True)

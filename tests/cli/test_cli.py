@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import subprocess
 import sys
+import urllib.request
+import webbrowser
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from commands import RIGHT
 
 import pipelab
+from pipelab.cli.app import docs
 from pipelab.draw import wording
+from pipelab.errors import UsageError
 
 
 @pytest.mark.parametrize("name", pipelab.schedules)
@@ -41,6 +47,31 @@ def test_a_students_file_is_checked_simulated_and_drawn(pipelab_command, folder)
     assert code == 0
     assert all(Path(f"t.{suffix}").stat().st_size > 500 for suffix in ("svg", "html", "txt"))
     assert output.count("wrote ") == 3
+
+
+@pytest.mark.parametrize("line", ["pipelab.Pipeline", "main()"])
+def test_without_pytorch_what_needs_it_says_so(line):
+    code = f"import sys; sys.modules['torch'] = None; import pipelab; from pipelab.cli.app import main; {line}"
+    done = subprocess.run([sys.executable, "-c", code, "run", "1f1b"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'pip install "torch>=2.10"' in done.stderr
+    assert ("Traceback" in done.stderr) == (line != "main()")
+    assert ("pipelab run 1f1b: " in done.stderr) == (line == "main()")
+
+
+def test_the_documentation_is_served_to_this_machine_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipelab, "__file__", str(tmp_path / "pipelab" / "__init__.py"))
+    with pytest.raises(UsageError, match="make site"):
+        docs(0, browser=False)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text("pipelab, explained")
+    opened = queue.Queue()
+    monkeypatch.setattr(webbrowser, "open", opened.put)
+    Thread(target=docs, args=(0, True), daemon=True).start()
+    address = opened.get(timeout=60)
+    assert address.startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(address, timeout=60) as page:  # noqa: S310 - this machine's own
+        assert page.read() == b"pipelab, explained"
 
 
 def test_a_memory_cap_is_a_fault_like_any_other(pipelab_command):

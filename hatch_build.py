@@ -1,0 +1,17 @@
+"""Put the built site, if there is one, into what is published: `pipelab docs` serves it from the installed package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class Site(BuildHookInterface):  # type: ignore[type-arg]
+    """`site/` as `site/` in the source archive, and as `pipelab/site/` in the wheel; nothing in an editable install."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the folder."""
+        if version == "standard" and (Path(self.root) / "site" / "index.html").is_file():
+            build_data["force_include"]["site"] = "site" if self.target_name == "sdist" else "pipelab/site"

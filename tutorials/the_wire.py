@@ -1,0 +1,213 @@
+# %% [markdown]
+# # The wire: a legal plan that hangs
+#
+# Your 1F1B passes every check, and on threads its gradients are right. You write it for two machines, with a `send`
+# after each action that gives a value and a `recv` before each action that needs one. It hangs. There is no error, both
+# processes wait, and a night of rented GPUs is gone.
+#
+# On this page you build the machine that hangs, in 25 lines, and see why. Then you repair it by changing nothing but
+# the order of sends and receives.
+#
+# It takes 15 minutes, and you need [Your first schedule](first_schedule.md) before it. The page is a Python file,
+# `tutorials/the_wire.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
+# look.
+#
+# ## Rows with sends and receives
+#
+# Until now, a value simply arrived. On a real wire somebody must send it, and somebody must be there to receive it.
+# `pipelab.lower` writes both into the rows. `0SEND_F1` sends what `0F1` gave, `1RECV_F1` receives it on the next rank.
+
+# %%
+import pipelab
+
+rows = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), "deferred").rows
+for rank, row in enumerate(rows):
+    print(f"rank {rank} | {' '.join(row)}")
+
+# %% [markdown]
+# This is what everybody writes first: receive right before you need it (*deferred*), send right after you have it.
+#
+# A `send` like that of `torch.distributed` **meets** its `recv`: neither returns before the other side is there.
+# (Sometimes a buffer lets a small message through. Then the program works in the test and hangs with the real model.)
+
+# %% [markdown]
+# Here is a machine that runs such rows. Each rank has its own clock. A forward or a backward takes its time; a send or
+# a receive waits until the other side has come to its half.
+
+
+# %%
+def run(rows, forward=1, backward=2):
+    """Run rows whose sends and receives meet; return when it is over, and the words at which ranks are stuck."""
+    clock, at = [0.0] * len(rows), [0] * len(rows)
+
+    def word(rank):
+        return rows[rank][at[rank]] if at[rank] < len(rows[rank]) else ""
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(rows)):
+            while word(rank) and "_" not in word(rank):  # a forward or a backward
+                clock[rank] += forward if "F" in word(rank) else backward
+                at[rank] += 1
+                moved = True
+            if "SEND" in word(rank):
+                value = word(rank).split("_")[1]
+                peer = rank + 1 if "F" in value else rank - 1
+                if word(peer) == f"{peer}RECV_{value}":
+                    clock[rank] = clock[peer] = max(clock[rank], clock[peer])
+                    at[rank] += 1
+                    at[peer] += 1
+                    moved = True
+    return max(clock), [word(rank) for rank in range(len(rows)) if word(rank)]
+
+
+# %% [markdown]
+# ## Predict: does it hang?
+#
+# Be the machine: go through the two rows above with a finger on each. Does it hang, and if so, on which two words do
+# your fingers stand?
+
+# %%
+my_prediction = None  # "no", or the two words
+
+# %% tags=["answer"]
+print(f"predicted {my_prediction}; stuck at {run(rows)[1]}")
+assert run(rows) == (4, ["0SEND_F1", "1SEND_B0"])
+
+# %% [markdown] tags=["answer"]
+# Rank 0 wants to send the second micro-batch down. Rank 1 wants to send the first gradient up. Each stands before a
+# send, and would receive only afterwards. Two people in a doorway, each holding the door for the other one.
+
+# %% [markdown]
+# ## Ask before it runs
+#
+# `check` finds it without running anything, if you say how transfers are ordered. The plan itself is right; its
+# transfers are not.
+
+# %%
+schedule = pipelab.OneFOneB(ranks=4, microbatches=8)
+assert pipelab.check(schedule) == []
+faults = pipelab.check(schedule, transfers="deferred")
+print(faults[0])
+assert [fault.code for fault in faults] == ["transfer-deadlock"]
+
+# %% [markdown]
+# Whether `check` is right about this was tried on 1,260 random plans in four real processes with blocking sends: they
+# hung exactly where it said so ([the wire, in full](../wire.md)).
+#
+# Which schedules hang?
+
+# %%
+for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB, pipelab.Eager1F1B, pipelab.DelayedBackward):
+    deferred = pipelab.lower(kind(4, 8), "deferred").rows
+    time, stuck = run(deferred)
+    assert bool(stuck) == bool(pipelab.check(kind(4, 8), transfers="deferred"))
+    print(f"{kind.__name__:16} {'hangs at ' + stuck[0] if stuck else f'{time:g} units'}")
+
+# %% [markdown]
+# GPipe never hangs: all forwards go down before any gradient comes up. So a wire that hangs has two directions in use
+# at once.
+#
+# ## What PyTorch does
+#
+# PyTorch's pipelining puts each receive as *early* as its send can be placed. Look at rank 1: it now receives `F1`
+# before it computes `B0`, so that rank 0 gets rid of it.
+
+# %%
+early = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), "pytorch").rows
+for rank, row in enumerate(early):
+    print(f"rank {rank} | {' '.join(row)}")
+assert run(early)[1] == []
+
+# %% [markdown]
+# ## Predict: what does the wire cost?
+#
+# Without a wire, GPipe and 1F1B both take 33 units on four ranks with eight micro-batches. Our wire takes no time at
+# all for a transfer: it only makes both sides meet. How long do the two take on it, in PyTorch's order?
+
+# %%
+my_second_prediction = None  # two numbers: GPipe, 1F1B
+
+# %% tags=["answer"]
+gpipe = run(pipelab.lower(pipelab.GPipe(4, 8), "pytorch").rows)
+one_f_one_b = run(pipelab.lower(pipelab.OneFOneB(4, 8), "pytorch").rows)
+print(f"predicted {my_second_prediction}; GPipe {gpipe[0]:g}, 1F1B {one_f_one_b[0]:g}")
+assert (gpipe, one_f_one_b) == ((33, []), (45, []))
+
+# %% [markdown] tags=["answer"]
+# 1F1B takes a third longer than GPipe, with transfers that take no time. A rank that waits at a meeting cannot compute.
+#
+# PyTorch's runtime is kinder than our machine: its sends and receives wait in a queue of their own, while the rank
+# computes. With one stage per rank, both then take 33 units again. But the queue is *one*, and with several stages per
+# rank a value that is ready stands behind one that is not:
+
+# %%
+for kind in (pipelab.GPipe, pipelab.OneFOneB):
+    assert pipelab.simulate(kind(4, 8), pipelab.Cost(transfers="pytorch")).makespan == 33
+for transfers in ("arrive", "pytorch", "by-time"):
+    trace = pipelab.simulate(pipelab.Interleaved1F1B(8, 16), pipelab.Cost(transfers=transfers))
+    print(f"interleaved 1F1B, 8 ranks, 16 micro-batches, {transfers}: {trace.makespan:g}")
+assert pipelab.simulate(pipelab.Interleaved1F1B(8, 16), pipelab.Cost(transfers="pytorch")).makespan == 84
+assert pipelab.simulate(pipelab.Interleaved1F1B(8, 16), pipelab.Cost(transfers="by-time")).makespan == 58.5
+
+# %% [markdown]
+# `by-time` is an order of the same transfers that pipelab works out. PyTorch runs it as it is, from the file that
+# `pipelab.lower(plan, "by-time").to_csv("plan.csv")` writes.
+#
+# ## Exercise: one order for the wire
+#
+# You get a rank's row of 1F1B, with the receives deferred. Return the same words in an order that does not hang, and
+# that costs nothing on our machine.
+#
+# - **Par on two ranks with 8 micro-batches: 27 units.**
+# - **Par on four ranks with 8 micro-batches: 33 units.**
+#
+# These are the times without any wire, so nothing beats them. Forwards and backwards must stay in their order, and a
+# rank cannot send what it has not computed or compute what it has not received. The function below changes nothing. (A
+# hint: both people hold the door. How many of them have to change their habit?)
+
+
+# %%
+def answer(row):
+    """Return a rank's words in an order that does not hang."""
+    return row
+
+
+# %%
+def reaches_par(answer):
+    """Print how far an answer is from par; return whether it reaches both pars."""
+    reached = []
+    for ranks, par in ((2, 27), (4, 33)):
+        given = [list(row) for row in pipelab.lower(pipelab.OneFOneB(ranks, 8), "deferred").rows]
+        mine = [list(answer(list(row))) for row in given]
+        for rank, (row, before) in enumerate(zip(mine, given, strict=True)):
+            if (problem := what_is_wrong(row, before)) is not None:
+                print(f"{ranks} ranks: rank {rank}: {problem}")
+                return False
+        time, stuck = run(mine)
+        print(f"{ranks} ranks: " + (f"hangs at {', '.join(stuck)}" if stuck else f"{time:g} units, par {par}"))
+        reached.append(not stuck and time <= par)
+    return all(reached)
+
+
+def what_is_wrong(row, before):
+    """Return why a row cannot stand for another one, or None."""
+    if sorted(row) != sorted(before):
+        return "it has other words than before"
+    if [word for word in row if "_" not in word] != [word for word in before if "_" not in word]:
+        return "its forwards and backwards are in another order"
+    for word in row:
+        if "SEND" in word and row.index(word) < row.index(word.replace("SEND_", "")):
+            return f"{word} stands before what it sends"
+        if "RECV" in word and row.index(word) > row.index(word.replace("RECV_", "")):
+            return f"{word} stands after what needs it"
+    return None
+
+
+print("par!" if reaches_par(answer) else "not yet")
+
+# %% [markdown]
+# When you are done: the same idea is one function in Megatron-LM, which sends a forward's output and receives a
+# backward's gradient in one call. What does the call's name begin with, and why is there no such function for the
+# warm-up? The solution is in `tutorials/solutions/the_wire.py`.

@@ -1,12 +1,14 @@
 # %% [markdown]
 # # Gradients around a ring
 #
-# Data parallelism gives each **replica** of a model its own part of the batch. Before the optimizer steps, all replicas
-# need the *mean* of their gradients: an **all-reduce**. This page follows the numbers around the ring, counts the
-# bytes, makes the messages smaller with four codecs, and shows what that costs over 200 steps of training.
+# Eight copies of a model have each seen another part of the batch. Now all of them need the *mean* of their gradients.
+# If everybody sends to one, that one is the bottleneck; if everybody sends to everybody, the network is. On this page
+# you follow the numbers around a **ring**, where nobody is, count the bytes, and make the messages smaller.
 #
-# All replicas are in one process here, so any laptop will do. The page is a Python file,
-# `tutorials/gradients_around_a_ring.py`: run it as a script, or cell by cell as a notebook.
+# It takes 15 minutes. What such an **all-reduce** means for the choice between copies and stages is in [Data x
+# pipeline](data_and_pipeline.md). All replicas are in one process here, so any laptop will do. The page is a Python
+# file, `tutorials/gradients_around_a_ring.py`: run it as a script, or cell by cell as a notebook. Write your
+# predictions down before you look.
 
 # %%
 import torch
@@ -39,18 +41,26 @@ assert all(torch.equal(each, torch.arange(7.0) + 10) for each in result.tensors)
 result.plot()
 
 # %% [markdown]
-# ## How many bytes?
+# ## Predict: how many bytes?
 #
-# Each of D ranks sends 2(D - 1) chunks of 1/D of its N numbers: 2(D - 1)/D · N in all, less than 2N however many ranks
-# there are. The *steps* do grow with the ranks: 2(D - 1), not log D. With small gradients and many ranks, it is their
-# latency that counts.
+# With two ranks, each sends as many numbers as its gradient has: one half of them in each phase. With 64 ranks, how
+# many times its gradient does each rank send?
 
 # %%
+my_prediction = None  # times the gradient
+
+# %% tags=["answer"]
+print(f"predicted {my_prediction}")
 for ranks in (2, 4, 8, 64):
     reduced = pipelab.ring_all_reduce([torch.zeros(960)] * ranks)
     share = reduced.bytes_per_rank[0] / (960 * 4)
     print(f"{ranks:2d} ranks: {len(reduced.steps):3d} steps, each rank sends {share:.2f} times its gradient")
     assert share == 2 * (ranks - 1) / ranks
+
+# %% [markdown] tags=["answer"]
+# Less than twice, however many ranks there are: each of D ranks sends 2(D - 1) chunks, and a chunk is 1/D of the
+# gradient. The *steps* do grow with the ranks: 2(D - 1), not log D. With small gradients and many ranks, it is their
+# latency that counts.
 
 # %% [markdown]
 # ## Smaller messages
@@ -173,8 +183,58 @@ assert all(abs(row["loss"] / last["none"]["loss"] - 1) < 0.02 for row in last.va
 #     model = DistributedDataParallel(module)
 #     model.register_comm_hook(model.process_group, pipelab.codec_hook("int8-ef"))
 #
-# ## Try it
+# ## Exercise: the order of the ring
 #
-# - Train with a learning rate ten times as large, and with momentum. Which codecs still follow?
-# - Write a codec that sends one bit for each number (its sign) and the mean magnitude as the scale, with feedback, and
-#   without. `pipelab.engine.collectives.codecs.Codec` shows one.
+# Write the ring yourself. In each step, a rank may send one chunk to the next rank (the last one sends to rank 0).
+# Return a list of steps; a step says for each rank which chunk it sends, or `None`. If the two sums of a chunk have
+# nothing in common, the receiver adds them up. If what arrives contains all that the receiver has, the receiver takes
+# it. Otherwise a gradient would count twice, and the check refuses it.
+#
+# - **Par for 4 ranks: 6 steps.**
+# - **Par for 8 ranks: 14 steps.**
+#
+# The function below is right, but only one rank sends at a time: the starting point, not the solution.
+
+
+# %%
+def answer(ranks):
+    """Return the steps of an all-reduce around a ring."""
+    return [
+        [chunk if rank == hop % ranks else None for rank in range(ranks)]
+        for chunk in range(ranks)
+        for hop in range(2 * (ranks - 1))  # once around to add up, once more to hand on
+    ]
+
+
+# %%
+def reaches_par(answer):
+    """Print how far an answer is from par; return whether it reaches both pars."""
+    reached = []
+    for ranks, par in ((4, 6), (8, 14)):
+        has = [[{rank} for _ in range(ranks)] for rank in range(ranks)]  # whose gradients are in a rank's chunks
+        steps = answer(ranks)
+        for number, step in enumerate(steps):
+            sent = [(rank, chunk, set(has[rank][chunk])) for rank, chunk in enumerate(step) if chunk is not None]
+            for rank, chunk, value in sent:
+                to = (rank + 1) % ranks
+                common = value & has[to][chunk]
+                if common and common != has[to][chunk]:
+                    print(
+                        f"{ranks} ranks, step {number}: rank {to} has {has[to][chunk]} of chunk {chunk}, gets {value}"
+                    )
+                    return False
+                has[to][chunk] |= value
+        missing = [(rank, chunk) for rank in range(ranks) for chunk in range(ranks) if len(has[rank][chunk]) < ranks]
+        if missing:
+            print(f"{ranks} ranks: at the end, rank {missing[0][0]} has not all of chunk {missing[0][1]}")
+            return False
+        print(f"{ranks} ranks: {len(steps)} steps, par {par}")
+        reached.append(len(steps) <= par)
+    return all(reached)
+
+
+print("par!" if reaches_par(answer) else "not yet")
+
+# %% [markdown]
+# When you are done: how many different chunks does a rank send in the first phase, and which one does it never send
+# there? The solution is in `tutorials/solutions/gradients_around_a_ring.py`.

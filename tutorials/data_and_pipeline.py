@@ -1,0 +1,179 @@
+# %% [markdown]
+# # Data x pipeline: how many copies?
+#
+# You get sixteen GPUs. You may cut the model into sixteen stages. You may give each GPU the whole model and a sixteenth
+# of the batch. Or something in between: four pipelines of four stages, say. The scripts that you find on the net all
+# use something in between, and none says why.
+#
+# On this page you find the formula that decides, and it says that the middle is never best. Then you find out what it
+# leaves out.
+#
+# It takes 15 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. How an all-reduce works
+# inside is in [Gradients around a ring](gradients_around_a_ring.md). The page is a Python file,
+# `tutorials/data_and_pipeline.py`: run it as a script, or cell by cell as a notebook. Write your predictions down
+# before you look.
+#
+# ## Two pipelines side by side
+#
+# `replicate` puts several copies of a pipeline side by side. Each **replica** takes its share of the micro-batches. At
+# the end, the ranks that hold the same stage add up their gradients: `R`, an all-reduce.
+
+# %%
+import pipelab
+
+both = pipelab.replicate(pipelab.OneFOneB(ranks=2, microbatches=4), 2)
+pipelab.simulate(both, pipelab.Cost(forward=1, backward=2, all_reduce=2))
+
+# %% [markdown]
+# Ranks 0 and 1 are one pipeline, ranks 2 and 3 the other one. Rank 0 and rank 2 hold stage 0, so their `R` is the same
+# all-reduce: it begins when both are there.
+#
+# ## A machine with N devices
+#
+# Now for any cut. The model has 16 blocks; a micro-batch takes 1 ms forward and 2 ms backward in each. There are 32
+# micro-batches, and N = P × D devices: D replicas of P stages. Each rank then holds 16 / P blocks and runs 32 / D
+# micro-batches. `send_ms` is how long it would take to send the gradient of the whole model once. Around a ring of D
+# ranks, each of them sends 2 (D - 1) / D times the gradient of its own stage, which is 1 / P of it.
+
+# %%
+BLOCKS, MICROBATCHES = 16, 32
+
+
+def step(P, D, send_ms):
+    """Simulate a step of D replicas of P stages."""
+    reduce = 2 * (D - 1) / D * send_ms / P
+    cost = pipelab.Cost(forward=BLOCKS / P, backward=2 * BLOCKS / P, all_reduce=reduce, unit="ms")
+    return pipelab.simulate(pipelab.replicate(pipelab.OneFOneB(P, MICROBATCHES // D), D), cost)
+
+
+# %% [markdown]
+# ## Predict: a free all-reduce
+#
+# Say that the all-reduce takes no time. Sixteen devices: which is the quickest, 16 stages, 4 replicas of 4 stages, or
+# 16 replicas of the whole model? And how much quicker is it than the slowest?
+
+# %%
+my_prediction = None  # (P, D) of the quickest, and a factor
+
+# %% tags=["answer"]
+print(f"predicted {my_prediction}")
+CUTS = [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+free = {(P, D): step(P, D, send_ms=0).makespan for P, D in CUTS}
+for (P, D), makespan in free.items():
+    print(f"{P:2d} stages x {D:2d} replicas: {makespan:g} ms")
+assert free[1, 16] == MICROBATCHES // 16 * 48 == 96
+assert free[16, 1] == (MICROBATCHES + 15) * 3 == 141
+
+# %% [markdown] tags=["answer"]
+# Data parallelism has no bubble. Nothing is quicker than 16 whole models, and the deepest pipeline takes half as long
+# again. If a model fits on one device and the network is free, do not cut it.
+
+# %% [markdown]
+# ## Predict: the network
+#
+# Now let it take time to send the gradient: 8 ms, 24 ms, or 64 ms for the whole model. For which of them is something
+# *in the middle* the best cut?
+
+# %%
+my_second_prediction = None  # some of 8, 24, 64
+
+# %% tags=["answer"]
+print(f"predicted {my_second_prediction}")
+print("stages x replicas     8 ms    24 ms    64 ms")
+for P, D in CUTS:
+    print(f"{P:6d} x {D:<8d}" + "".join(f"{step(P, D, send_ms).makespan:9g}" for send_ms in (8, 24, 64)))
+for send_ms, best in ((8, (1, 16)), (64, (16, 1))):
+    assert min(CUTS, key=lambda cut: step(*cut, send_ms).makespan) == best
+assert {round(step(*cut, 24).makespan, 6) for cut in CUTS} == {141}
+
+# %% [markdown] tags=["answer"]
+# For none of them. With a quick network all replicas are best, with a slow one all stages, and at 24 ms all cuts take
+# exactly as long.
+
+# %% [markdown]
+# ## Why never the middle?
+#
+# Write W = 48 ms for the work of one micro-batch in the whole model, M for all micro-batches, and G for `send_ms`. A
+# stage takes W / P, a replica runs M / D = M P / N micro-batches, and the step takes
+#
+# (M P / N + P - 1) × W / P + 2 (1 - 1 / D) × G / P
+#
+# Multiply it out, with D = N / P:
+#
+# W M / N + W - 2 G / N + (2 G - W) / P
+#
+# Only the last term knows P. If sending the gradient there and back (2 G) takes longer than one micro-batch's work (W),
+# it shrinks with P, and the more stages the better. Else the fewer. The sign decides, and there is nothing in between.
+
+
+# %%
+def formula(P, D, send_ms, N=16, M=MICROBATCHES, W=3 * BLOCKS):
+    assert P * D == N
+    return W * M / N + W - 2 * send_ms / N + (2 * send_ms - W) / P
+
+
+for send_ms in (0, 8, 24, 64):
+    assert all(abs(step(*cut, send_ms).makespan - formula(*cut, send_ms)) < 1e-9 for cut in CUTS)
+
+# %% [markdown]
+# More micro-batches do not change the sign: they cost all cuts the same.
+#
+# ## What binds in practice?
+#
+# So why is everybody in the middle? Because something else binds:
+#
+# - **Memory.** A whole model may not fit on one device, and a stage does. Then the answer is the *smallest*
+#   P that fits, if the network is quick.
+# - **The batch.** D replicas need at least D micro-batches. (Here 32 micro-batches allow 32 replicas.)
+# - **Nodes.** Eight devices in one box are joined by a quick network, the boxes by a slow one. An all-reduce within a
+#   box is quick, and one across boxes is slow, so G is not one number. Values between stages are small, and may well
+#   cross.
+#
+# The exercise has two of these.
+#
+# ## Exercise: cut two clusters
+#
+# You are told how many `blocks` fit on a device, how many devices share a `node`, and `send_ms` for an all-reduce
+# within a node and for one that crosses nodes. The ranks that all-reduce with each other are next to each other, so D
+# replicas stay within a node if D is at most its size. Return P, the number of stages.
+#
+# - **Par on the first cluster: 123.5 ms.** 8 blocks fit; one node of 16 devices, 4 ms.
+# - **Par on the second: 133.5 ms.** 16 blocks fit; nodes of 4 devices, 4 ms within and 40 ms across.
+#
+# The function below is all pipeline: the starting point, not the solution.
+
+# %%
+CLUSTERS = [
+    {"blocks": 8, "node": 16, "within_ms": 4, "across_ms": 4},
+    {"blocks": 16, "node": 4, "within_ms": 4, "across_ms": 40},
+]
+
+
+def answer(cluster):
+    """Return how many stages each pipeline has, of 16 devices."""
+    return 16
+
+
+# %%
+def reaches_par(answer):
+    """Print how far an answer is from par; return whether it reaches both pars."""
+    reached = []
+    for cluster, par in zip(CLUSTERS, (123.5, 133.5), strict=True):
+        P = answer(cluster)
+        if P not in (1, 2, 4, 8, 16) or BLOCKS / P > cluster["blocks"]:
+            print(f"{P} stages: not a cut of 16 devices, or more blocks on each than fit")
+            return False
+        D = 16 // P
+        makespan = step(P, D, cluster["within_ms"] if D <= cluster["node"] else cluster["across_ms"]).makespan
+        print(f"{P} stages x {D} replicas: {makespan:g} ms, par {par:g}")
+        reached.append(makespan <= par)
+    return all(reached)
+
+
+print("par!" if reaches_par(answer) else "not yet")
+
+# %% [markdown]
+# When you are done: what would you do with the second cluster if its nodes had 8 devices? The solution is in
+# `tutorials/solutions/data_and_pipeline.py`.
+#
+# `pipelab lab hybrid` makes such tables for a machine of your own numbers, and measures them with emulated stages.

@@ -1,0 +1,189 @@
+# %% [markdown]
+# # Reading a measured timeline
+#
+# Your pipeline runs. Its gradients are right, and a step takes a third longer than the formula says. All ranks but one
+# wait half of the time. Somebody proposes a better schedule, somebody else a faster network.
+#
+# On this page you find out who is right, in three moves: ask where the time went, ask what it would be without one
+# cause, and compare with a prediction. At the end you do the same with a job that has never heard of pipelab.
+#
+# It takes 15 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. The page is a Python
+# file, `tutorials/reading_a_timeline.py`: run it as a script, or cell by cell as a notebook.
+#
+# ## A job to look at
+#
+# Four ranks run 1F1B with eight micro-batches. To see the same on every machine, the stages sleep instead of computing:
+# each takes 10 ms forward and 20 ms backward. One of them takes longer, and you do not know which one.
+
+# %%
+from pathlib import Path
+
+import torch
+
+import pipelab
+
+SLOW = 2  # do not look
+stages = pipelab.emulated(4, [16 if s == SLOW else 10 for s in range(4)], [32 if s == SLOW else 20 for s in range(4)])
+rows = torch.ones(8, 1)
+with pipelab.Pipeline(stages, pipelab.OneFOneB(4, 8), torch.nn.functional.mse_loss, devices=["cpu"] * 4) as pipe:
+    pipe.step(rows, rows)  # the first step warms up
+    measured = pipe.step(rows, rows).trace
+measured
+
+# %% [markdown]
+# By the formula it should take (8 + 3) × 30 = 330 ms.
+#
+# ## Predict: who is it?
+#
+# Look at the picture, not at the code. Which rank slows the others down?
+
+# %%
+my_prediction = None  # a rank: 0, 1, 2 or 3
+
+# %% tags=["answer"]
+print(f"predicted {my_prediction}")
+print(measured.ledger)
+idle = [sum(measured.ledger[rank].values()) for rank in range(4)]
+assert idle.index(min(idle)) == SLOW
+
+# %% [markdown] tags=["answer"]
+# The ledger splits each rank's time into work and waiting, by reason. Rank 2 is the one that hardly waits. **A rank
+# that waits is a victim; look for the one that does not.** The idle ranks wait for `dependency`: what they need has not
+# been computed yet. Were the network the cause, they would wait for `transfer`. Were the schedule the cause, they would
+# wait with all that they need there, for `order`.
+
+# %% [markdown]
+# ## Why does this rank wait, now?
+#
+# For one moment of one rank, `why` follows the chain back to its root:
+
+# %%
+middle = next(event.start for event in measured.events if str(event.action) == "0B3")
+print(measured.why(rank=0, at=middle - 1))
+
+# %% [markdown]
+# On the page that `measured.save("job.html")` writes, a click on the gap gives the same sentences.
+#
+# ## Predict: what would it save?
+#
+# Suppose that the slow stage were as quick as the others. How long would the step take?
+
+# %%
+my_second_prediction = None  # ms
+
+# %% tags=["answer"]
+print(f"predicted {my_second_prediction}")
+for rank in range(4):
+    print(pipelab.what_if(measured, rank))
+delays = [pipelab.what_if(measured, rank).delay for rank in range(4)]
+assert delays.index(max(delays)) == SLOW
+assert pipelab.what_if(measured, SLOW).trace.makespan < measured.makespan
+
+# %% [markdown] tags=["answer"]
+# Nearly the 330 ms of the formula: then no other cause is left that is worth a search. Without the delay of any *other*
+# rank, the step would take as long as now.
+#
+# The slow rank has 8 × 18 = 144 ms more to do than the others. Nearly all of it makes the step longer; the rest falls
+# into times in which rank 2 would have waited.
+
+# %% [markdown]
+# ## Theory above, practice below
+#
+# `Cost.fit` reads from the trace how long each stage takes. Simulated with these times, the same order should take as
+# long as it did. `pipelab.diff` says what is left, action by action:
+
+# %%
+predicted = pipelab.simulate(measured.plan, pipelab.Cost.fit(measured))
+found = pipelab.diff(predicted, measured, names=["predicted", "measured"])
+print(found.sentence)
+
+# %%
+pipelab.compare(predicted, measured, names=["predicted", "measured"])
+
+# %% [markdown]
+# With the fitted times, a question about another schedule needs no more measuring. Would another order help here?
+
+# %%
+cost = pipelab.Cost.fit(measured)
+for schedule in (pipelab.GPipe(4, 8), pipelab.OneFOneB(4, 8), pipelab.OneFOneB(4, 16)):
+    trace = pipelab.simulate(schedule, cost)
+    print(f"{schedule}: {trace.makespan:.0f} ms, {trace.makespan / schedule.microbatches:.1f} ms per micro-batch")
+bound = pipelab.lower_bound(pipelab.OneFOneB(4, 8), cost)
+print(f"no order of these actions takes less than {bound:.0f} ms")
+assert bound > 8 * 48  # what the slow stage has to do
+
+# %% [markdown]
+# No order can: the slow stage alone has 8 × 48 = 384 ms to do. So neither the schedule nor the network is to blame. The
+# *cut* is, or the device.
+#
+# ## A job of somebody else
+#
+# The files in `tutorials/somebodys_job` are from a job that uses PyTorch's own pipelining and knows nothing of pipelab:
+# two processes, interleaved 1F1B, profiled with `torch.profiler`. Nobody told you what is wrong with it.
+
+# %%
+folder = Path(globals().get("__file__", ".")).parent / "somebodys_job"
+job = pipelab.Trace.load(f"{folder}/rank*.json.gz")
+job
+
+# %%
+print(job.ledger)
+for rank in range(job.ranks):
+    print(pipelab.what_if(job, rank))
+assert pipelab.what_if(job, 1).trace.makespan < 0.5 * job.makespan
+assert pipelab.what_if(job, 0).delay == 0
+
+# %% [markdown]
+# Rank 0 works for a third of the time, and rank 1 nearly always. If rank 1 were as quick as rank 0, the step would take
+# 70 ms instead of 172. That is what one looks for first in one's own profiles: a device that is throttled or shared, or
+# a stage that got more than its share. [Read a trace of somebody else's job](../profiles.md) says how to profile yours.
+
+# %%
+assert (round(job.makespan), round(pipelab.what_if(job, 1).trace.makespan)) == (172, 70)
+
+# %% [markdown]
+# ## Exercise: cut it again
+#
+# Two jobs train models of equal layers, on devices that are not equal. You have one trace of each, and you know how
+# many layers each rank held in it. Return a better cut: how many layers each rank should hold. A layer takes as long as
+# before on the device on which it runs, and every rank needs at least one.
+#
+# - **Par of the first job, 16 layers: 370.5 ms** instead of 458.
+# - **Par of the second job, 24 layers: 538.5 ms** instead of 711.
+#
+# The function below leaves the cut as it is. It is the starting point, not the solution.
+
+
+# %%
+def answer(trace, layers):
+    """Return how many layers each rank should hold, given a trace and how many it held there."""
+    return layers
+
+
+# %%
+def run(layers, forward_ms):
+    """Return the trace of a job in which a layer's forward takes so long on each rank, and its backward twice that."""
+    forward = [count * time for count, time in zip(layers, forward_ms, strict=True)]
+    times = pipelab.Cost(forward=forward, backward=[2 * time for time in forward], unit="ms")
+    return pipelab.simulate(pipelab.OneFOneB(len(layers), 8), times)
+
+
+def reaches_par(answer):
+    """Print how far an answer is from par; return whether it reaches both pars."""
+    reached = []
+    for layers, forward_ms, par in (((4,) * 4, (2.5, 2.5, 4, 2.5), 370.5), ((6,) * 4, (2, 3, 2.5, 4), 538.5)):
+        cut = tuple(answer(run(layers, forward_ms), layers))
+        if len(cut) != 4 or sum(cut) != sum(layers) or min(cut) < 1:
+            print(f"{cut} is not a cut of {sum(layers)} layers over 4 ranks")
+            return False
+        trace = run(cut, forward_ms)
+        print(f"{sum(layers)} layers, cut {cut}: {trace.makespan:g} ms, par {par}")
+        reached.append(trace.makespan <= par)
+    return all(reached)
+
+
+print("par!" if reaches_par(answer) else "not yet")
+
+# %% [markdown]
+# When you are done: is the cut with the shortest step also the one in which the slowest rank has the least to do? The
+# solution is in `tutorials/solutions/reading_a_timeline.py`.

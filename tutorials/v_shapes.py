@@ -1,0 +1,250 @@
+# %% [markdown]
+# # V shapes, and pipelines in both directions
+#
+# In 1F1B the first rank of four holds four activations, and the last one holds one. You bought four equal devices: the
+# first one is full, and the last one is nearly empty. Two papers have the same answer to this: let every rank be first
+# *and* last.
+#
+# On this page you fold a pipeline into a V, halve its memory, and find out what DeepSeek's DualPipe costs.
+#
+# It takes 15 minutes, and you need [Splitting the backward](splitting_the_backward.md) before it. The page is a Python
+# file, `tutorials/v_shapes.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before
+# you look.
+#
+# ## Fold it
+#
+# Cut the model into eight stages for four ranks. Interleaving puts stages 0 and 4 on rank 0. A **V** puts 0 and *7*
+# there: the stages go down the ranks and come back up.
+#
+# A micro-batch's activation on stage 0 lives long: it is needed until the very last backward. On stage 7 it lives
+# shortly. Folded, each rank has one of the long ones and one of the short ones, and together they live as long on every
+# rank. This is **ZB-V** (Qi et al. 2023, section 6), with split backwards:
+
+# %%
+import pipelab
+from pipelab import F, I, W
+
+P, M = 4, 8  # ranks and micro-batches
+zbv = pipelab.simulate(pipelab.ZBV(P, M))
+zbv
+
+# %% [markdown]
+# Costs are as ever: a rank's share of the model takes 1 unit for a forward, 1 for `I` and 1 for `W`, so each of its two
+# stages takes a half. A forward starts on rank 0 and ends on rank 0, and there its backward starts at once.
+#
+# ## Predict: the memory
+#
+# [Splitting the backward](splitting_the_backward.md) ends with ZB-H2: no rank waits between its first action and its
+# last, but each holds 7 activations. In ZB-V no rank waits in between, either. How many activations does each rank
+# hold, in shares of a rank?
+
+# %%
+my_prediction = None  # for each rank, in shares of a rank
+
+# %% tags=["answer"]
+print(f"predicted {my_prediction}")
+for schedule in (pipelab.OneFOneB(P, M), pipelab.ZBH2(P, M), pipelab.ZBV(P, M)):
+    trace = pipelab.simulate(schedule)
+    held = tuple(peak / schedule.stages_per_rank for peak in trace.peak_activations)
+    print(f"{schedule}: makespan {trace.makespan:g}, own spans {trace.spans}, holds {held}")
+assert zbv.spans == (24, 24, 24, 24)
+assert tuple(peak / 2 for peak in zbv.peak_activations) == (4, 4, 4, 4)
+assert (zbv.makespan, pipelab.simulate(pipelab.ZBH2(P, M)).makespan) == (25.5, 27)
+
+# %% [markdown] tags=["answer"]
+# Four, as much as 1F1B's first rank, and little more than half of ZB-H2's. And the step is shorter than ZB-H2's 27
+# units, because the last rank begins after three *half* stages: 24 + 1.5.
+
+# %% [markdown]
+# What does it cost? There are twice as many stages, and so more boundaries. But where the V turns, at the last rank, a
+# value stays where it is.
+
+# %%
+print(len(pipelab.simulate(pipelab.OneFOneB(P, M)).transfers), "transfers in 1F1B,", len(zbv.transfers), "in ZB-V")
+assert len(pipelab.simulate(pipelab.OneFOneB(P, M)).transfers) == 2 * M * (P - 1) == 48
+assert len(zbv.transfers) == 2 * M * (2 * P - 2) == 96
+
+# %% [markdown]
+# ## Less memory
+#
+# How long does an activation live in a V? Follow one micro-batch: forward down the ranks, forward back up, then the
+# input gradients down and up. Those are four **legs**. If on each leg it spends one *slot* on each rank (a slot is the
+# time of one action), and never pauses, it lives as briefly as can be. Send the next micro-batch six slots later,
+# because each rank has six actions for each: two forwards, two `I`, two `W`. The `W` go where nothing else is.
+#
+# That is all of **V-Min** (Qi et al. 2024, Pipeline Parallelism with Controllable Memory). In this class the slots per
+# rank on each leg, and the slots from one leg to the next, are numbers:
+
+
+# %%
+class Legs(pipelab.Schedule):
+    """A micro-batch goes down and up the ranks twice, at given speeds."""
+
+    stages_per_rank = 2
+    speeds = (1, 1, 1, 1)  # slots per rank: forward down, forward up, input gradient down, input gradient up
+    turns = (1, 1, 1)  # slots from the last action of a leg to the first one of the next
+
+    def place(self, microbatch, stage):
+        return min(stage, self.stages - 1 - stage)
+
+    def slots(self, rank):
+        """Return the slots in which micro-batch 0 has its four actions on a rank."""
+        length, found, start = self.ranks - 1, [], 0
+        for leg, speed in enumerate(self.speeds):
+            passed = rank if leg in (0, 2) else length - rank
+            found.append(start + speed * passed)
+            if leg < 3:
+                start += speed * length + self.turns[leg]
+        return found
+
+    def actions(self, rank):
+        first, last = rank, self.stages - 1 - rank
+        taken = {}
+        for m in range(self.microbatches):
+            for slot, action in zip(self.slots(rank), (F(m, first), F(m, last), I(m, last), I(m, first)), strict=True):
+                taken[slot + 6 * m] = action
+        owed, slot = [], 0
+        while taken or owed:
+            action = taken.pop(slot, None)
+            if action is not None:
+                yield action
+                if action.kind == "I":
+                    owed.append(W(action.microbatch, action.stage))
+            elif owed:
+                yield owed.pop(0)
+            slot += 1
+
+
+v_min = pipelab.simulate(Legs(P, M))
+v_min
+
+# %% [markdown]
+# ## Predict: half of the memory
+#
+# It holds 4 half activations: 2 shares, which is half of what 1F1B's first rank holds. 1F1B takes 33 units. How long
+# does this one take?
+
+# %%
+my_second_prediction = None  # units
+
+# %% tags=["answer"]
+print(f"predicted {my_second_prediction}, computed {v_min.makespan:g} units, holds {v_min.peak_activations} halves")
+assert v_min.peak_activations == (4, 4, 4, 4)
+assert v_min.makespan == 29.5
+
+# %% [markdown] tags=["answer"]
+# Half of the memory, and three and a half units less. But before you throw 1F1B away, let `I` take 1.2 and `W` 0.8, as
+# in a transformer:
+
+# %% tags=["answer"]
+uneven = pipelab.Cost(forward=1, input_grad=1.2, weight_grad=0.8)
+for schedule in (pipelab.OneFOneB(P, M), Legs(P, M), pipelab.ZBV(P, M)):
+    print(f"{schedule}: {pipelab.simulate(schedule, uneven).makespan:.1f} units")
+assert round(pipelab.simulate(Legs(P, M), uneven).makespan, 6) == 34.4
+assert round(pipelab.simulate(pipelab.OneFOneB(P, M), uneven).makespan, 6) == 33
+
+# %% [markdown] tags=["answer"]
+# Now it is slower than 1F1B. An order that fits like clockwork is made for the times of one clock; who holds little has
+# nothing to run when a value is late.
+
+# %% [markdown]
+# ## Both directions
+#
+# DeepSeek's **DualPipe** (DeepSeek-V3, 2024, section 3.2.1) makes every rank first and last without folding. Half of
+# the micro-batches enter at rank 0 and run up the ranks. The others enter at the last rank and run down.
+
+# %%
+dual = pipelab.DualPipe(P, M)
+pipelab.simulate(dual, pipelab.Cost(pair=2.5))
+
+# %% [markdown]
+# ## Predict: what does it hold twice?
+#
+# Rank 0 is the first stage for one half of the micro-batches, and the last stage for the others. How many *parameters*
+# does it hold, in shares of a rank? And a rank in 1F1B, in ZB-V, in DualPipeV (DualPipe folded into a V)?
+
+# %%
+my_third_prediction = None  # four numbers
+
+# %% tags=["answer"]
+print(f"predicted {my_third_prediction}")
+found = []
+for schedule in (pipelab.OneFOneB(P, M), pipelab.ZBV(P, M), pipelab.DualPipeV(P, M), dual):
+    here = sorted({s for m in range(M) for s in range(schedule.stages) if schedule.place(m, s) == 0})
+    parameters = len(here) * P / schedule.stages
+    trace = pipelab.simulate(schedule)
+    held = max(trace.peak_activations) / schedule.stages_per_rank
+    print(f"{schedule}: rank 0 holds stages {here} of {schedule.stages}, {parameters:g} shares of the parameters")
+    print(f"    {trace.makespan:g} units, up to {held:g} activations, {len(trace.transfers)} transfers")
+    found.append((parameters, trace.makespan, held))
+assert found == [(1, 33, 4), (1, 25.5, 4), (1, 25.5, 4.5), (2, 25, 5)]
+
+# %% [markdown] tags=["answer"]
+# DualPipe holds everything twice: two stages of a whole share each. The two copies of a stage need an all-reduce, too,
+# as replicas do. DualPipeV takes half a unit longer here, and holds one copy.
+#
+# DeepSeek's report says that the second copy costs them little, because most of their parameters are experts, which are
+# spread over many other devices. If yours are not, take the V.
+
+# %% [markdown]
+# So why DualPipe at all? Look at the wide boxes in its picture: a forward of one direction *together with* a backward
+# of the other one. While one of them sends, the other one computes. If such a pair takes 2.5 units instead of 1 + 2,
+# the whole step takes 24. If it takes 3, the pairs are a loss, because the forward's output has to wait for the pair's
+# end:
+
+# %%
+for pair in (2.5, 3):
+    print(f"a pair takes {pair}: DualPipe {pipelab.simulate(dual, pipelab.Cost(pair=pair)).makespan:g} units")
+assert [pipelab.simulate(dual, pipelab.Cost(pair=pair)).makespan for pair in (2.5, 3)] == [24, 26]
+
+# %% [markdown]
+# ## Exercise: a dial for memory
+#
+# V-Min is one end of a dial. Slower legs hold activations for longer, and leave fewer gaps. Choose the four speeds and
+# the three turns of `Legs`, each a number of slots from 1 to 4. No two actions of a rank may fall into the same slot,
+# and every sixth slot is the same one to the next micro-batch.
+#
+# - **Par with 6 half activations: 28.5 units.**
+# - **Par with 8 half activations: 26.5 units.**
+#
+# The function below is V-Min, with 4: the starting point, not the solution.
+
+
+# %%
+def answer(cap):
+    """Return four speeds and three turns."""
+    return (1, 1, 1, 1), (1, 1, 1)
+
+
+# %%
+def reaches_par(answer):
+    """Print how far an answer is from par; return whether it reaches both pars."""
+    reached = []
+    for cap, par in ((6, 28.5), (8, 26.5)):
+        schedule = Legs(P, M)
+        schedule.speeds, schedule.turns = answer(cap)
+        if not {*schedule.speeds, *schedule.turns} <= {1, 2, 3, 4} or (len(schedule.speeds), len(schedule.turns)) != (
+            4,
+            3,
+        ):
+            print("four speeds and three turns, please, each from 1 to 4")
+            return False
+        for rank in range(P):
+            slots = schedule.slots(rank)
+            if len({slot % 6 for slot in slots}) < 4:
+                print(f"cap {cap}: on rank {rank}, the slots {slots} collide: {[slot % 6 for slot in slots]} of 6")
+                return False
+        if faults := pipelab.check(schedule, memory_cap=cap):
+            print(f"cap {cap}: {faults[0]}")
+            return False
+        trace = pipelab.simulate(schedule)
+        print(f"cap {cap}: {trace.makespan:g} units, par {par}; holds {max(trace.peak_activations)}")
+        reached.append(trace.makespan <= par)
+    return all(reached)
+
+
+print("par!" if reaches_par(answer) else "not yet")
+
+# %% [markdown]
+# When you are done: with equal times, does it matter which of the four legs are slow? The solution is in
+# `tutorials/solutions/v_shapes.py`.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,6 @@ _FOLDERS = ("plan", "checking", "catalogue", "trace", "simulation", "draw")
 """The half of pipelab that needs no PyTorch."""
 _WASM = "pyodide.asm.wasm"
 _PLAIN = ("pyodide.mjs", "pyodide.asm.js", "pyodide-lock.json", "python_stdlib.zip")
-_NOTICE_FILE = "NOTICE.txt"
 _NOTICE = """\
 Pyodide {version}: Python for the browser, unchanged but for the compression of one file.
 Its licence is the Mozilla Public License 2.0: https://www.mozilla.org/MPL/2.0/
@@ -44,12 +45,13 @@ def files() -> dict[str, bytes]:
     come; or the reason why it cannot run Python.
     """
     made = {"frame.html": frame().encode(), "pipelab.zip": _archive(), "schedules.json": _json(_schedules())}
+    made["NOTICE.txt"] = _NOTICE.format(version=version()).encode()
     try:
         engine = vendored()
     except (OSError, subprocess.SubprocessError) as error:
         made["engine.json"] = _json({"reason": _reason(error)})
         return made
-    sizes = {name: len(each) for name, each in engine.items() if name != _NOTICE_FILE}
+    sizes = {name: len(each) for name, each in engine.items()}
     scripts = sum(size for name, size in sizes.items() if name.endswith("js"))
     every = len(made["pipelab.zip"]) + sum(sizes.values())
     made["engine.json"] = _json({"version": version(), "bytes": every, "counted": every - scripts})
@@ -83,11 +85,31 @@ def vendored() -> dict[str, bytes]:
         subprocess.run(command, cwd=_VENDORED, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603 - npm
     found = {name: (there / name).read_bytes() for name in _PLAIN}
     found[f"{_WASM}.deflate"] = zlib.compress((there / _WASM).read_bytes(), 9)
-    return found | {_NOTICE_FILE: _NOTICE.format(version=version()).encode()}
+    return found
+
+
+def body(base: str, still: str) -> str:
+    """Return the playground as HTML for a page.
+
+    Args:
+        base: the address of the playground's files, relative to the page.
+        still: the picture for a browser that runs no scripts, as HTML.
+    """
+    names = {"": "my schedule", **dict.fromkeys(pipelab.schedules)}
+    options = "".join(f'<option value="{name}">{words or name}</option>' for name, words in names.items())
+    options += '<option value="edited" hidden>other code</option>'
+    sliders = (ROOT / "pipelab" / "cli" / "play" / "sliders.html").read_text(encoding="utf-8")
+    parts = {"options": options, "sliders": sliders.replace("{{sizes}}", ""), "base": base, "still": still}
+    source = (SOURCES / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], source)
 
 
 def build(folder: Path) -> dict[str, Any]:
     """Write the whole playground into a folder, with a page that holds nothing else; return `engine.json`."""
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    style = '<style>:root{color-scheme:light dark}</style><link rel="icon" href="data:,">'
+    page = f'<!DOCTYPE html><title>playground</title>{head}{style}<link rel="stylesheet" href="playground.css">'
+    (folder / "index.html").write_text(page + body("", ""), encoding="utf-8")
     made = files()
     for name, each in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -128,13 +150,16 @@ def _entry(name: str) -> zipfile.ZipInfo:
 
 
 def _schedules() -> dict[str, dict[str, Any]]:
-    """Return each schedule's source, and the content of its page, which is there before Python is."""
+    """Return each schedule's source, and the content of its page, which is there before Python is; "" is the first."""
+    sources = {"": SOURCES / "first.py"}
+    sources |= {name: Path(str(inspect.getsourcefile(kind))) for name, kind in pipelab.schedules.items()}
+    kinds = {"": runpy.run_path(str(sources[""]))["MySchedule"], **pipelab.schedules}
     return {
         name: {
-            "code": Path(str(inspect.getsourcefile(kind))).read_text(encoding="utf-8"),
+            "code": sources[name].read_text(encoding="utf-8"),
             "content": content(pipelab.simulate(kind(ranks=4, microbatches=8))),
         }
-        for name, kind in pipelab.schedules.items()
+        for name, kind in kinds.items()
     }
 
 

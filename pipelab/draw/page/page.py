@@ -85,7 +85,7 @@ def frame() -> str:
     A message later replaces what is shown, and keeps zoom, selection and layers. That is quicker than another page.
     """
     empty: dict[str, Any] = {"title": "pipelab", "subtitle": "", "table": [], "data": None}
-    return _page(empty, "", subtitle='<p class="subtitle"></p>')
+    return _page(empty, "", subtitle='<p class="subtitle"></p>').replace("<body>", '<body class="framed">')
 
 
 def content(shown: Trace | Comparison) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 // The playground's page: an editor and sliders; engine.js runs the code, the tracer's page in a frame shows what it says.
 // Nothing that code, links or Python bring becomes markup: it is text, attributes, or data for the frame.
 (() => {
-  const root = document.getElementById("playground");
+  const root = document.getElementById("pg");
   if (!root) return;
   const base = new URL("./", document.currentScript.src), engine = window.pipelabEngine;
   const WAIT = 150, SECONDS = 2, MOST_LINK = 8192, MOST_CODE = 200_000, FILE = "schedule.py";

@@ -46,6 +46,7 @@ TRACES = {
     ),
 }
 """The timelines that `reference/schedules.md` shows, by file name."""
+EDITING = runpy.run_path(str(Path(__file__).with_name("editing.py")))
 PYODIDE = runpy.run_path(str(Path(__file__).with_name("pyodide.py")))
 
 
@@ -108,7 +109,9 @@ def render(source: Path) -> tuple[str, dict[str, str]]:
     blocks: list[str] = []
     figures: dict[str, str] = {}
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(source)}
-    for number, cell in enumerate(jupytext.read(source).cells):
+    cells = jupytext.read(source).cells
+    edits = iter(EDITING["links"]([cell.source for cell in cells if cell.cell_type == "code"], "../../playground/"))
+    for number, cell in enumerate(cells):
         if cell.cell_type == "markdown":
             blocks.append(cell.source)
             continue
@@ -117,6 +120,8 @@ def render(source: Path) -> tuple[str, dict[str, str]]:
         except Exception as error:
             raise PluginError(f"{source.name}, cell {number}: {type(error).__name__}: {error}") from error
         blocks.append(_fenced(cell.source, "python"))
+        if edit := next(edits):
+            blocks.append(edit)
         if printed:
             blocks.append(_fenced(printed, "text"))
         if (markup := _call(result, "_repr_svg_") or _figure(result)) is not None:

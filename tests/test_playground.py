@@ -6,20 +6,25 @@ import functools
 import http.server
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from browsing import wait_until
 from commands import RIGHT
 
 import pipelab
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PYODIDE = runpy.run_path(str(DOCS / "pyodide.py"))
+EDITING = runpy.run_path(str(DOCS / "editing.py"))
 DRAW = runpy.run_path(str(DOCS / "playground" / "playground.py"))["draw"]
 SETTINGS = {"ranks": 4, "microbatches": 8, "cost": {"forward": 1, "backward": 2}}
+MINE = RIGHT.partition("\n\nclass Chatty")[0]
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 DEADLOCK = """
 import pipelab
 from pipelab import B, F
@@ -120,6 +125,19 @@ def test_the_archive_is_the_same_whenever_it_is_made_and_imports_without_pytorch
     assert "pipelab.zip" in run.stdout
 
 
+def test_a_cell_to_edit_brings_what_it_needs_and_no_more():
+    above = ["import os\nfrom pipelab import F, B\na, b = 1, 2", "print(a)\nassert a == 1", "c = 3"]
+    code = "from pipelab import F, B\na, b = 1, 2\nd = b\nF(d)\n"
+    assert EDITING["self_contained"](above, "d = b\nF(d)") == code
+
+
+def test_only_cells_that_the_browser_can_draw_have_a_link():
+    setup, tensors = "import pipelab\nimport torch", "torch.ones(1)\npipelab.check(pipelab.GPipe(2, 2))"
+    cells = [setup, "print(1)", "pipelab.simulate(pipelab.GPipe(2, 2))", tensors]
+    *none, linked, with_torch = EDITING["links"](cells, "../")
+    assert (none, with_torch, "../#code=" in linked) == (["", ""], "", True)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Serve the playground alone on this machine; return its address."""
@@ -178,3 +196,99 @@ def test_the_worker_answers_ends_a_loop_and_goes_on(opened):
     assert again == json.loads(json.dumps(DRAW("import pipelab\npipelab.OneFOneB", SETTINGS)))
     unknown = "pipelabEngine.call('nonsense', []).catch((error) => error.message)"
     assert "nonsense" in tab.evaluate(unknown)
+
+
+def python_runs(tab):
+    """Press the button that loads Python, and wait until its first answer is shown."""
+    tab.locator("#pg-load").click()
+    wait_until(tab, "document.querySelector('.pg-start').hidden && document.getElementById('pg-state').value === ''")
+
+
+FRAME = "document.querySelector('.pg-frame').contentDocument"
+
+
+def shows(tab, title):
+    """Wait until the frame shows something with this title."""
+    wait_until(tab, f"{FRAME}.querySelector('h1')?.textContent === {title!r}")
+
+
+def test_without_npm_the_rest_is_there_with_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    fresh = runpy.run_path(str(DOCS / "pyodide.py"))
+    fresh["vendored"].__wrapped__.__globals__["_VENDORED"] = tmp_path
+    made = fresh["files"]()
+    assert "npm" in json.loads(made["engine.json"])["reason"]
+    assert {"frame.html", "schedules.json"} <= made.keys()
+    assert not [name for name in made if name.startswith("pyodide/")]
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(180)
+def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
+    tab = opened("index.html")
+    shows(tab, "MySchedule(ranks=4, microbatches=8), simulated")  # before Python is there
+    python_runs(tab)
+    tab.locator("[name=ranks]").fill("3")
+    shows(tab, "MySchedule(ranks=3, microbatches=8), simulated")
+    tab.locator("[name=ranks]").fill("4")
+    tab.locator("#pg-code").fill(DEADLOCK)
+    wait_until(tab, "!document.querySelector('.pg-fault').hidden")
+    assert tab.locator(".pg-fault > pre").text_content() == str(pipelab.check(reversed_schedule()(4, 8)))
+    assert tab.locator(".pg-order").count() == 2
+    assert tab.locator("[data-arrow]").count() == len(pipelab.check(reversed_schedule()(4, 8))[0].cycle)
+    tab.locator("#pg-code").fill(f"x = 1\nraise ValueError({HOSTILE!r})")
+    wait_until(tab, "document.querySelector('.pg-wrong')?.textContent === '2'")
+    assert HOSTILE in tab.locator(".pg-fault > pre").text_content()
+    tab.locator("#pg-code").fill("while True: pass")
+    wait_until(tab, "document.querySelector('.pg-fault').textContent.includes('was stopped after 2 s')")
+    tab.locator("#pg-code").fill("import pipelab\npipelab.ZBH1")
+    shows(tab, "ZBH1(ranks=4, microbatches=8), simulated")
+    assert tab.locator("[name=weight_grad]").is_visible()
+    assert tab.title() == "playground"
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(180)
+def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
+    tab = opened("index.html")
+    python_runs(tab)
+    tab.locator("#pg-code").fill(MINE)
+    tab.locator("[name=microbatches]").fill("5")
+    shows(tab, "MySchedule(ranks=4, microbatches=5), simulated")
+    tab.evaluate("document.querySelector('.pg-frame').contentWindow.restore('#v=1&s=0:1B3.1')")
+    tab.locator("#pg-share").click()
+    wait_until(tab, "document.getElementById('pg-state').value.includes('link')")
+    link = tab.evaluate("location.hash")
+    assert "1B3" in link
+    tab.locator("#pg-code").fill("\n".join(f"x{at} = {at**9}" for at in range(2000)))
+    tab.locator("#pg-share").click()
+    wait_until(tab, "document.getElementById('pg-state').value.includes('8 kB')")
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.goto("about:blank")
+    opened(f"index.html{link}")
+    wait_until(tab, f"document.getElementById('pg-code').value === {json.dumps(MINE)}")
+    wide = "document.documentElement.scrollWidth"
+    assert tab.evaluate(wide) == 390
+    python_runs(tab)
+    shows(tab, "MySchedule(ranks=4, microbatches=5), simulated")
+    wait_until(tab, f"{FRAME}.querySelector('#panel h3')?.textContent === '1B3'")
+    assert tab.evaluate(wide) == 390
+    tab.locator("#pg-code").fill(DEADLOCK)
+    wait_until(tab, "!document.querySelector('.pg-fault').hidden")
+    assert tab.evaluate(wide) == 390
+
+
+@pytest.mark.browser
+def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
+    tab = opened(f"index.html#code={EDITING['packed'](HOSTILE)}")
+    wait_until(tab, f"document.getElementById('pg-code').value === {json.dumps(HOSTILE)}")
+    assert tab.locator("img").count() == 0
+    for bad in ("code=%3Cimg%3E", "code=AAAA", f"schedule={HOSTILE}", "ranks=-1&cap=x&v=1&s=<img>&code"):
+        tab.goto("about:blank")
+        opened(f"index.html#{bad}")
+        shows(tab, "MySchedule(ranks=4, microbatches=8), simulated")
+        assert tab.locator("img").count() == 0
+    tab.goto("about:blank")
+    opened("index.html#schedule=zb-h1&ranks=4")
+    shows(tab, "ZBH1(ranks=4, microbatches=8), simulated")
+    assert tab.locator("#pg-schedule").input_value() == "zb-h1"

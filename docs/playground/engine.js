@@ -3,16 +3,29 @@
 window.pipelabEngine ??= (() => {
   const base = new URL("./", document.currentScript.src);
   const waiting = new Map(); // id -> { resolve, reject, timer }
-  let worker = null, ready = null, last = 0;
+  let worker = null, ready = null, last = 0, module = null;
 
   class Stopped extends Error {} // it ran for too long
 
+  // Compile Python once for all workers. The file is stored compressed, as not every server compresses what it sends.
+  async function compile(progress) {
+    const answer = await fetch(new URL("pyodide/pyodide.asm.wasm.deflate", base));
+    if (!answer.ok) throw new Error(`${answer.url} cannot be loaded (${answer.status})`);
+    let loaded = 0;
+    const count = new TransformStream({ transform(chunk, out) { progress(loaded += chunk.byteLength); out.enqueue(chunk); } });
+    const body = answer.body.pipeThrough(count).pipeThrough(new DecompressionStream("deflate"));
+    return WebAssembly.compileStreaming(new Response(body, { headers: { "Content-Type": "application/wasm" } }));
+  }
+
   function start(progress = () => {}) {
-    const mine = new Worker(new URL("worker.js", base), { type: "module" });
+    const mine = new Worker(new URL("worker.js", base), { type: "module" }), loaded = [0, 0];
+    const add = (part, bytes) => { loaded[part] = bytes; progress(loaded[0] + loaded[1]); };
     worker = mine;
+    module ??= compile((bytes) => add(0, bytes));
     ready = new Promise((resolve, reject) => {
+      module.then((compiled) => mine.postMessage({ compiled }), (error) => { module = null; if (worker === mine) stop(); reject(error); });
       mine.addEventListener("message", ({ data }) => {
-        if ("loaded" in data) progress(data.loaded);
+        if ("loaded" in data) add(1, data.loaded);
         else if ("ready" in data) resolve();
         else if ("failed" in data) { if (worker === mine) stop(); reject(new Error(data.failed)); }
         else answer(data);

@@ -14,8 +14,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 import zlib
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from pipelab.draw.page.page import content, frame
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "docs" / "playground"
 _VENDORED = ROOT / "build" / "pyodide"
+_PYODIDE = _VENDORED / "node_modules" / "pyodide"
 _FOLDERS = ("plan", "checking", "catalogue", "trace", "simulation", "draw")
 """The half of pipelab that needs no PyTorch."""
 _WASM = "pyodide.asm.wasm"
@@ -72,20 +75,36 @@ def vendored() -> dict[str, bytes]:
         OSError: if there is no npm.
         subprocess.SubprocessError: if npm cannot bring them.
     """
-    there = _VENDORED / "node_modules" / "pyodide"
-    about = there / "package.json"
-    if not about.is_file() or json.loads(about.read_text(encoding="utf-8"))["version"] != version():
-        npm = shutil.which("npm")
-        if npm is None:
-            raise FileNotFoundError("npm is not installed")
-        _VENDORED.mkdir(parents=True, exist_ok=True)
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(SOURCES / name, _VENDORED)
-        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
-        subprocess.run(command, cwd=_VENDORED, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603 - npm
-    found = {name: (there / name).read_bytes() for name in _PLAIN}
-    found[f"{_WASM}.deflate"] = zlib.compress((there / _WASM).read_bytes(), 9)
+    if not _is_there():
+        _bring()
+    found = {name: (_PYODIDE / name).read_bytes() for name in _PLAIN}
+    found[f"{_WASM}.deflate"] = zlib.compress((_PYODIDE / _WASM).read_bytes(), 9)
     return found
+
+
+def _bring() -> None:
+    """Let npm bring Pyodide, whole or not at all: other processes may build the site or run its tests, too."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise FileNotFoundError("npm is not installed")
+    _VENDORED.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_VENDORED.parent) as folder:
+        fresh = Path(folder, "pyodide")
+        fresh.mkdir()
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(SOURCES / name, fresh)
+        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
+        subprocess.run(command, cwd=fresh, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603 - npm
+        if not _is_there():  # else another process was quicker
+            shutil.rmtree(_VENDORED, ignore_errors=True)
+            with suppress(OSError):
+                fresh.rename(_VENDORED)
+
+
+def _is_there() -> bool:
+    """Return whether the pinned version lies in the build folder."""
+    about = _PYODIDE / "package.json"
+    return about.is_file() and json.loads(about.read_text(encoding="utf-8"))["version"] == version()
 
 
 def body(base: str, still: str) -> str:

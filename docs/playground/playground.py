@@ -104,15 +104,22 @@ def _shown(subject: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a page for what can be drawn, or its faults."""
     if isinstance(subject, pipelab.Comparison):
         return {"content": content(subject)}
-    plan = subject.plan if isinstance(subject, pipelab.Trace) else subject
-    faults = subject if isinstance(subject, Faults) else pipelab.check(plan, settings.get("cap"))
-    if faults:
-        return _fault(str(faults)) | {"pictures": [picture(each) for each in drawings(faults)]}
     if isinstance(subject, Faults):
-        return {"fault": str(faults), "pictures": [picture(each) for each in drawings(faults)], "line": None}
-    if not isinstance(subject, pipelab.Trace):
-        subject = pipelab.simulate(subject, pipelab.Cost(**settings.get("cost", {})))
-    return {"content": content(subject)}
+        return _faults(subject)
+    cap = settings.get("cap")
+    plan = subject.plan if isinstance(subject, pipelab.Trace) else subject
+    if cap is not None and (faults := pipelab.check(plan, cap)):
+        return _faults(faults)
+    if isinstance(subject, pipelab.Trace):
+        return {"content": content(subject)}
+    try:
+        return {"content": content(pipelab.simulate(plan, pipelab.Cost(**settings.get("cost", {}))))}
+    except pipelab.ScheduleError:  # `check` says the same, with what a picture needs
+        return _faults(pipelab.check(plan))
+
+
+def _faults(faults: Faults) -> dict[str, Any]:
+    return _fault(str(faults)) | {"pictures": [picture(each) for each in drawings(faults)]}
 
 
 def _fault(text: str) -> dict[str, Any]:

@@ -295,9 +295,13 @@ function restore(hash) {
   setLook("memory", layers.includes("a"));
   if (compared.length && parts.get("w") in VIEWS) setView(parts.get("w"));
   if ([...document.getElementById("colour").options].some((each) => each.value === parts.get("k"))) setLook("colour", parts.get("k"));
+  restoreSelection(parts.get("s") ?? ""); // before the zoom: the panel takes a part of the width
   const [from, to] = (parts.get("z") ?? "").split(",").map(Number);
   if (from >= 0 && to > from) timelines[0].show(from, to);
-  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|from\.([\d.e+-]+)to([\d.e+-]+)|(\w+)\.(\d+))$/.exec(parts.get("s") ?? ""), timeline = chosen && timelines[chosen[1]];
+}
+
+function restoreSelection(text) {
+  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|from\.([\d.e+-]+)to([\d.e+-]+)|(\w+)\.(\d+))$/.exec(text), timeline = chosen && timelines[chosen[1]];
   if (!timeline) return;
   const { model } = timeline;
   if (chosen[4]) {

@@ -294,3 +294,13 @@ def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
     opened("index.html#schedule=zb-h1&ranks=4")
     shows(tab, "ZBH1(ranks=4, microbatches=8), simulated")
     assert tab.locator("#pg-schedule").input_value() == "zb-h1"
+
+
+@pytest.mark.browser
+def test_a_site_without_python_says_why_beside_the_picture(opened):
+    tab = opened("bare.html")
+    tab.route("**/engine.json", lambda route: route.fulfill(json={"reason": "npm is not installed"}))
+    opened("index.html#schedule=gpipe")
+    shows(tab, "GPipe(ranks=4, microbatches=8), simulated")
+    wait_until(tab, "document.getElementById('pg-state').value === 'npm is not installed'")
+    assert tab.locator("#pg-load").is_disabled()

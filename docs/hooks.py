@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import linecache
 import re
+import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,8 @@ import jupytext
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
+from mkdocs.plugins import get_plugin_logger
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 import pipelab
 from pipelab.draw.page.page import comparison_page, diff_page, page
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
 
 mpl.use("agg")
+log = get_plugin_logger(__name__)
 
 
 UNEVEN = pipelab.Cost(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2])
@@ -42,11 +46,15 @@ TRACES = {
     ),
 }
 """The timelines that `reference/schedules.md` shows, by file name."""
+EDITING = runpy.run_path(str(Path(__file__).with_name("editing.py")))
+PYODIDE = runpy.run_path(str(Path(__file__).with_name("pyodide.py")))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the formulas that the schedules carry into the page that describes them."""
-    return markdown.replace("<!-- closed forms -->", closed_forms())
+    """Put the formulas that the schedules carry, and the playground, into the pages that hold their places."""
+    still = '<img src="../images/1f1b.svg" alt="1F1B on 4 ranks with 8 micro-batches">'
+    markdown = markdown.replace("<!-- closed forms -->", closed_forms())
+    return markdown.replace("<!-- playground -->", PYODIDE["body"]("", still))
 
 
 def closed_forms() -> str:
@@ -74,12 +82,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/diff.html", content=diff_page(found)))
     for name, trace in TRACES.items():
         files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))
+    files_of_the_playground(files, config)
     for source in sorted(Path(config.config_file_path).parent.glob("tutorials/*.py")):
         text, figures = render(source)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=text))
         for name, svg in figures.items():
             files.append(File.generated(config, f"tutorials/{name}", content=svg))
     return files
+
+
+def files_of_the_playground(files: Files, config: MkDocsConfig) -> None:
+    """Add Python for the browser; where it cannot be had, the playground shows still pictures and the reason."""
+    made = PYODIDE["files"]()
+    if "reason" in (engine := json.loads(made["engine.json"])):
+        log.info("The playground is built without Python for the browser: %s", engine["reason"])
+    for name, content in made.items():
+        files.append(File.generated(config, f"playground/{name}", content=content, inclusion=InclusionLevel.INCLUDED))
 
 
 def render(source: Path) -> tuple[str, dict[str, str]]:
@@ -91,7 +109,9 @@ def render(source: Path) -> tuple[str, dict[str, str]]:
     blocks: list[str] = []
     figures: dict[str, str] = {}
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(source)}
-    for number, cell in enumerate(jupytext.read(source).cells):
+    cells = jupytext.read(source).cells
+    edits = iter(EDITING["links"]([cell.source for cell in cells if cell.cell_type == "code"], "../../playground/"))
+    for number, cell in enumerate(cells):
         if cell.cell_type == "markdown":
             blocks.append(cell.source)
             continue
@@ -100,6 +120,8 @@ def render(source: Path) -> tuple[str, dict[str, str]]:
         except Exception as error:
             raise PluginError(f"{source.name}, cell {number}: {type(error).__name__}: {error}") from error
         blocks.append(_fenced(cell.source, "python"))
+        if edit := next(edits):
+            blocks.append(edit)
         if printed:
             blocks.append(_fenced(printed, "text"))
         if (markup := _call(result, "_repr_svg_") or _figure(result)) is not None:

@@ -26,7 +26,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 import pipelab
-from pipelab.draw.page.page import comparison_page, diff_page, page
+from pipelab.draw.page.page import diff_page, page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -70,13 +70,10 @@ def closed_forms() -> str:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each tutorial, a file for each figure, and the timelines of the reference."""
-    traces = {name: pipelab.simulate(kind(ranks=4, microbatches=8)) for name, kind in pipelab.schedules.items()}
-    files.append(File.generated(config, "reference/1f1b.html", content=page(traces["1f1b"])))
-    shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
-    catalogue = pipelab.compare(*(traces[name] for name in shown), names=shown)
-    files.append(File.generated(config, "reference/catalogue.html", content=comparison_page(catalogue)))
-    slower = pipelab.simulate(traces["1f1b"].plan, pipelab.Cost(forward=[1, 1.5, 1, 1], latency=0.25))
-    found = pipelab.diff(traces["1f1b"], slower, names=["predicted", "slower"])
+    predicted = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8))
+    files.append(File.generated(config, "reference/1f1b.html", content=page(predicted)))
+    slower = pipelab.simulate(predicted.plan, pipelab.Cost(forward=[1, 1.5, 1, 1], latency=0.25))
+    found = pipelab.diff(predicted, slower, names=["predicted", "slower"])
     files.append(File.generated(config, "reference/diff.html", content=diff_page(found)))
     for name, trace in TRACES.items():
         files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))

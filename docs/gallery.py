@@ -56,17 +56,29 @@ PAPERS = {
 """Where a source without a number at arXiv can be read."""
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List each schedule's page below the gallery."""
+    below = [{title(name): f"schedules/{name}.md"} for name in pipelab.schedules]
+    for entry in config.nav or []:
+        if isinstance(entry, dict) and entry.get("Schedules") == "schedules/index.md":
+            entry["Schedules"] = ["schedules/index.md", *below]
+    return config
+
+
+def title(name: str) -> str:
+    return NAMES.get(name, pipelab.schedules[name].__name__)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the gallery, and for each schedule its page, its live picture and its thumbnail."""
     traces = {name: simulated(name) for name in pipelab.schedules}
-    cards = "\n\n".join(card(name, trace) for name, trace in traces.items())
-    made = {"schedules/index.md": GALLERY.format(cards=cards, ranks=RANKS, microbatches=MICROBATCHES)}
+    made: dict[str, str] = {}
     for name, trace in traces.items():
         made[f"schedules/{name}.md"] = schedule_page(name, trace, traces["1f1b"])
         made[f"schedules/{name}.html"] = page(trace)
         made[f"schedules/{name}.svg"] = thumbnail(trace)
     shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
-    side_by_side = pipelab.compare(*(traces[name] for name in shown), names=[NAMES.get(name, name) for name in shown])
+    side_by_side = pipelab.compare(*(traces[name] for name in shown), names=[title(name) for name in shown])
     made["schedules/side_by_side.html"] = comparison_page(side_by_side)
     wrong = [traces[name] for name in ("gpipe", "1f1b", "delayed")]
     made["misconceptions.html"] = comparison_page(pipelab.compare(*wrong, names=[trace.name for trace in wrong]))
@@ -77,8 +89,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the table of what a smaller bubble costs into the page that asks for it."""
-    return markdown.replace("<!-- price of a bubble -->", prices())
+    """Put the cards, and the table of what a smaller bubble costs, into the pages that ask for them."""
+    for place, made in (("<!-- schedules -->", cards), ("<!-- price of a bubble -->", prices)):
+        markdown = markdown.replace(place, made()) if place in markdown else markdown
+    return markdown
+
+
+def cards() -> str:
+    return "\n\n".join(card(name, simulated(name)) for name in pipelab.schedules)
 
 
 def prices() -> str:
@@ -95,36 +113,8 @@ def prices() -> str:
 
 def simulated(name: str) -> Trace:
     """Simulate a schedule under the name that papers give it."""
-    kind = pipelab.schedules[name]
-    trace = pipelab.simulate(kind(RANKS, MICROBATCHES))
-    return Trace(trace.plan, trace.starts, trace.ends, name=NAMES.get(name, kind.__name__))
-
-
-GALLERY = """---
-hide: [toc]
----
-
-# Schedules
-
-One batch, {ranks} ranks, {microbatches} micro-batches: in which order does every rank work? Each picture has a row for each
-rank. A forward (blue) takes 1 unit and a backward (orange, or yellow and green for its two halves) takes 2. Grey is idle.
-
-<div class="grid cards gallery" markdown>
-
-{cards}
-
-</div>
-
-Would a split backward, or a second stage on each rank, pay for *your* costs? Simulate it:
-[Your first schedule](../tutorials/first_schedule.md) shows how, and [the reference](../reference/schedules.md) has all formulas in
-one table. `pipelab.schedules` has the same schedules by name.
-
-## Side by side
-
-<iframe src="side_by_side.html" title="The schedules on {ranks} ranks with {microbatches} micro-batches" class="page" loading="lazy"></iframe>
-
-[The comparison alone](side_by_side.html)
-"""
+    trace = pipelab.simulate(pipelab.schedules[name](RANKS, MICROBATCHES))
+    return Trace(trace.plan, trace.starts, trace.ends, name=title(name))
 
 
 def card(name: str, trace: Trace) -> str:
@@ -135,10 +125,9 @@ def card(name: str, trace: Trace) -> str:
         links.append(f'<a href="../{PLAYGROUND}#schedule={name}">edit</a>')
     lines = [
         f"- [![timeline of {trace.name}]({name}.svg){{ .thumbnail loading=lazy }}]({name}.md)",
-        f"**[{trace.name}]({name}.md)** {summary(kind)}",
+        f"**[{trace.name}]({name}.md)**<br>{summary(kind)}",
         f"bubble **{100 * trace.bubble:.1f} %**, holds **{held(trace):g}** micro-batches",
-        f"{paper(kind.source)}",
-        " · ".join(links),
+        f"{paper(kind.source)}<br>{' · '.join(links)}",
     ]
     return "\n\n    ".join(lines)
 
@@ -195,17 +184,17 @@ def bars(trace: Trace, scale: float, lane: int, *, names: bool = False) -> Itera
 def numbered(trace: Trace) -> str:
     """Return 1F1B's timeline with numbers at the parts that "Read the picture" explains."""
     scale, lane, left = 24, 36, 70
-    rows = "".join(f'<text x="10" y="{rank * lane + 22}">rank {rank}</text>' for rank in range(trace.ranks))
+    rows = "".join(f'<text x="24" y="{rank * lane + 38}">rank {rank}</text>' for rank in range(trace.ranks))
     ticks = range(0, int(trace.makespan) + 1, 3)
     axis = "".join(f'<text x="{each * scale}" y="166" text-anchor="middle">{each}</text>' for each in ticks)
-    spots = [(-60, 30), (0.5, 30), (8, 138), (1.5, 120), (7, 18), (31.5, 120), (33, 150)]  # left and top
+    spots = [(-60, 18), (0.5, -10), (11, -10), (1.5, 126), (7, 18), (31.5, 126), (34.2, 162)]  # left and top
     numbers = "".join(
         f'<g transform="translate({x * scale if x >= 0 else x} {y})"><circle r="9" fill="#fff" stroke="#000"/>'
         f'<text y="4" text-anchor="middle" font-weight="bold">{number}</text></g>'
         for number, (x, y) in enumerate(spots, 1)
     )
-    size = f'viewBox="0 0 {left + 33 * scale + 20} 180" font-family="sans-serif" font-size="12"'
-    moved = f'<g transform="translate({left} 4)">{"".join(bars(trace, scale, lane, names=True))}{axis}{numbers}</g>'
+    size = f'viewBox="0 0 {left + 33 * scale + 44} 200" font-family="sans-serif" font-size="12"'
+    moved = f'<g transform="translate({left} 20)">{"".join(bars(trace, scale, lane, names=True))}{axis}{numbers}</g>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{rows}{moved}</svg>'
 
 
@@ -217,7 +206,7 @@ PAGE = """# {title}
 
 [The picture alone]({name}.html) · {edit}from {source}
 
-| {ranks} ranks, {microbatches} micro-batches | makespan | bubble | most micro-batches held | peak activations of each rank |
+| {ranks} ranks, {microbatches} micro-batches | makespan | bubble | most micro-batches held | peak activations |
 |---|--:|--:|--:|--:|
 {rows}
 
@@ -282,10 +271,13 @@ def formulas(kind: type[pipelab.Schedule]) -> str:
     lines = ["| quantity | formula | if |", "|---|---|---|"]
     for key, formula in kind.closed_forms.items():
         quantity, _, condition = key.partition(" if ")
-        lines.append(f"| {quantity} | `{formula}` | {' and '.join(f'`{each}`' for each in condition.split(' and ') if each)} |")
+        lines.append(
+            f"| {quantity} | `{formula}` | {' and '.join(f'`{each}`' for each in condition.split(' and ') if each)} |"
+        )
     letters = (
-        "`P` ranks, `M` micro-batches, rank `r`; `F`, `B`, `I` and `W` are the times of a forward, a backward and its two "
-        "halves for a rank's share of the model, `T` that of a transfer. [All letters](../reference/schedules.md#the-catalogue)."
+        "`P` ranks, `M` micro-batches, rank `r`; `F`, `B`, `I` and `W` are the times of a forward, a backward and its "
+        "two halves for a rank's share of the model, `T` that of a transfer. "
+        "[All letters](../reference/schedules.md#the-catalogue)."
     )
     return "\n".join([*lines, "", letters])
 
@@ -318,7 +310,8 @@ def base(kind: type[pipelab.Schedule]) -> str:
     if parent.__name__ not in ("Looped", "VShaped"):
         return ""
     source = inspect.getsource(parent).rstrip()
-    return f'<details markdown="1"><summary>the base class {parent.__name__}</summary>\n\n```python\n{source}\n```\n\n</details>'
+    title = f"<summary>the base class {parent.__name__}</summary>"
+    return f'<details markdown="1">{title}\n\n```python\n{source}\n```\n\n</details>'
 
 
 def students_file(kind: type[pipelab.Schedule]) -> str:
@@ -329,15 +322,23 @@ def students_file(kind: type[pipelab.Schedule]) -> str:
     gone: set[int] = set()
     hidden = {"source", "closed_forms", "needs", "looping"}
     for node in ast.walk(tree):
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        docstring = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
         target = node.targets[0].id if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else ""
-        if docstring or target in hidden or (isinstance(node, ast.FunctionDef) and node.name in ("refusal", "__init__")):
+        if (
+            docstring
+            or target in hidden
+            or (isinstance(node, ast.FunctionDef) and node.name in ("refusal", "__init__"))
+        ):
             first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
             gone.update(range(first, node.end_lineno + 1))
     kept = "\n".join(line for number, line in enumerate(lines, 1) if number not in gone)
     kept = re.sub(r"  # noqa.*", "", kept)
     kept = re.sub(r"(def \w+\(.*\)) -> .*:$", r"\1:", kept, flags=re.MULTILINE)
-    kept = re.sub(r"^ +def .*$", lambda line: re.sub(r": [\w\[\], |.]+?(?= =|,|\):)", "", line[0]), kept, flags=re.MULTILINE)
+    kept = re.sub(
+        r"^ +def .*$", lambda line: re.sub(r": [\w\[\], |.]+?(?= =|,|\):)", "", line[0]), kept, flags=re.MULTILINE
+    )
     kept = re.sub(r"^( +\w+): [\w\[\], ]+ = ", r"\1 = ", kept, flags=re.MULTILINE)
     kept = kept.replace("(SingleStage):", "(pipelab.Schedule):").replace("(Schedule):", "(pipelab.Schedule):")
     kept = re.sub(r":\n\n+", ":\n", re.sub(r"\n{3,}", "\n\n", kept))

@@ -10,10 +10,13 @@ import ast
 import builtins
 import html
 import inspect
+import io
 import re
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.figure import Figure
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
@@ -26,11 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
 
 RANKS, MICROBATCHES = 4, 8
-PLAYGROUND = ""
-"""The page that edits a schedule in the browser, as seen from the site's root; cards link to it if it is there."""
-
 NAMES = {
     "naive": "Naive",
     "gpipe": "GPipe",
@@ -48,6 +49,9 @@ NAMES = {
     "greedy": "Greedy",
 }
 """What papers call a schedule; one that is not listed has its class's name."""
+
+TOOLTIPS = ("bubble", "critical path", "latency", "makespan", "own span", "peak activations", "rendezvous", "straggler")
+"""Words of the glossary that answer the pointer on every page. Rank, stage and micro-batch stand in every line."""
 
 PAPERS = {
     "PipeDream (SOSP '19)": "https://doi.org/10.1145/3341301.3359646",
@@ -74,7 +78,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     traces = {name: simulated(name) for name in pipelab.schedules}
     made: dict[str, str] = {}
     for name, trace in traces.items():
-        made[f"schedules/{name}.md"] = schedule_page(name, trace, traces["1f1b"])
+        made[f"schedules/{name}.md"] = schedule_page(name, trace, traces["1f1b"], edit=editable(files))
         made[f"schedules/{name}.html"] = page(trace)
         made[f"schedules/{name}.svg"] = thumbnail(trace)
     shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
@@ -85,18 +89,43 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["how_to/numbered.svg"] = numbered(traces["1f1b"])
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
+    files.append(File.generated(config, "images/card.png", content=card_of_links(traces["1f1b"])))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the cards, and the table of what a smaller bubble costs, into the pages that ask for them."""
-    for place, made in (("<!-- schedules -->", cards), ("<!-- price of a bubble -->", prices)):
-        markdown = markdown.replace(place, made()) if place in markdown else markdown
+def card_of_links(trace: Trace) -> bytes:
+    """Return the picture that stands beside a link to the site elsewhere."""
+    figure = Figure(figsize=(12, 6.3), dpi=100, facecolor="white")
+    trace.plot(figure.add_axes((0.06, 0.12, 0.9, 0.55)))
+    figure.text(0.06, 0.86, "pipelab", size=44, weight="bold")
+    figure.text(0.06, 0.76, "one schedule: checked, simulated, drawn, executed", size=22)
+    with io.BytesIO() as png:
+        figure.savefig(png, format="png")
+        return png.getvalue()
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put cards and the table of what a smaller bubble costs where pages ask for them, and the glossary's words."""
+    if "<!-- schedules -->" in markdown:
+        cards = (card(name, simulated(name), edit=editable(files)) for name in pipelab.schedules)
+        markdown = markdown.replace("<!-- schedules -->", "\n\n".join(cards))
+    if "<!-- price of a bubble -->" in markdown:
+        markdown = markdown.replace("<!-- price of a bubble -->", prices())
+    if page.file.src_uri not in ("glossary.md", "index.md"):
+        markdown = f"{markdown}\n\n{tooltips(config)}"
     return markdown
 
 
-def cards() -> str:
-    return "\n\n".join(card(name, simulated(name)) for name in pipelab.schedules)
+def tooltips(config: MkDocsConfig) -> str:
+    """Return the first sentence of the glossary for each of some words, as abbreviations: they answer the pointer."""
+    text = (Path(config.docs_dir) / "glossary.md").read_text(encoding="utf-8")
+    meanings = dict(re.findall(r"^(\w[\w -]*)\n:   (.*?[.:])(?: |$)", re.sub(r"\n    ", " ", text), flags=re.MULTILINE))
+    return "\n".join(f"*[{word}]: {meanings[word].rstrip(':')}" for word in TOOLTIPS)
+
+
+def editable(files: Files) -> bool:
+    """Return whether the site has a page that edits a schedule in the browser."""
+    return files.get_file_from_path("playground.md") is not None
 
 
 def prices() -> str:
@@ -117,12 +146,12 @@ def simulated(name: str) -> Trace:
     return Trace(trace.plan, trace.starts, trace.ends, name=title(name))
 
 
-def card(name: str, trace: Trace) -> str:
+def card(name: str, trace: Trace, *, edit: bool) -> str:
     """Return a schedule's card as an item of a Markdown list."""
     kind = pipelab.schedules[name]
     links = [f"[open]({name}.md)"]
-    if PLAYGROUND:
-        links.append(f'<a href="../{PLAYGROUND}#schedule={name}">edit</a>')
+    if edit:
+        links.append(f'<a href="../playground/#schedule={name}">edit</a>')
     lines = [
         f"- [![timeline of {trace.name}]({name}.svg){{ .thumbnail loading=lazy }}]({name}.md)",
         f"**[{trace.name}]({name}.md)**<br>{summary(kind)}",
@@ -233,7 +262,7 @@ The reference has [every detail of the class][pipelab.{kind}].
 """
 
 
-def schedule_page(name: str, trace: Trace, first: Trace) -> str:
+def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
     """Return a schedule's page as Markdown."""
     kind = pipelab.schedules[name]
     text = inspect.getdoc(kind)
@@ -248,7 +277,7 @@ def schedule_page(name: str, trace: Trace, first: Trace) -> str:
         kind=kind.__name__,
         ranks=RANKS,
         microbatches=MICROBATCHES,
-        edit=f'<a href="../../{PLAYGROUND}#schedule={name}">edit it</a> · ' if PLAYGROUND else "",
+        edit=f'<a href="../../playground/#schedule={name}">edit it</a> · ' if edit else "",
         source=linked(kind.source),
         rows="\n".join(map(row, rows.values())),
         body=body,

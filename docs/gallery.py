@@ -16,6 +16,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markdown.extensions.toc import slugify
 from matplotlib.figure import Figure
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -111,9 +112,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = markdown.replace("<!-- schedules -->", "\n\n".join(cards))
     if "<!-- price of a bubble -->" in markdown:
         markdown = markdown.replace("<!-- price of a bubble -->", prices())
-    if page.file.src_uri not in ("glossary.md", "index.md"):
+    if page.file.src_uri == "glossary.md":  # each word can be linked to: glossary.md#own-span
+        return re.sub(r"^(\w[^\n]*)\n:   ", _with_anchor, markdown, flags=re.MULTILINE)
+    if page.file.src_uri != "index.md":
         markdown = f"{markdown}\n\n{tooltips(config)}"
     return markdown
+
+
+def _with_anchor(found: re.Match[str]) -> str:
+    return f'<span id="{slugify(found[1], "-")}">{found[1]}</span>\n:   '
 
 
 def tooltips(config: MkDocsConfig) -> str:
@@ -238,7 +245,7 @@ PAGE = """# {title}
 | {ranks} ranks, {microbatches} micro-batches | makespan | bubble | most micro-batches held | peak activations |
 |---|--:|--:|--:|--:|
 {rows}
-
+{note}
 {body}
 
 ## How long does it take, and what does it hold?
@@ -262,6 +269,11 @@ The reference has [every detail of the class][pipelab.{kind}].
 """
 
 
+HALVES = """
+A rank holds two stages here, each half of its share of the model: two of its activations count as one micro-batch held.
+"""
+
+
 def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
     """Return a schedule's page as Markdown."""
     kind = pipelab.schedules[name]
@@ -280,6 +292,7 @@ def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
         edit=f'<a href="../../playground/#schedule={name}">edit it</a> · ' if edit else "",
         source=linked(kind.source),
         rows="\n".join(map(row, rows.values())),
+        note=HALVES if trace.plan.stages == 2 * trace.ranks else "",
         body=body,
         formulas=formulas(kind),
         code=code(name),
@@ -289,8 +302,7 @@ def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
 
 def row(trace: Trace) -> str:
     peaks = " ".join(map(str, trace.peak_activations))
-    stages = " (half a rank's share each)" if trace.plan.stages == 2 * trace.ranks else ""
-    return f"| {trace.name} | {trace.makespan:g} | {100 * trace.bubble:.1f} % | {held(trace):g} | {peaks}{stages} |"
+    return f"| {trace.name} | {trace.makespan:g} | {100 * trace.bubble:.1f} % | {held(trace):g} | {peaks} |"
 
 
 def formulas(kind: type[pipelab.Schedule]) -> str:

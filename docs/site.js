@@ -1,6 +1,6 @@
 // pipelab's pages in frames: as dark as the site, as high as their content, without margins of their own.
 const LOOKS = `
-  body { margin: 0 !important; padding: 0 2px !important; }
+  body { margin: 0 !important; padding: 0 2px .3rem !important; display: flow-root; }
   header h1, header h1 + .subtitle, #theme { display: none; }
   @media (max-width: 700px) { .layers { display: none !important; } }
   #panel { position: static !important; max-height: none !important; }
@@ -10,6 +10,8 @@ const ON_HOME = ".hint, #actions { display: none; }";
 
 function dress(frame) {
   const theme = document.body.dataset.mdColorScheme === "slate" ? "dark" : "light";
+  const paper = theme === "dark" ? getComputedStyle(document.body).backgroundColor : "";
+  try { frame.contentDocument.documentElement.style.setProperty("--paper", paper); } catch { /* as below */ }
   frame.contentWindow?.postMessage({ pipelabTheme: theme }, "*");
 }
 

@@ -77,9 +77,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/diff.html", content=diff_page(found)))
     for name, trace in TRACES.items():
         files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))
-    for source in sorted(Path(config.config_file_path).parent.glob("tutorials/*.py")):
+    tutorials = Path(config.config_file_path).parent / "tutorials"
+    for path in tutorials.glob("*/*.gz"):  # what a tutorial reads, for the reader of its notebook
+        files.append(File.generated(config, f"tutorials/{path.parent.name}/{path.name}", content=path.read_bytes()))
+    for source in sorted(tutorials.glob("*.py")):
         code = source.read_text(encoding="utf-8")
-        text, notebook, figures = render(source.stem, code)
+        text, notebook, figures = render(source, code)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=text))
         made = {f"{source.stem}.ipynb": notebook, source.name: code, **figures}
         for name, content in made.items():
@@ -90,7 +93,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 @functools.cache  # `make docs` builds the site at each edit, and most edits are elsewhere
-def render(stem: str, code: str) -> tuple[str, str, Mapping[str, str]]:
+def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
     """Run a tutorial; return its page as Markdown, its notebook with outputs, and its figures by file name.
 
     Consecutive cells with the tag `answer`, and what they print, are folded on the page.
@@ -98,9 +101,10 @@ def render(stem: str, code: str) -> tuple[str, str, Mapping[str, str]]:
     Raises:
         PluginError: if a cell raises, naming the cell.
     """
+    stem = source.stem
     book = jupytext.reads(code, fmt="py:percent")
     figures: dict[str, str] = {}
-    namespace: dict[str, Any] = {"__name__": "__main__", "__file__": f"tutorials/{stem}.py"}
+    namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(source)}
     blocks: list[tuple[bool, str]] = []
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number}"  # jupytext's are random

@@ -50,7 +50,7 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_has_outputs() -> None
     nbformat = pytest.importorskip("nbformat", reason="comes with the tools of documentation")
     pytest.importorskip("jupytext", reason="comes with the tools of documentation")
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
-    page, written, figures = hooks["render"]("small", TUTORIAL)
+    page, written, figures = hooks["render"](Path("small.py"), TUTORIAL)
 
     assert page.startswith("# A title\n\n[Notebook](small.ipynb){ download } [Script](small.py){ download }\n")
     before, folded, after = (page.split("<details", 1)[0], *page.split("<details", 1)[1].split("</details>"))

@@ -14,6 +14,7 @@ import emulation
 import engine
 import faults
 import memory
+import playground
 import prediction
 import reduces
 import schedules
@@ -28,6 +29,7 @@ PARTS = {
     "split": split,
     "emulation": emulation,
     "drawing": drawing,
+    "playground": playground,
     "faults": faults,
     "reduces": reduces,
     "prediction": prediction,

@@ -87,6 +87,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["schedules/side_by_side.html"] = comparison_page(side_by_side)
     wrong = [traces[name] for name in ("gpipe", "1f1b", "delayed")]
     made["misconceptions.html"] = comparison_page(pipelab.compare(*wrong, names=[trace.name for trace in wrong]))
+    made["images/logo.svg"] = (Path(config.docs_dir) / "theme" / ".icons" / "logo.svg").read_text(encoding="utf-8")
     made["how_to/numbered.svg"] = numbered(traces["1f1b"])
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))

@@ -11,8 +11,10 @@ import ast
 import contextlib
 import functools
 import io
+import json
 import linecache
 import re
+import runpy
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -23,6 +25,7 @@ import matplotlib as mpl
 import nbformat
 from matplotlib.figure import Figure
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 import pipelab
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
 
 mpl.use("agg")
+log = get_plugin_logger(__name__)
 
 
 UNEVEN = pipelab.Cost(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2])
@@ -48,11 +52,15 @@ TRACES = {
     ),
 }
 """The timelines that `reference/schedules.md` shows, by file name."""
+EDITING = runpy.run_path(str(Path(__file__).with_name("editing.py")))
+PYODIDE = runpy.run_path(str(Path(__file__).with_name("pyodide.py")))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the formulas that the schedules carry into the page that describes them."""
-    return markdown.replace("<!-- closed forms -->", closed_forms())
+    """Put the formulas that the schedules carry, and the playground, into the pages that hold their places."""
+    still = '<img src="../images/1f1b.svg" alt="1F1B on 4 ranks with 8 micro-batches">'
+    markdown = markdown.replace("<!-- closed forms -->", closed_forms())
+    return markdown.replace("<!-- playground -->", PYODIDE["body"]("", still))
 
 
 def closed_forms() -> str:
@@ -77,6 +85,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/diff.html", content=diff_page(found)))
     for name, trace in TRACES.items():
         files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))
+    files_of_the_playground(files, config)
     tutorials = Path(config.config_file_path).parent / "tutorials"
     for path in tutorials.glob("*/*.gz"):  # what a tutorial reads, for the reader of its notebook
         files.append(File.generated(config, f"tutorials/{path.parent.name}/{path.name}", content=path.read_bytes()))
@@ -92,6 +101,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def files_of_the_playground(files: Files, config: MkDocsConfig) -> None:
+    """Add Python for the browser; where it cannot be had, the playground shows still pictures and the reason."""
+    made = PYODIDE["files"]()
+    if "reason" in (engine := json.loads(made["engine.json"])):
+        log.info("The playground is built without Python for the browser: %s", engine["reason"])
+    for name, content in made.items():
+        files.append(File.generated(config, f"playground/{name}", content=content, inclusion=InclusionLevel.INCLUDED))
+
+
 @functools.cache  # `make docs` builds the site at each edit, and most edits are elsewhere
 def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
     """Run a tutorial; return its page as Markdown, its notebook with outputs, and its figures by file name.
@@ -105,6 +123,9 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
     book = jupytext.reads(code, fmt="py:percent")
     figures: dict[str, str] = {}
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(source)}
+    edits = iter(
+        EDITING["links"]([cell.source for cell in book.cells if cell.cell_type == "code"], "../../playground/")
+    )
     blocks: list[tuple[bool, str]] = []
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number}"  # jupytext's are random
@@ -125,7 +146,7 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
         cell.outputs = list(_outputs(cell.execution_count, printed, result, svg, markup))
         if svg:
             figures[name] = svg
-        shown = [_fenced(cell.source, "python"), printed and _fenced(printed, "text")]
+        shown = [_fenced(cell.source, "python"), next(edits), printed and _fenced(printed, "text")]
         if svg:
             shown.append(f"![what the cell above draws]({name})")
         elif markup:

@@ -17,9 +17,9 @@ FLAGS = [
 ]
 
 
-def wait_until(tab, holds):
+def wait_until(tab, holds, seconds=20):
     """Wait until an expression holds. Playwright's own waiting needs an eval, which the page forbids."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + seconds
     while not tab.evaluate(holds):
         assert time.monotonic() < deadline, holds
         tab.wait_for_timeout(20)

@@ -820,3 +820,37 @@ def test_show_displays_the_figure_in_a_notebook(trace, monkeypatch):
     assert draw.show(trace) is None
     (figure,) = shown
     assert "time (units)" in figure.data
+
+
+@pytest.mark.browser
+def test_a_frame_shows_what_it_is_sent_and_keeps_zoom_and_selection(opened, trace):
+    tab = opened(page.frame())
+    send = "content => postMessage({ pipelabContent: content }, '*')"
+    tab.evaluate(send, page.content(trace))
+    wait_until(tab, "timelines.length === 1 && timelines[0].mark")
+    assert tab.locator("#timelines .bar").count() == 64
+    assert tab.locator(".figures td").all_text_contents()[:2] == ["33 units", "27.3 %"]
+    click(tab, "1B3")
+    tab.keyboard.press("+")
+    wait_until(tab, "!timelines[0].dirty && timelines[0].zoom > 1")
+    before = tab.evaluate("hashOf()")
+    slower = pipelab.simulate(trace.plan, Cost(forward=1, backward=2, latency=1))
+    tab.evaluate(send, page.content(renamed(slower, HOSTILE)))
+    wait_until(tab, f"document.querySelector('td').textContent === {page.content(slower)['table'][1][0]!r}")
+    assert tab.evaluate("hashOf()") == before
+    assert tab.locator("#panel h3").inner_text() == "1B3"
+    assert HOSTILE in tab.locator("h1").text_content()
+    assert tab.locator("img").count() == 0
+
+
+@pytest.mark.browser
+def test_a_frame_goes_from_a_comparison_to_one_trace_and_back(opened, trace):
+    tab = opened(page.frame())
+    send = "content => replace(content)"
+    both = pipelab.compare(trace, pipelab.simulate(trace.plan, Cost(forward=2, backward=2)))
+    for shown, buttons, sections in ((both, 3, 2), (trace, 0, 1), (both, 3, 2)):
+        tab.evaluate(send, page.content(shown))
+        assert tab.locator("[data-view-name]").count() == buttons
+        assert tab.locator("#timelines section").count() == sections
+        tab.keyboard.press("o")  # from stack to overlay
+        assert tab.evaluate("look.view") == ("overlay" if buttons else "stack")

@@ -276,7 +276,8 @@ def _player(name: str, stage: _Stage) -> str:
     target = name or stage.target or ""
     sizes = "disabled hidden" if has_sizes(target) else ""
     shown = {"name": clean(target), "schedule": name, "sizes": sizes, "version": str(stage.version)}
-    return _filled("play.html", **{place: html.escape(text) for place, text in shown.items()})
+    escaped = {place: html.escape(text) for place, text in shown.items()}
+    return _filled("play.html", **escaped, sliders=_filled("sliders.html", sizes=sizes))
 
 
 def _gallery(target: str | None) -> str:

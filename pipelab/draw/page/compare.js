@@ -30,9 +30,12 @@ class Differences {
   }
 }
 
-const differences = models.map((model, at) => (data.diffs[at - 1]?.effects ? new Differences(model, models[0], data.diffs[at - 1]) : null));
-const compared = differences.filter(Boolean);
-const extremes = Object.fromEntries(Object.keys(SHADES).map((name) => [name, compared.reduce((most, each) => each[name].reduce((so, value) => Math.max(so, Math.abs(value)), most), 0)]));
+let differences, compared, extremes;
+function findDifferences() {
+  differences = models.map((model, at) => (data.diffs[at - 1]?.effects ? new Differences(model, models[0], data.diffs[at - 1]) : null));
+  compared = differences.filter(Boolean);
+  extremes = Object.fromEntries(Object.keys(SHADES).map((name) => [name, compared.reduce((most, each) => each[name].reduce((so, value) => Math.max(so, Math.abs(value)), most), 0)]));
+}
 
 // Four digits, as in Python's tables.
 const brief = (value) => number(Math.abs(value) >= 1000 ? Math.round(value) : Number(value.toPrecision(4)));
@@ -141,8 +144,10 @@ const nextView = () => compared.length && setView(Object.keys(VIEWS)[(Object.key
 
 // The buttons, the colours and the tables, where there is something to compare.
 function compareTraces() {
-  if (!compared.length) return;
   const layers = document.querySelector(".layers"), buttons = tag("span", "", "views"), colours = document.getElementById("colour");
+  document.querySelectorAll(".views, #colour [data-change], .hint span").forEach((each) => each.remove()); // of data shown before
+  if (look.view !== "stack" || look.colour in SHADES) setView("stack");
+  if (!compared.length) return;
   buttons.setAttribute("role", "group");
   buttons.setAttribute("aria-label", "view");
   for (const [name, meaning] of Object.entries(VIEWS)) {
@@ -154,7 +159,11 @@ function compareTraces() {
     buttons.append(button);
   }
   layers.prepend(buttons);
-  for (const [value, name] of Object.entries(SHADES)) colours.append(Object.assign(tag("option", name), { value }));
+  for (const [value, name] of Object.entries(SHADES)) {
+    const option = Object.assign(tag("option", name), { value });
+    option.dataset.change = value;
+    colours.append(option);
+  }
   timelines.forEach((timeline, at) => {
     const section = timeline.scroller.closest("section"), found = differences[at];
     if (at === 0) section.classList.add("first-trace");
@@ -163,6 +172,6 @@ function compareTraces() {
       section.append(tableOfChanges(timeline, found));
     } else section.querySelector("h2").after(tag("p", `Not compared with ${models[0].title}: ${data.diffs[at - 1].refusal}.`, "refusal"));
   });
-  document.querySelector(".hint").append(" With o, from stack to overlay to diff.");
+  document.querySelector(".hint").append(tag("span", " With o, from stack to overlay to diff."));
   setView(data.view);
 }

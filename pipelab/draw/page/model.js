@@ -2,7 +2,7 @@
 
 // What Python put in (see _trace in page.py), unpacked: every action has a place, a whole number, and each of its
 // properties is a list by place. The actions of a rank lie side by side, in its order.
-const data = JSON.parse(document.getElementById("data").textContent);
+let data, models; // `show` in panel.js sets them
 const KINDS = "FBIWR";
 
 // Runs of a number are written as [number, count].
@@ -232,5 +232,3 @@ function time(value, unit) {
   const text = number(value);
   return `${text} ${unit === "units" && text === "1" ? "unit" : unit}`;
 }
-
-const models = data.traces.map((raw) => new Model(raw));

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
-__all__ = ["comparison_page", "diff_page", "document", "page"]
+__all__ = ["comparison_page", "content", "diff_page", "document", "frame", "page"]
 
 _SCRIPTS = ("model.js", "paint.js", "timeline.js", "gestures.js", "ledger.js", "compare.js", "panel.js", "save.js")
 
@@ -46,8 +46,7 @@ def page(trace: Trace) -> str:
         >>> page(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))).startswith("<!DOCTYPE html>")
         True
     """
-    name = wording.headline(trace)
-    return _page(name, compare(trace, names=[name]), text.timeline(trace, text.PLAIN_WIDTH, colour=False))
+    return _page(content(trace), text.timeline(trace, text.PLAIN_WIDTH, colour=False))
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -59,8 +58,7 @@ def comparison_page(comparison: Comparison) -> str:
         >>> "GPipe(ranks=2, microbatches=2), simulated" in comparison_page(both)
         True
     """
-    plain = text.comparison(comparison, text.PLAIN_WIDTH, colour=False)
-    return _page(f"Comparison of {len(comparison.traces)} traces", comparison, plain)
+    return _page(content(comparison), text.comparison(comparison, text.PLAIN_WIDTH, colour=False))
 
 
 def diff_page(found: Diff) -> str:
@@ -74,8 +72,51 @@ def diff_page(found: Diff) -> str:
     """
     comparison = compare(found.before, found.after, names=found.names)
     plain = f"{differences.text(found)}\n\n{text.comparison(comparison, text.PLAIN_WIDTH, colour=False)}"
+    shown = content(comparison)
     before, after = found.names
-    return _page(f"{after} compared with {before}", comparison, plain, view="diff")
+    shown["title"] = f"{after} compared with {before}"
+    shown["data"]["view"] = "diff"
+    return _page(shown, plain)
+
+
+def frame() -> str:
+    """Return a page that shows nothing until the page around it posts a message: `pipelabContent`, with `content`.
+
+    A message later replaces what is shown, and keeps zoom, selection and layers. That is quicker than another page.
+    """
+    empty: dict[str, Any] = {"title": "pipelab", "subtitle": "", "table": [], "data": None}
+    return _page(empty, "", subtitle='<p class="subtitle"></p>').replace("<body>", '<body class="framed">')
+
+
+def content(shown: Trace | Comparison) -> dict[str, Any]:
+    """Return what a page shows: its title and sub-title, its table of figures, and the data of its script.
+
+    Example:
+        >>> import pipelab
+        >>> found = content(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)))
+        >>> found["subtitle"], found["table"][0][:2]
+        ('2 ranks, 2 stages, 2 micro-batches, F = 1, B = 2', ('makespan', 'bubble'))
+    """
+    if isinstance(shown, Comparison):
+        comparison, title = shown, f"Comparison of {len(shown.traces)} traces"
+        subtitle = "" if shown.shares_axis else "The units of time differ: every timeline has its own scale."
+    else:
+        title = wording.headline(shown)
+        comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
+    table = wording.table(comparison)
+    first = 0 if len(table) > 2 else 1  # the name of a single trace is the page's title
+    alone = len(comparison.traces) == 1
+    there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
+    data = {
+        "shared": comparison.shares_axis,
+        "reasons": REASONS,
+        "meanings": MEANINGS,
+        "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
+        "view": "stack",
+        "diffs": [] if alone else _diffs(comparison),
+        "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
+    }
+    return {"title": title, "subtitle": subtitle, "table": [row[first:] for row in table], "data": data}
 
 
 def document(title: str, body: str) -> str:
@@ -104,27 +145,17 @@ _ORDER = """
 """
 
 
-def _page(title: str, comparison: Comparison, plain: str, view: str = "stack") -> str:
-    """Fill the frame. A comparison of the same actions can also be shown as overlay or diff; `view` is the first."""
-    alone = len(comparison.traces) == 1
-    there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
-    data = {
-        "shared": comparison.shares_axis,
-        "reasons": REASONS,
-        "meanings": MEANINGS,
-        "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
-        "view": view,
-        "diffs": [] if alone else _diffs(comparison),
-        "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
-    }
+def _page(shown: dict[str, Any], plain: str, subtitle: str = "") -> str:
+    """Fill the frame with `content`; `plain` is what a reader without scripts gets."""
+    if shown["subtitle"]:
+        subtitle = f'<p class="subtitle">{html.escape(shown["subtitle"])}</p>'
     parts = {
-        "title": html.escape(title),
-        "subtitle": f'<p class="subtitle">{html.escape(_subtitle(comparison.traces[0]))}</p>' if alone else "",
+        "title": html.escape(shown["title"]),
+        "subtitle": subtitle,
         "style": _palette() + _read("page.css"),
-        "table": _table(comparison),
-        "note": "" if comparison.shares_axis else "<p>The units of time differ: every timeline has its own scale.</p>",
+        "table": _table(shown["table"]),
         "text": html.escape(plain),
-        "data": _script_safe(json.dumps(data, separators=(",", ":"))),
+        "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),
         "script": "\n".join(map(_read, _SCRIPTS)),
     }
     # In one pass, so that what looks like a place in a name stays a name.
@@ -156,13 +187,14 @@ def _palette() -> str:
     return f":root{{{''.join(lines)}}}\n"
 
 
-def _table(comparison: Comparison) -> str:
+def _table(table: Sequence[Sequence[str]]) -> str:
     """Return the figures of every trace as an HTML table."""
-    heads, *rows = wording.table(comparison)
-    first = 0 if len(rows) > 1 else 1  # the name of a single trace is the page's title
-    lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads[first:])]
+    if not table:
+        return ""
+    heads, *rows = table
+    lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads)]
     for row in rows:
-        cells = zip(heads[first:], row[first:], strict=True)
+        cells = zip(heads, row, strict=True)
         lines.append("".join(f'<td data-head="{html.escape(head)}">{html.escape(cell)}</td>' for head, cell in cells))
     return "\n".join(f"<tr>{line}</tr>" for line in lines)
 

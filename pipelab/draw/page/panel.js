@@ -1,9 +1,8 @@
 const panel = document.getElementById("panel");
 const tip = document.getElementById("tip");
 const saying = document.getElementById("say");
-const longest = Math.max(...models.map((model) => model.span));
 const timelines = [];
-const WORDS = data.kinds; // letter -> word
+let longest, WORDS; // WORDS: letter -> word
 const state = { timeline: null, chosen: null };
 const near = 1e-7;
 
@@ -161,7 +160,6 @@ function showTip(timeline, event) {
 
 const moved = (source) => { for (const each of timelines) { if (each === source) each.redraw(); else if (data.shared) each.follow(source); else each.redraw(); } keep(); };
 const hooks = { moved, chosen: (timeline) => select(timeline, timeline.chosen), hovered: showTip, crowded: () => legend() };
-models.forEach((model, at) => timelines.push(new Timeline(model, at, data.shared ? longest : model.span, hooks)));
 // On one axis, the others follow.
 const zoom = (factor) => timelines.slice(0, data.shared ? 1 : undefined).forEach((each) => each.setZoom(each.zoom * factor || 1));
 const redraw = () => timelines.forEach((each) => each.redraw());
@@ -217,8 +215,8 @@ function nextHit(step) {
 }
 
 // The player: time passes, and one sentence says what begins.
-const moments = [...models[0].start.slice().sort().filter((each, at, all) => !at || each > all[at - 1]), longest];
-const player = { at: moments.length - 1, playing: null };
+let moments;
+const player = { at: 0, playing: null };
 
 function begun(model, moment) {
   const from = [...model.start.keys()].filter((place) => Math.abs(model.start[place] - moment) <= near * model.span);
@@ -297,9 +295,13 @@ function restore(hash) {
   setLook("memory", layers.includes("a"));
   if (compared.length && parts.get("w") in VIEWS) setView(parts.get("w"));
   if ([...document.getElementById("colour").options].some((each) => each.value === parts.get("k"))) setLook("colour", parts.get("k"));
+  restoreSelection(parts.get("s") ?? ""); // before the zoom: the panel takes a part of the width
   const [from, to] = (parts.get("z") ?? "").split(",").map(Number);
   if (from >= 0 && to > from) timelines[0].show(from, to);
-  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|from\.([\d.e+-]+)to([\d.e+-]+)|(\w+)\.(\d+))$/.exec(parts.get("s") ?? ""), timeline = chosen && timelines[chosen[1]];
+}
+
+function restoreSelection(text) {
+  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|from\.([\d.e+-]+)to([\d.e+-]+)|(\w+)\.(\d+))$/.exec(text), timeline = chosen && timelines[chosen[1]];
   if (!timeline) return;
   const { model } = timeline;
   if (chosen[4]) {
@@ -379,7 +381,6 @@ document.querySelectorAll("[data-zoom]").forEach((button) =>
   button.addEventListener("click", () => zoom(steps[button.dataset.zoom])));
 document.querySelectorAll("[data-layer]").forEach((button) => button.addEventListener("click", () => setLook(button.dataset.layer, !look[button.dataset.layer])));
 document.getElementById("colour").addEventListener("change", (event) => setLook("colour", event.target.value));
-Object.assign(document.getElementById("moment"), { max: moments.length - 1, value: moments.length - 1 });
 document.getElementById("moment").addEventListener("input", (event) => { playing(false); play(Number(event.target.value)); });
 document.getElementById("play").addEventListener("click", () => playing(!player.playing));
 document.getElementById("actions").addEventListener("toggle", (event) => event.target.open && table(event.target));
@@ -401,11 +402,61 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => document.querySelectorAll(".print").forEach((each) => each.remove()));
 
-document.querySelectorAll(".tools[hidden], .hint[hidden]").forEach((each) => { each.hidden = false; });
-timelines.forEach((each) => each.draw());
-performance.mark("drawn");
-setLook("memory", models.every((model) => model.lanes.length <= 16));
-legend();
-compareTraces();
-restore(location.hash);
-addEventListener("hashchange", () => restore(location.hash));
+// Show data: the page's own, or others in their place, with the same zoom, selection and layers.
+function show(raw, hash) {
+  const focused = timelines.some((each) => each.scroller.contains(document.activeElement));
+  if (timelines.length) select(timelines[0], null);
+  playing(false);
+  data = raw;
+  models = data.traces.map((each) => new Model(each));
+  longest = Math.max(...models.map((model) => model.span));
+  WORDS = data.kinds;
+  moments = [...models[0].start.slice().sort().filter((each, at, all) => !at || each > all[at - 1]), longest];
+  Object.assign(player, { at: moments.length - 1 });
+  Object.assign(document.getElementById("moment"), { max: player.at, value: player.at });
+  document.getElementById("now").textContent = "";
+  look.now = null;
+  findDifferences();
+  document.getElementById("timelines").replaceChildren();
+  timelines.length = 0;
+  models.forEach((model, at) => timelines.push(new Timeline(model, at, data.shared ? longest : model.span, hooks)));
+  timelines.forEach((each) => each.draw());
+  performance.mark("drawn");
+  search(find.value);
+  legend();
+  compareTraces();
+  restore(hash);
+  const actions = document.getElementById("actions");
+  actions.replaceChildren(actions.firstElementChild);
+  if (actions.open) table(actions);
+  if (focused) timelines[0].scroller.focus({ preventScroll: true });
+}
+
+// What a page around this one sends in place of the data: see `content` in page.py.
+function replace(content) {
+  const [heads, ...rows] = content.table, first = !timelines.length;
+  const line = (name, cells) => {
+    const made = tag("tr");
+    made.append(...cells.map((cell) => tag(name, cell)));
+    if (name === "td") heads.forEach((head, at) => { made.children[at].dataset.head = head; });
+    return made;
+  };
+  document.title = document.querySelector("h1").textContent = content.title;
+  document.querySelector(".subtitle").textContent = content.subtitle;
+  document.querySelector(".figures table").replaceChildren(line("th", heads), ...rows.map((cells) => line("td", cells)));
+  show(content.data, first ? "" : hashOf());
+  if (first) start();
+}
+addEventListener("message", (event) => { if (event.data?.pipelabContent) replace(event.data.pipelabContent); });
+
+function start() {
+  document.querySelectorAll(".tools[hidden], .hint[hidden]").forEach((each) => { each.hidden = false; });
+  setLook("memory", models.every((model) => model.lanes.length <= 16));
+  restore(location.hash);
+  addEventListener("hashchange", () => restore(location.hash));
+}
+const given = JSON.parse(document.getElementById("data").textContent);
+if (given) {
+  show(given, "");
+  start();
+}

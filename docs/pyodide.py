@@ -1,0 +1,186 @@
+"""The playground's files: Python for the browser (Pyodide, from npm), pipelab without PyTorch, and the first pictures.
+
+`package-lock.json` in `docs/playground` pins Pyodide by version and hash; `npm ci` brings it into `build/pyodide`.
+Where that fails, the playground has everything but Python, and says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pipelab
+from pipelab.draw.page.page import content, frame
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "docs" / "playground"
+_VENDORED = ROOT / "build" / "pyodide"
+_PYODIDE = _VENDORED / "node_modules" / "pyodide"
+_FOLDERS = ("plan", "checking", "catalogue", "trace", "simulation", "draw")
+"""The half of pipelab that needs no PyTorch."""
+_WASM = "pyodide.asm.wasm"
+_PLAIN = ("pyodide.mjs", "pyodide.asm.js", "pyodide-lock.json", "python_stdlib.zip")
+_NOTICE = """\
+Pyodide {version}: Python for the browser, unchanged but for the compression of one file.
+Its licence is the Mozilla Public License 2.0: https://www.mozilla.org/MPL/2.0/
+Its source is at https://github.com/pyodide/pyodide/tree/{version}
+It holds CPython, whose licence is the Python Software Foundation's: https://docs.python.org/3/license.html
+"""
+
+
+def files() -> dict[str, bytes]:
+    """Return what is generated for the folder `playground` of the site, by name.
+
+    `engine.json` says how many bytes the browser loads to run Python, and how many of them it can count while they
+    come; or the reason why it cannot run Python.
+    """
+    made = {"frame.html": frame().encode(), "pipelab.zip": _archive(), "schedules.json": _json(_schedules())}
+    made["NOTICE.txt"] = _NOTICE.format(version=version()).encode()
+    try:
+        engine = vendored()
+    except (OSError, subprocess.SubprocessError) as error:
+        made["engine.json"] = _json({"reason": _reason(error)})
+        return made
+    sizes = {name: len(each) for name, each in engine.items()}
+    scripts = sum(size for name, size in sizes.items() if name.endswith("js"))
+    every = len(made["pipelab.zip"]) + sum(sizes.values())
+    made["engine.json"] = _json({"version": version(), "bytes": every, "counted": every - scripts})
+    return made | {f"pyodide/{name}": each for name, each in engine.items()}
+
+
+def version() -> str:
+    """Return the pinned version of Pyodide."""
+    lock = json.loads((SOURCES / "package-lock.json").read_text(encoding="utf-8"))
+    return str(lock["packages"]["node_modules/pyodide"]["version"])
+
+
+@cache
+def vendored() -> dict[str, bytes]:
+    """Return Pyodide's files; bring them first where they are not there.
+
+    Raises:
+        OSError: if there is no npm.
+        subprocess.SubprocessError: if npm cannot bring them.
+    """
+    if not _is_there():
+        _bring()
+    found = {name: (_PYODIDE / name).read_bytes() for name in _PLAIN}
+    found[f"{_WASM}.deflate"] = zlib.compress((_PYODIDE / _WASM).read_bytes(), 9)
+    return found
+
+
+def _bring() -> None:
+    """Let npm bring Pyodide, whole or not at all: other processes may build the site or run its tests, too."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise FileNotFoundError("npm is not installed")
+    _VENDORED.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_VENDORED.parent) as folder:
+        fresh = Path(folder, "pyodide")
+        fresh.mkdir()
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(SOURCES / name, fresh)
+        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
+        subprocess.run(command, cwd=fresh, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603 - npm
+        if not _is_there():  # else another process was quicker
+            shutil.rmtree(_VENDORED, ignore_errors=True)
+            with suppress(OSError):
+                fresh.rename(_VENDORED)
+
+
+def _is_there() -> bool:
+    """Return whether the pinned version lies in the build folder."""
+    about = _PYODIDE / "package.json"
+    return about.is_file() and json.loads(about.read_text(encoding="utf-8"))["version"] == version()
+
+
+def body(base: str, still: str) -> str:
+    """Return the playground as HTML for a page.
+
+    Args:
+        base: the address of the playground's files, relative to the page.
+        still: the picture for a browser that runs no scripts, as HTML.
+    """
+    names = {"": "my schedule", **dict.fromkeys(pipelab.schedules)}
+    options = "".join(f'<option value="{name}">{words or name}</option>' for name, words in names.items())
+    options += '<option value="edited" hidden>other code</option>'
+    sliders = (ROOT / "pipelab" / "cli" / "play" / "sliders.html").read_text(encoding="utf-8")
+    parts = {"options": options, "sliders": sliders.replace("{{sizes}}", ""), "base": base, "still": still}
+    source = (SOURCES / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], source)
+
+
+def build(folder: Path) -> dict[str, Any]:
+    """Write the whole playground into a folder, with a page that holds nothing else; return `engine.json`."""
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    style = '<style>:root{color-scheme:light dark}</style><link rel="icon" href="data:,">'
+    page = f'<!DOCTYPE html><title>playground</title>{head}{style}<link rel="stylesheet" href="playground.css">'
+    (folder / "index.html").write_text(page + body("", ""), encoding="utf-8")
+    made = files()
+    for name, each in made.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(each)
+    for source in (*SOURCES.glob("*.js"), *SOURCES.glob("*.css")):
+        shutil.copy(source, folder)
+    return dict(json.loads(made["engine.json"]))
+
+
+def _reason(error: Exception) -> str:
+    said = getattr(error, "stderr", "") or str(error)
+    return " ".join(str(said).split())[:300]
+
+
+def _json(data: object) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+def _archive() -> bytes:
+    """Return pipelab's half that needs no PyTorch, and the modules beside `playground.py`, as a zip."""
+    package = ROOT / "pipelab"
+    sources = [*package.glob("*.py"), *(each for name in _FOLDERS for each in package.glob(f"{name}/**/*"))]
+    with io.BytesIO() as made:
+        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for each in sorted(sources):
+                if each.is_file() and "__pycache__" not in each.parts:
+                    archive.writestr(_entry(str(each.relative_to(ROOT))), each.read_bytes())
+            for each in sorted(SOURCES.glob("*.py")):
+                archive.writestr(_entry(each.name), each.read_bytes())
+        return made.getvalue()
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    """Return a zip's entry whose time is always the same, so that the same files make the same zip."""
+    entry = zipfile.ZipInfo(name)
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    return entry
+
+
+def _schedules() -> dict[str, dict[str, Any]]:
+    """Return each schedule's source, and the content of its page, which is there before Python is; "" is the first."""
+    sources = {"": SOURCES / "first.py"}
+    sources |= {name: Path(str(inspect.getsourcefile(kind))) for name, kind in pipelab.schedules.items()}
+    kinds = {"": runpy.run_path(str(sources[""]))["MySchedule"], **pipelab.schedules}
+    return {
+        name: {
+            "code": sources[name].read_text(encoding="utf-8"),
+            "content": content(pipelab.simulate(kind(ranks=4, microbatches=8))),
+        }
+        for name, kind in kinds.items()
+    }
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1])))

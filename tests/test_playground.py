@@ -1,0 +1,292 @@
+"""The playground: Python in the browser says what Python says here, and a loop ends."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from browsing import wait_until
+from commands import RIGHT
+
+import pipelab
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PYODIDE = runpy.run_path(str(DOCS / "pyodide.py"))
+EDITING = runpy.run_path(str(DOCS / "editing.py"))
+DRAW = runpy.run_path(str(DOCS / "playground" / "playground.py"))["draw"]
+SETTINGS = {"ranks": 4, "microbatches": 8, "cost": {"forward": 1, "backward": 2}}
+MINE = RIGHT.partition("\n\nclass Chatty")[0]
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
+DEADLOCK = """
+import pipelab
+from pipelab import B, F
+
+class Reversed(pipelab.Schedule):
+    def actions(self, rank):
+        warmup = rank + 1
+        for m in range(warmup):
+            yield F(m)
+        for m in range(self.microbatches - warmup):
+            yield B(m)
+            yield F(warmup + m)
+        for m in range(self.microbatches - warmup, self.microbatches):
+            yield B(m)
+"""
+
+
+def reversed_schedule():
+    namespace = {}
+    exec(DEADLOCK, namespace)  # noqa: S102 - the code above
+    return namespace["Reversed"]
+
+
+def test_the_last_schedule_class_is_drawn_with_the_settings():
+    trace = pipelab.simulate(pipelab.GPipe(3, 5), pipelab.Cost(forward=2, latency=1))
+    found = DRAW(RIGHT, {"ranks": 3, "microbatches": 5, "cost": {"forward": 2, "latency": 1}})
+    assert found["sets"] == "nothing"
+    assert found["content"]["table"][1][0] == f"{trace.makespan:g} units"
+
+
+@pytest.mark.parametrize(
+    ("code", "sets", "words"),
+    [
+        ("import pipelab\npipelab.ZBH1", "nothing", "ZBH1(ranks=4, microbatches=8)"),
+        ("import pipelab\npipelab.GPipe(2, 3)", "sizes", "GPipe(ranks=2, microbatches=3)"),
+        (
+            "import pipelab\nt = pipelab.simulate(pipelab.GPipe(2, 3))\nprint(1)",
+            "all",
+            "GPipe(ranks=2, microbatches=3)",
+        ),
+        ("import pipelab as p\np.compare(*(p.simulate(k(2, 2)) for k in (p.GPipe, p.Naive)))", "all", "2 traces"),
+    ],
+)
+def test_the_code_says_what_is_drawn_and_which_settings_it_leaves_open(code, sets, words):
+    found = DRAW(code, SETTINGS)
+    assert (found["sets"], words in found["content"]["title"]) == (sets, True)
+
+
+def test_every_schedule_of_the_menu_draws_itself():
+    for name, shown in PYODIDE["_schedules"]().items():
+        assert DRAW(shown["code"], SETTINGS)["content"] == shown["content"], name
+
+
+def test_a_fault_has_the_words_of_check_and_a_picture():
+    faults = pipelab.check(reversed_schedule()(4, 8))
+    found = DRAW(DEADLOCK, SETTINGS)
+    assert found["fault"] == str(faults)
+    before, after = found["pictures"]
+    assert len(before["arrows"]) == len(faults[0].cycle)
+    assert {cell["state"] for row in after["rows"] for cell in row["cells"] if cell} == {"ran"}
+    assert "memory-cap" in DRAW(RIGHT, {**SETTINGS, "cap": 3})["fault"]
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "words"),
+    [
+        ("x = 1\nclass Nothing(", 2, "was never closed"),
+        ("def f():\n    return 1 / 0\n\nf()", 2, "ZeroDivisionError"),
+        (RIGHT.replace("yield F(m)", "yield F(m) / 0"), None, "TypeError"),
+        ("raise SystemExit(5)", 1, "SystemExit"),
+        ("x = 1", None, "nothing to draw"),
+    ],
+)
+def test_an_error_names_its_line_and_no_line_of_the_playground(code, line, words):
+    found = DRAW(code, SETTINGS)
+    assert words in found["fault"]
+    assert "playground" not in found["fault"]
+    assert found["line"] == (line or found["line"])
+
+
+def test_what_the_code_prints_is_kept_and_a_flood_is_cut():
+    assert DRAW("print('hello')\nimport pipelab\npipelab.GPipe", SETTINGS)["printed"] == "hello\n"
+    assert "80,001 more" in DRAW("print('x' * 100_000)", SETTINGS)["printed"]
+
+
+def test_the_archive_is_the_same_whenever_it_is_made_and_imports_without_pytorch(tmp_path):
+    archive = PYODIDE["_archive"]
+    (tmp_path / "pipelab.zip").write_bytes(archive())
+    assert archive() == (tmp_path / "pipelab.zip").read_bytes()
+    blocked = "import sys; sys.path[:0] = ['pipelab.zip']; sys.modules.update(dict.fromkeys(['torch', 'matplotlib']))"
+    run = subprocess.run(
+        [sys.executable, "-Ic", f"{blocked}; import playground, pipelab; print(pipelab.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "pipelab.zip" in run.stdout
+
+
+def test_a_cell_to_edit_brings_what_it_needs_and_no_more():
+    above = ["import os\nfrom pipelab import F, B\na, b = 1, 2", "print(a)\nassert a == 1", "c = 3"]
+    code = "from pipelab import F, B\na, b = 1, 2\nd = b\nF(d)\n"
+    assert EDITING["self_contained"](above, "d = b\nF(d)") == code
+
+
+def test_only_cells_that_the_browser_can_draw_have_a_link():
+    setup, tensors = "import pipelab\nimport torch", "torch.ones(1)\npipelab.check(pipelab.GPipe(2, 2))"
+    cells = [setup, "print(1)", "pipelab.simulate(pipelab.GPipe(2, 2))", tensors]
+    *none, linked, with_torch = EDITING["links"](cells, "../")
+    assert (none, with_torch, "../#code=" in linked) == (["", ""], "", True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Serve the playground alone on this machine; return its address."""
+    folder = tmp_path_factory.mktemp("site")
+    engine = PYODIDE["build"](folder)
+    if "reason" in engine:
+        pytest.skip(f"Pyodide is not there: {engine['reason']}")
+    (folder / "bare.html").write_text('<!DOCTYPE html><link rel="icon" href="data:,"><script src="engine.js"></script>')
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture
+def opened(browser, site):
+    """Return a function that opens a page which may ask this machine alone, and may not complain."""
+    complaints = []
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    tab = context.new_page()
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("console", lambda message: complaints.append(message.text))
+
+    def refuse(route):
+        complaints.append(route.request.url)
+        route.abort()
+
+    context.route(lambda url: not url.startswith((site, "data:", "blob:")), refuse)
+
+    def opener(path):
+        tab.goto(site + path)
+        return tab
+
+    yield opener
+    context.close()
+    assert complaints == []
+
+
+@pytest.mark.browser
+def test_the_worker_answers_ends_a_loop_and_goes_on(opened):
+    tab = opened("bare.html")
+    call = "([code, settings]) => pipelabEngine.call('draw', [code, settings])"
+    found = tab.evaluate(call, [DEADLOCK, SETTINGS])
+    assert found["fault"] == str(pipelab.check(reversed_schedule()(4, 8)))
+    assert tab.evaluate(
+        "async () => { try { await pipelabEngine.call('draw', ['while True: pass', {}]); }"
+        " catch (error) { return error instanceof pipelabEngine.Stopped; } }"
+    )
+    again = tab.evaluate(call, ["import pipelab\npipelab.OneFOneB", SETTINGS])
+    assert again == json.loads(json.dumps(DRAW("import pipelab\npipelab.OneFOneB", SETTINGS)))
+    unknown = "pipelabEngine.call('nonsense', []).catch((error) => error.message)"
+    assert "nonsense" in tab.evaluate(unknown)
+
+
+def python_runs(tab):
+    """Press the button that loads Python, and wait until its first answer is shown."""
+    tab.locator("#pg-load").click()
+    done = "document.querySelector('.pg-start').hidden && document.getElementById('pg-state').value === ''"
+    wait_until(tab, done, seconds=120)
+
+
+FRAME = "document.querySelector('.pg-frame').contentDocument"
+
+
+def shows(tab, title):
+    """Wait until the frame shows something with this title; Python may have to start anew before."""
+    wait_until(tab, f"{FRAME}.querySelector('h1')?.textContent === {title!r}", seconds=90)
+
+
+def test_without_npm_the_rest_is_there_with_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    fresh = runpy.run_path(str(DOCS / "pyodide.py"))
+    fresh["vendored"].__wrapped__.__globals__["_PYODIDE"] = tmp_path
+    made = fresh["files"]()
+    assert "npm" in json.loads(made["engine.json"])["reason"]
+    assert {"frame.html", "schedules.json"} <= made.keys()
+    assert not [name for name in made if name.startswith("pyodide/")]
+
+
+@pytest.mark.browser
+def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
+    tab = opened("index.html")
+    shows(tab, "MySchedule(ranks=4, microbatches=8), simulated")  # before Python is there
+    python_runs(tab)
+    tab.locator("[name=ranks]").fill("3")
+    shows(tab, "MySchedule(ranks=3, microbatches=8), simulated")
+    tab.locator("[name=ranks]").fill("4")
+    tab.locator("#pg-code").fill(DEADLOCK)
+    wait_until(tab, "!document.querySelector('.pg-fault').hidden")
+    assert tab.locator(".pg-fault > pre").text_content() == str(pipelab.check(reversed_schedule()(4, 8)))
+    assert tab.locator(".pg-order").count() == 2
+    assert tab.locator("[data-arrow]").count() == len(pipelab.check(reversed_schedule()(4, 8))[0].cycle)
+    tab.locator("#pg-code").fill(f"x = 1\nraise ValueError({HOSTILE!r})")
+    wait_until(tab, "document.querySelector('.pg-wrong')?.textContent === '2'")
+    assert HOSTILE in tab.locator(".pg-fault > pre").text_content()
+    tab.locator("#pg-code").fill("while True: pass")
+    wait_until(tab, "document.querySelector('.pg-fault').textContent.includes('was stopped after 2 s')")
+    tab.locator("#pg-code").fill("import pipelab\npipelab.ZBH1")
+    shows(tab, "ZBH1(ranks=4, microbatches=8), simulated")
+    assert tab.locator("[name=weight_grad]").is_visible()
+    assert tab.title() == "playground"
+
+
+@pytest.mark.browser
+def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
+    tab = opened("index.html")
+    python_runs(tab)
+    tab.locator("#pg-code").fill(MINE)
+    tab.locator("[name=microbatches]").fill("5")
+    shows(tab, "MySchedule(ranks=4, microbatches=5), simulated")
+    tab.evaluate("document.querySelector('.pg-frame').contentWindow.restore('#v=1&s=0:1B3.1')")
+    tab.locator("#pg-share").click()
+    wait_until(tab, "document.getElementById('pg-state').value.includes('link')")
+    link = tab.evaluate("location.hash")
+    assert "1B3" in link
+    tab.locator("#pg-code").fill("\n".join(f"x{at} = {at**9}" for at in range(2000)))
+    tab.locator("#pg-share").click()
+    wait_until(tab, "document.getElementById('pg-state').value.includes('8 kB')")
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.goto("about:blank")
+    opened(f"index.html{link}")
+    wait_until(tab, f"document.getElementById('pg-code').value === {json.dumps(MINE)}")
+    wide = "document.documentElement.scrollWidth"
+    assert tab.evaluate(wide) == 390
+    python_runs(tab)
+    shows(tab, "MySchedule(ranks=4, microbatches=5), simulated")
+    wait_until(tab, f"{FRAME}.querySelector('#panel h3')?.textContent === '1B3'")
+    assert tab.evaluate(wide) == 390
+    tab.locator("#pg-code").fill(DEADLOCK)
+    wait_until(tab, "!document.querySelector('.pg-fault').hidden")
+    assert tab.evaluate(wide) == 390
+
+
+@pytest.mark.browser
+def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
+    tab = opened(f"index.html#code={EDITING['packed'](HOSTILE)}")
+    wait_until(tab, f"document.getElementById('pg-code').value === {json.dumps(HOSTILE)}")
+    assert tab.locator("img").count() == 0
+    for bad in ("code=%3Cimg%3E", "code=AAAA", f"schedule={HOSTILE}", "ranks=-1&cap=x&v=1&s=<img>&code"):
+        tab.goto("about:blank")
+        opened(f"index.html#{bad}")
+        shows(tab, "MySchedule(ranks=4, microbatches=8), simulated")
+        assert tab.locator("img").count() == 0
+    tab.goto("about:blank")
+    opened("index.html#schedule=zb-h1&ranks=4")
+    shows(tab, "ZBH1(ranks=4, microbatches=8), simulated")
+    assert tab.locator("#pg-schedule").input_value() == "zb-h1"

@@ -226,6 +226,10 @@ def test_without_npm_the_rest_is_there_with_the_reason(monkeypatch, tmp_path):
 def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     tab = opened("index.html")
     shows(tab, "MySchedule(ranks=4, microbatches=8), simulated")  # before Python is there
+    tab.locator("#pg-code").fill("x = 1")
+    wait_until(tab, "document.getElementById('pg-state').value.includes('until this code runs')")
+    tab.locator("#pg-reset").click()
+    wait_until(tab, "document.getElementById('pg-state').value === ''")
     python_runs(tab)
     tab.locator("[name=ranks]").fill("3")
     shows(tab, "MySchedule(ranks=3, microbatches=8), simulated")

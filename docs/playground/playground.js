@@ -157,12 +157,13 @@
   });
   new MutationObserver(coloured).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
 
-  // Before Python is there: the pictures that the site brings, of schedules as they are.
+  // Before Python is there: the pictures that the site brings, of schedules as they are. The frame uses up what it gets.
   function showGiven() {
     labelled();
     const other = menu.value === EDITED, given = schedules[other ? "" : menu.value];
-    if (given) show({ content: given.content, printed: "", sets: "nothing", other });
-    say(other ? "the picture is 1F1B's until this code runs" : "");
+    if (given) show({ content: structuredClone(given.content), printed: "", sets: "nothing", other });
+    const moved = inputs.some((each) => each.value !== each.defaultValue);
+    say(other ? "the picture is 1F1B's until this code runs" : moved ? "the picture follows the sliders once Python runs" : "");
   }
 
   function choose(name) {

@@ -1,33 +1,39 @@
 """Generate what is made for every site: tutorials, the table of formulas, and examples of pipelab's own pages.
 
 A tutorial is a Python file in percent format (`# %%` starts a cell, `# %% [markdown]` one of text). So it is at once a
-script, a notebook (VS Code, PyCharm, `jupytext --to ipynb`), a test and a page. The site runs each cell and shows its
-output below it.
+script, a notebook (VS Code, PyCharm, `jupytext --to ipynb`), a test and a page. The site runs each cell, shows its
+output below it, and offers the notebook with these outputs for download.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import linecache
 import re
 import runpy
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jupytext
 import matplotlib as mpl
+import nbformat
 from matplotlib.figure import Figure
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 import pipelab
-from pipelab.draw.page.page import comparison_page, diff_page, page
+from pipelab.draw.page.page import diff_page, page
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from mkdocs.config.defaults import MkDocsConfig
 
 mpl.use("agg")
@@ -72,22 +78,26 @@ def closed_forms() -> str:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each tutorial, a file for each figure, and the timelines of the reference."""
-    traces = {name: pipelab.simulate(kind(ranks=4, microbatches=8)) for name, kind in pipelab.schedules.items()}
-    files.append(File.generated(config, "reference/1f1b.html", content=page(traces["1f1b"])))
-    shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
-    catalogue = pipelab.compare(*(traces[name] for name in shown), names=shown)
-    files.append(File.generated(config, "reference/catalogue.html", content=comparison_page(catalogue)))
-    slower = pipelab.simulate(traces["1f1b"].plan, pipelab.Cost(forward=[1, 1.5, 1, 1], latency=0.25))
-    found = pipelab.diff(traces["1f1b"], slower, names=["predicted", "slower"])
+    predicted = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8))
+    files.append(File.generated(config, "reference/1f1b.html", content=page(predicted)))
+    slower = pipelab.simulate(predicted.plan, pipelab.Cost(forward=[1, 1.5, 1, 1], latency=0.25))
+    found = pipelab.diff(predicted, slower, names=["predicted", "slower"])
     files.append(File.generated(config, "reference/diff.html", content=diff_page(found)))
     for name, trace in TRACES.items():
         files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))
     files_of_the_playground(files, config)
-    for source in sorted(Path(config.config_file_path).parent.glob("tutorials/*.py")):
-        text, figures = render(source)
+    tutorials = Path(config.config_file_path).parent / "tutorials"
+    for path in tutorials.glob("*/*.gz"):  # what a tutorial reads, for the reader of its notebook
+        files.append(File.generated(config, f"tutorials/{path.parent.name}/{path.name}", content=path.read_bytes()))
+    for source in sorted(tutorials.glob("*.py")):
+        code = source.read_text(encoding="utf-8")
+        text, notebook, figures = render(source, code)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=text))
-        for name, svg in figures.items():
-            files.append(File.generated(config, f"tutorials/{name}", content=svg))
+        made = {f"{source.stem}.ipynb": notebook, source.name: code, **figures}
+        for name, content in made.items():
+            # Named here, because `exclude_docs` leaves Python files out.
+            uri, there = f"tutorials/{name}", InclusionLevel.INCLUDED
+            files.append(File.generated(config, uri, content=content, inclusion=there))
     return files
 
 
@@ -100,39 +110,76 @@ def files_of_the_playground(files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, f"playground/{name}", content=content, inclusion=InclusionLevel.INCLUDED))
 
 
-def render(source: Path) -> tuple[str, dict[str, str]]:
-    """Run a tutorial; return its page as Markdown, and its figures by file name.
+@functools.cache  # `make docs` builds the site at each edit, and most edits are elsewhere
+def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
+    """Run a tutorial; return its page as Markdown, its notebook with outputs, and its figures by file name.
+
+    Consecutive cells with the tag `answer`, and what they print, are folded on the page.
 
     Raises:
         PluginError: if a cell raises, naming the cell.
     """
-    blocks: list[str] = []
+    stem = source.stem
+    book = jupytext.reads(code, fmt="py:percent")
     figures: dict[str, str] = {}
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(source)}
-    cells = jupytext.read(source).cells
-    edits = iter(EDITING["links"]([cell.source for cell in cells if cell.cell_type == "code"], "../../playground/"))
-    for number, cell in enumerate(cells):
+    edits = iter(
+        EDITING["links"]([cell.source for cell in book.cells if cell.cell_type == "code"], "../../playground/")
+    )
+    blocks: list[tuple[bool, str]] = []
+    for number, cell in enumerate(book.cells):
+        cell.id = f"cell-{number}"  # jupytext's are random
+        answer = "answer" in cell.metadata.get("tags", ())
         if cell.cell_type == "markdown":
-            blocks.append(cell.source)
+            blocks.append((answer, cell.source))
+            # A link to another tutorial leads to the notebook beside this one.
+            cell.source = re.sub(r"\]\((\w+)\.md", r"](\1.ipynb", cell.source)
             continue
         try:
-            printed, result = run(cell.source, f"{source.name}, cell {number}", namespace)
+            printed, result = run(cell.source, f"{stem}.py, cell {number}", namespace)
         except Exception as error:
-            raise PluginError(f"{source.name}, cell {number}: {type(error).__name__}: {error}") from error
-        blocks.append(_fenced(cell.source, "python"))
-        if edit := next(edits):
-            blocks.append(edit)
-        if printed:
-            blocks.append(_fenced(printed, "text"))
-        if (markup := _call(result, "_repr_svg_") or _figure(result)) is not None:
-            name = f"{source.stem}-{number}.svg"
-            figures[name] = markup
-            blocks.append(f"![what the cell above draws]({name})")
-        elif (markup := _call(result, "_repr_html_")) is not None:
-            blocks.append(f"<div>{markup}</div>")
+            raise PluginError(f"{stem}.py, cell {number}: {type(error).__name__}: {error}") from error
+        name = f"{stem}-{number}.svg"
+        svg = _call(result, "_repr_svg_") or _figure(result)
+        markup = None if svg else _call(result, "_repr_html_")
+        cell.execution_count = 1 + sum(each.cell_type == "code" for each in book.cells[:number])
+        cell.outputs = list(_outputs(cell.execution_count, printed, result, svg, markup))
+        if svg:
+            figures[name] = svg
+        shown = [_fenced(cell.source, "python"), next(edits), printed and _fenced(printed, "text")]
+        if svg:
+            shown.append(f"![what the cell above draws]({name})")
+        elif markup:
+            shown.append(f'<div markdown="0">{markup}</div>')
         elif result is not None:
-            blocks.append(_fenced(repr(result), "text"))
-    return "\n\n".join(blocks) + "\n", figures
+            shown.append(_fenced(repr(result), "text"))
+        blocks += [(answer, block) for block in shown if block]
+    book.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return _page(stem, blocks), nbformat.writes(book), figures
+
+
+def _page(stem: str, blocks: Sequence[tuple[bool, str]]) -> str:
+    """Return a tutorial's page: runs of answers are folded, and its notebook and script stand below the title."""
+    parts = []
+    for answer, run_of in groupby(blocks, key=itemgetter(0)):
+        text = "\n\n".join(block for _, block in run_of)
+        folded = f'<details class="answer" markdown="1"><summary>show the answer</summary>\n\n{text}\n\n</details>'
+        parts.append(folded if answer else text)
+    title, _, rest = "\n\n".join(parts).partition("\n")
+    links = f"[Notebook]({stem}.ipynb){{ download }} [Script]({stem}.py){{ download }}"
+    return f"{title}\n\n{links}\n{{ .downloads }}\n{rest}\n"
+
+
+def _outputs(
+    count: int, printed: str, result: object, svg: str | None, markup: str | None
+) -> Iterator[nbformat.NotebookNode]:
+    """Yield what a cell shows in a notebook."""
+    if printed:
+        yield nbformat.v4.new_output("stream", name="stdout", text=printed)
+    if result is not None:
+        shown = {"image/svg+xml": svg, "text/html": markup, "text/plain": repr(result)}
+        data = {kind: text for kind, text in shown.items() if text}
+        yield nbformat.v4.new_output("execute_result", data, execution_count=count)
 
 
 def run(code: str, name: str, namespace: dict[str, Any]) -> tuple[str, Any]:

@@ -1,0 +1,406 @@
+"""Generate the gallery: a card and a page for each schedule of `pipelab.schedules`, and the picture of Home.
+
+All numbers are simulated when the site is built, on four ranks with eight micro-batches, F = 1 and B = 2. A schedule's
+page shows its code as a file that a student could have written. That file is run, and must give the catalogue's plan.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import html
+import inspect
+import io
+import re
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markdown.extensions.toc import slugify
+from matplotlib.figure import Figure
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+import pipelab
+from pipelab.draw import colours
+from pipelab.draw.page.page import comparison_page, page
+from pipelab.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+RANKS, MICROBATCHES = 4, 8
+NAMES = {
+    "naive": "Naive",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "eager-1f1b": "Eager 1F1B",
+    "delayed": "Delayed backward",
+    "interleaved-1f1b": "Interleaved 1F1B",
+    "looped-bfs": "Looped BFS",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "interleaved-zb": "Interleaved zero bubble",
+    "zbv": "ZB-V",
+    "dualpipev": "DualPipeV",
+    "dualpipe": "DualPipe",
+    "greedy": "Greedy",
+}
+"""What papers call a schedule; one that is not listed has its class's name."""
+
+TOOLTIPS = ("bubble", "critical path", "latency", "makespan", "own span", "peak activations", "rendezvous", "straggler")
+"""Words of the glossary that answer the pointer on every page. Rank, stage and micro-batch stand in every line."""
+
+PAPERS = {
+    "PipeDream (SOSP '19)": "https://doi.org/10.1145/3341301.3359646",
+    "SIAM J. Appl. Math. 17": "https://doi.org/10.1137/0117039",
+}
+"""Where a source without a number at arXiv can be read."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List each schedule's page below the gallery."""
+    below = [{title(name): f"schedules/{name}.md"} for name in pipelab.schedules]
+    for entry in config.nav or []:
+        if isinstance(entry, dict) and entry.get("Schedules") == "schedules/index.md":
+            entry["Schedules"] = ["schedules/index.md", *below]
+    return config
+
+
+def title(name: str) -> str:
+    return NAMES.get(name, pipelab.schedules[name].__name__)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the gallery, and for each schedule its page, its live picture and its thumbnail."""
+    traces = {name: simulated(name) for name in pipelab.schedules}
+    made: dict[str, str] = {}
+    for name, trace in traces.items():
+        made[f"schedules/{name}.md"] = schedule_page(name, trace, traces["1f1b"], edit=editable(files))
+        made[f"schedules/{name}.html"] = page(trace)
+        made[f"schedules/{name}.svg"] = thumbnail(trace)
+    shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
+    side_by_side = pipelab.compare(*(traces[name] for name in shown), names=[title(name) for name in shown])
+    made["schedules/side_by_side.html"] = comparison_page(side_by_side)
+    wrong = [traces[name] for name in ("gpipe", "1f1b", "delayed")]
+    made["misconceptions.html"] = comparison_page(pipelab.compare(*wrong, names=[trace.name for trace in wrong]))
+    made["images/logo.svg"] = (Path(config.docs_dir) / "theme" / ".icons" / "logo.svg").read_text(encoding="utf-8")
+    made["how_to/numbered.svg"] = numbered(traces["1f1b"])
+    for name, content in made.items():
+        files.append(File.generated(config, name, content=content))
+    files.append(File.generated(config, "images/card.png", content=card_of_links(traces["1f1b"])))
+    return files
+
+
+def card_of_links(trace: Trace) -> bytes:
+    """Return the picture that stands beside a link to the site elsewhere."""
+    figure = Figure(figsize=(12, 6.3), dpi=100, facecolor="white")
+    trace.plot(figure.add_axes((0.06, 0.12, 0.9, 0.55)))
+    figure.text(0.06, 0.86, "pipelab", size=44, weight="bold")
+    figure.text(0.06, 0.76, "one schedule: checked, simulated, drawn, executed", size=22)
+    with io.BytesIO() as png:
+        figure.savefig(png, format="png")
+        return png.getvalue()
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put cards and the table of what a smaller bubble costs where pages ask for them, and the glossary's words."""
+    if "<!-- schedules -->" in markdown:
+        cards = (card(name, simulated(name), edit=editable(files)) for name in pipelab.schedules)
+        markdown = markdown.replace("<!-- schedules -->", "\n\n".join(cards))
+    if "<!-- price of a bubble -->" in markdown:
+        markdown = markdown.replace("<!-- price of a bubble -->", prices())
+    if page.file.src_uri == "glossary.md":  # each word can be linked to: glossary.md#own-span
+        return re.sub(r"^(\w[^\n]*)\n:   ", _with_anchor, markdown, flags=re.MULTILINE)
+    if page.file.src_uri != "index.md":
+        markdown = f"{markdown}\n\n{tooltips(config)}"
+    return markdown
+
+
+def _with_anchor(found: re.Match[str]) -> str:
+    return f'<span id="{slugify(found[1], "-")}">{found[1]}</span>\n:   '
+
+
+def tooltips(config: MkDocsConfig) -> str:
+    """Return the first sentence of the glossary for each of some words, as abbreviations: they answer the pointer."""
+    text = (Path(config.docs_dir) / "glossary.md").read_text(encoding="utf-8")
+    meanings = dict(re.findall(r"^(\w[\w -]*)\n:   (.*?[.:])(?: |$)", re.sub(r"\n    ", " ", text), flags=re.MULTILINE))
+    return "\n".join(f"*[{word}]: {meanings[word].rstrip(':')}" for word in TOOLTIPS)
+
+
+def editable(files: Files) -> bool:
+    """Return whether the site has a page that edits a schedule in the browser."""
+    return files.get_file_from_path("playground.md") is not None
+
+
+def prices() -> str:
+    """Return what each schedule that is no slower than GPipe holds and sends, as a table."""
+    lines = ["| schedule | bubble | most micro-batches held | values sent |", "|---|--:|--:|--:|"]
+    for name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zbv", "dualpipev", "dualpipe"):
+        trace = simulated(name)
+        place, stages = trace.plan.place, range(trace.plan.stages - 1)
+        there = [place(m, s) != place(m, s + 1) for m in range(MICROBATCHES) for s in stages]
+        link = f"[{trace.name}](schedules/{name}.md)"
+        lines.append(f"| {link} | {100 * trace.bubble:.1f} % | {held(trace):g} | {2 * sum(there)} |")
+    return "\n".join(lines)
+
+
+def simulated(name: str) -> Trace:
+    """Simulate a schedule under the name that papers give it."""
+    trace = pipelab.simulate(pipelab.schedules[name](RANKS, MICROBATCHES))
+    return Trace(trace.plan, trace.starts, trace.ends, name=title(name))
+
+
+def card(name: str, trace: Trace, *, edit: bool) -> str:
+    """Return a schedule's card as an item of a Markdown list."""
+    kind = pipelab.schedules[name]
+    links = [f"[open]({name}.md)"]
+    if edit:
+        links.append(f'<a href="../playground/#schedule={name}">edit</a>')
+    lines = [
+        f"- [![timeline of {trace.name}]({name}.svg){{ .thumbnail loading=lazy }}]({name}.md)",
+        f"**[{trace.name}]({name}.md)**<br>{summary(kind)}",
+        f"bubble **{100 * trace.bubble:.1f} %**, holds **{held(trace):g}** micro-batches",
+        f"{paper(kind.source)}<br>{' · '.join(links)}",
+    ]
+    return "\n\n    ".join(lines)
+
+
+def summary(kind: type[pipelab.Schedule]) -> str:
+    return inspect.getdoc(kind).partition("\n")[0]
+
+
+def held(trace: Trace) -> float:
+    """Return the most activations that a rank holds, in micro-batches of its share of the model."""
+    return max(trace.peak_activations) * trace.ranks / trace.plan.stages
+
+
+def paper(source: str) -> str:
+    """Return authors and year of a source, linked to the paper."""
+    where = next((link for words, link in PAPERS.items() if words in source), None)
+    if where is None and (number := re.search(r"arXiv:([\d.]+)", source)):
+        where = f"https://arxiv.org/abs/{number[1].rstrip('.')}"
+    name = re.split(r",| \(|:|;", source)[0]
+    return f"[{name}]({where})" if where else source.partition(";")[0]
+
+
+def linked(source: str) -> str:
+    """Return a source with links to its papers."""
+    source = re.sub(r"arXiv:([\d.]+\d)", r"[\g<0>](https://arxiv.org/abs/\1)", source)
+    for words, link in PAPERS.items():
+        source = source.replace(words, f"[{words}]({link})")
+    return source
+
+
+def thumbnail(trace: Trace) -> str:
+    """Return a timeline as a small SVG without words, for light and dark pages."""
+    wide, lane = 320, 20
+    name = html.escape(f"timeline of {trace.name}")
+    size = f'viewBox="0 0 {wide} {lane * trace.ranks}" preserveAspectRatio="none"'
+    parts = "".join(bars(trace, wide / trace.makespan, lane))
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">{parts}</svg>'
+
+
+def bars(trace: Trace, scale: float, lane: int, *, names: bool = False) -> Iterator[str]:
+    """Yield the bars of a timeline, over the grey of idle time."""
+    for rank in range(trace.ranks):
+        top, high = rank * lane + 1, lane - 2
+        yield f'<rect y="{top}" width="{trace.makespan * scale:g}" height="{high}" fill="#b4b4b4"/>'
+        for event in trace.events_of(rank):
+            left, width, colour = event.start * scale, event.duration * scale - 0.6, colours.of(event.action)
+            yield f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{high}" fill="{colour}"/>'
+            if names:
+                middle = f'x="{left + width / 2:.1f}" y="{top + high / 2 + 4:g}"'
+                word = f"{event.action.kind}{event.action.microbatch}"
+                yield f'<text {middle} fill="{colours.ink(colour)}" text-anchor="middle">{word}</text>'
+
+
+def numbered(trace: Trace) -> str:
+    """Return 1F1B's timeline with numbers at the parts that "Read the picture" explains."""
+    scale, lane, left = 24, 36, 70
+    rows = "".join(f'<text x="24" y="{rank * lane + 38}">rank {rank}</text>' for rank in range(trace.ranks))
+    ticks = range(0, int(trace.makespan) + 1, 3)
+    axis = "".join(f'<text x="{each * scale}" y="166" text-anchor="middle">{each}</text>' for each in ticks)
+    spots = [(-60, 18), (0.5, -10), (11, -10), (1.5, 126), (7, 18), (31.5, 126), (34.2, 162)]  # left and top
+    numbers = "".join(
+        f'<g transform="translate({x * scale if x >= 0 else x} {y})"><circle r="9" fill="#fff" stroke="#000"/>'
+        f'<text y="4" text-anchor="middle" font-weight="bold">{number}</text></g>'
+        for number, (x, y) in enumerate(spots, 1)
+    )
+    size = f'viewBox="0 0 {left + 33 * scale + 44} 200" font-family="sans-serif" font-size="12"'
+    moved = f'<g transform="translate({left} 20)">{"".join(bars(trace, scale, lane, names=True))}{axis}{numbers}</g>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{rows}{moved}</svg>'
+
+
+PAGE = """# {title}
+
+{summary}
+
+<iframe src="../{name}.html" title="{title} on {ranks} ranks with {microbatches} micro-batches" class="page"></iframe>
+
+[The picture alone]({name}.html) · {edit}from {source}
+
+| {ranks} ranks, {microbatches} micro-batches | makespan | bubble | most micro-batches held | peak activations |
+|---|--:|--:|--:|--:|
+{rows}
+{note}
+{body}
+
+## How long does it take, and what does it hold?
+
+{formulas}
+
+## How is it written?
+
+{code}
+
+## Try it
+
+{example}
+
+```console
+$ pipelab draw {name} --ranks {ranks} --microbatches {microbatches} --save {name}.html
+$ pipelab compare 1f1b {name} --ranks {ranks} --microbatches {microbatches}
+```
+
+The reference has [every detail of the class][pipelab.{kind}].
+"""
+
+
+HALVES = """
+A rank holds two stages here, each half of its share of the model: two of its activations count as one micro-batch held.
+"""
+
+
+def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
+    """Return a schedule's page as Markdown."""
+    kind = pipelab.schedules[name]
+    text = inspect.getdoc(kind)
+    text = re.split(r"^(?:Args|Example|Raises):$", text, flags=re.MULTILINE)[0]
+    paragraphs = text.strip().split("\n\n")[1:]
+    body = "\n\n".join(each for each in paragraphs if not each.startswith("    "))  # a drawing: the page has a picture
+    rows = {each.name: each for each in (trace, first)}
+    return PAGE.format(
+        title=trace.name,
+        summary=summary(kind),
+        name=name,
+        kind=kind.__name__,
+        ranks=RANKS,
+        microbatches=MICROBATCHES,
+        edit=f'<a href="../../playground/#schedule={name}">edit it</a> · ' if edit else "",
+        source=linked(kind.source),
+        rows="\n".join(map(row, rows.values())),
+        note=HALVES if trace.plan.stages == 2 * trace.ranks else "",
+        body=body,
+        formulas=formulas(kind),
+        code=code(name),
+        example=example(kind),
+    )
+
+
+def row(trace: Trace) -> str:
+    peaks = " ".join(map(str, trace.peak_activations))
+    return f"| {trace.name} | {trace.makespan:g} | {100 * trace.bubble:.1f} % | {held(trace):g} | {peaks} |"
+
+
+def formulas(kind: type[pipelab.Schedule]) -> str:
+    """Return a schedule's closed forms as a table."""
+    if not kind.closed_forms:
+        return "It has no formula: what it takes follows from its parameters, and `pipelab.simulate` computes it."
+    lines = ["| quantity | formula | if |", "|---|---|---|"]
+    for key, formula in kind.closed_forms.items():
+        quantity, _, condition = key.partition(" if ")
+        lines.append(
+            f"| {quantity} | `{formula}` | {' and '.join(f'`{each}`' for each in condition.split(' and ') if each)} |"
+        )
+    letters = (
+        "`P` ranks, `M` micro-batches, rank `r`; `F`, `B`, `I` and `W` are the times of a forward, a backward and its "
+        "two halves for a rank's share of the model, `T` that of a transfer. "
+        "[All letters](../reference/schedules.md#the-catalogue)."
+    )
+    return "\n".join([*lines, "", letters])
+
+
+def example(kind: type[pipelab.Schedule]) -> str:
+    """Return the examples of a class's docstring, the lines for Python as code blocks."""
+    _, _, rest = inspect.getdoc(kind).partition("Example:\n")
+    rest = textwrap.dedent(re.split(r"^\S", rest, flags=re.MULTILINE)[0]).strip()
+    return "\n\n".join(f"```python\n{each}\n```" if each.startswith(">>>") else each for each in rest.split("\n\n"))
+
+
+def code(name: str) -> str:
+    """Return a schedule's class as a file of its own, as a code block; check that it gives the catalogue's plan."""
+    kind = pipelab.schedules[name]
+    if not kind.closed_forms:
+        return "It computes its order from its parameters, so there is no list of actions to show."
+    source = students_file(kind)
+    made: dict[str, Any] = {"__name__": "student"}
+    exec(compile(source, f"the page of {name}", "exec"), made)  # noqa: S102 - pipelab's own class
+    for ranks, microbatches in ((RANKS, MICROBATCHES), (2, 6)):
+        theirs, ours = made[kind.__name__](ranks, microbatches).plan(), kind(ranks, microbatches).plan()
+        if theirs.rows != ours.rows:
+            raise PluginError(f"the code shown for {name} gives another plan")
+    return f"```python\n{source}\n```\n\n{base(kind)}"
+
+
+def base(kind: type[pipelab.Schedule]) -> str:
+    """Return the source of what a schedule with several stages per rank is based on, folded."""
+    (parent,) = kind.__bases__
+    if parent.__name__ not in ("Looped", "VShaped"):
+        return ""
+    source = inspect.getsource(parent).rstrip()
+    title = f"<summary>the base class {parent.__name__}</summary>"
+    return f'<details markdown="1">{title}\n\n```python\n{source}\n```\n\n</details>'
+
+
+def students_file(kind: type[pipelab.Schedule]) -> str:
+    """Return the source of a class without docstrings, annotations and figures, with the imports that it needs."""
+    module = ast.parse(inspect.getsource(inspect.getmodule(kind)))
+    tree = ast.parse(inspect.getsource(kind)).body[0]
+    lines = inspect.getsource(kind).splitlines()
+    gone: set[int] = set()
+    hidden = {"source", "closed_forms", "needs", "looping"}
+    for node in ast.walk(tree):
+        docstring = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        target = node.targets[0].id if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) else ""
+        if (
+            docstring
+            or target in hidden
+            or (isinstance(node, ast.FunctionDef) and node.name in ("refusal", "__init__"))
+        ):
+            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+            gone.update(range(first, node.end_lineno + 1))
+    kept = "\n".join(line for number, line in enumerate(lines, 1) if number not in gone)
+    kept = re.sub(r"  # noqa.*", "", kept)
+    kept = re.sub(r"(def \w+\(.*\)) -> .*:$", r"\1:", kept, flags=re.MULTILINE)
+    kept = re.sub(
+        r"^ +def .*$", lambda line: re.sub(r": [\w\[\], |.]+?(?= =|,|\):)", "", line[0]), kept, flags=re.MULTILINE
+    )
+    kept = re.sub(r"^( +\w+): [\w\[\], ]+ = ", r"\1 = ", kept, flags=re.MULTILINE)
+    kept = kept.replace("(SingleStage):", "(pipelab.Schedule):").replace("(Schedule):", "(pipelab.Schedule):")
+    kept = re.sub(r":\n\n+", ":\n", re.sub(r"\n{3,}", "\n\n", kept))
+    return f"{imports(module, kept)}\n\n\n{kept.strip()}"
+
+
+def imports(module: ast.Module, kept: str) -> str:
+    """Return the imports of a module that a part of it needs, the actions from `pipelab` itself."""
+    used = {node.id for node in ast.walk(ast.parse(kept)) if isinstance(node, ast.Name)} - set(dir(builtins))
+    lines, actions = [], []
+    for node in module.body:
+        if not isinstance(node, ast.ImportFrom) or node.module == "__future__":
+            continue
+        names = [each.name for each in node.names if each.name in used]
+        if node.module == "pipelab.plan.actions":
+            actions = names
+        elif names:
+            lines.append(f"from {node.module} import {', '.join(names)}")
+    standard = [line for line in lines if "from pipelab" not in line]
+    ours = ["import pipelab"] if "pipelab" in used else []
+    ours += [f"from pipelab import {', '.join(actions)}"] if actions else []
+    ours += [line for line in lines if "from pipelab" in line]
+    return "\n\n".join("\n".join(group) for group in (standard, ours) if group)

@@ -1,0 +1,265 @@
+"""The documentation's own tools, and the site that they build."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from browsing import CHROMIUM, FLAGS, wait_until
+
+import pipelab
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "site"
+SOURCES = {".py", ".md", ".yml", ".js", ".css", ".html", ".svg", ".toml"}
+
+TUTORIAL = """# %% [markdown]
+# # A title
+#
+# A story; before it comes [another](first_schedule.md#here).
+
+# %%
+print("question")
+
+# %% tags=["answer"]
+import pipelab
+
+print("printed")
+pipelab.simulate(pipelab.GPipe(2, 2))
+
+# %% [markdown] tags=["answer"]
+# Because.
+
+# %%
+1 + 1
+"""
+
+
+def test_answers_of_a_tutorial_are_folded_and_its_notebook_has_outputs() -> None:
+    nbformat = pytest.importorskip("nbformat", reason="comes with the tools of documentation")
+    pytest.importorskip("jupytext", reason="comes with the tools of documentation")
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    page, written, figures = hooks["render"](Path("small.py"), TUTORIAL)
+
+    assert page.startswith("# A title\n\n[Notebook](small.ipynb){ download } [Script](small.py){ download }\n")
+    before, folded, after = (page.split("<details", 1)[0], *page.split("<details", 1)[1].split("</details>"))
+    assert "question" in before
+    assert "Because." not in before + after
+    assert all(text in folded for text in ("show the answer", 'print("printed")', "small-2.svg", "Because."))
+    assert "```text\n2\n```" in after
+
+    book = nbformat.reads(written, as_version=4)
+    nbformat.validate(book)
+    assert "](first_schedule.ipynb#here)" in book.cells[0].source
+    printed, drawn = book.cells[2].outputs
+    assert printed.text == "printed\n"
+    assert drawn.data["image/svg+xml"] == figures["small-2.svg"]
+    assert book.cells[4].outputs[0].data == {"text/plain": "2"}
+    assert [cell.execution_count for cell in book.cells if cell.cell_type == "code"] == [1, 2, 3]
+
+
+def built() -> Path:
+    """Return the folder of the site that `make site` built from the files as they are now."""
+    sources = [path for folder in ("docs", "tutorials", "pipelab") for path in (ROOT / folder).rglob("*")]
+    newest = max(path.stat().st_mtime for path in (*sources, ROOT / "mkdocs.yml") if path.suffix in SOURCES)
+    home = SITE / "index.html"
+    if not home.is_file() or home.stat().st_mtime < newest:
+        reason = "needs the site as the files are now: make site"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    return SITE
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    """Serve the built site; return its address."""
+    handler = partial(Quiet, directory=str(built()))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+        thread.join()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Does not print requests."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Parts(HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if value and name in {"href", "src"}:
+                self.links.append(value)
+            if value and name in {"id", "name"}:
+                self.anchors.add(value)
+
+
+def pages() -> list[Path]:
+    """Return all pages of the site: each folder's own, without the pictures that stand in frames."""
+    return sorted(path for path in built().rglob("*.html") if "md-content" in path.read_text(encoding="utf-8"))
+
+
+def test_every_link_of_the_site_leads_to_something_that_is_there() -> None:
+    parts = {page: Parts(page) for page in pages() if page.name != "404.html"}
+    assert len(parts) > 30
+    broken = []
+    for page, found in parts.items():
+        for link in found.links:
+            path, _, anchor = unquote(link).partition("#")
+            if re.match(r"[a-z]+:", link):  # another site, or an address of mail
+                continue
+            there = (page.parent / path.partition("?")[0]).resolve() if path else page
+            there = there / "index.html" if there.is_dir() else there
+            known = (
+                anchor == ""
+                or there not in parts
+                or anchor in parts[there].anchors
+                or anchor.startswith(("schedule=", "code="))
+            )
+            if not there.is_file() or not known:
+                broken.append(f"{page.relative_to(SITE)}: {link}")
+    assert broken == []
+
+
+def test_every_schedule_has_a_card_and_a_page_with_its_own_code() -> None:
+    gallery = (built() / "schedules" / "index.html").read_text(encoding="utf-8")
+    for name, kind in pipelab.schedules.items():
+        assert f'src="{name}.svg"' in gallery
+        page = (SITE / "schedules" / name / "index.html").read_text(encoding="utf-8")
+        assert f'src="../{name}.html"' in page
+        assert kind.__name__ in page
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """Start Chromium."""
+    sync = pytest.importorskip("playwright.sync_api", reason="comes with the tools of development")
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
+    with sync.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """A tab that keeps what its pages asked for, and what went wrong."""
+
+    def __init__(self, chromium: Any, site: str, width: int, height: int, scheme: str = "light") -> None:
+        context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.site = site
+        self.tab = context.new_page()
+        self.wrong: list[str] = []
+        self.responses: list[Any] = []
+        context.route("**/*", self._route)
+        self.tab.on("response", lambda response: self.responses.append(response))
+        self.tab.on("console", lambda said: said.type == "error" and self.wrong.append(f"{self.tab.url}: {said.text}"))
+        self.tab.on("pageerror", lambda error: self.wrong.append(f"{self.tab.url}: {error}"))
+
+    def _route(self, route: Any) -> None:
+        if route.request.url.startswith((self.site, "data:", "blob:")):
+            route.continue_()
+        else:
+            self.wrong.append(f"{self.tab.url} asks for {route.request.url}")
+            route.abort()
+
+    def open(self, page: str) -> None:
+        self.responses.clear()
+        self.tab.goto(self.site + page, wait_until="load")
+
+
+FITS = """() => [...document.querySelectorAll("iframe.page:not([loading])")].every((frame) => {
+  const inside = frame.contentDocument;
+  return inside?.getElementById("looks") && inside.documentElement.dataset.theme
+    && frame.clientHeight >= inside.body.getBoundingClientRect().height
+    && inside.documentElement.scrollWidth <= frame.clientWidth + 1;
+})"""
+FIRST = """() => {
+  const frame = document.querySelector("iframe.page"), lanes = frame.contentDocument.querySelector(".scroller");
+  return frame.getBoundingClientRect().top + lanes.getBoundingClientRect().top;
+}"""
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_every_page_fits_the_screen_and_asks_nobody_else(site: str, width: int, height: int) -> None:
+    with browser() as chromium:
+        visit = Visit(chromium, site, width, height)
+        too_wide = []
+        for page in pages():
+            visit.open(page.relative_to(SITE).as_posix().removesuffix("index.html"))
+            wait_until(visit.tab, FITS)
+            if visit.tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                too_wide.append(visit.tab.url)
+            visit.wrong += [f"{each.url}: {each.status}" for each in visit.responses if each.status >= 400]
+        assert too_wide == []
+        assert visit.wrong == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_home_and_every_schedule_show_a_picture_first(site: str, width: int, height: int) -> None:
+    with browser() as chromium:
+        visit = Visit(chromium, site, width, height)
+        for page in ["", *(f"schedules/{name}/" for name in pipelab.schedules)]:
+            visit.open(page)
+            wait_until(visit.tab, FITS)
+            assert visit.tab.evaluate(FIRST) < height - 100, page  # and at least two ranks of it
+            if page == "":
+                assert visit.tab.evaluate("document.querySelector('iframe').getBoundingClientRect().top") < 300
+
+
+@pytest.mark.browser
+def test_home_is_light_and_its_frame_is_as_dark_as_the_site(site: str) -> None:
+    with browser() as chromium:
+        visit = Visit(chromium, site, 1280, 720, "dark")
+        visit.open("")
+        wait_until(visit.tab, FITS)
+        visit.tab.wait_for_load_state("networkidle")
+        assert len(visit.responses) <= 12
+        assert sum(len(each.body()) for each in visit.responses) <= 500_000
+
+        shown = "document.querySelector('iframe').contentDocument.documentElement.dataset.theme"
+        wait_until(visit.tab, f"{shown} === 'dark'")
+        visit.tab.locator("label[title='Light']").click()
+        wait_until(visit.tab, f"{shown} === 'light'")
+
+        visit.tab.locator("input.md-search__input").fill("interleaved")
+        visit.tab.locator(".md-search-result__link").first.wait_for()
+        assert visit.wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks
+@pytest.mark.parametrize("page", ["misconceptions.md", "how_to/from_a_script.md"])
+def test_the_code_of_a_page_runs_and_its_numbers_hold(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    made: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        exec(block, made)  # noqa: S102 - it is the page's own
+    assert "pipelab" in made

@@ -132,6 +132,7 @@ say(
     reductions=reductions,
     names=sorted(set(names)),
     threads=refused(schedule=plan, engine="threads", group=None),
+    grouped=refused(schedule=plan, engine="threads"),
     replicas=refused(schedule=pipelab.replicate(pipelab.GPipe(1, 2), 2)),
     ranks=refused(schedule=pipelab.GPipe(4, 4)),
     split=refused(schedule=pipelab.ZBH1(2, 4)) if how == "fsdp" else "",

@@ -40,6 +40,7 @@ def test_stages_spread_over_processes_train_as_one_process_does(how, schedule):
         assert fact["names"] == (["DTensor", "Tensor"] if how == "tp" else ["DTensor"])
         assert fact["reductions"] == (0 if how == "tp" else len(fact["parameters"]) // 6)  # once for each block
         assert "is a DTensor" in fact["threads"]
+        assert "group= names processes" in fact["grouped"]
         assert "2 replicas" in fact["replicas"]
         assert "4 ranks and this process's group= has 2 processes" in fact["ranks"]
         assert ("splits backwards (" in fact["split"]) == (how == "fsdp")
@@ -50,3 +51,14 @@ def test_the_script_of_the_documentation_trains_on_a_mesh(folder):
     assert [each.code for each in ended] == [0] * 4, processes.shown(ended)
     assert [each.out.startswith("loss ") for each in ended] == [True, False, False, False]
     assert (folder / "model.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("raises", "1F0 on rank 1 failed: ValueError: odd"), ("returns", "stage 0 returned a DTensor")],
+)
+def test_a_failure_in_one_pipeline_of_a_mesh_ends_the_others(how, words):
+    ended = processes.run_in(4, "parallel_failure.py", how, seconds=100)
+    for each in ended:
+        assert each.code == 1, processes.shown(ended)
+        assert words in each.err

@@ -238,5 +238,5 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: run your file with `plain.py`. What does PyTorch's runtime need to know that a class of its own
-# would not ask for? The solution is in `tutorials/solutions/own_schedule_on_pytorch.py`.
+# When you are done: run your plan for two ranks with `plain.py`, which then needs a 4 where it has an 8. Are the
+# gradients still right? The solution is in `tutorials/solutions/own_schedule_on_pytorch.py`.

@@ -19,7 +19,7 @@ from pipelab.schedule import Schedule
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
-__all__ = ["Attempt", "Level", "judge", "level", "levels", "ready"]
+__all__ = ["Attempt", "Board", "Level", "board", "judge", "level", "levels"]
 
 _KINDS: dict[bool, tuple[Kind, ...]] = {False: ("F", "B"), True: ("F", "B", "I", "W")}
 """What may be placed by hand, without and with split backwards."""
@@ -212,15 +212,32 @@ def _recognised(level: Level, plan: Plan) -> str | None:
     return None
 
 
-def ready(level: Level, rows: Sequence[Sequence[str]]) -> list[dict[str, float]]:
-    """Return what each rank may run next, and when it would begin: of each kind and stage, the first micro-batch.
+@dataclass(frozen=True)
+class Board:
+    """A level in which some actions have been placed. Made by `board`.
+
+    Attributes:
+        placed: for each rank, its actions in order, with the time of each one's start and end.
+        ready: for each rank, what it may run next and when it would begin: of each kind and stage, the first
+            micro-batch.
+    """
+
+    placed: list[dict[str, tuple[float, float]]]
+    ready: list[dict[str, float]]
+
+
+def board(level: Level, rows: Sequence[Sequence[str]]) -> Board:
+    """Return when what has been placed happens, and what each rank may run next.
 
     Args:
         level: the level.
-        rows: what has been placed so far, rank by rank, as `check` would accept it, such as `[["0F0"], []]`.
+        rows: what has been placed so far, rank by rank, such as `[["0F0"], [], []]`.
 
     Example:
-        >>> ready(levels()["fill"], [["0F0"], [], []])
+        >>> found = board(levels()["fill"], [["0F0"], [], []])
+        >>> found.placed[0]
+        {'0F0': (0.0, 1.0)}
+        >>> found.ready
         [{'0F1': 1.0}, {'1F0': 1.0}, {}]
 
     Raises:
@@ -228,12 +245,12 @@ def ready(level: Level, rows: Sequence[Sequence[str]]) -> list[dict[str, float]]
         UsageError: if something has been placed before what it needs.
     """
     codes = Codes(level.stages, level.microbatches)
-    placed = [[codes.code(Action.parse(word)) for word in row] for row in rows]
-    there, free = _times(level, codes, placed)
-    begun = {code for row in placed for code in row}
+    listed = [[codes.code(Action.parse(word)) for word in row] for row in rows]
+    spans, there, free = _run(level, codes, listed)
+    begun = {code for row in listed for code in row}
     begun |= {codes.sibling(code, kind) for code in begun for kind in _INSTEAD.get(codes.kind[code], ())}
-    found: list[dict[str, float]] = []
-    for rank, row in enumerate(placed):
+    ready = []
+    for rank, row in enumerate(listed):
         held = sum((codes.kind[code] == "F") - codes.releases[code] for code in row)
         full = level.cap is not None and held >= level.cap
         first: dict[tuple[str, int], int] = {}
@@ -243,8 +260,8 @@ def ready(level: Level, rows: Sequence[Sequence[str]]) -> list[dict[str, float]]
                 if here and code not in begun and there.keys() >= set(codes.needs(code)):
                     first.setdefault((kind, codes.stage[code]), code)
         begins = {code: _start(level, codes, code, rank, there, free[rank]) for code in first.values()}
-        found.append({str(codes.action(code)): begin for code, begin in begins.items()})
-    return found
+        ready.append({str(codes.action(code)): begin for code, begin in begins.items()})
+    return Board([{str(codes.action(code)): spans[code] for code in row} for row in listed], ready)
 
 
 def _start(level: Level, codes: Codes, code: int, rank: int, there: dict[int, tuple[float, int]], free: float) -> float:
@@ -253,8 +270,11 @@ def _start(level: Level, codes: Codes, code: int, rank: int, there: dict[int, tu
     return max([free, *(end + (level.latency if home != rank else 0) for end, home in needed)])
 
 
-def _times(level: Level, codes: Codes, rows: list[list[int]]) -> tuple[dict[int, tuple[float, int]], list[float]]:
-    """Return when and where each value was made, and when each rank is free, after the rows have run."""
+def _run(
+    level: Level, codes: Codes, rows: list[list[int]]
+) -> tuple[dict[int, tuple[float, float]], dict[int, tuple[float, int]], list[float]]:
+    """Return when each action runs, when and where each value was made, and when each rank is free."""
+    spans: dict[int, tuple[float, float]] = {}
     there: dict[int, tuple[float, int]] = {}
     free, at = [0.0] * level.ranks, [0] * level.ranks
     while any(place < len(row) for place, row in zip(at, rows, strict=True)):
@@ -262,19 +282,18 @@ def _times(level: Level, codes: Codes, rows: list[list[int]]) -> tuple[dict[int,
         for rank, row in enumerate(rows):
             while at[rank] < len(row) and all(value in there for value in codes.needs(row[at[rank]])):
                 code = row[at[rank]]
-                free[rank] = _start(level, codes, code, rank, there, free[rank]) + _length(
-                    level, codes.action(code), rank
-                )
-                there[codes.gives[code]] = (free[rank], rank)
+                start = _start(level, codes, code, rank, there, free[rank])
+                free[rank] = start + _length(level, codes.kind[code], rank)
+                spans[code], there[codes.gives[code]] = (start, free[rank]), (free[rank], rank)
                 at[rank] += 1
         if at == before:
             stuck = next(row[place] for place, row in zip(at, rows, strict=True) if place < len(row))
             raise UsageError(f"{codes.action(stuck)} has been placed before what it needs")
-    return there, free
+    return spans, there, free
 
 
-def _length(level: Level, action: Action, rank: int) -> float:
+def _length(level: Level, kind: Kind, rank: int) -> float:
     """Return how long an action takes."""
-    given = level.forward if action.kind == "F" else level.backward
+    given = level.forward if kind == "F" else level.backward
     time = given if isinstance(given, (int, float)) else given[rank]
-    return time / level.stages_per_rank / (2 if action.kind in "IW" else 1)
+    return time / level.stages_per_rank / (2 if kind in "IW" else 1)

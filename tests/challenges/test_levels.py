@@ -7,7 +7,7 @@ import random
 import pytest
 
 import pipelab
-from pipelab.challenges.levels import judge, level, levels, ready
+from pipelab.challenges.levels import board, judge, level, levels
 from pipelab.errors import UsageError
 
 LEVELS = list(levels().values())
@@ -36,7 +36,7 @@ def test_a_level_says_all_that_a_learner_needs(each):
 def test_whatever_is_placed_by_hand_is_legal_and_begins_when_it_says(each, seed):
     draw = random.Random(seed)  # noqa: S311 - a test
     rows, said = [[] for _ in range(each.ranks)], {}
-    while any(choices := ready(each, rows)):
+    while any(choices := board(each, rows).ready):
         rank = draw.choice([rank for rank, choice in enumerate(choices) if choice])
         word = draw.choice(list(choices[rank]))
         said[word] = choices[rank][word]
@@ -50,16 +50,18 @@ def test_whatever_is_placed_by_hand_is_legal_and_begins_when_it_says(each, seed)
         found = judge(each, plan)
         assert found.trace is not None
         assert {str(event.action): event.start for event in found.trace.events} == pytest.approx(said)
+        ends = {word: end for row in board(each, rows).placed for word, (_, end) in row.items()}
+        assert {str(event.action): event.end for event in found.trace.events} == pytest.approx(ends)
 
 
 def test_no_choice_is_kept_from_the_player():
     each = level("fill")
-    assert ready(each, [[], [], []]) == [{"0F0": 0.0}, {}, {}]
-    assert ready(each, [["0F0", "0F1"], ["1F0"], ["2F0"]]) == [{"0F2": 2.0}, {"1F1": 2.0}, {"2B0": 3.0}]
-    assert ready(level("two"), [["0F0", "0F1"], [], [], []]) == [{}, {"1F0": 1.0}, {}, {}]
+    assert board(each, [[], [], []]).ready == [{"0F0": 0.0}, {}, {}]
+    assert board(each, [["0F0", "0F1"], ["1F0"], ["2F0"]]).ready == [{"0F2": 2.0}, {"1F1": 2.0}, {"2B0": 3.0}]
+    assert board(level("two"), [["0F0", "0F1"], [], [], []]).ready == [{}, {"1F0": 1.0}, {}, {}]
     split = level("no-bubble")
-    assert ready(split, [["0F0"], ["1F0"], ["2F0"]])[2] == {"2B0": 3.0, "2I0": 3.0}
-    assert ready(split, [["0F0"], ["1F0"], ["2F0", "2I0"]])[2] == {"2W0": 4.0}
+    assert board(split, [["0F0"], ["1F0"], ["2F0"]]).ready[2] == {"2B0": 3.0, "2I0": 3.0}
+    assert board(split, [["0F0"], ["1F0"], ["2F0", "2I0"]]).ready[2] == {"2W0": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -94,4 +96,4 @@ def test_levels_have_numbers_and_names():
 
 def test_what_has_been_placed_too_early_is_told():
     with pytest.raises(UsageError, match="1F0"):
-        ready(level("fill"), [[], ["1F0"], []])
+        board(level("fill"), [[], ["1F0"], []])

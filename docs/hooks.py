@@ -60,6 +60,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put the formulas that the schedules carry, and the playground, into the pages that hold their places."""
     still = '<img src="../images/1f1b.svg" alt="1F1B on 4 ranks with 8 micro-batches">'
     markdown = markdown.replace("<!-- closed forms -->", closed_forms())
+    markdown = markdown.replace("<!-- challenges -->", PYODIDE["challenges"]("../playground/"))
     return markdown.replace("<!-- playground -->", PYODIDE["body"]("", still))
 
 

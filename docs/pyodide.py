@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import pipelab
+from pipelab.challenges.levels import levels
 from pipelab.draw.page.page import content, frame
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "docs" / "playground"
 _VENDORED = ROOT / "build" / "pyodide"
 _PYODIDE = _VENDORED / "node_modules" / "pyodide"
-_FOLDERS = ("plan", "checking", "catalogue", "trace", "simulation", "draw")
+_FOLDERS = ("plan", "checking", "catalogue", "trace", "simulation", "draw", "challenges")
 """The half of pipelab that needs no PyTorch."""
 _WASM = "pyodide.asm.wasm"
 _PLAIN = ("pyodide.mjs", "pyodide.asm.js", "pyodide-lock.json", "python_stdlib.zip")
@@ -48,6 +49,7 @@ def files() -> dict[str, bytes]:
     come; or the reason why it cannot run Python.
     """
     made = {"frame.html": frame().encode(), "pipelab.zip": _archive(), "schedules.json": _json(_schedules())}
+    made["levels.json"] = _json(_levels())
     made["NOTICE.txt"] = _NOTICE.format(version=version()).encode()
     try:
         engine = vendored()
@@ -123,12 +125,18 @@ def body(base: str, still: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], source)
 
 
+def challenges(base: str) -> str:
+    """Return the challenges as HTML for a page; `base` is the address of the playground's files, relative to it."""
+    return (SOURCES / "challenge.html").read_text(encoding="utf-8").replace("{{base}}", base)
+
+
 def build(folder: Path) -> dict[str, Any]:
     """Write the whole playground into a folder, with a page that holds nothing else; return `engine.json`."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     style = '<style>:root{color-scheme:light dark}</style><link rel="icon" href="data:,">'
     page = f'<!DOCTYPE html><title>playground</title>{head}{style}<link rel="stylesheet" href="playground.css">'
     (folder / "index.html").write_text(page + body("", ""), encoding="utf-8")
+    (folder / "challenges.html").write_text(page + challenges(""), encoding="utf-8")
     made = files()
     for name, each in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +174,17 @@ def _entry(name: str) -> zipfile.ZipInfo:
     entry = zipfile.ZipInfo(name)
     entry.compress_type = zipfile.ZIP_DEFLATED
     return entry
+
+
+def _levels() -> dict[str, dict[str, Any]]:
+    """Return what the page of challenges shows of each level before Python is there."""
+    return {
+        each.name: {
+            **{key: getattr(each, key) for key in ("name", "title", "story", "ranks", "hints", "good", "par", "given")},
+            "home": [each.rank_of(stage) for stage in range(each.stages)],
+        }
+        for each in levels().values()
+    }
 
 
 def _schedules() -> dict[str, dict[str, Any]]:

@@ -304,3 +304,41 @@ def test_a_site_without_python_says_why_beside_the_picture(opened):
     shows(tab, "GPipe(ranks=4, microbatches=8), simulated")
     wait_until(tab, "document.getElementById('pg-state').value === 'npm is not installed'")
     assert tab.locator("#pg-load").is_disabled()
+
+
+@pytest.mark.browser
+def test_a_level_is_solved_by_hand_kept_and_refused_in_the_words_of_check(opened):
+    tab = opened("challenges.html")
+    wait_until(tab, "document.querySelectorAll('.ch-levels button').length === 12")
+    tab.locator("#ch-load").click()
+    wait_until(tab, "document.querySelector('.ch-next button') !== null", seconds=120)
+    for kind in "FB":
+        for microbatch in range(3):
+            for stage in range(3) if kind == "F" else (2, 1, 0):
+                word = f"{stage}{kind}{microbatch}"
+                tab.get_by_role("button", name=f"{word} on rank {stage}, begins at").click()
+                wait_until(
+                    tab, f"[...document.querySelectorAll('.ch-bar')].some((bar) => bar.textContent === '{word}')"
+                )
+    wait_until(tab, "!document.querySelector('.ch-worth').hidden")
+    assert "15 units. Par!" in tab.locator(".ch-worth").text_content()
+    assert "gpipe" in tab.locator(".ch-worth").text_content()
+    assert "★★★" in tab.locator(".ch-levels [aria-current]").text_content()
+    tab.locator("#ch-undo").click()
+    wait_until(tab, "document.querySelector('.ch-worth').hidden && document.querySelectorAll('.ch-bar').length === 17")
+    solved = tab.evaluate("location.hash")
+    tab.locator(".ch-levels button").nth(1).click()
+    tab.locator("summary").click()
+    tab.locator("#ch-try").click()
+    wait_until(tab, "!document.querySelector('.ch-worth').hidden")
+    first = str(pipelab.check(pipelab.GPipe(4, 8), memory_cap=4)[0])
+    assert first in tab.locator(".ch-worth pre").text_content()
+    tab.locator("#ch-code").fill("import pipelab\npipelab.OneFOneB")
+    tab.locator("#ch-try").click()
+    wait_until(tab, "document.querySelector('.ch-worth').textContent.includes('33 units. Par!')")
+    assert tab.locator(".ch-bar").count() == 64
+    assert tab.evaluate("localStorage.getItem('pipelab-challenges')") == '{"fill":15,"four":33}'
+    tab.evaluate(f"location.hash = {solved!r}")
+    wait_until(tab, "document.querySelectorAll('.ch-bar').length === 17")
+    tab.evaluate("location.hash = '#fill:9F9.<img>'")
+    wait_until(tab, "document.querySelectorAll('.ch-bar').length === 0")

@@ -52,7 +52,7 @@ def draw(code: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _drawn(code: str, settings: dict[str, Any]) -> dict[str, Any]:
     try:
-        subject = _subject(*_run(code))
+        subject = subject_of(*run_code(code))
         sets = "sizes" if isinstance(subject, (pipelab.Schedule, pipelab.Plan)) else "all"
         if inspect.isclass(subject):
             sets, subject = "nothing", subject(settings["ranks"], settings["microbatches"])
@@ -69,7 +69,7 @@ def _drawn(code: str, settings: dict[str, Any]) -> dict[str, Any]:
         return _fault(_traceback(error))
 
 
-def _run(code: str) -> tuple[ModuleType, Any]:
+def run_code(code: str) -> tuple[ModuleType, Any]:
     """Run code as a module; return it, and the value of its last line."""
     linecache.cache[FILE] = (len(code), None, code.splitlines(keepends=True), FILE)  # for tracebacks
     module = ModuleType("schedule")
@@ -81,7 +81,7 @@ def _run(code: str) -> tuple[ModuleType, Any]:
     return module, value
 
 
-def _subject(module: ModuleType, value: Any) -> Any:
+def subject_of(module: ModuleType, value: Any) -> Any:
     """Return what is to be drawn: a schedule class, or what `_DRAWN` lists."""
     if isinstance(value, _DRAWN) or _is_schedule(value):
         return value

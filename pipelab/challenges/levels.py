@@ -78,6 +78,16 @@ class Level:
         """The costs, for `simulate`."""
         return Cost(forward=self.forward, backward=self.backward, latency=self.latency)
 
+    @property
+    def given(self) -> str:
+        """The sizes and rules in one line."""
+        stages = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
+        cap = f"; at most {self.cap} activations on a rank" if self.cap else ""
+        latency = f", latency {self.latency:g}" if self.latency else ""
+        kinds = "F, B, or I and W instead of B" if self.split else "F and B"
+        times = f"forward {_times(self.forward)}, backward {_times(self.backward)}{latency}"
+        return f"{self.ranks} ranks{stages}, {self.microbatches} micro-batches; {kinds}; {times}{cap}"
+
     def rank_of(self, stage: int) -> int:
         """Return which rank holds a stage."""
         turn, rank = divmod(stage, self.ranks)
@@ -93,6 +103,10 @@ class Level:
         if self.reference == "greedy":
             sizes |= {"memory_cap": self.cap, "cost": self.cost}
         return kind(self.ranks, self.microbatches, **sizes).plan()
+
+
+def _times(given: float | Sequence[float]) -> str:
+    return f"{given:g}" if isinstance(given, (int, float)) else " ".join(f"{each:g}" for each in given)
 
 
 @cache

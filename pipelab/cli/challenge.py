@@ -62,26 +62,12 @@ def _list() -> None:
 
 def _show(level: Level, hints: int) -> None:
     echo(folded(f"{level.title}. {level.story}"))
-    echo(f"\n  {_given(level)}\n  good: {level.good:g} units; par: {level.par:g}")
+    echo(f"\n  {level.given}\n  good: {level.good:g} units; par: {level.par:g}")
     if (own := _best().get(level.name)) is not None:
         echo(f"  your best so far: {own:g}")
     for number, hint in enumerate(level.hints[:hints], 1):
         echo(folded(f"  hint {number}: {hint}"))
     say(f"pipelab challenge {level.name} my_file.py:MySchedule: your attempt; --hint 1: a hint")
-
-
-def _given(level: Level) -> str:
-    """Return a level's sizes and rules in one line."""
-    stages = f", {level.stages_per_rank} stages each" if level.stages_per_rank > 1 else ""
-    cap = f"; at most {level.cap} activations on a rank" if level.cap else ""
-    latency = f", latency {level.latency:g}" if level.latency else ""
-    kinds = "F, B, or I and W instead of B" if level.split else "F and B"
-    times = f"forward {_times(level.forward)}, backward {_times(level.backward)}{latency}"
-    return f"{level.ranks} ranks{stages}, {level.microbatches} micro-batches; {kinds}; {times}{cap}"
-
-
-def _times(given: object) -> str:
-    return " ".join(f"{each:g}" for each in given) if isinstance(given, list | tuple) else f"{given:g}"
 
 
 def _try(level: Level, target: str) -> None:
@@ -141,7 +127,7 @@ def _sheet() -> str:
     """Return all levels with answers, as Markdown."""
     lines = ["# Levels of `pipelab challenge`, with answers"]
     for number, each in enumerate(levels().values(), 1):
-        lines += [f"\n## {number}. {each.title} (`{each.name}`)", each.story, f"{_given(each)}."]
+        lines += [f"\n## {number}. {each.title} (`{each.name}`)", each.story, f"{each.given}."]
         lines += [f"Good: {each.good:g}. Par: {each.par:g}, proven. {each.teacher}", f"Source: {each.source}."]
         lines += [f"```text\n{each.solution}\n```"]
     return "\n\n".join(lines)

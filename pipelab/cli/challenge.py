@@ -103,12 +103,18 @@ def _file() -> Path:
 
 
 def _best() -> dict[str, float]:
-    """Return the shortest makespan so far, by level; nothing if the file is not one of ours."""
+    """Return the shortest makespan so far, by level, of what the file holds that can be one."""
     try:
         kept = json.loads(files.read_text(_file()))
-        return {name: float(best) for name, best in kept.items() if name in levels()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError):
         return {}
+    found = kept if isinstance(kept, dict) else {}
+    # Nothing is below par: neither NaN nor a negative number hides what is reached later.
+    return {
+        name: float(best)
+        for name, best in found.items()
+        if name in levels() and isinstance(best, (int, float)) and best >= levels()[name].par
+    }
 
 
 def _keep(attempt: Attempt) -> None:

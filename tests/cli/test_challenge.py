@@ -52,6 +52,16 @@ def test_a_broken_file_of_results_is_no_hindrance(pipelab_command, state, broken
     assert json.loads(state.read_text()) == {"fill": 15}
 
 
+@pytest.mark.parametrize("broken", ["NaN", "-1", "true", "null", '"33"', "[]"])
+def test_one_broken_result_neither_stays_nor_takes_the_others_along(pipelab_command, state, broken):
+    state.parent.mkdir(parents=True)
+    state.write_text(f'{{"four": {broken}, "three": 39}}')
+    listed = pipelab_command("challenge")[1]
+    assert listed.count("***") == 1
+    assert pipelab_command("challenge", "four", "1f1b")[0] == 0
+    assert json.loads(state.read_text()) == {"four": 33, "three": 39}
+
+
 def test_hints_come_one_by_one_and_the_sheet_has_all_answers(pipelab_command):
     assert pipelab_command("challenge", "fill", "--hint", "2")[1].count("\n  hint ") == 2
     sheet = pipelab_command("challenge", "--sheet")[1]

@@ -58,8 +58,9 @@
       if (mine === turn) draw(found);
     } catch (error) {
       if (mine !== turn) return;
+      moves = []; // a link that was edited
+      await show();
       say(error.message.trim().split("\n").at(-1));
-      moves = [];
     }
   }
 

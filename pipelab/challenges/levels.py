@@ -85,7 +85,8 @@ class Level:
         cap = f"; at most {self.cap} activations on a rank" if self.cap else ""
         latency = f", latency {self.latency:g}" if self.latency else ""
         kinds = "F, B, or I and W instead of B" if self.split else "F and B"
-        times = f"forward {_times(self.forward)}, backward {_times(self.backward)}{latency}"
+        per = f", shared by the rank's {self.stages_per_rank} stages" if self.stages_per_rank > 1 else ""
+        times = f"forward {_times(self.forward)}, backward {_times(self.backward)}{per}{latency}"
         return f"{self.ranks} ranks{stages}, {self.microbatches} micro-batches; {kinds}; {times}{cap}"
 
     def rank_of(self, stage: int) -> int:
@@ -256,10 +257,10 @@ def board(level: Level, rows: Sequence[Sequence[str]]) -> Board:
 
     Raises:
         FormatError: if a word is not an action.
-        UsageError: if something has been placed before what it needs.
+        UsageError: if a word is not in the level, or has been placed before what it needs.
     """
     codes = Codes(level.stages, level.microbatches)
-    listed = [[codes.code(Action.parse(word)) for word in row] for row in rows]
+    listed = [[_code(codes, word) for word in row] for row in rows]
     spans, there, free = _run(level, codes, listed)
     begun = {code for row in listed for code in row}
     begun |= {codes.sibling(code, kind) for code in begun for kind in _INSTEAD.get(codes.kind[code], ())}
@@ -276,6 +277,13 @@ def board(level: Level, rows: Sequence[Sequence[str]]) -> Board:
         begins = {code: _start(level, codes, code, rank, there, free[rank]) for code in first.values()}
         ready.append({str(codes.action(code)): begin for code, begin in begins.items()})
     return Board([{str(codes.action(code)): spans[code] for code in row} for row in listed], ready)
+
+
+def _code(codes: Codes, word: str) -> int:
+    action = Action.parse(word)
+    if action.kind == "R" or (action.stage or 0) >= codes.stages or (action.microbatch or 0) >= codes.microbatches:
+        raise UsageError(f"{word} is not in this level: {codes.stages} stages, {codes.microbatches} micro-batches")
+    return codes.code(action)
 
 
 def _start(level: Level, codes: Codes, code: int, rank: int, there: dict[int, tuple[float, int]], free: float) -> float:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from pipelab import files
+from pipelab.catalogue import schedules
 from pipelab.challenges.levels import Attempt, Level, judge, level, levels
 from pipelab.cli.options import untimed
 from pipelab.cli.printing import echo, folded, say, titled
@@ -84,7 +85,7 @@ def _try(level: Level, target: str) -> None:
     echo(text.timeline(attempt.trace))
     echo(f"{level.title}: {_said(attempt)}")
     if (built := attempt.recognised) is not None:
-        say(f"you built {built}: pipelab schedules says whose it is")
+        say(f"you built {built}: {schedules[built].source}")
     _keep(attempt)
 
 

@@ -97,3 +97,6 @@ def test_levels_have_numbers_and_names():
 def test_what_has_been_placed_too_early_is_told():
     with pytest.raises(UsageError, match="1F0"):
         board(level("fill"), [[], ["1F0"], []])
+    for strange in ("0F99", "9F0", "0R"):
+        with pytest.raises(UsageError, match=strange):
+            board(level("fill"), [[strange], [], []])

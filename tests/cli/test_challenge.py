@@ -22,7 +22,7 @@ def test_an_attempt_is_drawn_named_and_kept_if_it_is_the_best(pipelab_command, s
     assert code == 0
     assert "33 units" in output
     assert "rank 3 │" in output
-    assert "1f1b" in output.splitlines()[-1]
+    assert "you built 1f1b: " in output
     assert json.loads(state.read_text()) == {"four": 33}
     assert pipelab_command("challenge", "four", "naive")[0] == 0
     assert json.loads(state.read_text()) == {"four": 33}

@@ -66,7 +66,9 @@ def test_where_marks_cannot_go_it_is_known_to_whom(monkeypatch, ask):
     stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 2}
     made = torch.ones(2, requires_grad=True)
     meta: ValueMeta = meta_of(made, "stage 0")
-    stage.begin(SimpleNamespace(loss=object(), meta=lambda *_: meta, mine=SimpleNamespace(kept={}), peer=None))
+    stage.begin(
+        SimpleNamespace(loss=object(), meta=lambda *_: meta, mine=SimpleNamespace(kept={}, actions=[]), peer=None)
+    )
     stage.back[0] = torch.ones(2)
     with pytest.raises(RuntimeError, match="connection reset"):
         getattr(stage, ask)(0)

@@ -26,9 +26,9 @@ WAYS = {
 
 
 class Block(nn.Module):
-    def __init__(self, width, reentrant):
+    def __init__(self, width, reentrant, drop=0.0):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(drop), nn.Linear(width, width))
         self.reentrant = reentrant
 
     def forward(self, x):
@@ -97,3 +97,18 @@ def trained(way, schedule, engine):
     pairs = zip(model.parameters(), plainly.parameters(), strict=True)
     apart = max(float((mine - theirs).detach().norm() / theirs.detach().norm()) for mine, theirs in pairs)
     return {"weights": apart, "losses": max(losses), "norms": max(norms), "scales": scales}
+
+
+def checkpoints_keep_masks(reentrant, schedule, engine):
+    """Tell whether one step with dropout has the same gradients with checkpoints and without, and that it drops."""
+    found = []
+    for way, drop in ((None, 0.5), (reentrant, 0.5), (None, 0.0)):
+        torch.manual_seed(0)
+        stages = [nn.Sequential(nn.Linear(8, 8), Block(8, way, drop)) for _ in range(2)]
+        x, y = torch.randn(8, 8), torch.randn(8, 8)
+        with pipelab.Pipeline(stages, schedule, nn.functional.mse_loss, engine=engine, timeout=60) as pipe:
+            torch.manual_seed(7)
+            pipe.step(x, y)
+            found.append(torch.cat([each.grad.flatten() for each in pipe.parameters()]))
+    alone, ours, undropped = found
+    return torch.equal(alone, ours) and not torch.equal(alone, undropped)

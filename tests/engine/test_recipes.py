@@ -32,9 +32,11 @@ def test_all_loops_train_so_in_two_processes():
     ended = processes.run_in(2, "recipe.py")
     assert [each.code for each in ended] == [0, 0], processes.shown(ended)
     for each in ended:
-        assert [fact["way"] for fact in each.facts] == list(recipes.WAYS)
-        for fact in each.facts:
+        *facts, masks = each.facts
+        assert [fact["way"] for fact in facts] == list(recipes.WAYS)
+        for fact in facts:
             assert_as_plain(fact["way"], fact)
+        assert masks == {"masks": [True, True]}
 
 
 def test_the_loss_of_a_scaled_step_is_not_scaled_and_its_gradients_are():

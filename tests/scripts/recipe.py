@@ -11,5 +11,7 @@ import pipelab
 
 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # where a scaler skips the first step
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # TorchDynamo looks at it
+schedule = pipelab.OneFOneB(2, recipes.MICROBATCHES)
 for way in recipes.WAYS:
-    say(way=way, **recipes.trained(way, pipelab.OneFOneB(2, recipes.MICROBATCHES), "torch"))
+    say(way=way, **recipes.trained(way, schedule, "torch"))
+say(masks=[recipes.checkpoints_keep_masks(reentrant, schedule, "torch") for reentrant in (False, True)])

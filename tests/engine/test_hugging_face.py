@@ -16,6 +16,7 @@ from pipelab.errors import BatchError, SplitError
 pytest.importorskip("transformers")
 
 import gpt2
+from transformers import BatchEncoding
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -86,3 +87,14 @@ def test_two_processes_train_it():
         assert fact["gradients"] < 1e-5
         assert fact["norms"] == pytest.approx([1, 1, 1], rel=1e-4)
         assert fact["verified"] < 1e-5
+
+
+def test_what_a_tokenizer_returns_is_a_batch():
+    torch.manual_seed(3)
+    x = gpt2.batch(8)
+    ours, losses = gpt2.model(), []
+    stages = pipelab.split(ours, 2, example=BatchEncoding(gpt2.batch(2)))
+    with pipelab.Pipeline(stages, pipelab.OneFOneB(2, 4), gpt2.loss, reduction=gpt2.counted) as pipe:
+        losses = [pipe.step(given, x["labels"]).loss for given in (BatchEncoding(x), x)]
+        assert torch.equal(*losses)
+        assert pipe.verify(BatchEncoding(x), x["labels"]).largest_difference < 1e-5

@@ -89,6 +89,15 @@ def test_two_processes_train_it():
         assert fact["verified"] < 1e-5
 
 
+@pytest.mark.parametrize("mixed", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_mixed_precision_with_a_scaler_is_as_near_as_its_rounding(mixed):
+    facts = gpt2.train(gpt2.model(), pipelab.OneFOneB(2, 4), "threads", mixed)
+    rounding = torch.finfo(mixed).eps
+    assert facts["losses"] < rounding
+    assert facts["gradients"] < 4 * rounding
+    assert facts["norms"] == pytest.approx([1, 1, 1], rel=rounding)
+
+
 def test_what_a_tokenizer_returns_is_a_batch():
     torch.manual_seed(3)
     x = gpt2.batch(8)

@@ -37,29 +37,38 @@ def counted(labels: torch.Tensor) -> torch.Tensor:
     return (labels[:, 1:] != IGNORED).sum()
 
 
-def train(ours: GPT2LMHeadModel, schedule: Any, engine: str) -> dict[str, Any]:
-    """Train three steps, of a batch that is smaller at last; return how far from plain training each of them is."""
+def train(ours: GPT2LMHeadModel, schedule: Any, engine: str, mixed: torch.dtype | None = None) -> dict[str, Any]:
+    """Train three steps, of a batch that is smaller at last; return how far from plain training each of them is.
+
+    With `mixed`, under autocast and with a `GradScaler`.
+    """
     alone = model()
     stages = pipelab.split(ours, schedule.ranks, example=batch(2))
     losses, gradients, norms = [0.0], 0.0, []
     with pipelab.Pipeline(stages, schedule, loss, engine=engine, reduction=counted, timeout=60) as pipe:
         optimizers = [torch.optim.AdamW(list(each), lr=1e-3) for each in (pipe.parameters(), alone.parameters())]
         schedulers = [torch.optim.lr_scheduler.LinearLR(each, total_iters=3) for each in optimizers]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=256, enabled=mixed is not None) for _ in optimizers]
         for number, rows in enumerate((8, 8, 5)):
             torch.manual_seed(number)
             x = batch(rows)
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            step = pipe.step(x, x["labels"])
-            whole = alone(**x).loss
-            whole.backward()
+            with torch.autocast("cpu", dtype=mixed, enabled=mixed is not None):
+                step = pipe.step(x, x["labels"], scaler=scalers[0])
+                whole = alone(**x).loss
+            scalers[1].scale(whole).backward()
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.unscale_(optimizer)
             losses.append(abs(float(step.loss) - whole.item()))
             there = {name: each.grad for name, each in ours.named_parameters() if each.grad is not None}
             theirs = {name: alone.get_parameter(name).grad for name in there}
             gradients = max(gradients, plain.difference(there, theirs))
             norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
             norms.append(float(pipe.clip_grad_norm_(0.5) / norm))
-            for each in (*optimizers, *schedulers):
-                each.step()
+            for scaler, optimizer, scheduler in zip(scalers, optimizers, schedulers, strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
         verified = pipe.verify(x, x["labels"]).largest_difference
     return {"losses": max(losses), "gradients": gradients, "norms": norms, "verified": verified}

@@ -16,6 +16,7 @@ from pipelab.errors import BatchError, SplitError
 pytest.importorskip("transformers")
 
 import gpt2
+from transformers import BatchEncoding
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -86,3 +87,23 @@ def test_two_processes_train_it():
         assert fact["gradients"] < 1e-5
         assert fact["norms"] == pytest.approx([1, 1, 1], rel=1e-4)
         assert fact["verified"] < 1e-5
+
+
+@pytest.mark.parametrize("mixed", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_mixed_precision_with_a_scaler_is_as_near_as_its_rounding(mixed):
+    facts = gpt2.train(gpt2.model(), pipelab.OneFOneB(2, 4), "threads", mixed)
+    rounding = torch.finfo(mixed).eps
+    assert facts["losses"] < rounding
+    assert facts["gradients"] < 4 * rounding
+    assert facts["norms"] == pytest.approx([1, 1, 1], rel=rounding)
+
+
+def test_what_a_tokenizer_returns_is_a_batch():
+    torch.manual_seed(3)
+    x = gpt2.batch(8)
+    ours, losses = gpt2.model(), []
+    stages = pipelab.split(ours, 2, example=BatchEncoding(gpt2.batch(2)))
+    with pipelab.Pipeline(stages, pipelab.OneFOneB(2, 4), gpt2.loss, reduction=gpt2.counted) as pipe:
+        losses = [pipe.step(given, x["labels"]).loss for given in (BatchEncoding(x), x)]
+        assert torch.equal(*losses)
+        assert pipe.verify(BatchEncoding(x), x["labels"]).largest_difference < 1e-5

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelab.engine.stage.pytree import map_leaves, take_apart, tensors_of
+from pipelab.engine.stage.pytree import map_leaves, opened, take_apart, tensors_of
 from pipelab.errors import BatchError
 
 __all__ = ["arguments_of", "call", "in_order", "received", "require_like", "shapes_of"]
@@ -23,6 +23,7 @@ def call(model: nn.Module, given: Any) -> Any:
 
 def arguments_of(model: nn.Module, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that a batch stands for, and the keyword arguments."""
+    given = opened(given)
     if isinstance(given, dict):
         try:
             inspect.signature(model.forward).bind(**given)

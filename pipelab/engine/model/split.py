@@ -13,6 +13,7 @@ from torch import nn
 from pipelab.engine.model.arguments import in_order, require_like, shapes_of
 from pipelab.engine.model.balance import count_parameters, cut, layer_times, short
 from pipelab.engine.model.traced import TRACED, TracedStages, move
+from pipelab.engine.stage.pytree import opened
 from pipelab.errors import SplitError, require_size
 from pipelab.plan.fault import shorten
 
@@ -310,7 +311,7 @@ def split(
             f"example\n  try: pipelab.split(model, into={into}, example=x), where x is one micro-batch; or pass a list "
             f"of {into} stage modules"
         )
-    traced = TracedStages(model, example)
+    traced = TracedStages(model, opened(example))
     units = traced.units
     _require_enough(len(units), into, type(model).__name__)
     bounds = cut(_weights([unit for _, unit in units], by, traced.unit_times), into)

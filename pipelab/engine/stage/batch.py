@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -26,11 +26,7 @@ def rows_of(value: object, what: str) -> int:
     """
     tensors = tensors_of(value)
     if not tensors:
-        named = isinstance(value, Mapping) and not isinstance(value, dict)  # as what Hugging Face's tokenizers return
-        raise BatchError(
-            f"{what} holds no tensor: expected a tensor, or a tuple or dict of tensors, [rows, ...]"
-            + (f"\n  try: dict({what}), for a {type(value).__name__} is none" if named else "")
-        )
+        raise BatchError(f"{what} holds no tensor: expected a tensor, or a tuple or dict of tensors, [rows, ...]")
     flat = next((tensor for tensor in tensors if tensor.dim() == 0), None)
     if flat is not None:
         raise BatchError(f"{what} holds a tensor without dimensions: dimension 0 must be the rows of the batch")

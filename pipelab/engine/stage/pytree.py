@@ -5,15 +5,21 @@ PyTorch's own tree utilities live under a private name; they are used here and n
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["full_tensor", "local_part", "map_leaves", "map_tensors", "rebuild", "take_apart", "tensors_of"]
+__all__ = ["full_tensor", "local_part", "map_leaves", "map_tensors", "opened", "rebuild", "take_apart", "tensors_of"]
 
 Spec = Any
+
+
+def opened(value: Any) -> Any:
+    """Return the dict in a `UserDict`, such as the `BatchEncoding` that tokenizers return; anything else as it is."""
+    return value.data if isinstance(value, UserDict) else value
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:
@@ -25,7 +31,7 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     """
     if isinstance(value, torch.Tensor):
         return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(opened(value)) if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -37,12 +43,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 def map_leaves(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     """Return the value with `function` applied to every leaf of a kind."""
-    return pytree.tree_map_only(kind, function, value)
+    return pytree.tree_map_only(kind, function, opened(value))
 
 
 def take_apart(value: object) -> tuple[list[Any], Spec]:
     """Return the leaves of a value, and what `rebuild` needs to put them back."""
-    return pytree.tree_flatten(value)
+    return pytree.tree_flatten(opened(value))
 
 
 def rebuild(leaves: list[Any], spec: Spec) -> Any:

@@ -93,7 +93,7 @@ class DistributedModel(Engine):
         return total
 
     def share_overflow(self, parameters: list[nn.Parameter], scale: float) -> None:
-        """Make a gradient of this process infinite if one of another process is not finite."""
+        """Make the gradients of this process infinite if one of another process is not finite."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         held = [each.coalesce().values() if each.is_sparse else local_part(each) for each in gradients]
         overflow = not all(bool(each.isfinite().all()) for each in held)
@@ -103,7 +103,7 @@ class DistributedModel(Engine):
             return gathered(torch.tensor([overflow]), self.group)
 
         if self.attend(ask, "step(x, y, scaler)").any() and not overflow:
-            for each in gradients[:1]:
+            for each in gradients:
                 each.mul_(torch.inf)  # infinite, or NaN where it was 0
 
     def _holder(self, stage: int) -> int:

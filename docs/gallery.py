@@ -85,8 +85,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
     side_by_side = pipelab.compare(*(traces[name] for name in shown), names=[title(name) for name in shown])
     made["schedules/side_by_side.html"] = comparison_page(side_by_side)
-    wrong = [traces[name] for name in ("gpipe", "1f1b", "delayed")]
-    made["misconceptions.html"] = comparison_page(pipelab.compare(*wrong, names=[trace.name for trace in wrong]))
+    wrong = pipelab.compare(
+        *(traces[name] for name in ("gpipe", "1f1b", "delayed")), names=["GPipe", "1F1B", "Delayed"]
+    )
+    made["misconceptions.html"] = comparison_page(wrong)
     made["images/logo.svg"] = (Path(config.docs_dir) / "theme" / ".icons" / "logo.svg").read_text(encoding="utf-8")
     made["how_to/numbered.svg"] = numbered(traces["1f1b"])
     for name, content in made.items():
@@ -114,14 +116,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- price of a bubble -->" in markdown:
         markdown = markdown.replace("<!-- price of a bubble -->", prices())
     if page.file.src_uri == "glossary.md":  # each word can be linked to: glossary.md#own-span
-        return re.sub(r"^(\w[^\n]*)\n:   ", _with_anchor, markdown, flags=re.MULTILINE)
+        span = '<span id="{}">{}</span>\n:   '
+        return re.sub(r"(?m)^(\w.*)\n:   ", lambda word: span.format(slugify(word[1], "-"), word[1]), markdown)
     if page.file.src_uri != "index.md":
         markdown = f"{markdown}\n\n{tooltips(config)}"
     return markdown
-
-
-def _with_anchor(found: re.Match[str]) -> str:
-    return f'<span id="{slugify(found[1], "-")}">{found[1]}</span>\n:   '
 
 
 def tooltips(config: MkDocsConfig) -> str:
@@ -162,15 +161,11 @@ def card(name: str, trace: Trace, *, edit: bool) -> str:
         links.append(f'<a href="../playground/#schedule={name}">edit</a>')
     lines = [
         f"- [![timeline of {trace.name}]({name}.svg){{ .thumbnail loading=lazy }}]({name}.md)",
-        f"**[{trace.name}]({name}.md)**<br>{summary(kind)}",
+        f"**[{trace.name}]({name}.md)**<br>{kind.__doc__.partition(chr(10))[0]}",
         f"bubble **{100 * trace.bubble:.1f} %**, holds **{held(trace):g}** micro-batches",
         f"{paper(kind.source)}<br>{' · '.join(links)}",
     ]
     return "\n\n    ".join(lines)
-
-
-def summary(kind: type[pipelab.Schedule]) -> str:
-    return inspect.getdoc(kind).partition("\n")[0]
 
 
 def held(trace: Trace) -> float:
@@ -180,9 +175,10 @@ def held(trace: Trace) -> float:
 
 def paper(source: str) -> str:
     """Return authors and year of a source, linked to the paper."""
-    where = next((link for words, link in PAPERS.items() if words in source), None)
-    if where is None and (number := re.search(r"arXiv:([\d.]+)", source)):
-        where = f"https://arxiv.org/abs/{number[1].rstrip('.')}"
+    links = [link for words, link in PAPERS.items() if words in source]
+    where = next(
+        iter(links + [f"https://arxiv.org/abs/{each}" for each in re.findall(r"arXiv:([\d.]+\d)", source)]), ""
+    )
     name = re.split(r",| \(|:|;", source)[0]
     return f"[{name}]({where})" if where else source.partition(";")[0]
 
@@ -270,9 +266,7 @@ The reference has [every detail of the class][pipelab.{kind}].
 """
 
 
-HALVES = """
-A rank holds two stages here, each half of its share of the model: two of its activations count as one micro-batch held.
-"""
+HALVES = "\nA rank holds two stages, each half of its share: two activations count as one micro-batch held.\n"
 
 
 def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
@@ -282,17 +276,16 @@ def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
     text = re.split(r"^(?:Args|Example|Raises):$", text, flags=re.MULTILINE)[0]
     paragraphs = text.strip().split("\n\n")[1:]
     body = "\n\n".join(each for each in paragraphs if not each.startswith("    "))  # a drawing: the page has a picture
-    rows = {each.name: each for each in (trace, first)}
     return PAGE.format(
         title=trace.name,
-        summary=summary(kind),
+        summary=kind.__doc__.partition("\n")[0],
         name=name,
         kind=kind.__name__,
         ranks=RANKS,
         microbatches=MICROBATCHES,
         edit=f'<a href="../../playground/#schedule={name}">edit it</a> · ' if edit else "",
         source=linked(kind.source),
-        rows="\n".join(map(row, rows.values())),
+        rows="\n".join(row(each) for each in dict.fromkeys((trace, first))),
         note=HALVES if trace.plan.stages == 2 * trace.ranks else "",
         body=body,
         formulas=formulas(kind),
@@ -399,8 +392,8 @@ def imports(module: ast.Module, kept: str) -> str:
             actions = names
         elif names:
             lines.append(f"from {node.module} import {', '.join(names)}")
-    standard = [line for line in lines if "from pipelab" not in line]
     ours = ["import pipelab"] if "pipelab" in used else []
     ours += [f"from pipelab import {', '.join(actions)}"] if actions else []
     ours += [line for line in lines if "from pipelab" in line]
-    return "\n\n".join("\n".join(group) for group in (standard, ours) if group)
+    others = [line for line in lines if line not in ours]
+    return "\n\n".join("\n".join(group) for group in (others, ours) if group)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 
 
 def say(**fact: object) -> None:
-    print(json.dumps(fact), flush=True)
+    sys.stdout.write(f"{json.dumps(fact)}\n")  # in one piece: several processes may write to the same file
+    sys.stdout.flush()
 
 
 def attempt(case: str, act: Callable[[], object]) -> None:

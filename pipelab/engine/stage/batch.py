@@ -47,9 +47,10 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
         BatchError: if there are more micro-batches than rows.
     """
     if rows < microbatches:
+        fewer = f"at most {rows} micro-batch{'es' if rows != 1 else ''}, or " if rows else ""
         raise BatchError(
             f"a batch of {rows} row{'s' if rows != 1 else ''} cannot fill {microbatches} micro-batches: "
-            f"use at most {rows} micro-batch{'es' if rows != 1 else ''}, or a batch of at least {microbatches} rows; "
+            f"use {fewer}a batch of at least {microbatches} rows; "
             "drop_last=True leaves a DataLoader's short last batch out"
         )
     each, more = divmod(rows, microbatches)

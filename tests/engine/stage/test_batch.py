@@ -33,6 +33,11 @@ def test_rows_are_dealt_out_evenly_the_first_micro_batches_taking_the_extra(rows
     assert counts == [len(piece) for piece in torch.arange(rows).tensor_split(microbatches)]
 
 
+def test_an_empty_batch_needs_rows_not_fewer_micro_batches():
+    with pytest.raises(BatchError, match="0 rows cannot fill 2 micro-batches: use a batch of at least 2 rows"):
+        row_counts(0, 2)
+
+
 def test_ten_rows_in_four_micro_batches_are_3_3_2_2():
     assert row_counts(10, 4) == [3, 3, 2, 2]
 

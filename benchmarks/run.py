@@ -20,6 +20,7 @@ import reduces
 import schedules
 import simulation
 import split
+import wire
 from timing import machine
 
 PARTS = {
@@ -34,6 +35,7 @@ PARTS = {
     "reduces": reduces,
     "prediction": prediction,
     "memory": memory,
+    "wire": wire,
 }
 QUICK = {"schedules": schedules, "faults": faults, "reduces": reduces, "prediction": prediction}
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import get_args
 
 import networkx
 import oracle
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pipelab import Action, B, F, I, Pair, Plan, R, W, schedules
+from pipelab.plan.transfers import Order, Transport
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in range(1, 13)]
 """Every size up to 6 ranks and 12 micro-batches."""
@@ -25,6 +27,10 @@ EVERY_SCHEDULE = [
     if kind.refusal(ranks, microbatches) is None
 ]
 """(schedule, ranks, micro-batches): one of each, fewer micro-batches than ranks, odd ones, more ranks than cores."""
+
+
+WIRES = [{"order": order, "transport": transport} for order in get_args(Order) for transport in get_args(Transport)]
+"""Every order of transfers on every transport."""
 
 
 def sizes() -> st.SearchStrategy[tuple[int, int]]:

@@ -219,5 +219,4 @@ print("par!" if reaches_par(answer) else "not yet")
 # When you are done: why is a group of five worse than one of four? The solution is in
 # `tutorials/solutions/interleaved.py`.
 #
-# On PyTorch's runtime, many transfers have a third price: they stand in one queue. [The wire](the_wire.md) is about
-# that.
+# On some machines, many transfers have a third price: they stand in one queue. [The wire](the_wire.md) is about that.

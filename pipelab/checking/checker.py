@@ -20,7 +20,7 @@ from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
 from pipelab.checking.transfers import transfer_deadlocks
-from pipelab.errors import ScheduleError, UsageError, clean, require_caps
+from pipelab.errors import ScheduleError, clean, require_caps
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
@@ -28,7 +28,7 @@ from pipelab.plan.csv_notation import is_plan
 from pipelab.plan.fault import Code, Fault, Link, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
-from pipelab.plan.transfers import SEMANTICS, Semantics
+from pipelab.plan.transfers import Order, Transport, require_words
 
 __all__ = ["Faults", "ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
 
@@ -56,7 +56,8 @@ class Faults(list[Fault]):
         subject: str,
         plan: Plan | None = None,
         meant: Plan | None = None,
-        transfers: Semantics = "arrive",
+        order: Order = "pytorch",
+        transport: Transport = "buffered",
     ) -> None:
         """Keep the faults and, for pictures, what they were found in.
 
@@ -65,10 +66,11 @@ class Faults(list[Fault]):
             subject: the name of the plan or schedule.
             plan: the plan; `None` if the schedule could not write one.
             meant: the plan without the mistake that the first fault is, in which the others were found.
-            transfers: how sends and receives were ordered and queued.
+            order: in which order ranks were to post their sends and receives.
+            transport: which of these were to wait for each other.
         """
         super().__init__(faults)
-        self.subject, self.plan, self.meant, self.transfers = subject, plan, meant, transfers
+        self.subject, self.plan, self.meant, self.order, self.transport = subject, plan, meant, order, transport
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the faults without the plan, which may hold a student's function."""
@@ -112,7 +114,9 @@ class Faults(list[Fault]):
 def check(
     plan_or_schedule: Plan | ScheduleLike,
     memory_cap: int | Sequence[int] | None = None,
-    transfers: Semantics = "arrive",
+    *,
+    order: Order = "pytorch",
+    transport: Transport = "buffered",
     memory: Memory | None = None,
 ) -> Faults:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
@@ -123,9 +127,10 @@ def check(
         plan_or_schedule: the plan or schedule.
         memory_cap: how many stage activations a rank may hold at once, or how many bytes if there is a `memory`: one
             number, or one per rank.
-        transfers: how sends and receives are ordered and queued, as `Cost.transfers`. With any but `"arrive"`, a plan
-            whose sends and receives wait for each other in a circle has the fault `transfer-deadlock`, unless it has
-            other faults, which come first.
+        order: in which order each rank posts its sends and receives: see `Cost.order`.
+        transport: which of them wait for each other: see `Cost.transport`. With any but `"buffered"`, a plan whose
+            sends and receives wait for each other in a circle has the fault `transfer-deadlock`, unless it has other
+            faults, which come first.
         memory: how many bytes each stage takes. Bytes are counted only if the plan has no other faults.
 
     Example:
@@ -144,11 +149,12 @@ def check(
         A plan can be right and yet hang where a rank's sends and receives stand in one queue. PyTorch's issue 172668
         reports such a plan, whose receives were put right before their use:
 
-        >>> for fault in pipelab.check(pipelab.OneFOneB(ranks=2, microbatches=4), transfers="deferred"):
+        >>> for fault in pipelab.check(pipelab.OneFOneB(ranks=2, microbatches=4), order="at-use", transport="rank"):
         ...     print(fault)
         transfer-deadlock: rank 0 waits for rank 1, which waits for rank 0
-          rank 0 stands before 0SEND_F1; rank 1 comes to 1RECV_F1 only after 1SEND_B0
-          rank 1 stands before 1SEND_B0; rank 0 comes to 0RECV_B0 only after 0SEND_F1
+          0SEND_F1 (rank 0) has to meet 1RECV_F1
+          1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0
+          0RECV_B0 comes after 0SEND_F1 on rank 0
           try: take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch
             rank 0 | F0 F1 B0 F2 B1 F3 …
                         ^^
@@ -156,15 +162,14 @@ def check(
     Raises:
         CostError: if a list of the memory does not have one number per stage.
         TypeError: if it is neither a plan nor a schedule.
-        UsageError: if `memory_cap` is not a number, or one per rank; or if `transfers` is none of those words.
+        UsageError: if `memory_cap` is not a number, or one per rank; or if `order` or `transport` is none of the words.
     """
-    if transfers not in SEMANTICS:
-        raise UsageError(f"transfers={shorten(transfers)}: expected {', '.join(SEMANTICS[:-1])} or {SEMANTICS[-1]}")
+    require_words(order, transport)
     try:
         plan = as_plan(plan_or_schedule)
     except ScheduleError as error:
         return Faults(error.faults, error.subject)
-    judge = partial(_faults, memory_cap=memory_cap if memory is None else None, transfers=transfers)
+    judge = partial(_faults, memory_cap=memory_cap if memory is None else None, order=order, transport=transport)
     mistake, meant, found = diagnose(plan, judge(plan), judge)
     if memory is not None and memory_cap is not None and not found and mistake is None:
         found = _over_cap(plan.bound, memory_cap, memory)
@@ -174,10 +179,10 @@ def check(
     faults = [] if mistake is None else [replace(with_excerpt(plan, mistake), tried=meant)]
     for alike in of_code.values():  # worst kind first, as they are sorted
         faults += [*(with_excerpt(meant, fault) for fault in alike[:_MOST_EXCERPTS]), *alike[_MOST_EXCERPTS:]]
-    return Faults(faults, plan.name, plan, None if mistake is None else meant, transfers)
+    return Faults(faults, plan.name, plan, None if mistake is None else meant, order, transport)
 
 
-def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, transfers: Semantics) -> list[Fault]:
+def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, order: Order, transport: Transport) -> list[Fault]:
     """Return the faults of a plan, worst kind first, without excerpts.
 
     Uncertain faults are left out: if the placement is faulty, all faults that depend on it; if a rank has an item that
@@ -200,7 +205,7 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, transfers: Seman
     over = [] if memory_cap is None else _over_cap(bound, memory_cap)
     faults = [*bound.faults, *misplaced(bound), *incomplete, *disorder]
     if not faults:
-        faults = transfer_deadlocks(bound, transfers)
+        faults = transfer_deadlocks(bound, order, transport)
     return sorted([*faults, *over], key=_severity)
 
 

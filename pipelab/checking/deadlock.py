@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import Any, TypeVar
 
 from pipelab.checking.repair import BlockedRank, Repair, repair
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.fault import Fault, Link
+from pipelab.plan.fault import Code, Fault, Link
 from pipelab.plan.order import Traversal
 from pipelab.plan.plan import Plan
 
-__all__ = ["deadlocks", "shortened", "summary"]
+__all__ = ["Head", "Wait", "cycle_fault", "cycles", "deadlocks", "shortened", "summary"]
+
+Head = int | tuple[int, int]
+"""Where something may be stuck: a rank, or one of its queues."""
+AnyWait = TypeVar("AnyWait", bound="Wait")
 
 _MOST_TRIED = 1_000_000
 """Cycles times actions beyond which further cycles get no repair of their own: each has to be tried out."""
@@ -22,15 +27,41 @@ _MOST_KEPT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
-    """A stuck rank: its action at `index`, `code`, needs `value`, which `giver` on rank `on` gives."""
+class Wait:
+    """A step of a cycle: what is stuck, and what it waits for.
+
+    Attributes:
+        rank: the rank in whose row it stands.
+        name: what is stuck.
+        needs: what that waits for, as the rest of a sentence.
+        needed: the name of that.
+        on: where that stands: a rank, or a queue of transfers and its rank. What is stuck there is the next step.
+        place: where what is stuck stands in its row, in words.
+        needed_place: the same of what it waits for.
+    """
 
     rank: int
+    name: str
+    needs: str
+    needed: str
+    on: Head
+    place: str = ""
+    needed_place: str = ""
+
+    @property
+    def here(self) -> str:
+        """What is stuck, and its place."""
+        return f"{self.name} (rank {self.rank}{self.place})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankWait(Wait):
+    """A stuck rank: its action at `index`, `code`, waits for `giver`."""
+
     index: int
     code: int
-    value: int | None
     giver: int
-    on: int
+    all_reduce: bool
 
 
 class _Names:
@@ -48,10 +79,9 @@ class _Names:
         """Return what runs: an action, or a pair."""
         return self.pair_of.get(code) or self.bound.codes.action(code)
 
-    def with_position(self, code: int, rank: int) -> str:
-        """Return the name, and where it stands."""
-        position = self.bound.position(rank, self.bound.rows[rank].index(code))
-        return f"{self.of(code)} (rank {rank}, position {position})"
+    def place(self, code: int, rank: int) -> str:
+        """Return where a code stands in a rank's row."""
+        return f", position {self.bound.position(rank, self.bound.rows[rank].index(code))}"
 
 
 def deadlocks(
@@ -62,36 +92,75 @@ def deadlocks(
     atomic_pairs: bool = False,
 ) -> list[Fault]:
     """Return one fault for each cycle of ranks that a walk left stuck; the options are those of the walk."""
-    waits = {rank: _wait(bound, walk, rank) for rank in walk.stuck}
     names = _Names(bound, atomic_pairs)
+    waits = {rank: _wait(names, walk, rank) for rank in walk.stuck}
     faults: list[Fault] = []
-    seen: set[int] = set()
-    for start in sorted(waits):
-        path: list[int] = []
-        rank = start
-        while rank not in seen and rank in waits:
-            seen.add(rank)
-            path.append(rank)
-            rank = waits[rank].on
-        if rank in path:
-            ring = path[path.index(rank) :]
-            lowest = ring.index(min(ring))
-            cycle = [waits[rank] for rank in ring[lowest:] + ring[:lowest]]
-            if atomic_pairs:
-                hint = "leave out Cost(pair=...), or yield the halves of one of these pairs one after the other"
-            elif any(wait.value is None for wait in cycle):
-                hint = (
-                    "list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
-                    "or list none, and pipelab inserts them"
-                )
-            elif len(faults) * sum(map(len, bound.rows)) > _MOST_TRIED:
-                hint = "fix the cycles before this one, then check again"
-            else:
-                found = repair(bound, _blocked_ranks(cycle), given, excused)
-                faults.append(_fault(bound, cycle, found.words, names, _tried(bound, found)))
-                continue
-            faults.append(_fault(bound, cycle, hint, names))
+    for cycle in cycles(sorted(waits), waits.get):
+        tried = None
+        if atomic_pairs:
+            hint = "leave out Cost(pair=...), or yield the halves of one of these pairs one after the other"
+        elif any(wait.all_reduce for wait in cycle):
+            hint = (
+                "list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
+                "or list none, and pipelab inserts them"
+            )
+        elif len(faults) * sum(map(len, bound.rows)) > _MOST_TRIED:
+            hint = "fix the cycles before this one, then check again"
+        else:
+            found = repair(bound, _blocked_ranks(cycle), given, excused)
+            hint, tried = found.words, _tried(bound, found)
+        first = cycle[0]
+        position = bound.position(first.rank, first.index)
+        faults.append(cycle_fault("deadlock", cycle, position, names.of(first.code), hint, tried))
     return faults
+
+
+def cycles(heads: Iterable[Head], wait_of: Callable[[Any], AnyWait | None]) -> list[list[AnyWait]]:
+    """Return each cycle of what waits for each other, from its lowest rank on.
+
+    Args:
+        heads: where to begin.
+        wait_of: what is stuck in a rank or a queue; `None` if nothing is.
+    """
+    found: list[list[AnyWait]] = []
+    seen: set[Head] = set()
+    for head in heads:
+        path: dict[Head, AnyWait] = {}
+        while head not in seen and (wait := wait_of(head)) is not None:
+            seen.add(head)
+            path[head] = wait
+            head = wait.on  # noqa: PLW2901 - the way goes on from there
+        if head in path:
+            ring = list(path.values())[list(path).index(head) :]
+            lowest = min(range(len(ring)), key=lambda at: ring[at].rank)
+            found.append(ring[lowest:] + ring[:lowest])
+    return found
+
+
+def cycle_fault(
+    kind: Code, cycle: Sequence[Wait], position: int, action: Item, hint: str, tried: Plan | None = None
+) -> Fault:
+    """Explain one cycle, step by step: what is stuck first on each rank, and what comes before what it waits for."""
+    first, last = cycle[0], cycle[-1]
+    steps = [f"{first.here} {first.needs}"]
+    for before, wait in pairwise(cycle):
+        if before.needed == wait.name:
+            steps.append(f"{wait.here} {wait.needs}")
+        else:
+            needed = f"{before.needed} (rank {wait.rank}{before.needed_place})"
+            steps.append(f"{needed} comes after {wait.name}, which {wait.needs}")
+    if last.needed != first.name:
+        steps.append(f"{last.needed} comes after {first.name} on rank {first.rank}")
+    ranks = [rank for rank, _ in groupby(wait.rank for wait in cycle)]
+    ranks = ranks[:-1] if len(ranks) > 1 and ranks[0] == ranks[-1] else ranks
+    message = "\n".join([summary(ranks), *(f"  {step}" for step in shortened(steps, "…"))])
+    links: list[Link] = []
+    for wait, after in zip(cycle, [*cycle[1:], first], strict=True):
+        links.append(Link(wait.rank, wait.name, f"{wait.name} {wait.needs}"))
+        if wait.needed != after.name:
+            words = f"{wait.needed} comes after {after.name} on rank {after.rank}"
+            links.append(Link(after.rank, wait.needed, words))
+    return Fault(kind, first.rank, position, action, message, hint, cycle=tuple(links), tried=tried)
 
 
 def _tried(bound: BoundPlan, found: Repair) -> Plan | None:
@@ -104,23 +173,32 @@ def _tried(bound: BoundPlan, found: Repair) -> Plan | None:
     return Plan(rows, codes.stages, codes.microbatches, place)
 
 
-def _wait(bound: BoundPlan, walk: Traversal, rank: int) -> _Wait:
+def _wait(names: _Names, walk: Traversal, rank: int) -> _RankWait:
     """Return what a stuck rank waits for."""
-    index = walk.stuck[rank]
+    bound, index, value = names.bound, walk.stuck[rank], walk.waits_for[rank]
     code = bound.rows[rank][index]
-    value = walk.waits_for[rank]
     if value is None:  # an R waits for a rank that has not reached it
-        absent = next(
+        giver = code
+        on = next(
             other
             for other in bound.reduces[code]
             if other not in walk.stuck or bound.rows[other][walk.stuck[other]] != code
         )
-        return _Wait(rank, index, code, None, code, absent)
-    giver = bound.giver(value)
-    return _Wait(rank, index, code, value, giver, bound.rank_of[giver])
+        needs = f"needs rank {on} to reach it too"
+    else:
+        giver = bound.giver(value)
+        on = bound.rank_of[giver]
+        itself = names.of(giver) == names.of(code)
+        how = "which it gives itself" if itself else f"given by {names.of(giver)}"
+        needs = f"needs {bound.codes.value_name(value)}, {how}"
+    places = names.place(code, rank), names.place(giver, on)
+    return _RankWait(
+        rank, str(names.of(code)), needs, str(names.of(giver)), on, *places,
+        index=index, code=code, giver=giver, all_reduce=value is None,
+    )  # fmt: skip
 
 
-def _blocked_ranks(cycle: list[_Wait]) -> list[BlockedRank]:
+def _blocked_ranks(cycle: list[_RankWait]) -> list[BlockedRank]:
     """Return the ranks that are stuck at one action while the rank before them in the cycle waits for a later one."""
     return [
         BlockedRank(wait.rank, wait.index, wait.code, before.giver)
@@ -129,48 +207,12 @@ def _blocked_ranks(cycle: list[_Wait]) -> list[BlockedRank]:
     ]
 
 
-def _fault(bound: BoundPlan, cycle: list[_Wait], hint: str, names: _Names, tried: Plan | None = None) -> Fault:
-    """Explain one cycle, step by step."""
-    first, last = cycle[0], cycle[-1]
-    steps = [f"{names.with_position(first.code, first.rank)} {_needs(names, first)}"]
-    for before, wait in pairwise(cycle):
-        if names.of(before.giver) == names.of(wait.code):
-            steps.append(f"{names.with_position(wait.code, wait.rank)} {_needs(names, wait)}")
-        else:
-            giver = names.with_position(before.giver, wait.rank)
-            steps.append(f"{giver} comes after {names.of(wait.code)}, which {_needs(names, wait)}")
-    if names.of(last.giver) != names.of(first.code):
-        steps.append(f"{names.of(last.giver)} comes after {names.of(first.code)} on rank {first.rank}")
-    lines = [summary([wait.rank for wait in cycle]), *(f"  {step}" for step in shortened(steps, "…"))]
-    position = bound.position(first.rank, first.index)
-    message, links = "\n".join(lines), _links(cycle, names)
-    return Fault("deadlock", first.rank, position, names.of(first.code), message, hint, cycle=links, tried=tried)
-
-
-def _links(cycle: list[_Wait], names: _Names) -> tuple[Link, ...]:
-    """Return the steps of a cycle one by one: each action that waits, and what comes before the one it waits for."""
-    links: list[Link] = []
-    for wait, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        name, giver, other = (str(names.of(code)) for code in (wait.code, wait.giver, after.code))
-        links.append(Link(wait.rank, name, f"{name} {_needs(names, wait)}"))
-        if giver != other:
-            links.append(Link(after.rank, giver, f"{giver} comes after {other} on rank {after.rank}"))
-    return tuple(links)
-
-
 def summary(ranks: list[int]) -> str:
     """Return which rank waits for which, in one line."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} waits for itself"
     others = shortened([*ranks[2:], ranks[0]], "…")
     return f"rank {ranks[0]} waits for rank {ranks[1]}" + "".join(f", which waits for rank {rank}" for rank in others)
-
-
-def _needs(names: _Names, wait: _Wait) -> str:
-    if wait.value is None:
-        return f"needs rank {wait.on} to reach it too"
-    value, giver = names.bound.codes.value_name(wait.value), names.of(wait.giver)
-    return f"needs {value}, {'which it gives itself' if giver == names.of(wait.code) else f'given by {giver}'}"
 
 
 def shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]:

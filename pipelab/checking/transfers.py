@@ -1,18 +1,14 @@
-"""Walk a plan together with its sends and receives, and explain where they wait for each other in a circle."""
+"""Let a plan's actions and transfers wait for each other as a transport makes them, and explain where they hang."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby, pairwise
-from typing import NamedTuple
-
-from pipelab.checking.deadlock import shortened, summary
+from pipelab.checking.deadlock import Head, Wait, cycle_fault, cycles
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.fault import Fault, Link
-from pipelab.plan.transfers import Lowering, Queues, Semantics, Step, inbound, lowered, queues
+from pipelab.plan.fault import Fault
+from pipelab.plan.network import Network
+from pipelab.plan.transfers import Lowering, Order, Step, Transport, inbound, lowered
 
-__all__ = ["Hang", "Walk", "hang", "transfer_deadlocks", "walk"]
+__all__ = ["Hang", "Wire", "hang", "transfer_deadlocks"]
 
 _HINT = 'take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch'
 _PAIR_HINT = (
@@ -21,284 +17,187 @@ _PAIR_HINT = (
 )
 
 
-@dataclass(slots=True)
-class Walk:
-    """A walk through a plan and its transfers, without a clock.
+class Wire:
+    """A lowered plan on a transport, as jobs that follow each other.
 
-    Attributes:
-        order: the codes, and `~value` for each transfer, in the order of the walk: every `R` once for all its ranks.
-        row_at: for each rank, the index of the code that it has come to.
-        queue_at: for each queue, the index of the value that it has come to.
-        crossed: the values that have crossed.
-        made: the values that are ready to cross, or have crossed.
-    """
-
-    order: list[int]
-    row_at: list[int]
-    queue_at: list[int]
-    crossed: set[int]
-    made: set[int]
-
-
-def walk(bound: BoundPlan, wire: Queues, *, atomic_pairs: bool = False) -> Walk:
-    """Walk through a legal plan as far as its transfers allow.
-
-    A value crosses when it exists and is first in the queues of both its ends. What a pair gives leaves after both of
-    its halves, where its sends stand.
+    What a pair gives leaves after both of its halves, where its sends stand. In a queue, a transfer follows the one
+    before it, at both of its ends. A receive that holds its rank is followed by all that comes after it in the row.
 
     Args:
-        bound: the plan.
-        wire: the queues of its transfers.
-        atomic_pairs: whether a pair starts only when the inputs of both its halves are there.
+        low: the plan.
+        transport: which transfers wait for each other.
+        atomic_pairs: whether a pair is one job, which starts only when the inputs of both its halves are there.
+
+    Attributes:
+        low: the plan.
+        holding: whether a receive holds its rank.
+        job: by code, its job; that of a value that crosses is `transfer(value)`.
+        network: the jobs, and what each follows.
+        queues: the values in each queue, by the rank that has it and a number.
+        ends: by value that crosses, the queues that it stands in.
+        made: by value that crosses, the job at whose end it exists.
     """
-    codes, rows = bound.codes, bound.rows
-    found = Walk([], [0] * len(rows), [0] * len(wire.values), set(), set())
-    needed = inbound(wire.crossings)
-    reached: dict[int, list[int]] = {}  # by code of an R: the ranks that have come to it
-    awake = list(range(len(rows) - 1, -1, -1))
-    while awake:
-        rank = awake.pop()
-        row = rows[rank]
-        while (index := found.row_at[rank]) < len(row):
-            code = row[index]
-            if codes.kind[code] == "R":
-                here = reached.setdefault(code, [])
-                if rank not in here:
-                    here.append(rank)
-                if len(here) < len(bound.reduces[code]):
-                    break
-                for other in here:
-                    found.row_at[other] += 1
-                awake += [other for other in here if other != rank]
-                found.order.append(code)
-                continue
-            starts = row[index : index + 2] if atomic_pairs and code in bound.pairs else [code]
-            if any(each in needed and needed[each] not in found.crossed for each in starts):
-                break
-            found.order.append(code)
-            found.row_at[rank] += 1
-            if code not in bound.pairs:
-                item = row[max(index - 1, 0) : index + 1] if index and row[index - 1] in bound.pairs else [code]
-                given = [value for value in map(codes.gives.__getitem__, item) if value in wire.crossings]
-                found.made.update(given)
-                awake += _cross(wire, found, given)
-    return found
+
+    def __init__(self, low: Lowering, transport: Transport, *, atomic_pairs: bool = False) -> None:
+        """Lay out the jobs."""
+        bound = low.bound
+        self.low, self.holding = low, transport == "holding"
+        self.queues: dict[tuple[int, int], list[int]] = {}
+        self.ends: dict[int, list[tuple[int, int]]] = {value: [] for value in low.crossings}
+        self.made: dict[int, int] = {}
+        self._codes = len(bound.codes.kind)
+        self.job = list(range(self._codes))
+        follows: list[list[int]] = [[] for _ in range(self._codes + bound.codes.always)]
+        needed = inbound(low.crossings)
+        for rank, row in enumerate(low.rows):
+            before: list[int] = []  # what the next item of the row follows
+            ended: dict[int, int] = {}  # by code, the last job of its item
+            for word, numbers in row:
+                if word == "run":
+                    if atomic_pairs and len(numbers) > 1:
+                        self.job[numbers[1]] = numbers[0]
+                    for code in numbers:
+                        job = self.job[code]
+                        follows[job] += [each for each in before if each != job]
+                        follows[job] += [self.transfer(needed[code])] if code in needed else []
+                        before = [job]
+                    ended.update(dict.fromkeys(numbers, job))
+                elif word in ("SEND", "RECV"):
+                    (value,) = numbers
+                    job, crossing = self.transfer(value), low.crossings[value]
+                    if word == "SEND":
+                        self.made[value] = ended[crossing.giver]
+                        follows[job].append(self.made[value])
+                        follows[job] += before if self.holding else ()
+                    elif self.holding:
+                        before.append(job)
+                    if transport in ("rank", "pair", "edge"):
+                        peer = crossing.target if word == "SEND" else crossing.source
+                        queue = {"rank": 0, "pair": peer, "edge": 2 * peer + (word == "SEND")}[transport]
+                        values = self.queues.setdefault((rank, queue), [])
+                        follows[job] += [self.transfer(each) for each in values[-1:]]
+                        self.ends[value].append((rank, queue))
+                        values.append(value)
+        self.network = Network(follows)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether some job never begins."""
+        return len(self.network.order) < len(self.network.follows)
+
+    def transfer(self, value: int) -> int:
+        """Return the job that is the transfer of a value."""
+        return self._codes + value
 
 
-def _cross(wire: Queues, found: Walk, values: list[int]) -> list[int]:
-    """Let those of some values cross that can, and then those that stood behind them; return the ranks they reach."""
-    reached: list[int] = []
-    while values:
-        value = values.pop()
-        if value not in found.made or any(_first(wire, found, queue) != value for queue in wire.ends[value]):
-            continue
-        found.crossed.add(value)
-        found.order.append(~value)
-        reached.append(wire.crossings[value].target)
-        for queue in wire.ends[value]:
-            found.queue_at[queue] += 1
-            following = _first(wire, found, queue)
-            if following is not None:
-                values.append(following)
-    return reached
-
-
-def _first(wire: Queues, found: Walk, queue: int) -> int | None:
-    """Return the value that is first in a queue; `None` if all have crossed."""
-    values, at = wire.values[queue], found.queue_at[queue]
-    return values[at] if at < len(values) else None
-
-
-def transfer_deadlocks(bound: BoundPlan, semantics: Semantics) -> list[Fault]:
+def transfer_deadlocks(bound: BoundPlan, order: Order, transport: Transport) -> list[Fault]:
     """Return one fault for each cycle of sends, receives and actions that wait for each other, in a legal plan.
 
     Example:
         >>> from pipelab import Plan
-        >>> fault, = transfer_deadlocks(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "deferred")
+        >>> fault, = transfer_deadlocks(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "at-use", "rank")
         >>> print(fault.message)
         rank 0 waits for rank 1, which waits for rank 0
-          rank 0 stands before 0SEND_F1; rank 1 comes to 1RECV_F1 only after 1SEND_B0
-          rank 1 stands before 1SEND_B0; rank 0 comes to 0RECV_B0 only after 0SEND_F1
+          0SEND_F1 (rank 0) has to meet 1RECV_F1
+          1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0
+          0RECV_B0 comes after 0SEND_F1 on rank 0
     """
-    hung = hang(bound, semantics)
+    hung = hang(bound, order, transport)
     return [] if hung is None else hung.faults()
 
 
-def hang(bound: BoundPlan, semantics: Semantics) -> Hang | None:
+def hang(bound: BoundPlan, order: Order, transport: Transport) -> Hang | None:
     """Return where a legal plan and its transfers stand still; `None` if they do not."""
-    if semantics == "arrive":
+    if transport == "buffered":
         return None
     if bound.pairs:  # may hang without any queue, and then has no order in which it does not
-        low = lowered(bound, "deferred")
-        wire = queues(low, "arrive")
-        hung = Hang(low, wire, walk(bound, wire), _PAIR_HINT)
-        if hung.stuck:
-            return hung
-    if semantics == "by-time":  # one order for all ranks: the first of the values left can always cross
+        wire = Wire(lowered(bound, "at-use"), "buffered")
+        if wire.stuck:
+            return Hang(wire, _PAIR_HINT)
+    if order == "by-time":  # one order for all ranks: the first of the transfers that are left can always cross
         return None
-    low = lowered(bound, semantics)
-    wire = queues(low, semantics)
-    hung = Hang(low, wire, walk(bound, wire), _HINT)
-    return hung if hung.stuck else None
-
-
-class _Place(NamedTuple):
-    """Where something stands still: a rank's row, or one of its queues."""
-
-    rank: int
-    queue: int | None
+    wire = Wire(lowered(bound, order), transport)
+    return Hang(wire, _HINT) if wire.stuck else None
 
 
 class Hang:
-    """A walk that is stuck, and why, in words."""
+    """Where actions and transfers are stuck, and why, in words."""
 
-    def __init__(self, low: Lowering, wire: Queues, found: Walk, hint: str) -> None:
-        """Keep the walk, and what to do if it is stuck."""
-        self.low, self.bound, self.wire, self.found, self.hint = low, low.bound, wire, found, hint
-        self.needed = inbound(wire.crossings)
-
-    @property
-    def stuck(self) -> bool:
-        """Whether some rank has not come to the end of its row."""
-        return self.found.row_at != list(map(len, self.bound.rows))
+    def __init__(self, wire: Wire, hint: str) -> None:
+        """Find the first step that cannot run in each row, and the first value that cannot cross in each queue."""
+        self.wire, self.low, self.bound, self.hint = wire, wire.low, wire.low.bound, hint
+        self._done = set(wire.network.order)
+        self._needed = inbound(self.low.crossings)
+        kinds = ("run", "RECV") if wire.holding else ("run",)
+        self._step = {
+            rank: next((step for step in row if step[0] in kinds and not self.has_run(step)), None)
+            for rank, row in enumerate(self.low.rows)
+        }
+        self._value = {
+            queue: next((value for value in values if wire.transfer(value) not in self._done), None)
+            for queue, values in wire.queues.items()
+        }
 
     def has_run(self, step: Step) -> bool:
         """Return whether a step of a lowered row is over."""
-        word, numbers = step
-        if word != "run":
-            return numbers[0] in self.found.crossed
-        return all(self._index[code] < self.found.row_at[self.bound.rank_of[code]] for code in numbers)
+        job = self.wire.job.__getitem__ if step[0] == "run" else self.wire.transfer
+        return all(job(each) in self._done for each in step[1])
 
     def blocks(self, rank: int, step: Step) -> bool:
-        """Return whether a rank stands before a step: its next item, or the first transfer in one of its queues."""
-        word, numbers = step
-        if word != "run":
-            ends = self.wire.ends[numbers[0]]
-            return any(self.wire.rank[queue] == rank and self._left(queue) == numbers[0] for queue in ends)
-        return not self.has_run(step) and self._code(rank) in numbers
-
-    @cached_property
-    def _index(self) -> dict[int, int]:
-        return {code: index for row in self.bound.rows for index, code in enumerate(row)}
+        """Return whether a rank stands before a step: the next one, or the first transfer in one of its queues."""
+        queues = self.wire.ends[step[1][0]] if step[0] != "run" else ()
+        return step == self._step[rank] or any(each[0] == rank and self._value[each] == step[1][0] for each in queues)
 
     def faults(self) -> list[Fault]:
         """Return one fault for each cycle."""
-        faults: list[Fault] = []
-        seen: set[_Place] = set()
-        for rank, row in enumerate(self.bound.rows):
-            path: list[_Place] = []
-            place = _Place(rank, None)
-            if self.found.row_at[rank] == len(row):
-                continue
-            while place not in seen:
-                seen.add(place)
-                path.append(place)
-                place = self._waits_for(place)
-            if place in path:
-                ring = path[path.index(place) :]
-                lowest = ring.index(min(ring, key=lambda each: each.rank))
-                faults.append(self._fault(ring[lowest:] + ring[:lowest]))
-        return faults
+        return [self._fault(cycle) for cycle in cycles([rank for rank, step in self._step.items() if step], self._wait)]
 
-    def _waits_for(self, place: _Place) -> _Place:
-        """Return what a place waits for."""
-        if place.queue is not None:
-            value = self._first(place.queue)
-            other = next((queue for queue in self.wire.ends[value] if self._first(queue) != value), None)
-            if other is not None:
-                return _Place(self.wire.rank[other], other)
-            return _Place(self.wire.crossings[value].source, None)
-        code = self._code(place.rank)
-        if self.bound.codes.kind[code] == "R":
-            ranks = self.bound.reduces[code]
-            return _Place(next(rank for rank in ranks if not self._has_reached(rank, code)), None)
-        queue = self.wire.ends[self.needed[code]][1]
-        return _Place(place.rank, queue)
-
-    def _fault(self, ring: list[_Place]) -> Fault:
-        steps = [self._step(place, after) for place, after in pairwise([*ring, ring[0]])]
-        ranks = [rank for rank, _ in groupby(place.rank for place in ring)]
-        ranks = ranks[:-1] if len(ranks) > 1 and ranks[0] == ranks[-1] else ranks
-        first = ring[0]
-        code = self._code(first.rank) if first.queue is None else self._end(first.queue, self._first(first.queue))
-        position = self.bound.position(first.rank, self.bound.rows[first.rank].index(code))
-        message = "\n".join([summary(ranks), *(f"  {step}" for step in shortened(steps, "…"))])
-        links = tuple(link for place, after in pairwise([*ring, ring[0]]) for link in self._links(place, after))
-        action = self.bound.codes.action(code)
-        return Fault("transfer-deadlock", first.rank, position, action, message, self.hint, cycle=links)
-
-    def _links(self, place: _Place, after: _Place) -> list[Link]:
-        """Return what a place waits for, step by step: up to what the next place waits for."""
-        if place.queue is None:
-            code = self._code(place.rank)
-            name = str(self.bound.codes.action(code))
-            if after.queue is None:
-                theirs = str(self.bound.codes.action(self._code(after.rank)))
-                wait = Link(place.rank, name, f"{name} needs rank {after.rank} to reach it too")
-                return [wait, Link(after.rank, name, f"{name} comes after {theirs} on rank {after.rank}")]
-            wanted, first = (self._word(after.queue, each) for each in (self.needed[code], self._first(after.queue)))
-            wait = Link(place.rank, name, f"{name} needs {wanted}")
+    def _fault(self, cycle: list[Wait]) -> Fault:
+        rank = cycle[0].rank
+        step = next(step for step in self.low.rows[rank] if self._name(step) == cycle[0].name)
+        code = step[1][0]
+        if step[0] == "run":
+            code = next(each for each in step[1] if self.wire.job[each] not in self._done)
         else:
-            value = self._first(place.queue)
-            name = self._word(place.queue, value)
-            if after.queue is None:
-                wanted, first = self._giver(value), str(self.bound.codes.action(self._code(after.rank)))
-                if self._code(after.rank) in self._item(value):
-                    wanted = first
-                wait = Link(place.rank, name, f"{name} needs {self._giver(value)}")
-            else:
-                wanted, first = (self._word(after.queue, each) for each in (value, self._first(after.queue)))
-                wait = Link(place.rank, name, f"{name} has to meet {wanted}")
-        before = [] if wanted == first else [Link(after.rank, wanted, f"{wanted} comes after {first}")]
-        return [wait, *before]
+            crossing = self.low.crossings[code]
+            code = crossing.giver if step[0] == "SEND" else crossing.needer
+        position = self.bound.position(rank, self.bound.rows[rank].index(code))
+        return cycle_fault("transfer-deadlock", cycle, position, self.bound.codes.action(code), self.hint)
 
-    def _step(self, place: _Place, after: _Place) -> str:
-        """Return what a place waits for, in words."""
-        if place.queue is None:
-            code = self._code(place.rank)
-            where = f"{self.bound.codes.action(code)} (rank {place.rank})"
-            if after.queue is None:
-                return f"{where} needs rank {after.rank} to reach it too"
-            value, first = self.needed[code], self._first(after.queue)
-            behind = "" if value == first else f", which stands behind {self._word(after.queue, first)}"
-            return f"{where} needs {self._word(after.queue, value)}{behind}"
-        value = self._first(place.queue)
-        stands = f"rank {place.rank} stands before {self._word(place.queue, value)}"
-        if after.queue is None:
-            return f"{stands}, which needs {self._giver(value)}"
-        theirs, before = self._word(after.queue, value), self._word(after.queue, self._first(after.queue))
-        return f"{stands}; rank {after.rank} comes to {theirs} only after {before}"
+    def _wait(self, head: Head) -> Wait:
+        """Return what a rank, or the first transfer in a queue, waits for."""
+        if isinstance(head, int):
+            rank, step = head, self._step[head]
+        else:
+            rank, value = head[0], self._value[head]
+            step = None if value is None else ("SEND" if rank == self.low.crossings[value].source else "RECV", (value,))
+        assert step is not None, "it is stuck, so there is a first step that cannot run"
+        name = self._name(step)
+        if step[0] != "run":
+            (value,) = step[1]
+            behind = next((each for each in self.wire.ends[value] if self._value[each] != value), None)
+            if behind is not None:
+                meets = self.low.word(("RECV" if step[0] == "SEND" else "SEND", (value,)))
+                return Wait(rank, name, f"has to meet {meets}", meets, behind)
+            return self._wait_for_giver(rank, name, value)
+        code = next(each for each in step[1] if self.wire.job[each] not in self._done)
+        if self.bound.codes.kind[code] == "R":
+            absent = next(each for each in self.bound.reduces[code] if self._step[each] != step)
+            return Wait(rank, name, f"needs rank {absent} to reach it too", name, absent)
+        value = self._needed[code]
+        if not self.wire.ends[value]:
+            return self._wait_for_giver(rank, name, value)
+        receive = self.low.word(("RECV", (value,)))
+        return Wait(rank, name, f"needs {receive}", receive, next(q for q in self.wire.ends[value] if q[0] == rank))
 
-    def _left(self, queue: int) -> int | None:
-        return _first(self.wire, self.found, queue)
+    def _wait_for_giver(self, rank: int, name: str, value: int) -> Wait:
+        """Return the wait for what has to end before a value can cross: its send, an action, or a pair."""
+        source, giver = self.low.crossings[value].source, self.low.crossings[value].giver
+        item = next(step for step in self.low.rows[source] if step[0] == "run" and giver in step[1])
+        needed = self._name(("SEND", (value,)) if self.has_run(item) else item)
+        return Wait(rank, name, f"needs {needed}", needed, source)
 
-    def _first(self, queue: int) -> int:
-        first = self._left(queue)
-        assert first is not None, "what a rank still waits for stands in a queue"
-        return first
-
-    def _code(self, rank: int) -> int:
-        return self.bound.rows[rank][self.found.row_at[rank]]
-
-    def _has_reached(self, rank: int, code: int) -> bool:
-        return self.found.row_at[rank] < len(self.bound.rows[rank]) and self._code(rank) == code
-
-    def _giver(self, value: int) -> str:
-        """Return what has to end before a value can cross: an action, or the pair of which it is a half."""
-        return self.low.word(("run", self._item(value)))
-
-    def _item(self, value: int) -> tuple[int, ...]:
-        """Return the codes of the action or pair that gives a value."""
-        crossing = self.wire.crossings[value]
-        items = (numbers for word, numbers in self.low.rows[crossing.source] if word == "run")
-        return next(item for item in items if crossing.giver in item)
-
-    def _end(self, queue: int, value: int) -> int:
-        """Return the action at a queue's end of a transfer."""
-        crossing = self.wire.crossings[value]
-        return crossing.giver if self.wire.rank[queue] == crossing.source else crossing.needer
-
-    def _word(self, queue: int, value: int) -> str:
-        """Return a queue's end of a transfer in PyTorch's notation."""
-        sends = self.wire.rank[queue] == self.wire.crossings[value].source
-        return self.low.word(("SEND" if sends else "RECV", (value,)))
+    def _name(self, step: Step) -> str:
+        """Return a step as messages call it: an `R` by pipelab's name, all others by PyTorch's."""
+        alone = step[0] == "run" and len(step[1]) == 1
+        return str(self.bound.codes.action(step[1][0])) if alone else self.low.word(step)

@@ -24,6 +24,7 @@ from pipelab.cli.grading import grade_command
 from pipelab.cli.labs import lab
 from pipelab.cli.measuring import Work, cores, measure, measure_sweep, proof_of, too_few_cores, why_slow
 from pipelab.cli.options import (
+    PostingOrder,
     RunSizes,
     Save,
     SaveComparison,
@@ -34,7 +35,7 @@ from pipelab.cli.options import (
     Target,
     Targets,
     Times,
-    Transfers,
+    TransportWord,
     grouped,
     untimed,
     whole_numbers,
@@ -97,13 +98,14 @@ def check(
     target: Target,
     sizes: Sizes,
     memory_cap: Annotated[int | None, typer.Option(min=1, help="how many activations a rank may hold")] = None,
-    transfers: Transfers = "arrive",
+    order: PostingOrder = "pytorch",
+    transport: TransportWord = "buffered",
     save: SaveFaults = None,
 ) -> None:
     """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
     require_writable(save, FAULTS)
     subject = untimed(sizes.find(target))
-    faults = pipelab.check(subject, memory_cap, cast("Any", transfers))
+    faults = pipelab.check(subject, memory_cap, order=cast("Any", order), transport=cast("Any", transport))
     for path in save or []:
         wrote(faults.save(path))
     name = subject.name if isinstance(subject, Plan) else repr(subject)
@@ -113,8 +115,8 @@ def check(
     actions = sum(len(row) for row in plan.bound.rows)
     say(f"{name} is right: {actions} actions, no fault")
     say(f"every micro-batch goes through all {plan.stages} stages once forward and once backward; no rank gets stuck")
-    if transfers != "arrive":
-        say(f"with transfers {transfers}, no send or receive gets stuck either")
+    if transport != "buffered":
+        say(f"with order {order} and transport {transport}, no send or receive gets stuck either")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:
         say(f"stages {ranges(replicated)} are on several ranks, so their gradients are all-reduced")
@@ -152,7 +154,7 @@ def draw(
         raise UsageError(f"--graph needs a file: pipelab draw {target} --graph --save graph.svg")
     require_writable(save, GRAPH if graph else TIMELINE)
     subject = sizes.find(target)
-    with faults_saved(untimed(subject), times.transfers, [] if graph else save or []):
+    with faults_saved(untimed(subject), times.order, times.transport, [] if graph else save or []):
         (trace,) = times.traces([subject], [target])
     if not save:
         echo(text.timeline(trace))

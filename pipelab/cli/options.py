@@ -9,19 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from pipelab.cli.targets import find, has_sizes, settings, with_settings
 from pipelab.errors import UsageError
 from pipelab.plan.plan import Plan
-from pipelab.plan.transfers import SEMANTICS
+from pipelab.plan.transfers import Order, Transport
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
 
 __all__ = [
+    "PostingOrder",
     "RunSizes",
     "Save",
     "SaveComparison",
@@ -32,7 +33,7 @@ __all__ = [
     "Target",
     "Targets",
     "Times",
-    "Transfers",
+    "TransportWord",
     "grouped",
     "untimed",
     "whole_numbers",
@@ -77,12 +78,16 @@ SaveRun = Annotated[
         help="a file to write: html svg png pdf txt csv md tex; for one run also json; repeatable",
     ),
 ]
-Transfers = Annotated[
+PostingOrder = Annotated[
     str,
     typer.Option(
-        "--transfers",
-        help=f"how sends and receives are ordered and queued: {' '.join(SEMANTICS)}; see the page The wire",
+        "--order",
+        help=f"in which order ranks post sends and receives: {' '.join(get_args(Order))}; see the page The wire",
     ),
+]
+TransportWord = Annotated[
+    str,
+    typer.Option("--transport", help=f"which transfers wait for each other: {' '.join(get_args(Transport))}"),
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
 _Replicas = Annotated[
@@ -210,7 +215,8 @@ class Times:
     forward: Annotated[float, typer.Option("--forward", "-f", help="time of a forward")] = 1
     backward: Annotated[float, typer.Option("--backward", "-b", help="time of a backward")] = 2
     latency: Annotated[float, typer.Option(help="time of a transfer between ranks")] = 0
-    transfers: Transfers = "arrive"
+    order: PostingOrder = "pytorch"
+    transport: TransportWord = "buffered"
     unit: Annotated[str, typer.Option(help="the unit of these times, for labels")] = ""
     costs: _Costs = None
 
@@ -221,7 +227,7 @@ class Times:
             UsageError: if `--cost` names an unknown cost.
         """
         given: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
-        given |= {"latency": self.latency, "transfers": self.transfers, "unit": self.unit}
+        given |= {"latency": self.latency, "order": self.order, "transport": self.transport, "unit": self.unit}
         given |= settings(self.costs or [], "--cost")
         try:
             return Cost(**given)

@@ -114,12 +114,12 @@ def save_timeline(trace: Trace, path: Path) -> Path:
 
 
 @contextmanager
-def faults_saved(subject: Schedule | Plan, transfers: str, save: Sequence[Path]) -> Iterator[None]:
+def faults_saved(subject: Schedule | Plan, order: str, transport: str, save: Sequence[Path]) -> Iterator[None]:
     """Where a schedule cannot be simulated, draw its faults instead, to those of the files that can show them."""
     try:
         yield
     except ScheduleError as error:
-        faults = check(subject, transfers=cast("Any", transfers))
+        faults = check(subject, order=cast("Any", order), transport=cast("Any", transport))
         if not faults:  # a cost asks for more than the order: overlapped pairs as one slot
             faults = Faults(error.faults, error.subject, as_plan(subject))
         for path in save:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import zip_longest
-from typing import cast
 
 import torch
 
@@ -19,7 +18,6 @@ from pipelab.conformance.workload import fixed_model, fixed_task, one_thread
 from pipelab.engine.pipeline import Pipeline
 from pipelab.errors import ScheduleError
 from pipelab.plan.plan import Plan
-from pipelab.plan.transfers import Semantics
 from pipelab.schedule import Schedule
 from pipelab.simulation.wire import lower
 
@@ -183,13 +181,11 @@ def misplaced_transfer(plan: Plan, reference: Reference) -> Difference | None:
 
     Looks at the rows that PyTorch's `_add_send_recv` makes, and then at those that its runtime runs.
     """
-    for semantics, theirs in zip(("pytorch", "pytorch-runtime"), reference.lowered(plan), strict=True):
-        low = lower(plan, cast("Semantics", semantics))
-        ours = low.rows if semantics == "pytorch" else low.written
-        difference = _first_difference(f"{plan.name}, transfers {semantics}", ours, theirs)
-        if difference:
-            return difference
-    return None
+    early, runtime = reference.lowered(plan)
+    low = lower(plan)
+    return _first_difference(f"{plan.name}, transfers", low.rows, early) or _first_difference(
+        f"{plan.name}, as the runtime of torch {torch.__version__} runs it", low.for_runtime(), runtime
+    )
 
 
 def _first_difference(

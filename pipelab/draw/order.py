@@ -295,7 +295,7 @@ def _moved(rows: list[list[Cell]], before: list[list[Cell]]) -> list[list[Cell]]
 
 def _of_transfers(plan: Plan, fault: Fault, faults: Faults) -> list[Drawing]:
     """Return a plan with its sends and receives, and the order by time, in which none waits for ever."""
-    hung = hang(plan.bound, faults.transfers)
+    hung = hang(plan.bound, faults.order, faults.transport)
     assert hung is not None, "check found the fault in this plan"
     rows: list[list[Cell]] = []
     action = plan.bound.codes.action

@@ -1,7 +1,7 @@
 """Lower a plan to what a runtime does: actions, sends and receives, in one row per rank.
 
-PyTorch's runtime runs such rows. All sends and receives of a rank stand in one queue, and the two ends of a transfer
-meet: it starts when it is first in the queues of both its ranks, and holds both until it is over.
+Two things decide whether such rows hang, and how long they take. The *order* says where each rank posts its sends and
+receives, and the *transport* which of them wait for each other:
 
     plan      rank 0 | F0 F1 B0 B1
               rank 1 | F0 B0 F1 B1
@@ -9,44 +9,64 @@ meet: it starts when it is first in the queues of both its ranks, and holds both
     pytorch   rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
               rank 1 | 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
-    deferred  rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+    at-use    rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
               rank 1 | 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1      0SEND_F1 and 1SEND_B0 never meet
-
+                                                                                in one queue for each rank
 A value that crosses has one giver and one needer, so its number (see `codes`) stands for the transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from pipelab.errors import UsageError
 from pipelab.plan.actions import Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.csv_notation import cell
+from pipelab.plan.fault import shorten
+from pipelab.plan.network import reachable
 from pipelab.plan.order import units
 
-__all__ = [
-    "SEMANTICS",
-    "Crossing",
-    "Lowering",
-    "Queues",
-    "Semantics",
-    "Step",
-    "in_order",
-    "inbound",
-    "lowered",
-    "queues",
-]
+__all__ = ["Crossing", "Lowering", "Order", "Runtime", "Step", "Transport", "inbound", "lowered", "require_words"]
 
-Semantics = Literal["arrive", "pytorch", "pytorch-runtime", "deferred", "two-way", "per-peer", "by-time"]
-SEMANTICS: tuple[Semantics, ...] = get_args(Semantics)
-"""How transfers are ordered and queued: see `Cost.transfers`."""
+Order = Literal["pytorch", "at-use", "deferred", "by-time"]
+"""In which order a rank posts its transfers: see `Cost.order`."""
 
-Step = tuple[Literal["run", "SEND", "RECV", "UNSHARD", "RESHARD", "REDUCE_GRAD"], tuple[int, ...]]
-"""What a lowered row does next: run a code, or the two of a pair; send or receive a value; or a word and its stage."""
+Transport = Literal["buffered", "rank", "pair", "edge", "holding"]
+"""Which transfers wait for each other: see `Cost.transport`."""
 
-_ACTIVE_STAGES = 3
+Step = tuple[str, tuple[int, ...]]
+"""What a lowered row does next: `run` a code, or the two of a pair; `SEND`, `RECV` or `WAIT_SEND` a value; or one of
+the words of PyTorch's runtime for a stage: `UNSHARD`, `RESHARD`, `REDUCE_GRAD`, `WAIT_REDUCE_GRAD`."""
+
+_TRANSFERS = ("SEND", "RECV")
+
+
+def require_words(order: object, transport: object) -> None:
+    """Raise a `UsageError` if an order or a transport is none of those that there are."""
+    for name, given, words in (("order", order, get_args(Order)), ("transport", transport, get_args(Transport))):
+        if given not in words:
+            raise UsageError(f"{name}={shorten(given)}: expected {', '.join(words[:-1])} or {words[-1]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The PyTorch whose runtime is to run the rows, and how it is set up.
+
+    Attributes:
+        torch: its version. From 2.15 on, rows also say when the runtime waits for sends and reductions.
+        lookahead: by rank, for how many of the coming stages the runtime gathers the weights of sharded models.
+        outstanding: how many sends of a rank may be under way at once; `None` for any number.
+    """
+
+    torch: tuple[int, ...]
+    lookahead: Sequence[int]
+    outstanding: int | None = None
+
+
+ACTIVE_STAGES = 3
 """How many stages PyTorch's runtime keeps unsharded at once, if a model is sharded with FSDP."""
 
 
@@ -80,12 +100,50 @@ class Lowering:
         word, numbers = step
         if word == "run":
             return cell(Pair(*map(codes.action, numbers)) if len(numbers) > 1 else codes.action(numbers[0]))
-        if word in ("SEND", "RECV"):
+        if word in (*_TRANSFERS, "WAIT_SEND"):
             crossing = self.crossings[numbers[0]]
-            action = codes.action(crossing.giver if word == "SEND" else crossing.needer)
+            action = codes.action(crossing.needer if word == "RECV" else crossing.giver)
             letter = "F" if codes.kind[crossing.giver] == "F" else "B"
             return f"{action.stage}{word}_{letter}{action.microbatch}"
         return f"{numbers[0]}{word}"
+
+    def words(self) -> tuple[tuple[str, ...], ...]:
+        """Return every rank's steps in PyTorch's notation."""
+        return tuple(tuple(map(self.word, row)) for row in self.rows)
+
+
+def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime: Runtime | None = None) -> Lowering:
+    """Lower a legal plan.
+
+    Where each half of a pair needs what only comes from the other half, rows exist for `"at-use"` alone, and hang.
+
+    Args:
+        bound: the plan.
+        order: where its sends and receives stand.
+        by_time: for the order `"by-time"`, all values that cross in the order in which they are to cross.
+        runtime: if given, the rows have all words of this runtime of PyTorch, for sharded models and for waiting.
+
+    Example:
+        >>> from pipelab import Plan
+        >>> lowered(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "at-use").words()[1]
+        ('1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1')
+    """
+    crossings = crossings_of(bound)
+    plain = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.rows))]
+    if order in ("pytorch", "deferred"):
+        rows = _as_early_as_sent(bound, crossings, plain)
+    else:
+        rows = [list(_at_use(bound, crossings, row)) for row in plain]
+    if order == "by-time":
+        place = {value: at for at, value in enumerate(by_time)}
+        rows = [_reordered(bound, row, place) for row in rows]
+    if runtime is not None and runtime.torch >= (2, 15):
+        rows = [_with_waits(bound, row) for row in rows]
+    if order == "deferred":
+        rows = [_deferred(crossings, row) for row in rows]
+    if runtime is not None and runtime.outstanding is not None:
+        rows = _within(Lowering(bound, crossings, rows), runtime.outstanding)
+    return Lowering(bound, crossings, rows)
 
 
 def crossings_of(bound: BoundPlan) -> dict[int, Crossing]:
@@ -100,102 +158,71 @@ def crossings_of(bound: BoundPlan) -> dict[int, Crossing]:
     return found
 
 
-def lowered(bound: BoundPlan, semantics: Semantics) -> Lowering:
-    """Lower a legal plan; `in_order` does so for the order `"by-time"`.
-
-    Where each half of a pair needs what only comes from the other half, rows exist for `"deferred"` alone, and hang.
-
-    Example:
-        >>> from pipelab import Plan
-        >>> low = lowered(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "deferred")
-        >>> [low.word(step) for step in low.rows[1] if step[0] in ("run", "SEND", "RECV")]
-        ['1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1']
-    """
-    crossings = crossings_of(bound)
-    if semantics == "deferred":
-        rows = [list(_deferred(bound, crossings, rank)) for rank in range(len(bound.rows))]
-    else:
-        rows = _as_pytorch(bound, crossings, words_take_turns=semantics == "pytorch-runtime")
-    return Lowering(bound, crossings, rows)
-
-
-def in_order(bound: BoundPlan, order: Sequence[int]) -> Lowering:
-    """Lower a plan so that every rank's transfers stand in one order of all values that cross, as early as they can."""
-    crossings = crossings_of(bound)
-    place = {value: at for at, value in enumerate(order)}
-    rows = [list(_deferred(bound, crossings, rank)) for rank in range(len(bound.rows))]
-    return Lowering(bound, crossings, [_reordered(bound, row, place) for row in rows])
-
-
-def _as_pytorch(bound: BoundPlan, crossings: Mapping[int, Crossing], *, words_take_turns: bool) -> list[list[Step]]:
-    """Place transfers as `torch.distributed.pipelining.schedules._add_send_recv` does.
-
-    In each round, every rank in turn appends its next item, if all that it needs has been sent; then its sends, each
-    together with its receive, which goes to the end of the receiver's row.
-    """
-    waiting = [_turns(bound, rank, words_take_turns) for rank in range(len(bound.rows))]
-    rows: list[list[Step]] = [[] for _ in waiting]
-    at = [0] * len(waiting)
-    needed = inbound(crossings)
-    sent: set[int] = set()
-    left = [rank for rank, turns in enumerate(waiting) if turns]
-    while left:
-        moved = False
-        for rank in left:
-            turn = waiting[rank][at[rank]]
-            item = turn[-1][1] if turn[-1][0] == "run" else ()
-            if any(code in needed and needed[code] not in sent for code in item):
-                continue
-            moved = True
-            at[rank] += 1
-            rows[rank] += turn
-            for value in _gives(bound, item):
-                if value in crossings:
-                    sent.add(value)
-                    rows[rank].append(("SEND", (value,)))
-                    rows[crossings[value].target].append(("RECV", (value,)))
-        assert moved, "a plan that hangs without transfers cannot be lowered"
-        left = [rank for rank in left if at[rank] < len(waiting[rank])]
-    return rows
-
-
 def inbound(crossings: Mapping[int, Crossing]) -> dict[int, int]:
     """Return, by code, the value that the action needs from another rank: there is at most one."""
     return {crossing.needer: value for value, crossing in crossings.items()}
 
 
-def _gives(bound: BoundPlan, item: Sequence[int]) -> list[int]:
-    """Return the values that an item gives to other stages."""
-    return [bound.codes.gives[code] for code in item if bound.codes.kind[code] in "FBI"]
+def _as_early_as_sent(
+    bound: BoundPlan, crossings: Mapping[int, Crossing], waiting: Sequence[Sequence[Step]]
+) -> list[list[Step]]:
+    """Place transfers as `torch.distributed.pipelining.schedules._add_send_recv` does.
+
+    In each round, every rank in turn appends its next step, if all that it needs has been sent; then its sends, each
+    together with its receive, which goes to the end of the receiver's row.
+    """
+    rows: list[list[Step]] = [[] for _ in waiting]
+    at = [0] * len(waiting)
+    needed = inbound(crossings)
+    sent: set[int] = set()
+    left = [rank for rank, steps in enumerate(waiting) if steps]
+    while left:
+        moved = False
+        for rank in left:
+            step = waiting[rank][at[rank]]
+            item = step[1] if step[0] == "run" else ()
+            if any(code in needed and needed[code] not in sent for code in item):
+                continue
+            moved = True
+            at[rank] += 1
+            rows[rank].append(step)
+            for value in _gives(bound, item, crossings):
+                sent.add(value)
+                rows[rank].append(("SEND", (value,)))
+                rows[crossings[value].target].append(("RECV", (value,)))
+        assert moved, "a plan that hangs without transfers cannot be lowered"
+        left = [rank for rank in left if at[rank] < len(waiting[rank])]
+    return rows
 
 
-def _turns(bound: BoundPlan, rank: int, words_take_turns: bool) -> list[list[Step]]:
-    """Return what a rank appends in each round: an item, after the words before it if they take no turns."""
-    turns: list[list[Step]] = []
-    pending: list[Step] = []
-    for step in _with_words(bound, rank):
-        pending.append(step)
-        if words_take_turns or step[0] == "run":
-            turns.append(pending)
-            pending = []
-    return [*turns, pending] if pending else turns
+def _gives(bound: BoundPlan, item: Sequence[int], crossings: Container[int]) -> list[int]:
+    """Return the values that an item gives to stages on other ranks."""
+    given = (bound.codes.gives[code] for code in item if bound.codes.kind[code] in "FBI")
+    return [value for value in given if value in crossings]
 
 
-def _with_words(bound: BoundPlan, rank: int) -> list[Step]:
-    """Return a rank's items and the words that PyTorch's runtime inserts first, for FSDP and to scale gradients.
+def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> list[Step]:
+    """Return a rank's items; for a runtime of PyTorch, with the words that it inserts for FSDP and to scale gradients.
 
     It unshards the stages that come next and reshards the others (`_add_unshard_reshard`), and reduces a stage's
     gradients after the last of them (`_add_reduce_grad`).
     """
     codes = bound.codes
     items = list(map(tuple, units(bound.rows[rank], bound.pairs)))
-    active: set[int] = set()  # filled and emptied as PyTorch's, because its order is that of a set
+    if runtime is None:
+        return [("run", item) for item in items]
+    waits = runtime.torch >= (2, 15)
+    active: set[int] = set()  # before 2.15, filled and emptied as PyTorch's, because its order is that of a set
+    by_age: list[int] = []
     made = [0] * codes.stages
     steps: list[Step] = []
     for item, coming in zip(items, _coming_stages(bound, items), strict=True):
-        gone, fresh = [each for each in active if each not in coming], [each for each in coming if each not in active]
+        resident, wanted = (_first(most, *coming) for most in (ACTIVE_STAGES, runtime.lookahead[rank]))
+        gone = [each for each in (by_age if waits else active) if each not in resident]
+        fresh = [each for each in wanted if each not in active]
         active.difference_update(gone)
         active.update(fresh)
+        by_age = [each for each in by_age if each not in gone] + fresh
         steps += [*(("RESHARD", (stage,)) for stage in gone), *(("UNSHARD", (stage,)) for stage in fresh)]
         steps.append(("run", item))
         for code in item:
@@ -203,80 +230,164 @@ def _with_words(bound: BoundPlan, rank: int) -> list[Step]:
             made[stage] += codes.releases[code]
             listed = codes.of_kind["R"][stage] in bound.reduces
             if codes.releases[code] and made[stage] == codes.microbatches and not listed:
-                steps.append(("REDUCE_GRAD", (stage,)))
-    return steps + [("RESHARD", (stage,)) for stage in active]
+                steps += [("REDUCE_GRAD", (stage,)), *[("WAIT_REDUCE_GRAD", (stage,))] * waits]
+    return steps + [("RESHARD", (stage,)) for stage in (by_age if waits else active)]
 
 
-def _coming_stages(bound: BoundPlan, items: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Return, for each item, the few stages that the rest of the row comes to first; a pair's two stay together."""
-    found: list[list[int]] = []
-    first: dict[int, int] = {}  # by stage, in the order of their first items in the rest of the row: that item
+def _coming_stages(bound: BoundPlan, items: Sequence[tuple[int, ...]]) -> list[tuple[list[int], list[int]]]:
+    """Return, for each item, the stages in the order in which the rest of the row comes to them, and at which items."""
+    found: list[tuple[list[int], list[int]]] = []
+    first: dict[int, int] = {}
     for at in range(len(items) - 1, -1, -1):
         here = dict.fromkeys((bound.codes.stage[code] for code in items[at]), at)
         first = here | {stage: item for stage, item in first.items() if stage not in here}
-        coming, most = list(first), _ACTIVE_STAGES
-        if len(coming) > most and first[coming[most]] == first[coming[most - 1]]:
-            most += 1
-        found.append(coming[:most])
+        found.append((list(first), list(first.values())))
     return found[::-1]
 
 
-def _deferred(bound: BoundPlan, crossings: Mapping[int, Crossing], rank: int) -> Iterator[Step]:
+def _first(most: int, stages: list[int], items: list[int]) -> list[int]:
+    """Return the first few stages; the two of a pair stay together."""
+    return stages[: most + (len(stages) > most and items[most] == items[most - 1])]
+
+
+def _at_use(bound: BoundPlan, crossings: Mapping[int, Crossing], row: Sequence[Step]) -> Iterator[Step]:
     """Yield a rank's row with each receive right before the item that needs it."""
     needed = inbound(crossings)
-    for step in _with_words(bound, rank):
+    for step in row:
         item = step[1] if step[0] == "run" else ()
         yield from (("RECV", (needed[code],)) for code in item if code in needed)
         yield step
-        yield from (("SEND", (value,)) for value in _gives(bound, item) if value in crossings)
+        yield from (("SEND", (value,)) for value in _gives(bound, item, crossings))
+
+
+def _deferred(crossings: Mapping[int, Crossing], row: Sequence[Step]) -> list[Step]:
+    """Put off receives as PyTorch's `_defer_recv_ops` does (`defer_pp_recv`, from 2.13 on).
+
+    Each goes right before the item that needs it; but what comes from a higher rank, before the next send to that rank.
+    """
+    needed = inbound(crossings)
+    put_off: dict[int, None] = {}
+    steps: list[Step] = []
+    for step in row:
+        word, numbers = step
+        if word == "RECV":
+            put_off[numbers[0]] = None
+            continue
+        due: list[int] = []
+        if word == "SEND" and (here := crossings[numbers[0]]).source < here.target:
+            due = [value for value in put_off if crossings[value].source == here.target]
+        elif word == "run":
+            due = [needed[code] for code in numbers if needed.get(code) in put_off]
+        for value in due:
+            del put_off[value]
+        steps += [*(("RECV", (value,)) for value in due), step]
+    return steps
 
 
 def _reordered(bound: BoundPlan, row: Sequence[Step], place: Mapping[int, int]) -> list[Step]:
     """Return a row with its sends and receives in another order: each as early as those before it allow."""
-    transfers = sorted((step for step in row if step[0] in ("SEND", "RECV")), key=lambda step: place[step[1][0]])
-    others = iter([step for step in row if step[0] not in ("SEND", "RECV")])
+    transfers = sorted((step for step in row if step[0] in _TRANSFERS), key=lambda step: place[step[1][0]])
+    others = iter([step for step in row if step[0] not in _TRANSFERS])
     made: set[int] = set()
     steps: list[Step] = []
     for transfer in transfers:
         while transfer[0] == "SEND" and transfer[1][0] not in made:
             steps.append(next(others))
             if steps[-1][0] == "run":
-                made.update(_gives(bound, steps[-1][1]))
+                made.update(_gives(bound, steps[-1][1], place))
         steps.append(transfer)
     return [*steps, *others]
 
 
-@dataclass(frozen=True, slots=True)
-class Queues:
-    """The queues in which values cross, each in order.
+def _with_waits(bound: BoundPlan, row: Sequence[Step]) -> list[Step]:
+    """Return a row that waits for its sends where PyTorch's `_add_wait_send` does (from 2.15 on).
 
-    Attributes:
-        crossings: what crosses between ranks, by value.
-        values: for each queue, its values in order.
-        rank: for each queue, its rank.
-        ends: by value, the queue of its send and the queue of its receive.
+    The wait for an output comes after the backward of the same stage, which proves that it has arrived. All others
+    come at the end of the row.
     """
+    codes = bound.codes
+    pending: dict[int, None] = {}
+    steps: list[Step] = []
+    for step in row:
+        word, numbers = step
+        steps.append(step)
+        if word == "SEND":
+            pending[numbers[0]] = None
+        for code in numbers if word == "run" else ():
+            value = codes.gives[codes.sibling(code, "F")] if codes.kind[code] in "BI" else -1
+            if value in pending:
+                del pending[value]
+                steps.append(("WAIT_SEND", (value,)))
+    return steps + [("WAIT_SEND", (value,)) for value in pending]
 
-    crossings: dict[int, Crossing]
-    values: list[list[int]]
-    rank: list[int]
-    ends: dict[int, tuple[int, int]]
 
+def _within(low: Lowering, outstanding: int) -> list[list[Step]]:
+    """Move waits forward so that no rank has more sends under way, as PyTorch's `_add_wait_send_budget` (from 2.15 on).
 
-def queues(low: Lowering, semantics: Semantics) -> Queues:
-    """Return the queues of a lowered plan: of each rank one, one each way, one for each peer, or one for each value."""
-    found: dict[tuple[int, int], list[int]] = {}
-    ends: dict[int, dict[str, int]] = {value: {} for value in low.crossings}
-    numbers: dict[tuple[int, int], int] = {}
-    for rank, row in enumerate(low.rows):
-        for word, (value, *_) in row:
-            if word not in ("SEND", "RECV"):
+    Before a send that would be one too many, the rank waits for another one that is under way. A wait lasts until the
+    receive has been posted, so it may not stand before anything that this receive needs. Of those that may, it takes
+    the first whose receive comes before in any case, else the first.
+    """
+    after: dict[Step, list[Step]] = {}  # what comes after an item or a transfer, in any case
+    waits: dict[int, Step | None] = {}  # by value, before which step its sender waits for it
+    for row in low.rows:
+        last: Step | None = None
+        for step in reversed(row):
+            if step[0] in ("run", *_TRANSFERS):
+                after[step] = [] if last is None else [last]
+                last = step
+            elif step[0] == "WAIT_SEND":
+                waits[step[1][0]] = last
+    for value, before in waits.items():
+        after["SEND", (value,)].append(("RECV", (value,)))
+        after["RECV", (value,)] += [] if before is None else [before]
+    rows: list[list[Step]] = []
+    for row in low.rows:
+        steps: list[Step] = []
+        pending: dict[int, None] = {}
+        for step in row:
+            word, numbers = step
+            if word == "WAIT_SEND":
+                if numbers[0] in pending:
+                    del pending[numbers[0]]
+                    steps.append(step)
                 continue
-            crossing = low.crossings[value]
-            peer = crossing.target if word == "SEND" else crossing.source
-            which = {"arrive": 2 * value + (word == "SEND"), "two-way": int(word == "SEND"), "per-peer": peer}
-            key = (rank, which.get(semantics, 0))
-            found.setdefault(key, []).append(value)
-            ends[value][word] = numbers.setdefault(key, len(numbers))
-    both = {value: (end["SEND"], end["RECV"]) for value, end in ends.items()}
-    return Queues(low.crossings, list(found.values()), [rank for rank, _ in found], both)
+            while word == "SEND" and len(pending) >= outstanding:
+                value = _ended_first(low, after, waits, list(pending), step)
+                del pending[value]
+                steps.append(("WAIT_SEND", (value,)))
+            if word == "SEND":
+                pending[numbers[0]] = None
+            steps.append(step)
+        rows.append(steps)
+    return rows
+
+
+def _ended_first(
+    low: Lowering, after: dict[Step, list[Step]], waits: dict[int, Step | None], pending: list[int], send: Step
+) -> int:
+    """Return the send under way that ends before another one begins, and note that it does."""
+    safe: list[int] = []
+    for value in pending:
+        receive: Step = ("RECV", (value,))
+        if (old := waits[value]) is not None:
+            after[receive].remove(old)
+        harmless = not reachable(after, send, receive)
+        certain = harmless and reachable(after, receive, send)
+        if old is not None:
+            after[receive].append(old)
+        if certain:
+            safe = [value]
+            break
+        safe += [value] * harmless
+    if not safe:
+        sends = ", ".join(low.word(("SEND", (value,))) for value in pending)
+        raise UsageError(
+            f"{len(pending)} sends under way are too few: before {low.word(send)}, none of {sends or 'them'} can end"
+        )
+    value, receive = safe[0], ("RECV", (safe[0],))
+    if (old := waits[value]) is not None:
+        after[receive].remove(old)
+    after[receive].append(send)
+    waits[value] = send
+    return value

@@ -26,7 +26,7 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, re
     Args:
         plan_or_schedule: the plan or schedule.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers. With
-            `Cost(transfers=...)`, transfers also wait for each other.
+            `Cost(transport=...)`, transfers also wait for each other.
         replicas: how many copies of the pipeline share the batch, each with as many micro-batches as the plan has. All
             do the same at the same times, so the trace has only the first one, with the all-reduces of its stages:
             64 replicas take no longer to simulate than one. `replicate` lays out all of them.
@@ -62,7 +62,7 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, re
             faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         order = walk.order
-    if cost.transfers != "arrive":
+    if cost.transport != "buffered":
         return on_the_wire(plan, cost, paired)
     if cost.sender == "busy" or cost.slowdown > 1:
         begun, ended, delay = contended(plan, cost, paired)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.errors import CostError, UsageError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import Order, Transport
 from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import Cost, simulate
 from pipelab.trace.trace import Trace
@@ -114,6 +115,8 @@ def compare(
     *subjects: Trace | Plan | ScheduleLike,
     names: Sequence[str] | None = None,
     cost: Cost | None = None,
+    order: Order | None = None,
+    transport: Transport | None = None,
     bound: bool = False,
 ) -> Comparison:
     """Show traces side by side, simulated or measured; plans and schedules are simulated first.
@@ -123,6 +126,8 @@ def compare(
         names: what to call them; by default, their plans' names.
         cost: the cost for simulating plans and schedules; by default forward 1, backward 2 and free transfers.
             `Cost.fit(trace)` predicts with the times of a measured trace.
+        order: instead of the cost's: in which order ranks post their sends and receives, see `Cost.order`.
+        transport: instead of the cost's: which transfers wait for each other, see `Cost.transport`.
         bound: whether the table says how far each makespan is above the `lower_bound` of its actions, in any order.
 
     Example:
@@ -141,6 +146,9 @@ def compare(
     """
     if not subjects:
         raise UsageError("compare needs at least one trace, plan or schedule")
+    words: dict[str, Any] = {name: word for name, word in (("order", order), ("transport", transport)) if word}
+    if words:
+        cost = replace(cost or Cost(), **words)
     if cost is not None and all(isinstance(subject, Trace) for subject in subjects):
         raise CostError("compare got a cost, but traces have their own times: simulate their plans with the cost")
     traces = tuple(_trace_of(subject, cost) for subject in subjects)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pipelab.errors import CostError, require_size
 from pipelab.plan.actions import Kind, finite
@@ -13,7 +13,7 @@ from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
-from pipelab.plan.transfers import SEMANTICS, Semantics
+from pipelab.plan.transfers import Order, Transport
 from pipelab.simulation.fitting import fitted, shares
 from pipelab.simulation.links import Links
 from pipelab.trace.trace import Trace
@@ -37,7 +37,8 @@ _WORDS = {
     "per": ("rank", "stage"),
     "first_stage": ("uniform", "as-run"),
     "sender": ("free", "busy"),
-    "transfers": SEMANTICS,
+    "order": get_args(Order),
+    "transport": get_args(Transport),
 }
 
 
@@ -78,14 +79,18 @@ class Cost:
         first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: stage 0 needs no input gradient,
             so `I` takes no time there and `W` is the whole backward.
         unit: the unit of time, such as `"ms"`; for labels only.
-        transfers: how sends and receives are ordered and queued. `"arrive"`: not at all, a value arrives when it
-            arrives. In all others the two ends of a transfer meet: it starts when it is first in the queues of both
-            its ranks, and holds both for as long as it travels. `"pytorch"`: one queue per rank, in the order in which
-            PyTorch lowers a plan (`torch.distributed.pipelining.schedules._add_send_recv`). `"pytorch-runtime"`: the
-            same with the turns that PyTorch's runtime gives to `UNSHARD` and `REDUCE_GRAD`. `"deferred"`: one queue,
-            each receive right before its use. `"two-way"`: PyTorch's order, sends and receives in a queue each.
-            `"per-peer"`: PyTorch's order, one queue for each other rank. `"by-time"`: one queue, in an order that
-            pipelab chooses for these costs; it cannot hang.
+        order: in which order each rank posts its sends and receives. A send stands right after the action that gives
+            its value. `"pytorch"`: a receive stands as early as its send can be placed, as PyTorch lowers a plan
+            (`torch.distributed.pipelining.schedules._add_send_recv`). `"at-use"`: right before the action that needs
+            it. `"deferred"`: as PyTorch with `defer_pp_recv` (from 2.13 on), where the lower of two ranks receives
+            before it sends to the other. `"by-time"`: in one order of all transfers that pipelab chooses for these
+            costs; it cannot hang in any queue.
+        transport: which transfers wait for each other. `"buffered"`: none, a value arrives, and the order does not
+            matter; so papers assume, and so PyTorch's runtime does on gloo. In a queue, a send and its receive meet:
+            the transfer starts when it is first in the queues of both its ranks, and holds both for as long as it
+            travels. `"rank"`: one queue for each rank. `"pair"`: one for each pair of ranks. `"edge"`: one for each
+            directed pair. `"holding"`: no queue, but each rank runs its row strictly in order, and a receive holds it
+            until the value is there. The page on the wire lists which backend does what.
 
     Example:
         >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
@@ -108,7 +113,7 @@ class Cost:
 
     Raises:
         CostError: if a number is negative or not finite, or a cost is of another type; if there are `links` and a
-            latency or bandwidth too, or `transfers` in queues and a busy sender or a slow-down.
+            latency or bandwidth too, or a transport that is not buffered and a busy sender or a slow-down.
     """
 
     forward: PerSlot = 1
@@ -128,7 +133,8 @@ class Cost:
     per: Literal["rank", "stage"] = "rank"
     first_stage: Literal["uniform", "as-run"] = "uniform"
     unit: str = ""
-    transfers: Semantics = "arrive"
+    order: Order = "pytorch"
+    transport: Transport = "buffered"
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be a time or a size; make lists immutable."""
@@ -167,10 +173,10 @@ class Cost:
         for name, words in _WORDS.items():
             if (word := getattr(self, name)) not in words:
                 raise CostError(f"{name}={word!r}: expected {' or '.join(map(repr, words))}")
-        if self.transfers != "arrive" and (self.sender == "busy" or self.slowdown > 1):
+        if self.transport != "buffered" and (self.sender == "busy" or self.slowdown > 1):
             raise CostError(
-                f"transfers={self.transfers!r}, sender={self.sender!r}, slowdown={self.slowdown:g}: transfers in "
-                "queues neither keep a rank busy nor slow it down; leave out one or the other"
+                f"transport={self.transport!r}, sender={self.sender!r}, slowdown={self.slowdown:g}: a busy sender and "
+                "a slow-down need transport='buffered'; leave out one or the other"
             )
 
     @classmethod

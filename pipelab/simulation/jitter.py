@@ -136,10 +136,10 @@ def jitter(
         raise UsageError(f"spread={shorten(spread)}: expected a number, 0 or more, such as 0.1 for 10 %")
     draws = require_size("draws", draws)
     undisturbed = simulate(plan, cost)
-    if cost.slowdown > 1 or cost.transfers != "arrive":
+    if cost.slowdown > 1 or cost.transport != "buffered":
         raise CostError(
-            f"jitter cannot draw with slowdown={cost.slowdown:g} and transfers={cost.transfers!r}: use simulate, or "
-            "slowdown=1 and transfers='arrive'"
+            f"jitter cannot draw with slowdown={cost.slowdown:g} and transport={cost.transport!r}: use simulate, "
+            "or slowdown=1 and transport='buffered'"
         )
     try:
         import numpy

@@ -1,61 +1,121 @@
-"""The clock of a plan whose sends and receives stand in queues, and the order of them that costs least.
+"""The clock of plans whose transfers wait for each other, and the order of transfers that costs least.
 
-PyTorch's runtime runs all communication of a rank in one queue, and the two ends of a transfer hold both queues until
-they have met: see PyTorch's issues 172668 and 188833, its pull requests 165664, 172833 and 178815, and torchtitan's
-issue 2209. So a value that is ready may stand behind one that is not.
+Which backend has which transport depends on its version and on how it was initialised: see `TRANSPORTS`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
-from pipelab.checking.transfers import Walk, transfer_deadlocks, walk
+from pipelab.checking.transfers import Wire, transfer_deadlocks
 from pipelab.errors import ScheduleError, UsageError
-from pipelab.plan.bound import BoundPlan
 from pipelab.plan.csv_notation import write_rows
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
-from pipelab.plan.transfers import SEMANTICS, Lowering, Queues, Semantics, in_order, inbound, lowered, queues
+from pipelab.plan.transfers import (
+    ACTIVE_STAGES,
+    Lowering,
+    Order,
+    Runtime,
+    Transport,
+    lowered,
+    require_words,
+)
 from pipelab.simulation.cost import Cost
 from pipelab.trace.events import Transfer
 from pipelab.trace.trace import Trace
 
 __all__ = ["LoweredPlan", "lower", "on_the_wire"]
 
+_NEWEST = "2.15"
+"""The newest version of PyTorch whose words pipelab knows."""
+
+Lookahead = Literal["full", "auto"] | Sequence[int]
+
 
 @dataclass(frozen=True, slots=True)
 class LoweredPlan:
-    """A plan with its sends and receives, as a runtime runs it. Made by `lower`.
+    """A plan with its sends and receives. Made by `lower`.
 
     Attributes:
         plan: the plan.
-        transfers: how its transfers are ordered: see `Cost.transfers`.
+        order: in which order its transfers are posted: see `Cost.order`. If PyTorch's own order is as quick as
+            `"by-time"`, it is that.
         rows: for each rank, its actions, sends and receives in PyTorch's notation: `0SEND_F3` sends what `0F3` gives,
             and `1RECV_F3` receives what `1F3` needs.
-        written: the rows as `to_csv` writes them, with the words with which PyTorch's runtime unshards stages (FSDP)
-            and scales gradients.
+        values: for the order `"by-time"`, the values that cross, in their order.
     """
 
     plan: Plan
-    transfers: Semantics
+    order: Order
     rows: tuple[tuple[str, ...], ...]
-    written: tuple[tuple[str, ...], ...]
+    values: tuple[int, ...] = ()
 
-    def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Write the rows in PyTorch's CSV notation (`compute_comms`) and return the path.
+    def for_runtime(
+        self,
+        torch: str | None = None,
+        *,
+        unshard_lookahead: Lookahead = "full",
+        max_outstanding_sends: int | None = None,
+    ) -> tuple[tuple[str, ...], ...]:
+        """Return the rows as PyTorch's runtime runs them, with all of its words.
+
+        `0UNSHARD` and `0RESHARD` gather and free the weights of stages that are sharded with FSDP, `0REDUCE_GRAD`
+        reduces their gradients, and `0WAIT_SEND_F3` waits until a send is over. PyTorch gives these words turns when it
+        places receives, so a few transfers may stand elsewhere than in `rows`.
+
+        Args:
+            torch: the version of PyTorch, such as `"2.13"`; by default the installed one, else the newest.
+            unshard_lookahead: for how many of its coming stages a rank gathers weights: `"full"`, 3; `"auto"`, at most
+                3 but only 2 on rank 0; or one number for each rank. For PyTorch 2.15 and newer.
+            max_outstanding_sends: how many sends of a rank may be under way at once; by default any number. For
+                PyTorch 2.15 and newer.
+
+        Example:
+            >>> import pipelab
+            >>> low = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=1))
+            >>> low.for_runtime("2.13")[0]
+            ('0UNSHARD', '0F0', '0SEND_F0', '0RECV_B0', '0B0', '0REDUCE_GRAD', '0RESHARD')
+            >>> low.for_runtime("2.15")[0][3:7]
+            ('0RECV_B0', '0B0', '0WAIT_SEND_F0', '0REDUCE_GRAD')
+
+        Raises:
+            UsageError: if a version or a number makes no sense, or if no order of waits keeps to the number of sends.
+        """
+        version = _version(torch)
+        if version < (2, 15) and (unshard_lookahead != "full" or max_outstanding_sends is not None):
+            raise UsageError(f"torch {torch}: unshard_lookahead and max_outstanding_sends came with 2.15")
+        if max_outstanding_sends is not None and (type(max_outstanding_sends) is not int or max_outstanding_sends < 0):
+            raise UsageError(f"max_outstanding_sends={shorten(max_outstanding_sends)}: expected a whole number or None")
+        runtime = Runtime(version, _lookahead(unshard_lookahead, self.plan.ranks), max_outstanding_sends)
+        return lowered(self.plan.bound, self.order, self.values, runtime).words()
+
+    def to_csv(
+        self,
+        path: str | os.PathLike[str],
+        torch: str | None = None,
+        *,
+        unshard_lookahead: Lookahead = "full",
+        max_outstanding_sends: int | None = None,
+    ) -> Path:
+        """Write the rows of `for_runtime` in PyTorch's CSV notation (`compute_comms`) and return the path.
 
         PyTorch's runtime reads it with `_load_csv(path, format="compute_comms")` and runs it as it is, if it could run
-        the plan's own file: see `Plan.to_csv`. It then inserts nothing, so the file has the words in `written` too.
+        the plan's own file: see `Plan.to_csv`. PyTorch 2.15 refuses the rows of older versions, and the other way
+        round.
 
         Warns:
             UserWarning: as `Plan.to_csv`.
         """
-        write_rows(path, self.plan.rows, self.written)
+        rows = self.for_runtime(torch, unshard_lookahead=unshard_lookahead, max_outstanding_sends=max_outstanding_sends)
+        write_rows(path, self.plan.rows, rows)
         return Path(path)
 
     def __str__(self) -> str:
@@ -63,190 +123,154 @@ class LoweredPlan:
         return "\n".join(f"rank {rank} | {' '.join(row)}" for rank, row in enumerate(self.rows))
 
 
+def _version(torch: str | None) -> tuple[int, ...]:
+    if torch is None:
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = _NEWEST
+    numbers = re.match(r"(\d+)\.(\d+)", torch) if isinstance(torch, str) else None
+    if numbers is None:
+        raise UsageError(f"torch={shorten(torch)}: expected a version of PyTorch, such as '{_NEWEST}'")
+    return tuple(map(int, numbers.groups()))
+
+
+def _lookahead(given: Lookahead, ranks: int) -> Sequence[int]:
+    if given == "full":
+        return [ACTIVE_STAGES] * ranks
+    if given == "auto":
+        return [min(rank + 2, ACTIVE_STAGES) for rank in range(ranks)]
+    numbers = list(given) if isinstance(given, (list, tuple)) else []
+    if len(numbers) != ranks or any(type(each) is not int or not 1 <= each <= ACTIVE_STAGES for each in numbers):
+        raise UsageError(
+            f"unshard_lookahead={shorten(given)}: expected 'full', 'auto', or {ranks} whole numbers from 1 to "
+            f"{ACTIVE_STAGES}, one for each rank"
+        )
+    return numbers
+
+
 def lower(
-    plan_or_schedule: Plan | ScheduleLike, transfers: Semantics = "pytorch", cost: Cost | None = None
+    plan_or_schedule: Plan | ScheduleLike,
+    order: Order = "pytorch",
+    *,
+    transport: Transport = "buffered",
+    cost: Cost | None = None,
 ) -> LoweredPlan:
     """Return a plan with its sends and receives, in the order that PyTorch gives them or in another one.
 
     Args:
         plan_or_schedule: the plan or schedule.
-        transfers: the order: see `Cost.transfers`. `"arrive"`, `"two-way"` and `"per-peer"` have PyTorch's.
+        order: where sends and receives stand: see `Cost.order`.
+        transport: for which transport `"by-time"` is to be quick: see `Cost.transport`. Where nothing queues, it is
+            made for one queue for each rank.
         cost: how long actions and transfers take, for `"by-time"`; by default forward 1, backward 2, free transfers.
 
     Example:
         >>> import pipelab
-        >>> print(pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=2), "pytorch"))
+        >>> print(pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=2)))
         rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
         rank 1 | 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
         The order `"by-time"` cannot hang, and takes hardly longer than if every value just arrived:
 
         >>> plan = pipelab.Interleaved1F1B(ranks=8, microbatches=16)
-        >>> for transfers in ("arrive", "pytorch", "by-time"):
-        ...     print(transfers, pipelab.simulate(plan, pipelab.Cost(transfers=transfers)).makespan)
-        arrive 58.5
-        pytorch 84.0
-        by-time 58.5
+        >>> for transport, order in (("buffered", "pytorch"), ("rank", "pytorch"), ("rank", "by-time")):
+        ...     print(transport, order, pipelab.simulate(plan, Cost(transport=transport, order=order)).makespan)
+        buffered pytorch 58.5
+        rank pytorch 84.0
+        rank by-time 58.5
 
     Raises:
         ScheduleError: if the plan has faults, or has pairs that only run one half after the other.
-        UsageError: if `transfers` is none of those words.
+        UsageError: if `order` or `transport` is none of the words.
     """
     plan = as_plan(plan_or_schedule)
-    if transfers not in SEMANTICS:
-        raise UsageError(f"transfers={shorten(transfers)}: expected {', '.join(SEMANTICS[:-1])} or {SEMANTICS[-1]}")
+    require_words(order, transport)
     require_legal(plan)
-    _refuse(plan, "by-time")  # a deadlock of transfers can be lowered, to be looked at
-    low = _lowering(plan, replace(cost or Cost(), transfers=transfers))
-    written = [[low.word(step) for step in row] for row in low.rows]
-    rows = [[low.word(step) for step in row if step[0] in ("run", "SEND", "RECV")] for row in low.rows]
-    return LoweredPlan(plan, transfers, tuple(map(tuple, rows)), tuple(map(tuple, written)))
+    _refuse(plan, "by-time", "rank")  # a deadlock of transfers can be lowered, to be looked at
+    low, order, values = _lowering(plan, replace(cost or Cost(), order=order, transport=transport))
+    return LoweredPlan(plan, order, low.words(), values)
 
 
 def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
-    """Return the trace of a legal plan whose transfers stand in queues.
+    """Return the trace of a legal plan whose transfers wait for each other.
 
     Raises:
         ScheduleError: if sends and receives wait for each other in a circle.
     """
-    _refuse(plan, "by-time")
-    bound = plan.bound
-    wire = queues(_lowering(plan, cost), cost.transfers)
-    found = walk(bound, wire, atomic_pairs=paired is not None)
-    if found.row_at != list(map(len, bound.rows)):
-        _refuse(plan, cost.transfers)
-    times = _clock(plan, wire, found, cost, paired)
+    _refuse(plan, "by-time", cost.transport)
+    bound, action = plan.bound, plan.bound.codes.action
+    low, *_ = _lowering(plan, cost)
+    wire = Wire(low, cost.transport, atomic_pairs=paired is not None)
+    if wire.stuck:
+        _refuse(plan, cost.order, cost.transport)
+    times = _Times(wire, plan, cost, paired)
+    transfers: list[Transfer] = []
+    for value, crossing in low.crossings.items():
+        left, made = times.starts[wire.transfer(value)], times.ends[wire.made[value]]
+        before = [job for job in wire.network.follows[wire.transfer(value)] if job >= wire.transfer(0)]
+        last = max(before, key=times.ends.__getitem__, default=0)
+        other = low.crossings[last - wire.transfer(0)] if left > made else None
+        behind = None if other is None else (action(other.giver), action(other.needer))
+        ends = action(crossing.giver), action(crossing.needer), left, times.ends[wire.transfer(value)]
+        transfers.append(Transfer(crossing.source, crossing.target, *ends, left - made, behind))
     as_run = cost.first_stage == "as-run" and "I" in bound.kinds
+    words = ["stage 0 as run"] * as_run + [f"order {cost.order}"] * (cost.order != "pytorch")
     return Trace(
         plan,
-        [[times.begun[code] for code in row] for row in bound.rows],
-        [[times.ended[code] for code in row] for row in bound.rows],
+        [[times.starts[wire.job[code]] for code in row] for row in bound.rows],
+        [[times.ends[wire.job[code]] for code in row] for row in bound.rows],
         cost.unit,
-        transfers=[times.transfer(bound, wire, value) for value in wire.crossings],
-        note=", ".join(["stage 0 as run"] * as_run + [f"transfers {cost.transfers}"]),
+        transfers=transfers,
+        note=", ".join([*words, f"transport {cost.transport}"]),
     )
 
 
-def _refuse(plan: Plan, transfers: Semantics) -> None:
-    """Raise if a plan's transfers wait for each other; `"by-time"` looks only at what pairs need."""
-    faults = [with_excerpt(plan, fault) for fault in transfer_deadlocks(plan.bound, transfers)]
-    if faults:
-        raise ScheduleError(faults, f"{plan.name} with transfers {transfers}")
-
-
-@dataclass(frozen=True, slots=True)
 class _Times:
-    """When everything happens: actions by code; values when made, when they leave, arrive, and behind which others."""
+    """When each job of a plan on the wire starts and ends, and how long each lasts."""
 
-    begun: list[float]
-    ended: list[float]
-    made: dict[int, float]
-    left: dict[int, float]
-    there: dict[int, float]
-    behind: dict[int, int]
-
-    def transfer(self, bound: BoundPlan, wire: Queues, value: int) -> Transfer:
-        """Return how a value crossed."""
-        crossing, action = wire.crossings[value], bound.codes.action
-        other = wire.crossings[self.behind[value]] if value in self.behind else None
-        return Transfer(
-            crossing.source,
-            crossing.target,
-            action(crossing.giver),
-            action(crossing.needer),
-            self.left[value],
-            self.there[value],
-            self.left[value] - self.made[value],
-            None if other is None else (action(other.giver), action(other.needer)),
-        )
+    def __init__(self, wire: Wire, plan: Plan, cost: Cost, paired: list[float] | None = None) -> None:
+        codes, (self.lasts, delay) = plan.bound.codes, cost.lengths(plan)
+        if paired is not None:
+            for code in plan.bound.pairs:
+                self.lasts[code] = paired[codes.slot[code]]
+        self.lasts += delay[: codes.always]
+        self.starts = wire.network.starts(self.lasts)
+        self.ends = [start + length for start, length in zip(self.starts, self.lasts, strict=True)]
 
 
-def _clock(plan: Plan, wire: Queues, found: Walk, cost: Cost, paired: list[float] | None) -> _Times:
-    """Give every action and every transfer of a walk its time; `paired` as in the clock without queues."""
-    bound, codes = plan.bound, plan.bound.codes
-    lasts, delay = cost.lengths(plan)
-    free = [0.0] * len(bound.rows)
-    busy: list[tuple[float, int]] = [(0.0, -1)] * len(wire.values)  # by queue: until when, and with which value
-    needed = inbound(wire.crossings)
-    forward_of = _forward_of(bound)
-    backward_of = {forward: backward for backward, forward in forward_of.items()}
-    times = _Times([0.0] * len(lasts), [0.0] * len(lasts), {}, {}, {}, {})
-    for step in found.order:
-        if step < 0:
-            value = ~step
-            start = times.made[value]
-            for queue in wire.ends[value]:
-                until, other = busy[queue]
-                if until > start:
-                    start, times.behind[value] = until, other
-            times.left[value], times.there[value] = start, start + delay[value]
-            for queue in wire.ends[value]:
-                busy[queue] = times.there[value], value
-            continue
-        code = step
-        group = bound.reduces[code] if codes.kind[code] == "R" else [bound.rank_of[code]]
-        if paired is not None and code in forward_of:
-            start, end = times.begun[forward_of[code]], times.ended[forward_of[code]]
-        else:
-            slot = [code, backward_of[code]] if paired is not None and code in backward_of else [code]
-            arrived = [times.there[needed[each]] for each in slot if each in needed]
-            start = max([free[rank] for rank in group] + arrived)
-            end = start + (paired[codes.slot[code]] if paired is not None and len(slot) > 1 else lasts[code])
-        times.begun[code], times.ended[code] = start, end
-        for rank in group:
-            free[rank] = end
-        if code not in bound.pairs and codes.kind[code] in "FBI":  # what a pair gives leaves after both halves
-            for each in (code, forward_of.get(code, code)):
-                times.made[codes.gives[each]] = end
-    return times
+def _refuse(plan: Plan, order: Order, transport: Transport) -> None:
+    """Raise if a plan's transfers wait for each other; for `"by-time"`, only if pairs need it."""
+    faults = [with_excerpt(plan, fault) for fault in transfer_deadlocks(plan.bound, order, transport)]
+    if faults:
+        raise ScheduleError(faults, f"{plan.name} with order {order}, transport {transport}")
 
 
-def _lowering(plan: Plan, cost: Cost) -> Lowering:
-    """Lower a plan; `"by-time"`, take the best of a few orders."""
-    if cost.transfers != "by-time":
-        return lowered(plan.bound, cost.transfers)
+def _lowering(plan: Plan, cost: Cost) -> tuple[Lowering, Order, tuple[int, ...]]:
+    """Lower a plan; `"by-time"`, take the best of a few orders. Return which order it is, and that of its values."""
     bound = plan.bound
-    wire = queues(lowered(bound, "arrive"), "arrive")
-    found = walk(bound, wire)
-    times = _clock(plan, wire, found, cost, None)
-    crossed = [~step for step in found.order if step < 0]
-    wanted = {value: times.begun[wire.crossings[value].needer] for value in crossed}
-    left = _time_left(plan, wire, found, cost)
-    keys: list[Callable[[int], float]] = [wanted.__getitem__, times.made.__getitem__, lambda value: -left[value]]
-    # Each key grows along every chain of needs, and sorting keeps the order of the walk among equals. So the first
-    # value that is left always finds both its queues free, and can cross.
-    tried = [lowered(bound, "pytorch"), *(in_order(bound, sorted(crossed, key=key)) for key in keys)]
-    return min(tried, key=lambda low: _makespan(plan, low, cost))
+    if cost.order != "by-time":
+        return lowered(bound, cost.order), cost.order, ()
+    if cost.transport == "holding":  # nothing is quicker than a receive that holds only what needs it
+        return lowered(bound, "at-use"), "at-use", ()
+    transport = "rank" if cost.transport == "buffered" else cost.transport
+    early = lowered(bound, "pytorch")
+    wire = Wire(early, "buffered")
+    times = _Times(wire, plan, cost)
+    rests = wire.network.rests(times.lasts)
+    first = wire.transfer(0)
+    crossed = [job - first for job in wire.network.order if job - first in early.crossings]
+    wanted = {value: times.starts[early.crossings[value].needer] for value in crossed}
+    keys = (wanted.__getitem__, lambda value: times.starts[first + value], lambda value: -rests[first + value])
+    # Each key grows along every chain of needs, and sorting keeps the order of the jobs among equals. So the first
+    # value that is left always finds all of its queues free, and can cross.
+    tried: list[tuple[Lowering, Order, tuple[int, ...]]] = [(early, "pytorch", ())]
+    for key in keys:
+        values = tuple(sorted(crossed, key=key))
+        tried.append((lowered(bound, "by-time", values), "by-time", values))
+    return min(tried, key=lambda each: _makespan(plan, each[0], transport, cost))
 
 
-def _makespan(plan: Plan, low: Lowering, cost: Cost) -> float:
-    wire = queues(low, "by-time")
-    return max(_clock(plan, wire, walk(plan.bound, wire), cost, None).ended, default=0.0)
-
-
-def _time_left(plan: Plan, wire: Queues, found: Walk, cost: Cost) -> dict[int, float]:
-    """Return, for each value, the longest chain of work and transfers from its leaving to the end of the plan."""
-    bound, codes = plan.bound, plan.bound.codes
-    lasts, delay = cost.lengths(plan)
-    forward_of = _forward_of(bound)
-    after = [0.0] * len(bound.rows)  # by rank: from the start of the next action in its row
-    tail = [0.0] * len(lasts)  # by code: from its own start
-    left: dict[int, float] = {}
-    for step in reversed(found.order):
-        if step < 0:
-            left[~step] = delay[~step] + tail[wire.crossings[~step].needer]
-            continue
-        group = bound.reduces[step] if codes.kind[step] == "R" else [bound.rank_of[step]]
-        onward = [after[rank] for rank in group]
-        if step not in bound.pairs and codes.kind[step] in "FBI":
-            given = (codes.gives[each] for each in (step, forward_of.get(step, step)))
-            onward += [left[value] for value in given if value in left]
-        tail[step] = lasts[step] + max(onward)
-        for rank in group:
-            after[rank] = tail[step]
-    return left
-
-
-def _forward_of(bound: BoundPlan) -> dict[int, int]:
-    """Return, by the backward of a pair, its forward."""
-    return {after: before for row in bound.rows for before, after in pairwise(row) if before in bound.pairs}
+def _makespan(plan: Plan, low: Lowering, transport: Transport, cost: Cost) -> float:
+    wire = Wire(low, transport)
+    return float("inf") if wire.stuck else max(_Times(wire, plan, cost).ends, default=0.0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fuzz.wire import QUEUES, happened, processes
-from strategies import near
+from fuzz.wire import ON_GLOO, happened, on_gloo, processes
+from strategies import WIRES, near
 
 from pipelab import B, Cost, F, Plan, ScheduleError, UsageError, check, lower, replicate, schedules, simulate
-from pipelab.plan.transfers import SEMANTICS
 
 HANGS = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
 
@@ -16,11 +15,12 @@ THROUGH_AN_ALL_REDUCE = Plan.parse("1F2 2F2 2B2 2F0 2B0 2R 1B2; 1F0 1B0 2F1 2B1 
 
 def test_the_cycle_through_sends_and_receives_is_told_step_by_step():
     assert check(HANGS) == []
-    (fault,) = check(HANGS, transfers="deferred")
+    (fault,) = check(HANGS, order="at-use", transport="rank")
     assert str(fault) == (
         "transfer-deadlock: rank 0 waits for rank 1, which waits for rank 0\n"
-        "  rank 0 stands before 0SEND_F1; rank 1 comes to 1RECV_F1 only after 1SEND_B0\n"
-        "  rank 1 stands before 1SEND_B0; rank 0 comes to 0RECV_B0 only after 0SEND_F1\n"
+        "  0SEND_F1 (rank 0) has to meet 1RECV_F1\n"
+        "  1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0\n"
+        "  0RECV_B0 comes after 0SEND_F1 on rank 0\n"
         '  try: take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch\n'
         "    rank 0 | 0F0 0F1 0B0 0B1\n"
         "                 ^^^"
@@ -30,60 +30,66 @@ def test_the_cycle_through_sends_and_receives_is_told_step_by_step():
 
 @pytest.mark.parametrize("name", schedules)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 3), (4, 8)])
-def test_only_deferred_receives_hang_and_simulate_refuses_what_check_refuses(name, ranks, microbatches):
+def test_only_late_receives_hang_and_only_in_queues_and_simulate_refuses_what_check_refuses(name, ranks, microbatches):
     plan = near(name, ranks, microbatches)
-    for semantics in SEMANTICS:
-        faults = check(plan, transfers=semantics)
+    for wire in WIRES:
+        faults = check(plan, **wire)
         assert {fault.code for fault in faults} <= {"transfer-deadlock"}
         if faults:
-            assert semantics == "deferred"
-            with pytest.raises(ScheduleError) as told:
-                simulate(plan, Cost(transfers=semantics))
-            assert told.value.faults == faults
+            assert wire["order"] in ("at-use", "deferred")
+            assert wire["transport"] in ("rank", "pair", "edge")
+            with pytest.raises(ScheduleError) as refused:
+                simulate(plan, Cost(**wire))
+            assert refused.value.faults == faults
         else:
-            assert simulate(plan, Cost(transfers=semantics)).makespan > 0
+            assert simulate(plan, Cost(**wire)).makespan > 0
 
 
 def test_other_faults_come_first_and_a_memory_cap_beside():
     broken = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1")
-    assert [fault.code for fault in check(broken, transfers="deferred")] == ["missing"]
-    assert [fault.code for fault in check(HANGS, 1, "deferred")] == ["transfer-deadlock", "memory-cap"]
+    wire = {"order": "at-use", "transport": "rank"}
+    assert [fault.code for fault in check(broken, **wire)] == ["missing"]
+    assert [fault.code for fault in check(HANGS, 1, **wire)] == ["transfer-deadlock", "memory-cap"]
 
 
 def test_replicas_hang_each_for_itself():
-    faults = check(replicate(HANGS, 2), transfers="deferred")
+    faults = check(replicate(HANGS, 2), order="at-use", transport="rank")
     assert [(fault.code, fault.rank) for fault in faults] == [("transfer-deadlock", 0), ("transfer-deadlock", 2)]
 
 
 def test_a_pair_that_needs_what_comes_of_its_own_output_hangs_on_every_wire():
     plan = Plan([[F(0) & B(0)], [F(0), B(0)]])
     assert check(plan) == []
-    for semantics in SEMANTICS[1:]:
-        (fault,) = check(plan, transfers=semantics)
+    for wire in WIRES:
+        if wire["transport"] == "buffered":
+            assert check(plan, **wire) == []
+            continue
+        (fault,) = check(plan, **wire)
         assert (fault.code, fault.rank) == ("transfer-deadlock", 0)
-        assert fault.message.splitlines()[-1] == "  rank 1 stands before 1RECV_F0, which needs (0F0;0B0)OVERLAP_F_B"
+        assert fault.message.endswith("1F0, which needs (0F0;0B0)OVERLAP_F_B")
         assert "halves" in fault.hint
     with pytest.raises(ScheduleError):
-        lower(plan, "deferred")
+        lower(plan, "at-use")
 
 
-@pytest.mark.parametrize("semantics", SEMANTICS)
-def test_a_pair_whose_halves_only_need_each_other_is_no_deadlock(semantics):
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+def test_a_pair_whose_halves_only_need_each_other_is_no_deadlock(wire):
     # On the last stage, PyTorch runs the backward right after its own forward.
     plan = Plan([[F(0), B(0)], [F(0) & B(0)]])
-    assert check(plan, transfers=semantics) == []
-    assert simulate(plan, Cost(transfers=semantics)).makespan == 6
+    assert check(plan, **wire) == []
+    assert simulate(plan, Cost(**wire)).makespan == 6
 
 
 def test_an_all_reduce_in_the_cycle_is_told():
     # Rank 2 needs what rank 0 makes after its all-reduce, and only then takes what rank 1 sends before it gets there.
     assert check(THROUGH_AN_ALL_REDUCE) == []
-    (fault,) = check(THROUGH_AN_ALL_REDUCE, transfers="deferred")
+    (fault,) = check(THROUGH_AN_ALL_REDUCE, order="at-use", transport="rank")
     assert fault.message.splitlines()[1:] == [
         "  2R (rank 0) needs rank 1 to reach it too",
-        "  2F1 (rank 1) needs 2RECV_F1, which stands behind 1SEND_B0",
-        "  rank 1 stands before 1SEND_B0; rank 2 comes to 0RECV_B0 only after 0RECV_B2",
-        "  rank 2 stands before 0RECV_B2, which needs 1B2",
+        "  2R (rank 1) comes after 2F1, which needs 2RECV_F1",
+        "  2RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0",
+        "  0RECV_B0 (rank 2) comes after 0RECV_B2, which needs 1B2",
+        "  1B2 comes after 2R on rank 0",
     ]
 
 
@@ -91,11 +97,38 @@ def test_an_all_reduce_in_the_cycle_is_told():
 def test_processes_with_blocking_sends_hang_exactly_there():
     with processes() as real:
         for plan in (HANGS, THROUGH_AN_ALL_REDUCE, schedules["dualpipe"](4, 8), schedules["gpipe"](4, 4)):
-            for semantics, queues in QUEUES.items():
-                assert happened(real, lower(plan, semantics).rows, queues) is bool(check(plan, transfers=semantics))
+            for wire in WIRES:
+                rows = lower(plan, **wire).rows
+                assert happened(real, rows, wire["transport"]) is bool(check(plan, **wire)), wire
+
+
+@pytest.mark.dist
+def test_on_gloo_blocking_sends_hang_there_and_posted_ones_nowhere():
+    plan = schedules["1f1b"](2, 2).plan()
+    with processes("gloo_rows.py") as real:
+        for order in ("pytorch", "at-use"):
+            for how, transport in ON_GLOO.items():
+                hangs = on_gloo(real, lower(plan, order).rows, how) is None
+                assert hangs is bool(check(plan, order=order, transport=transport)), (order, how)
 
 
 @pytest.mark.parametrize("wrong", ["", "torch", None, 3])
 def test_an_unknown_word_is_refused_with_those_that_there_are(wrong):
     with pytest.raises(UsageError, match="by-time"):
-        check(HANGS, transfers=wrong)
+        check(HANGS, order=wrong)
+    with pytest.raises(UsageError, match="holding"):
+        check(HANGS, transport=wrong)
+
+
+def test_a_receive_that_holds_its_rank_hangs_where_an_all_reduce_comes_before_its_send():
+    # Stages 2 to 5 are on both ranks. PyTorch's order puts rank 1's receive of 1B1's gradient before its all-reduces.
+    plan = Plan.parse(
+        "2F1 3F1 4F1 5F1 5B1 4B1 3B1 2B1; 0F0 0F1 1F1 1F0 2F0 3F0 4F0 5F0 5B0 4B0 3B0 2B0 1B0 1B1 0B1 0B0"
+    )
+    (fault,) = check(plan, transport="holding")
+    assert fault.message.splitlines()[1:] == [
+        "  3R (rank 0) needs rank 1 to reach it too",
+        "  3R (rank 1) comes after 1RECV_B1, which needs 2B1",
+        "  2B1 comes after 3R on rank 0",
+    ]
+    assert check(plan, order="at-use", transport="holding") == []

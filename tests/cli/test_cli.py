@@ -82,17 +82,17 @@ def test_a_memory_cap_is_a_fault_like_any_other(pipelab_command):
 
 
 def test_transfers_that_hang_are_a_fault_and_others_take_their_time(pipelab_command):
-    code, _, error = pipelab_command("check", "1f1b", "--transfers", "deferred")
+    code, _, error = pipelab_command("check", "1f1b", "--order", "at-use", "--transport", "rank")
     assert code == 1
     assert "transfer-deadlock" in error
     assert "3SEND_B0" in error
-    assert pipelab_command("check", "1f1b", "--transfers", "pytorch")[0] == 0
-    code, output, _ = pipelab_command("compare", "1f1b", "interleaved-1f1b", "--transfers", "pytorch")
+    assert pipelab_command("check", "1f1b", "--transport", "rank")[0] == 0
+    code, output, _ = pipelab_command("compare", "1f1b", "interleaved-1f1b", "--transport", "rank")
     assert code == 0
     assert "33.5 units" in output
-    code, output, _ = pipelab_command("simulate", "interleaved-1f1b", "--transfers", "pytorch")
+    code, output, _ = pipelab_command("simulate", "interleaved-1f1b", "--transport", "rank")
     assert "idle behind other transfers 0 6 2.5 0" in output
-    code, _, error = pipelab_command("simulate", "1f1b", "--transfers", "nccl")
+    code, _, error = pipelab_command("simulate", "1f1b", "--order", "nccl")
     assert code == 1
     assert "by-time" in error
 

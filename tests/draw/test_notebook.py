@@ -22,7 +22,7 @@ SHOWN = {
     "plan": pipelab.OneFOneB(2, 2).plan(),
     "plan with faults": DEADLOCK,
     "faults": check(DEADLOCK),
-    "faults of transfers": check(pipelab.OneFOneB(2, 4), transfers="deferred"),
+    "faults of transfers": check(pipelab.OneFOneB(2, 4), order="at-use", transport="rank"),
 }
 
 

@@ -34,9 +34,9 @@ WITH_CYCLES = {
     "deadlock": check(DEADLOCK),
     "three ranks": check(Plan.parse("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1; 2F0 2B0 2F1 2B1")),
     "all-reduce": check(Plan.parse("0F0 0B0 0R 1F1 1B1 1R; 0F1 0B1 1F0 1B0 1R 0R")),
-    "transfers": check(pipelab.OneFOneB(2, 4), transfers="deferred"),
-    "transfers and all-reduce": check(THROUGH_AN_ALL_REDUCE, transfers="deferred"),
-    "transfers of pairs": check(Plan([[F(0) & B(0)], [F(0), B(0)]]), transfers="pytorch"),
+    "transfers": check(pipelab.OneFOneB(2, 4), order="at-use", transport="rank"),
+    "transfers and all-reduce": check(THROUGH_AN_ALL_REDUCE, order="at-use", transport="rank"),
+    "transfers of pairs": check(Plan([[F(0) & B(0)], [F(0), B(0)]]), transport="rank"),
 }
 
 
@@ -166,7 +166,7 @@ def test_a_mistake_is_drawn_beside_what_was_meant():
 
 
 def test_the_order_by_time_is_the_second_picture_of_transfers():
-    before, after = drawings(check(pipelab.OneFOneB(2, 4), transfers="deferred"))
+    before, after = drawings(check(pipelab.OneFOneB(2, 4), order="at-use", transport="rank"))
     assert [[cell.names[0] for cell in row] for row in after.rows] == [
         list(row) for row in pipelab.lower(pipelab.OneFOneB(2, 4), "by-time").rows
     ]

@@ -1,4 +1,4 @@
-"""Attacks on `check(plan, transfers=...)`: real processes with blocking sends hang exactly where it says so."""
+"""Attacks on `check(plan, order=..., transport=...)`: real processes hang exactly where it says so."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
+from strategies import WIRES
+
 from pipelab import B, F, I, Plan, ScheduleError, W, check, lower
 from pipelab.plan.transfers import lowered
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "rendezvous.py"
-QUEUES = {"deferred": "one", "pytorch": "one", "by-time": "one", "two-way": "two-way", "per-peer": "per-peer"}
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+ON_GLOO = {"posted": "buffered", "holding": "holding", "blocking": "rank"}
+"""What a rank does with its sends and receives on gloo, and the transport that this is: blocking, without all-reduces,
+which in a script come after the transfers before them and so may hang too."""
 PLANS = 20
 
 
@@ -59,9 +63,10 @@ def paired(row: list, random: Random) -> list:
 
 
 @contextmanager
-def processes() -> Iterator[subprocess.Popen[str]]:
-    """Yield the four processes that run rows for real: they stay for many plans."""
-    with subprocess.Popen([sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as real:
+def processes(script: str = "rendezvous.py") -> Iterator[subprocess.Popen[str]]:
+    """Yield the script that runs rows for real in processes: it stays for many plans."""
+    command = [sys.executable, SCRIPTS / script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as real:
         try:
             yield real
         finally:
@@ -69,9 +74,16 @@ def processes() -> Iterator[subprocess.Popen[str]]:
             real.wait(timeout=60)
 
 
-def happened(real: subprocess.Popen[str], rows: Sequence[Sequence[str]], queues: str) -> bool | str:
+def happened(real: subprocess.Popen[str], rows: Sequence[Sequence[str]], transport: str) -> bool | str:
     """Run lowered rows in the processes; return whether they hang, or why that is not known."""
-    real.stdin.write(json.dumps({"rows": rows, "queues": queues}) + "\n")
+    real.stdin.write(json.dumps({"rows": rows, "transport": transport}) + "\n")
+    real.stdin.flush()
+    return json.loads(real.stdout.readline())
+
+
+def on_gloo(real: subprocess.Popen[str], rows: Sequence[Sequence[str]], how: str, unit: float = 0.0) -> float | None:
+    """Run lowered rows on gloo; return how many units they took, or `None` if they hang."""
+    real.stdin.write(json.dumps({"rows": rows, "how": how, "unit": unit}) + "\n")
     real.stdin.flush()
     return json.loads(real.stdout.readline())
 
@@ -83,19 +95,18 @@ def compare(seeds: range) -> tuple[list[str], int, int]:
     with processes() as real:
         for seed in seeds:
             plan = legal_plan(seed)
-            for semantics, queues in QUEUES.items():
+            for wire in WIRES:
                 try:
-                    rows = lower(plan, semantics).rows
+                    rows = lower(plan, **wire).rows
                 except ScheduleError:  # a pair that needs its own output: only these rows exist
-                    if semantics != "deferred":
-                        break
-                    low = lowered(plan.bound, semantics)
-                    rows = [[low.word(step) for step in row if "SHARD" not in step[0]] for row in low.rows]
-                predicted, hangs = bool(check(plan, transfers=semantics)), happened(real, rows, queues)
+                    if wire["order"] != "at-use":
+                        continue
+                    rows = lowered(plan.bound, "at-use").words()
+                predicted, hangs = bool(check(plan, **wire)), happened(real, rows, wire["transport"])
                 runs += 1
                 hung += hangs is True
                 if hangs is not predicted:
-                    wrong.append(f"seed {seed}, {semantics}: predicted {predicted}, happened {hangs}\n{plan}")
+                    wrong.append(f"seed {seed}, {wire}: predicted {predicted}, happened {hangs}\n{plan}")
     return wrong, runs, hung
 
 
@@ -105,4 +116,21 @@ def fuzz_wire(number: int) -> str | None:
     return "\n".join(wrong) or None
 
 
-fuzz_wire.dist = True
+def fuzz_gloo(number: int) -> str | None:
+    """Compare a plan without pairs, in an order of its own, with what happens on gloo: hang or no hang."""
+    plan = legal_plan(number)
+    order = Random(number).choice(WIRES)["order"]
+    if plan.bound.pairs:
+        return None
+    rows, wrong = lower(plan, order).rows, []
+    with processes("gloo_rows.py") as real:
+        for how, transport in ON_GLOO.items():
+            if how == "blocking" and plan.bound.reduces:
+                continue
+            predicted, hangs = bool(check(plan, order=order, transport=transport)), on_gloo(real, rows, how) is None
+            if hangs is not predicted:
+                wrong.append(f"{order}, {how}: predicted {predicted}, happened {hangs}\n{plan}")
+    return "\n".join(wrong) or None
+
+
+fuzz_wire.dist = fuzz_gloo.dist = True

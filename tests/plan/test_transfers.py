@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from strategies import near
+from strategies import WIRES, near
 
-from pipelab import Plan, check, replicate, schedules
-from pipelab.plan.transfers import SEMANTICS, in_order, lowered, queues
+from pipelab import Plan, check, lower, replicate, schedules
+from pipelab.checking.transfers import Wire
+from pipelab.errors import UsageError
+from pipelab.plan.transfers import lowered
 
 CALM = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
 
 
 def rows(low):
-    return [" ".join(low.word(step) for step in row if step[0] in ("run", "SEND", "RECV")) for row in low.rows]
+    return list(map(" ".join, low.words()))
 
 
 def test_pytorchs_order_posts_a_receive_when_its_send_is_placed():
@@ -22,15 +24,15 @@ def test_pytorchs_order_posts_a_receive_when_its_send_is_placed():
     ]
 
 
-def test_a_deferred_receive_stands_right_before_its_use():
-    assert rows(lowered(CALM.bound, "deferred"))[1] == "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
+def test_a_receive_at_use_stands_right_before_its_use():
+    assert rows(lowered(CALM.bound, "at-use"))[1] == "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
 
 
 def test_a_pair_receives_before_both_halves_and_sends_after_both():
     plan = schedules["dualpipev"](2, 4).plan()
     pairs = 0
-    for semantics in ("pytorch", "deferred"):
-        for text in rows(lowered(plan.bound, semantics)):
+    for order in ("pytorch", "at-use", "deferred"):
+        for text in rows(lowered(plan.bound, order)):
             row = text.split()
             for at, word in enumerate(row):
                 if word.endswith("OVERLAP_F_B"):
@@ -44,13 +46,13 @@ def test_a_pair_receives_before_both_halves_and_sends_after_both():
 
 
 @pytest.mark.parametrize("name", schedules)
-@pytest.mark.parametrize("semantics", SEMANTICS)
-def test_every_lowered_row_has_its_plans_actions_and_each_transfer_twice(name, semantics):
+@pytest.mark.parametrize("order", ["pytorch", "at-use", "deferred", "by-time"])
+def test_every_lowered_row_has_its_plans_actions_and_each_transfer_twice(name, order):
     plan = near(name, 3, 5)
-    low = lowered(plan.bound, semantics)
+    found = lower(plan, order)
+    low = lowered(plan.bound, found.order, found.values)
     assert [[code for word, item in row if word == "run" for code in item] for row in low.rows] == plan.bound.rows
-    wire = queues(low, semantics)
-    both = sorted(value for values in wire.values for value in values)
+    both = sorted(value for values in Wire(low, "rank").queues.values() for value in values)
     assert both == sorted([*low.crossings, *low.crossings])
     for row in low.rows:
         done = [(word, number) for word, item in row for number in item]
@@ -62,18 +64,17 @@ def test_every_lowered_row_has_its_plans_actions_and_each_transfer_twice(name, s
                 assert place["RECV", value] < place["run", crossing.needer]
 
 
-def test_the_number_of_queues_is_that_of_the_semantics():
-    plan = schedules["interleaved-1f1b"](4, 8).plan()
-    numbers = {name: len(queues(lowered(plan.bound, name), name).values) for name in SEMANTICS}
-    crossing = len(lowered(plan.bound, "pytorch").crossings)
-    one = dict.fromkeys(("pytorch", "pytorch-runtime", "deferred", "by-time"), 4)
-    assert numbers == one | {"arrive": 2 * crossing, "two-way": 8, "per-peer": 8}
+def test_the_number_of_queues_is_that_of_the_transport():
+    # A ring of four ranks: each has two neighbours, and sends to both and receives from both.
+    low = lowered(schedules["interleaved-1f1b"](4, 8).plan().bound, "pytorch")
+    numbers = {wire["transport"]: len(Wire(low, wire["transport"]).queues) for wire in WIRES}
+    assert numbers == {"buffered": 0, "holding": 0, "rank": 4, "pair": 8, "edge": 16}
 
 
 def test_an_order_of_values_is_the_order_of_every_queue():
     low = lowered(CALM.bound, "pytorch")
     order = sorted(low.crossings, key=lambda value: (low.bound.codes.microbatch[low.crossings[value].giver], value))
-    assert rows(in_order(CALM.bound, order)) == [
+    assert rows(lowered(CALM.bound, "by-time", order)) == [
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
     ]
@@ -83,4 +84,52 @@ def test_replicas_send_to_the_ranks_of_their_own_copy():
     plan = replicate(schedules["1f1b"](2, 4), 2).plan()
     low = lowered(plan.bound, "pytorch")
     assert {(each.source, each.target) for each in low.crossings.values()} == {(0, 1), (1, 0), (2, 3), (3, 2)}
-    assert check(plan, transfers="pytorch") == []
+    assert check(plan, transport="rank") == []
+
+
+def test_a_lower_rank_receives_before_it_sends_if_receives_are_deferred():
+    # Both exchange F1 and B0 at once. PyTorch's own order has rank 1 receive first; deferred, rank 0 does.
+    plan = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
+    assert rows(lowered(plan.bound, "deferred")) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    ]
+
+
+def test_the_words_of_a_runtime_are_those_of_its_version():
+    low = lower(schedules["1f1b"](2, 2))
+    old, new = low.for_runtime("2.14"), low.for_runtime("2.15")
+    assert "WAIT" not in str(old)
+    assert [[word for word in row if "WAIT" not in word] for row in new] == list(map(list, old))
+    assert [word for word in new[0] if "WAIT" in word] == ["0WAIT_SEND_F0", "0WAIT_SEND_F1", "0WAIT_REDUCE_GRAD"]
+    assert new[1][-2:] == ("1WAIT_SEND_B0", "1WAIT_SEND_B1")
+
+
+@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_rank_has_more_sends_under_way_than_it_may(name, most):
+    plan = near(name, 2, 4)
+    rows = lower(plan).for_runtime("2.15", max_outstanding_sends=most)
+    for row, free in zip(rows, lower(plan).for_runtime("2.15"), strict=True):
+        under_way = [0]
+        for word in row:
+            under_way.append(under_way[-1] + ("SEND" in word) * (-1 if "WAIT" in word else 1))
+        assert max(under_way) <= most
+        assert under_way[-1] == 0
+        assert sorted(row) == sorted(free)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"torch": "new"},
+        {"torch": "2.14", "max_outstanding_sends": 1},
+        {"torch": "2.15", "max_outstanding_sends": -1},
+        {"torch": "2.15", "max_outstanding_sends": 0},
+        {"torch": "2.15", "unshard_lookahead": [3]},
+        {"torch": "2.15", "unshard_lookahead": "most"},
+    ],
+)
+def test_what_a_runtime_cannot_do_is_refused(given):
+    with pytest.raises(UsageError):
+        lower(schedules["1f1b"](2, 2)).for_runtime(**given)

@@ -1,10 +1,12 @@
-"""Run lowered rows for real, in four processes with blocking sends, and say whether they hang.
+"""Run lowered rows for real, in four processes, and say whether they hang.
 
-Each line of standard input is `{"rows": [["0F0", "0SEND_F0", ...], ...], "queues": "one" | "two-way" | "per-peer"}`;
-the answer is a line with `true` (it hangs), `false`, or the reason why there is none. It knows nothing of pipelab.
+Each line of standard input is `{"rows": [["0F0", "0SEND_F0", ...], ...], "transport": "rank"}`; the answer is a line
+with `true` (it hangs), `false`, or the reason why there is none. It knows nothing of pipelab.
 
-Each process runs a rank: one thread computes (which takes no time), and one thread for each queue sends and receives.
-A send blocks until its receive has been reached, and a receive until its send has.
+Each process runs a rank: one thread computes, which takes no time. On the transports `rank`, `pair` and `edge`, one
+thread for each queue sends and receives: a send blocks until its receive has been reached, and a receive until its send
+has. On `holding`, the thread that computes receives too, where its row says so. On `buffered`, what it needs is there
+as soon as the other rank has computed it.
 
 It hangs if nobody can move: every thread that is not at its end waits for a semaphore that was released as often as it
 was acquired. Each has one thread that releases it and one that acquires it, so its two counts tell this exactly.
@@ -24,6 +26,7 @@ RANKS, SLOTS, THREADS = 4, 32, 8
 SECONDS = 20.0
 """After how long a run counts as neither: a bug of this script."""
 KINDS = ("made", "offered", "taken", "there")
+QUEUES = ("rank", "pair", "edge")
 VALUES = 2 * SLOTS  # outputs, then input gradients
 REDUCES = 8 * RANKS * RANKS  # by stage, from rank, to rank
 RUNNING, ENDED = -1, -2
@@ -71,8 +74,8 @@ def number_of(direction: str, stage: int, microbatch: int, microbatches: int) ->
 class Rank:
     """What a process does in one run."""
 
-    def __init__(self, rank: int, rows: list[list[str]], queues: str) -> None:
-        self.rank, self.rows, self.queues = rank, rows, queues
+    def __init__(self, rank: int, rows: list[list[str]], transport: str) -> None:
+        self.rank, self.rows, self.transport = rank, rows, transport
         words = [parsed(word) for row in rows for word in row if "(" not in word and "REDUCE" not in word]
         self.microbatches = 1 + max((m for _, _, m in words), default=0)
         self.senders = {self.value(word): at for at, row in enumerate(rows) for word in row if "SEND" in word}
@@ -88,6 +91,10 @@ class Rank:
         """Run the actions in order."""
         for word in self.rows[self.rank]:
             if "SEND" in word or "RECV" in word:
+                if self.transport == "holding" and "SEND" in word:
+                    release(semaphore("there", self.value(word)))
+                elif self.transport == "holding":
+                    acquire(semaphore("there", self.value(word)), thread)
                 continue
             if "REDUCE" in word:
                 self.reduce(word, thread)
@@ -100,12 +107,15 @@ class Rank:
                     continue
                 direction, before = ("F", stage - 1) if kind == "F" else ("B", stage + 1)
                 needed = number_of(direction, before, microbatch, self.microbatches)
-                if before >= 0 and self.receivers.get(needed) == self.rank:
+                if before >= 0 and self.receivers.get(needed) == self.rank and self.transport != "holding":
                     acquire(semaphore("there", needed), thread)
-                given.append(number_of(direction, stage, microbatch, self.microbatches))
-            for value in given:
+                value = number_of(direction, stage, microbatch, self.microbatches)
                 if self.senders.get(value) == self.rank:
-                    release(semaphore("made", value))
+                    given.append(value)
+                    if self.transport == "buffered":
+                        release(semaphore("there", value))
+            for value in given if self.transport in QUEUES else ():
+                release(semaphore("made", value))
 
     def reduce(self, word: str, thread: int) -> None:
         """Meet the other ranks that reduce a stage's gradients."""
@@ -137,12 +147,12 @@ class Rank:
             if "SEND" in word or "RECV" in word:
                 sends, value = "SEND" in word, self.value(word)
                 peer = (self.receivers if sends else self.senders)[value]
-                found.setdefault({"one": 0, "two-way": sends, "per-peer": peer}[self.queues], []).append(word)
+                found.setdefault({"rank": 0, "pair": peer, "edge": (peer, sends)}[self.transport], []).append(word)
         return list(found.values())
 
     def run(self) -> None:
         first = self.rank * THREADS
-        queues = self.in_queues()
+        queues = self.in_queues() if self.transport in QUEUES else []
         tasks = [(self.compute, first), *((self.transfer, queue, first + 1 + at) for at, queue in enumerate(queues))]
         for _, *arguments in tasks:
             waits_for[arguments[-1]] = RUNNING
@@ -162,7 +172,7 @@ def serve(rank: int, pipe) -> None:
     """Run a rank again and again."""
     while (job := pipe.recv()) is not None:
         if rank < len(job["rows"]):
-            Rank(rank, job["rows"], job["queues"]).run()
+            Rank(rank, job["rows"], job["transport"]).run()
         pipe.send("done")
 
 

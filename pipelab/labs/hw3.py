@@ -315,7 +315,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     shortest, longest = (pick(ones, key=lambda row: row["devices"]) for pick in (min, max))
     if shortest["devices"] < longest["devices"]:
         shorter = longest["step_time_ms"] < 0.9 * shortest["step_time_ms"]
-        surprise = " More devices cannot make it shorter: other programs or the processor's caches did." * shorter
+        surprise = " The split did not make it shorter: other programs or the processor's caches did." * shorter
         notes.append(
             f"One device works at a time, so what more devices share is the memory: at most "
             f"{_megabytes([shortest['most_mb']])} and {_megabytes([longest['most_mb']])} MB on one. A step of "

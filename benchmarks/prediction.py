@@ -131,13 +131,14 @@ def report(found: dict[str, object]) -> str:
     engines: dict[str, dict] = found["engines"]  # type: ignore[assignment]
     lines = [
         f"Width {found['width']}, {found['rows']} rows per micro-batch, median of {found['quietest']} steps each: of "
-        f"{found['rounds']} rounds, those in which other programs used the processor least.",
+        f"{found['rounds']} rounds, those in which other programs used the processor least. The first table counts all "
+        "rows below, GPipe's too, although the run that was fitted is in GPipe's order.",
         "",
         "| engine | median error | half of the errors between | largest | cores used by others, at most |",
         "|---|---:|---:|---:|---:|",
     ]
     for engine, made in engines.items():
-        errors = [row["error"] for row in made["rows"] if row["schedule"] != "gpipe"]
+        errors = [row["error"] for row in made["rows"]]
         low, _, high = quantiles(errors, n=4)
         lines.append(
             f"| {engine} | **{median(map(abs, errors)):.1%}** | {low:+.1%} and {high:+.1%} "

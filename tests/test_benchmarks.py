@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -94,6 +96,16 @@ def test_the_processors_benchmark_runs_and_reports(benchmarks, monkeypatch, part
     tables = [[line.count("|") for line in block if line.startswith("|")] for block in blocks]
     assert any(tables)
     assert all(len(columns) > 2 and len(set(columns)) == 1 for columns in tables if columns)
+
+
+def test_the_summary_of_the_predictions_counts_every_row_of_its_page():
+    page = (BENCHMARKS.parent / "docs" / "results" / "prediction.md").read_text()
+    summary, *engines = re.split(r"^\*\*\w+\*\*, predicted", page, flags=re.MULTILINE)
+    largest = re.findall(r" ([+-][\d.]+%) \| [\d.]+ \|$", summary, flags=re.MULTILINE)
+    rows = [re.findall(r": ([+-][\d.]+%)", engine) for engine in engines]
+    assert [max(errors, key=lambda error: abs(float(error[:-1]))) for errors in rows] == largest
+    medians = re.findall(r"\*\*([\d.]+)%\*\*", summary)
+    assert [f"{median(abs(float(error[:-1])) for error in errors)}" for errors in rows] == medians
 
 
 @pytest.mark.dist

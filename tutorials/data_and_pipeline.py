@@ -5,8 +5,8 @@
 # of the batch. Or something in between: four pipelines of four stages, say. The scripts that you find on the net all
 # use something in between, and none says why.
 #
-# On this page you find the formula that decides, and it says that the middle is never best. Then you find out what it
-# leaves out.
+# On this page you find the formula that decides if nothing hides the all-reduce, and it says that the middle is never
+# best. Then you find out what it leaves out.
 #
 # It takes 15 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. How an all-reduce works
 # inside is in [Gradients around a ring](gradients_around_a_ring.md). The page is a Python file,
@@ -34,15 +34,19 @@ pipelab.simulate(both, pipelab.Cost(forward=1, backward=2, all_reduce=2))
 # micro-batches, and N = P × D devices: D replicas of P stages. Each rank then holds 16 / P blocks and runs 32 / D
 # micro-batches. `send_ms` is how long it would take to send the gradient of the whole model once. Around a ring of D
 # ranks, each of them sends 2 (D - 1) / D times the gradient of its own stage, which is 1 / P of it.
+#
+# `hidden` is how much of a stage's last backward the all-reduce runs beside. At first it is 0: all of the all-reduce
+# comes after the last backward.
 
 # %%
 BLOCKS, MICROBATCHES = 16, 32
 
 
-def step(P, D, send_ms):
+def step(P, D, send_ms, hidden=0):
     """Simulate a step of D replicas of P stages."""
-    reduce = 2 * (D - 1) / D * send_ms / P
-    cost = pipelab.Cost(forward=BLOCKS / P, backward=2 * BLOCKS / P, all_reduce=reduce, unit="ms")
+    forward, backward = BLOCKS / P, 2 * BLOCKS / P
+    reduce = max(0, 2 * (D - 1) / D * send_ms / P - hidden * backward)
+    cost = pipelab.Cost(forward=forward, backward=backward, all_reduce=reduce, unit="ms")
     return pipelab.simulate(pipelab.replicate(pipelab.OneFOneB(P, MICROBATCHES // D), D), cost)
 
 
@@ -118,18 +122,52 @@ for send_ms in (0, 8, 24, 64):
 # %% [markdown]
 # More micro-batches do not change the sign: they cost all cuts the same.
 #
+# ## Predict: a hidden all-reduce
+#
+# PyTorch's `DistributedDataParallel` (2.13) all-reduces gradients in pieces, while the layers before still run
+# backward. Say that an all-reduce runs beside all of a stage's last backward, and that neither slows the other. Sending
+# the gradient takes 24 ms, with which all cuts were equal. Which is the best cut now? And is there a time for which
+# something in the middle is?
+
+# %%
+my_third_prediction = None  # (P, D) for 24 ms, and yes or no
+
+# %% tags=["answer"]
+print(f"predicted {my_third_prediction}")
+print("stages x replicas     8 ms    24 ms    48 ms    64 ms")
+for P, D in CUTS:
+    print(f"{P:6d} x {D:<8d}" + "".join(f"{step(P, D, send_ms, 1).makespan:9g}" for send_ms in (8, 24, 48, 64)))
+hidden = {cut: round(step(*cut, 24, hidden=1).makespan, 6) for cut in CUTS}
+assert (hidden[1, 16], hidden[4, 4], hidden[16, 1]) == (109, 133, 141)
+assert {round(step(*cut, 40, hidden=1).makespan, 6) for cut in CUTS[:-1]} == {139}
+for send_ms in (41, 48, 55):
+    assert min(CUTS, key=lambda cut: step(*cut, send_ms, hidden=1).makespan) == (8, 2)
+assert min(CUTS, key=lambda cut: step(*cut, 64, hidden=1).makespan) == (16, 1)
+
+# %% [markdown] tags=["answer"]
+# A last backward takes two thirds of W / P, and hides as much of its all-reduce: most where a rank holds most blocks,
+# that is with few stages and many replicas. So the sign turns later, at 2 G = 5/3 W, which is 40 ms, and at 24 ms the
+# network is quick. Above 40 ms the formula wants many stages. But with a single replica there is no all-reduce to hide,
+# so the step from 2 replicas to 1 gains less than the formula says. Up to 56 ms it gains nothing: the middle *is* best.
+#
+# How much your network hides, only a measurement says.
+
+# %% [markdown]
 # ## What binds in practice?
 #
-# So why is everybody in the middle? Because something else binds:
+# So why is everybody in the middle? Because of such a hidden all-reduce, and because something else binds:
 #
-# - **Memory.** A whole model may not fit on one device, and a stage does. Then the answer is the *smallest*
-#   P that fits, if the network is quick.
+# - **Memory.** A whole model may not fit on one device, and a stage does. Then the answer is the *smallest* P that
+#   fits, if the network is quick and every replica holds all of its stage. FSDP (ZeRO, Rajbhandari et al. 2020) drops
+#   the second condition: the D replicas share a stage's weights, gradients and optimizer state out among themselves. A
+#   model may then fit with fewer stages. The price is more to send, because weights must be gathered before they are
+#   used.
 # - **The batch.** D replicas need at least D micro-batches. (Here 32 micro-batches allow 32 replicas.)
 # - **Nodes.** Eight devices in one box are joined by a quick network, the boxes by a slow one. An all-reduce within a
 #   box is quick, and one across boxes is slow, so G is not one number. Values between stages are small, and may well
 #   cross.
 #
-# The exercise has two of these.
+# The exercise has two of these: memory, without FSDP, and nodes. Nothing hides the all-reduce.
 #
 # ## Exercise: cut two clusters
 #

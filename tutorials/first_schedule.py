@@ -212,9 +212,10 @@ pipelab.compare(gpipe, one_f_one_b, names=["GPipe", "1F1B"])
 # **The time is the same.** The timeline of 1F1B looks fuller, and many courses say that its bubble is smaller. It is
 # not: with equal stages and free transfers, both take 33 units.
 #
-# **The memory is not.** GPipe holds 8 activations on every rank, and 1F1B 4, 3, 2 and 1. For long batches that is the
-# difference between fitting and not fitting, and [What 1F1B really buys](what_1f1b_buys.md) shows how memory turns into
-# time after all.
+# **The memory is not.** GPipe holds 8 activations on every rank, and 1F1B 4, 3, 2 and 1. (GPipe's paper holds less,
+# because it [computes them again](memory_wall.md#what-does-gpipes-paper-do).) For long batches that is the difference
+# between fitting and not fitting, and [What 1F1B really buys](what_1f1b_buys.md) shows how memory turns into time after
+# all.
 
 # %% [markdown]
 # ## On real tensors

@@ -116,17 +116,20 @@ assert (one_more.makespan, one_more.peak_activations) == (37, (5, 4, 3, 1))
 one_more
 
 # %% [markdown] tags=["answer"]
-# 37 instead of 41, for one activation more on three ranks. Nearly GPipe's 36, and GPipe holds 8 on every rank.
+# 37 instead of 41, for one activation more on three ranks. Nearly GPipe's 36, and GPipe holds 8 on every rank (without
+# [recomputation](memory_wall.md#what-does-gpipes-paper-do)).
 
 # %% [markdown]
 # ## How far ahead?
 #
-# What is the smallest lead that makes latency as cheap as in GPipe? Think of two neighbours. A forward leaves the upper
-# one, is on the wire for L, is computed, turns around, and its gradient is on the wire for L again. In that time, 2 L,
-# the upper rank wants to be busy, with F + B of work for each micro-batch.
+# Which lead makes latency as cheap as in GPipe? Think of two neighbours. A forward leaves the upper one, is on the wire
+# for L, is computed, turns around, and its gradient is on the wire for L again. In that time, 2 L, the upper rank wants
+# to be busy, with F + B of work for each micro-batch.
 #
-# So between neighbours, the lead must not fall by 1, as in 1F1B, but by 1 + 2 L / (F + B), rounded up. For all
-# latencies up to (F + B) / 2 that is 2. This schedule has a name: **eager 1F1B**, policy B in DAPPLE (Fan et al. 2021).
+# So it is enough if, from rank to rank, the lead does not fall by 1, as in 1F1B, but by 1 + 2 L / (F + B), rounded up.
+# For all latencies up to (F + B) / 2 that is 2. This schedule has a name: **eager 1F1B**, policy B in DAPPLE (Fan et
+# al. 2021). It is a rule for any number of micro-batches. If there are few, a rank runs out of forwards before it needs
+# its whole lead, and a smaller one is as quick.
 
 # %%
 eager = pipelab.simulate(pipelab.Eager1F1B(P, M), far)
@@ -137,14 +140,23 @@ assert (eager.makespan, eager.peak_activations) == (36, (7, 5, 3, 1))
 for count in (16, 32):
     assert pipelab.simulate(pipelab.Eager1F1B(P, count), far).makespan == (count + 3) * 3 + 3
     assert max(pipelab.simulate(pipelab.Eager1F1B(P, count), far).peak_activations) == 7
+
+
+class Fewer(Loop):
+    def lead(self, rank):
+        return (5, 3, 2, 0)[rank]
+
+
+assert pipelab.simulate(Fewer(P, M), far).makespan == 36  # with leads of 6, 4, 2 and 0, eager 1F1B takes as long
+assert pipelab.simulate(Fewer(P, 16), far).makespan > 60
 farther = pipelab.Cost(forward=1, backward=2, latency=2)
 assert pipelab.simulate(pipelab.Eager1F1B(P, 16), farther).makespan == 75
 assert pipelab.simulate(pipelab.GPipe(P, 16), farther).makespan == 69
 
 # %% [markdown]
-# Its 7 activations stay 7 however many micro-batches there are, where GPipe holds all of them. So GPipe stands latency
-# but not many micro-batches, 1F1B stands many micro-batches but no latency, and eager 1F1B stands both, for nearly
-# twice 1F1B's memory.
+# Its 7 activations stay 7 however many micro-batches there are, where GPipe holds all of them. So GPipe tolerates
+# latency but not many micro-batches, 1F1B many micro-batches but no latency, and eager 1F1B both, for nearly twice
+# 1F1B's memory.
 #
 # If the wire is busy rather than far, this does not help: what a link can carry in a second is a different limit
 # ([`Links`](../reference/simulation.md)).

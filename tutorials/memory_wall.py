@@ -27,8 +27,10 @@ print(f"most activations held at once, by rank: {gpipe.peak_activations}")
 assert gpipe.peak_activations == (8, 8, 8, 8)
 
 # %% [markdown]
-# GPipe runs all forwards before the first backward, so every rank holds all eight. The more micro-batches, the more
-# memory: what was to shrink the bubble hits the wall.
+# GPipe runs all forwards before the first backward, so every rank holds all eight. (In GPipe's paper it holds less; see
+# [below](#what-does-gpipes-paper-do).) The more micro-batches of one size, the more memory: the step that shrinks the
+# bubble runs out of memory. If you cut the *same* batch into eight instead, each micro-batch is half as large. GPipe's
+# memory then stays as it was, because it always holds the whole batch.
 #
 # Say that four fit on each GPU. `check` knows this **memory cap**, and finds the forward that does not fit:
 
@@ -81,8 +83,17 @@ for rank in range(P):
 
 # %% [markdown]
 # This is 1F1B, and now you know where its warm-up comes from: as many forwards as it takes until the first gradient is
-# back, and then one backward for each forward. It holds 4 activations on rank 0 with 8 micro-batches, and with 800.
-#
+# back, and then one backward for each forward. It holds 4 activations on rank 0 with 8 micro-batches, and with 800. If
+# these are of one size, the batch grows and the memory does not. If the batch is given, 4 of 8 are half of it, and 4 of
+# 800 a two-hundredth: the memory shrinks.
+
+# %%
+for count in (4, 8, 16, 800):
+    peak = pipelab.simulate(pipelab.OneFOneB(P, count), cost).peak_activations[0]
+    print(f"{count:3d} micro-batches: rank 0 holds {peak}, {peak / count:.1%} of the batch")
+    assert peak == 4
+
+# %% [markdown]
 # ## Predict: less than enough
 #
 # Now only **three** fit on each GPU. The step takes 33 units with a cap of 4 or more. How long does the quickest order
@@ -162,8 +173,37 @@ assert quickest == {
 }
 
 # %% [markdown]
-# With a cap of 4, the wall makes you run 1F1B, and that costs nothing. With 3 or 2 there is a 1F1B that fits, and it
-# takes 48 or 54 units. The quickest order takes 39 or 51, and is no 1F1B.
+# With a cap of 4, 1F1B fits and costs nothing. It is not the only order that fits: `Greedy` takes 33 units too, and
+# holds 4 on three ranks. What 1F1B has is the least memory for 33 units. Take one activation from any rank that has
+# more than one, and no order is as quick. With a cap of 3 or 2 there is a 1F1B that fits, and it takes 48 or 54 units.
+# The quickest order takes 39 or 51, and is no 1F1B.
+
+# %%
+greedy = pipelab.simulate(pipelab.Greedy(P, M, memory_cap=4, cost=cost), cost)
+assert (greedy.makespan, greedy.peak_activations) == (33, (4, 4, 4, 1))
+for rank in range(P - 1):
+    caps = [P] * P
+    caps[rank] = P - rank - 1  # one less than 1F1B holds
+    bound = pipelab.lower_bound(pipelab.OneFOneB(P, M), cost, memory_cap=caps)
+    print(f"caps {caps}: at least {bound:g} units")
+    assert bound > 33
+
+# %% [markdown]
+# ## What does GPipe's paper do?
+#
+# Another way around the wall than another order is to release the activations after the forward, and to compute them
+# again right before the backward (*activation checkpointing*). GPipe's paper does so (Huang et al. 2019, section 2.3):
+# a rank keeps only the *input* of its stage for each micro-batch, and all activations of just the one that it computes
+# again. Wherever these pages say "GPipe holds all eight", they mean its order without recomputation.
+#
+# It is not free: each micro-batch costs a forward more, 4 units instead of 3. The bubble stays what it was, and the
+# step takes a third longer.
+
+# %%
+recomputing = pipelab.simulate(pipelab.GPipe(P, M), pipelab.Cost(forward=1, backward=1 + 2))
+print(f"{gpipe.makespan:g} units, with recomputation {recomputing.makespan:g}")
+assert (gpipe.makespan, recomputing.makespan) == (33, 44)
+assert abs(gpipe.bubble - recomputing.bubble) < 1e-12
 
 # %% [markdown]
 # ## Exercise: at the wall
@@ -174,10 +214,10 @@ assert quickest == {
 # - **Par with a cap of 2: 51 units.**
 # - **Par with a cap of 3: 39 units.**
 #
-# Both are proven above: nothing is quicker. The order below is GPipe with `cap` micro-batches at a time. It is legal,
-# and it is the starting point, not the solution. (Hints. For the cap of 2: the last rank never needs two. What is a
-# good pattern for the ranks in the middle? For the cap of 3: rather than rows, write the rule by which a rank decides
-# what to do next, and a small clock that applies it.)
+# Both are proven above: nothing is quicker. The order below is GPipe with `cap` micro-batches at a time. It is legal
+# with any cap, also with 4, where it takes 42 units. It is the starting point, not the solution. (Hints. For the cap of
+# 2: the last rank never needs two. What is a good pattern for the ranks in the middle? For the cap of 3: rather than
+# rows, write the rule by which a rank decides what to do next, and a small clock that applies it.)
 
 
 # %%
@@ -194,6 +234,9 @@ class Answer(pipelab.Schedule):
 
 
 answer = Answer
+four = type("Four", (Answer,), {"cap": 4})(P, M)
+assert pipelab.check(four, memory_cap=4) == []
+assert pipelab.simulate(four, cost).makespan == 42
 
 
 # %%
@@ -216,6 +259,3 @@ print("par!" if reaches_par(answer) else "not yet")
 # %% [markdown]
 # When you are done: how far do you get with a cap of 2 on the *first* rank only, where the embedding needs memory, too?
 # (`memory_cap` may be a list.) The solution is in `tutorials/solutions/memory_wall.py`.
-#
-# Another way around the wall is to let go of the activations after the forward, and to compute them again right before
-# the backward (*activation checkpointing*). Each micro-batch then costs a forward more, 4 units instead of 3.

@@ -53,7 +53,9 @@ pipelab.compare(gpipe, one_f_one_b, names=["GPipe", "1F1B"])
 #
 # Very little. Megatron-LM's paper says what our ledger says: 1F1B with a flush spends as much time in the bubble as
 # GPipe, but has at most as many micro-batches in flight as there are ranks (Narayanan et al. 2021, section 2.2.1). On
-# rank r, 1F1B holds min(M, P - r) activations, where GPipe holds all M:
+# rank r, 1F1B holds min(M, P - r) activations, where GPipe holds all M (without
+# [recomputation](memory_wall.md#what-does-gpipes-paper-do)). Micro-batches are of one size here, so each line is a
+# larger batch:
 
 # %%
 print("micro-batches  makespan  bubble   GPipe holds  1F1B holds")
@@ -150,8 +152,8 @@ for forward in product((1, 2, 3), repeat=4):  # all ways to be uneven with these
 # ## Exercise: buy time with memory
 #
 # A batch has a number of rows, and each rank has room for the activations of some of them. With n rows in a
-# micro-batch, a forward takes 3 + n ms and a backward 3 + 2n ms, as in [Fill, drain and the
-# bubble](fill_and_drain.md). Return the schedule of the whole batch on four ranks, with equal micro-batches.
+# micro-batch, a forward takes 3 + n ms and a backward 3 + 2n ms, as in [Fill, drain and the bubble](fill_and_drain.md).
+# Return the schedule of the whole batch on four ranks, with equal micro-batches.
 #
 # - **Par for 96 rows with room for 96: 450 ms.**
 # - **Par for 384 rows with room for 48: 1470 ms.**

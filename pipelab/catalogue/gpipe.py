@@ -18,8 +18,8 @@ class GPipe(SingleStage):
         rank 2 |       F0 F1 F2 B0 B1 B2
 
     It takes as long as 1F1B, but every rank holds the activations of all micro-batches, which is what 1F1B improves on.
-    The paper runs its backwards in reverse; the order here is the one that PyTorch's `ScheduleGPipe` executes. Time and
-    memory are the same.
+    The paper runs backwards in reverse, in the same time and memory, and recomputes activations to keep less (section
+    2.3). Here nothing is recomputed, and the order is the one that PyTorch's `ScheduleGPipe` executes.
 
     Example:
         >>> import pipelab

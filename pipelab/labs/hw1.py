@@ -153,7 +153,7 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
         deciles = quantiles(times, n=10, method="inclusive")
         alike = (run.model, job.batch, job.delay_ms)
         one = ones.setdefault(alike, step_ms) if job.processes == 1 else ones.get(alike)
-        speed_up = one / step_ms if one else None
+        speed_up = one / step_ms if one and found["devices"] != 0 else None  # without a GPU, DataParallel does nothing
         yield {
             "run": run.label,
             "model": run.model,
@@ -264,14 +264,14 @@ def _ms(value: float) -> str:
 
 def _of_fit(label: str, fit: Amdahl, rows: Sequence[Row]) -> str:
     one, *_, last = [row for row in rows if row["run"] == label]
-    missed = (
-        ""
-        if fit.residual is None
-        else (
+    missed = ""
+    if fit.residual is not None:
+        missed = (
             f" The fit misses the measured times by {_ms(fit.residual * one['step_ms'])} (root mean square), "
             f"{wording.percent(fit.residual)} of one process's time."
         )
-    )
+    if abs(one["step_ms"] - last["step_ms"]) < (spread := max(one["stdev_ms"], last["stdev_ms"])):
+        missed += f" Single steps vary more than these runs, {_ms(spread)} (standard deviation): do not trust the fit."
     head = f"{label}: Amdahl's law fits best with a serial fraction of {wording.percent(fit.serial)}"
     if fit.serial >= 1:
         return (
@@ -308,7 +308,8 @@ def _of_data_parallel(model: str, rows: Sequence[Row]) -> list[str]:
     what = (
         f"DataParallel shared the batch among {devices} GPU{'s' if devices > 1 else ''}"
         if devices
-        else "DataParallel found no GPU, and on a processor it does nothing: it calls the model"
+        else "DataParallel found no GPU, and on a processor it does nothing: it calls the model. Only DDP's overhead "
+        "and chance make its step differ from that of a single DDP process"
     )
     ddp = ", and with ".join(f"{_processes(row)} {_varied(row)}" for row in (one, *more[-1:]))
     note = f"{model}: {what}. A step took {_varied(single, 'variance ')}, DDP's with {ddp}."

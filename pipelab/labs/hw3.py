@@ -314,11 +314,13 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     )
     shortest, longest = (pick(ones, key=lambda row: row["devices"]) for pick in (min, max))
     if shortest["devices"] < longest["devices"]:
+        shorter = longest["step_time_ms"] < 0.9 * shortest["step_time_ms"]
+        surprise = " The split did not make it shorter: other programs or the processor's caches did." * shorter
         notes.append(
-            f"One device works at a time, so more devices cannot make the step shorter: {last['depth']} layers took "
-            f"{wording.number(shortest['step_time_ms'])} ms on {shortest['devices']} and "
-            f"{wording.number(longest['step_time_ms'])} ms on {longest['devices']}. What they share is the memory: at "
-            f"most {_megabytes([shortest['most_mb']])} and {_megabytes([longest['most_mb']])} MB on one."
+            f"One device works at a time, so what more devices share is the memory: at most "
+            f"{_megabytes([shortest['most_mb']])} and {_megabytes([longest['most_mb']])} MB on one. A step of "
+            f"{last['depth']} layers took {wording.number(shortest['step_time_ms'])} ms on {shortest['devices']} and "
+            f"{wording.number(longest['step_time_ms'])} ms on {longest['devices']}.{surprise}"
         )
     alike = [row for row in rows if (row["split"], row["devices"]) == (last["split"], last["devices"])]
     if len(alike) > 1:

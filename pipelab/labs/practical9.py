@@ -212,7 +212,6 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
         " If transfers are slow, 1F1B takes longer than GPipe: simulated with transfers of half a forward's time each, "
         f"{wording.number(slow_links[1])} forwards against {wording.number(slow_links[0])}."
     )
-    affordable = 4 * many
     return [
         (
             "Do the devices work at the same time?",
@@ -270,10 +269,11 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
         (
             "Which would you use at scale?",
             f"True 1F1B, for its memory: with {many} micro-batches its ranks hold {_peaks(true)} activations, and "
-            f"GPipe's {_peaks(gpipe)}. 1F1B's memory does not grow with the micro-batches, so you can afford more, and "
-            "that shrinks the bubble: "
-            f"with {affordable} it is {wording.percent((ranks - 1) / (affordable + ranks - 1))}, "
-            f"and rank 0 holds {min(affordable, ranks)}.{slower * (slow_links[1] > slow_links[0])}",
+            f"GPipe's {_peaks(gpipe)}, because nothing is recomputed here. The batch is the same for every M. GPipe "
+            f"holds {wording.percent(gpipe['peak_share'])} of it, and 1F1B {wording.percent(true['peak_share'])}: the "
+            f"more micro-batches, the less. With micro-batches of one size, 1F1B never holds more than {ranks}, so you "
+            f"can afford a larger batch, and that shrinks the bubble: with {4 * many} micro-batches it is "
+            f"{wording.percent((ranks - 1) / (4 * many + ranks - 1))}.{slower * (slow_links[1] > slow_links[0])}",
         ),
     ]
 

@@ -87,6 +87,23 @@ def test_a_built_schedule_is_recognised():
     assert judge(level("three"), level("three").solution).recognised is None
 
 
+@pytest.mark.parametrize("name", ["fill", "four", "around", "halves", "no-bubble"])
+def test_a_level_cites_the_section_that_the_catalogue_cites(name):
+    each = level(name)
+    assert each.source.rpartition("section ")[2] in pipelab.schedules[each.reference].source.replace(",", "").split()
+
+
+def test_what_teachers_read_about_transfers_and_other_orders_holds():
+    around, four = level("around"), level("four")
+    plans = (pipelab.OneFOneB(2, 4), around.solution)
+    assert [len(pipelab.simulate(plan, around.cost).transfers) for plan in plans] == [8, 24]
+    assert "24 transfers instead of 8" in around.teacher
+
+    greedy = pipelab.simulate(pipelab.Greedy(4, 8, memory_cap=4), four.cost)
+    assert (greedy.makespan, greedy.peak_activations) == (33, (4, 4, 4, 1))
+    assert "only order" in four.teacher
+
+
 def test_levels_have_numbers_and_names():
     assert level("1") is LEVELS[0]
     for unknown in ("0", "13", "nine"):

@@ -116,6 +116,22 @@ def test_a_row_is_compared_with_one_process_of_the_same_delay(computed):
     assert [(each["communication"], each["memory_mb"]) for each in rows] == [(None, 1), (0.5, 2)] * 2
 
 
+def test_data_parallel_without_a_gpu_has_no_speed_up(computed):
+    rows = list(hw1.measurements(hw1.runs(["16x2"], [1, 2])))
+    assert [(each["run"], each["speed_up"]) for each in rows] == [
+        ("16x2, DDP", 1),
+        ("16x2, DDP", 2),
+        ("16x2, DataParallel", None),
+    ]
+
+
+@pytest.mark.parametrize(("stdev", "believed"), [(1.0, True), (39.0, True), (41.0, False)])
+def test_a_fit_of_runs_that_differ_less_than_their_steps_is_doubted(stdev, believed):
+    rows = [row(1, 100, **SHOWN), row(2, 60, **SHOWN | {"stdev_ms": stdev})]
+    fit, *_ = hw1.table(rows).notes
+    assert ("do not trust the fit" in fit) != believed
+
+
 def test_a_larger_batch_is_not_called_slower_than_a_smaller_one(computed):
     rows = list(hw1.measurements(hw1.runs(["16x2"], [1], experiment="batch")))
     assert [row["batch"] for row in rows] == [32, 64, 128, 256]

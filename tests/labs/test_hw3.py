@@ -87,6 +87,16 @@ def test_a_sweep_has_every_depth_in_halves_and_on_every_number_of_devices():
     assert hw3.table(rows[:3]).axes == ("devices", ("step_time_ms", "most_mb"))
 
 
+def test_a_step_that_more_devices_made_shorter_is_not_called_longer():
+    rows = list(hw3.measurements([5], [5], width=4, batch=2, steps=1))
+    for of_two, of_five, surprising in ((640.6, 428.5, True), (225.7, 255.0, False), (100.0, 99.0, False)):
+        for row, step_time in zip(rows, (of_two, of_five), strict=True):
+            row["step_time_ms"] = step_time
+        (said,) = [note for note in hw3.table(rows).notes if "One device works at a time" in note]
+        assert ("did not make it shorter" in said) == surprising
+        assert "on 2 and" in said
+
+
 def test_fewer_layers_than_devices_are_refused_before_any_work():
     with pytest.raises(SplitError, match="2 layers are too few for 5 stages"):
         next(hw3.measurements([6, 2], [5], width=4, batch=2))

@@ -88,6 +88,7 @@ def test_each_question_is_answered_with_numbers_of_the_table():
     scale = answered["Which would you use at scale?"]
     assert "4 3 2 1" in scale
     assert "8 8 8 8" in scale
+    assert re.findall(r"[\d.]+ %", scale) == ["100.0 %", "50.0 %", "8.6 %"]  # GPipe's and 1F1B's memory, and the bubble
     assert "41 forwards against 36" in scale
 
 

@@ -1,4 +1,4 @@
-# True 1F1B: as fast as GPipe, with fewer activations held: so more micro-batches fit. Try microbatches = 2, 4, 8.
+# True 1F1B: as fast as GPipe, with fewer activations held, so a larger batch fits. Try microbatches = 2, 4, 8.
 import torch
 
 import pipelab

@@ -6,7 +6,7 @@ On the second, an all-reduce within a node is quick (8 < 48), and one across nod
 wants as few stages as keep the replicas in a node: 4 x 4, 133.5 ms. The slow one wants as many stages as there are, 16
 x 1, but that is the pipeline without any all-reduce: 141 ms. With nodes of 8, it would be 2 x 8 and 123.5 ms.
 
-The function tries all cuts with the formula.
+The function tries all cuts with the formula, which counts an all-reduce that nothing hides.
 """
 
 

@@ -159,7 +159,7 @@ CLAIMS = (
         unit="%",
         digits=1,
         remark="GPipe and 1F1B have the same bubble if stages are equal and transfers free. What 1F1B saves is memory "
-        "(claim 8); that room allows more micro-batches, and they make the bubble smaller.",
+        "(claim 8); that room allows a larger batch of more micro-batches, and they make the bubble smaller.",
     ),
     Claim(
         about="Communication",
@@ -184,7 +184,7 @@ CLAIMS = (
         readings=_COUNTS,
         unit="units",
         remark="Read as 1F1B against GPipe, 10 units for what one stage keeps of one micro-batch, on the first device "
-        "and without weights. This is where 1F1B wins.",
+        "and without weights or recomputation. This is where 1F1B wins.",
     ),
     Claim(
         about="Ring all-reduce, from 2 to 4, 8, 16 replicas",

@@ -19,6 +19,7 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.step import StepState
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import Transport
 
 __all__ = ["Engine", "Settings", "Start"]
 
@@ -46,6 +47,7 @@ class Engine(ABC):
         labels: the device and the thread or process of each rank, for drawings.
         runners: what runs each stage.
         intra_op_threads: how many processor threads each operation on a CPU rank uses.
+        transport: what waits for what among the values between ranks: see `Cost.transport`.
     """
 
     devices: Sequence[RankDevice]
@@ -54,6 +56,7 @@ class Engine(ABC):
     labels: Sequence[str]
     runners: Runners
     intra_op_threads: int
+    transport: Transport = "buffered"
 
     @abstractmethod
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:

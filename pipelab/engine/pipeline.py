@@ -31,6 +31,7 @@ from pipelab.engine.verify.verify import Verification, verify
 from pipelab.errors import BatchError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import Transport
 from pipelab.simulation.memory import MemoryUse
 
 __all__ = ["Pipeline", "Step"]
@@ -293,6 +294,14 @@ class Pipeline:
     def devices(self) -> Sequence[RankDevice]:
         """The device of each rank."""
         return self.engine.devices
+
+    @property
+    def transport(self) -> Transport:
+        """What waits for what among the values that cross between ranks: see `Cost.transport`.
+
+        `simulate(plan, Cost(transport=pipe.transport))` predicts this pipeline.
+        """
+        return self.engine.transport
 
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode, as `model.train()` does; return the pipeline."""

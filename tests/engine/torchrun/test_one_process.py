@@ -436,6 +436,21 @@ def test_nccl_connects_processes_that_have_a_gpu_each_and_gloo_all_others(gpus, 
         assert backend_of([{"gpu": gpu} for gpu in gpus]) == backend
 
 
+def test_a_plan_that_one_queue_of_nccl_makes_longer_is_warned_of_with_both_makespans():
+    from pipelab.engine.torchrun.groups import warn_of_one_queue
+
+    with pytest.warns(UserWarning, match=r"takes 33\.5 units .* 28\.5"):
+        warn_of_one_queue(pipelab.Interleaved1F1B(4, 8).plan())
+    warn_of_one_queue(pipelab.OneFOneB(4, 8).plan())  # as long on both
+
+
+def test_on_gloo_and_on_threads_values_arrive():
+    with Pipeline(plain.mlp(4), PLAN, mse, engine="torch") as pipe:
+        assert pipe.transport == "buffered"
+    with Pipeline(plain.mlp(4), PLAN, mse) as pipe:
+        assert pipe.transport == "buffered"
+
+
 def test_each_process_takes_its_own_device_of_those_that_were_asked_for():
     from pipelab.engine.torchrun.groups import device_of
 

@@ -19,8 +19,6 @@ from pipelab.trace.trace import Trace
 if TYPE_CHECKING:
     from pipelab.simulation.cost import Cost
 
-__all__ = ["fitted", "groups", "listed", "shares", "spread"]
-
 _FEW = 3
 """From fewer measured transfers of one stage than this, no time of its own is fitted: those of all stages count."""
 

@@ -13,8 +13,6 @@ from pipelab.plan.fault import shorten
 from pipelab.trace.replay import Order, listed
 from pipelab.trace.trace import Trace
 
-__all__ = ["WhatIf", "what_if"]
-
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
@@ -61,7 +59,7 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
     from when its rank and its values were there, so a pause before it belongs to it.
 
     So nothing gets longer, and where a busy machine disturbs all ranks alike, the answer is too good for every rank.
-    The result's `noisy` is not: each action of the rank takes less by what the median of its kind and stage is above the
+    The result's `noisy` is not: each action of the rank takes less by what its kind's median on its stage is above the
     others', and its noise stays.
 
     A stage that has more to do than others is a delay too: the answer is then what an even cut would save.

@@ -39,8 +39,6 @@ from pipelab.engine.verify.reference import (
 )
 from pipelab.errors import UsageError
 
-__all__ = ["Diagnosis", "diagnose"]
-
 _TOLERANCE = 1e-3
 """Largest rest of a gradient, relative to the norms of what is added up: rounding is far below it, even where the step
 cuts its batch otherwise; a micro-batch too many is above it, unless there are a thousand."""
@@ -287,10 +285,9 @@ class _Case:
         return torch.ones(len(self.sizes.rows), dtype=torch.double)
 
     def _miscounted(self) -> tuple[list[str], bool]:
-        """Return the parameters, if a micro-batch miscounts by less than rounding may change one gradient; and a doubt.
+        """Return the parameters, if counts are wrong where rounding may change a gradient by more; and a doubt.
 
-        Rounding falls on all elements, nearly at random, so it hardly changes counts: those follow from all elements.
-        The doubt is whether it may hide a micro-batch even so.
+        Rounding falls on all elements nearly at random, so it hardly changes counts. The doubt is whether it hides one.
         """
         names = [name for name, each in self.tables.items() if each[-1, -1]]
         counts, slack, unclear = self._fit([*self.tables])
@@ -309,8 +306,24 @@ class _Case:
         return self._result(Finding("right", words, 1.0), self._ones, self.most)
 
     def _fit(self, names: list[str]) -> tuple[torch.Tensor, float, list[int]]:
-        """Return the counts of some parameters together, what they may be off, and which are unclear; see `_fit`."""
-        return _fit(self._table(names), sum(self.elements[name] for name in names), max(_ALIKE, self.tolerance / 2))
+        """Return each micro-batch's count, by how much counts may be off, and for which that is too much.
+
+        How far off follows from what is left, as in any least-squares fit, and from how alike gradients are.
+        """
+        table, elements = self._table(names), sum(self.elements[name] for name in names)
+        norms, counts = _norms(table)[:-1], torch.full([len(table) - 1], math.nan, dtype=torch.double)
+        live = (norms > _LEAST * norms.max()).nonzero().flatten()
+        if not len(live):
+            return counts, 0.0, []
+        values, vectors = torch.linalg.eigh(table[live][:, live] / norms[live].outer(norms[live]))
+        values = values.clamp(1e-12)
+        counts[live] = vectors @ (vectors.T @ (table[live, -1] / norms[live]) / values) / norms[live]
+        noise = _left(table, counts) / math.sqrt(max(1, elements - len(live)))
+        noise = max(noise, _ROUNDING * float(_norms(table, counts)[:-1].norm()))
+        off = noise / norms[live] * (vectors.square() / values).sum(1).sqrt()
+        most = float(counts[live].abs().max())
+        unclear = [int(m) for m, each in zip(live, off, strict=True) if not each <= _UNCLEAR * most]
+        return counts, max(max(_ALIKE, self.tolerance / 2) * most, 3 * float(off.max())), unclear
 
     def _explained(self, names: list[str], silent: list[str]) -> tuple[Diagnosis, list[str]]:
         """Explain the wrong gradients, and all others that the explanation fits; return which it leaves silent."""
@@ -359,26 +372,6 @@ class _Case:
         sentence = "\n".join([found.words, *remarks, *([f"  try: {hint}"] if hint else [])])
         numbers = () if counts is None else tuple(round(each, 6) for each in counts.tolist())
         return Diagnosis(found.code, sentence, found.factor, found.microbatches, (), numbers, residual)
-
-
-def _fit(table: torch.Tensor, elements: int, alike: float) -> tuple[torch.Tensor, float, list[int]]:
-    """Return each micro-batch's count, by how much counts may be off, and for which micro-batches that is too much.
-
-    How far they may be off follows from what is left, as in every least-squares fit, and from how alike gradients are.
-    """
-    norms, counts = _norms(table)[:-1], torch.full([len(table) - 1], math.nan, dtype=torch.double)
-    live = (norms > _LEAST * norms.max()).nonzero().flatten()
-    if not len(live):
-        return counts, 0.0, []
-    values, vectors = torch.linalg.eigh(table[live][:, live] / norms[live].outer(norms[live]))
-    values = values.clamp(1e-12)
-    counts[live] = vectors @ (vectors.T @ (table[live, -1] / norms[live]) / values) / norms[live]
-    noise = _left(table, counts) / math.sqrt(max(1, elements - len(live)))
-    noise = max(noise, _ROUNDING * float(_norms(table, counts)[:-1].norm()))
-    off = noise / norms[live] * (vectors.square() / values).sum(1).sqrt()
-    most = float(counts[live].abs().max())
-    unclear = [int(m) for m, each in zip(live, off, strict=True) if not each <= _UNCLEAR * most]
-    return counts, max(alike * most, 3 * float(off.max())), unclear
 
 
 def _norms(table: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["HINTS", "Finding", "Sizes", "listed", "named"]
-
 _MOST_TIMES = 8
 """A micro-batch that seems to count more often than this does not count a whole number of times."""
 

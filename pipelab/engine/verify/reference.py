@@ -22,29 +22,6 @@ from pipelab.errors import LossError
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
 
-__all__ = [
-    "LossFunction",
-    "caller_of",
-    "differences",
-    "far",
-    "flat",
-    "full_batch",
-    "gradient_of",
-    "gradients_of",
-    "in_types",
-    "learning",
-    "matters",
-    "microbatch_gradients",
-    "nearby_weights",
-    "norms_of",
-    "restored",
-    "sequential",
-    "tolerance",
-    "types_of",
-    "unproven_of",
-    "whole_batch_tolerance",
-]
-
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 

@@ -33,8 +33,6 @@ from pipelab.errors import VerificationError
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
 
-__all__ = ["Verification", "restored", "verify", "whole_batch_difference"]
-
 Found = TypeVar("Found")
 Gradients = dict[str, torch.Tensor]
 Rewind = Callable[[], None]

@@ -88,7 +88,7 @@ def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> T
     for heading in ("schedule", "step ms", "speed-up", "bubble", "predicted", "peak", "loss", "as plain?"):
         table.add_column(heading, justify="left" if heading in ("schedule", "as plain?") else "right")
     table.add_row("plain", f"{plain.step_ms:.0f}", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")
-    cost = Cost.fit(trained[0].trace)  # naive's: no other rank was computing at the same time
+    cost = Cost.fit(trained[0].traces)  # naive's: no other rank was computing at the same time
     for each in trained:
         predicted = simulate(schedules[each.schedule](setting.ranks, setting.microbatches), cost)
         table.add_row(

@@ -73,7 +73,7 @@ class Trained:
         step_ms: the median milliseconds of a step, without the first.
         speed_up: plain training's step time divided by this one's.
         core_share: for which fraction of their working time the ranks had a processor core.
-        trace: a step of median length.
+        traces: the steps, without the first, by their length.
         losses: the loss of every step.
         same: whether every loss and every parameter equals plain training's, bit for bit.
         proof: what `verify` found, in words.
@@ -83,10 +83,15 @@ class Trained:
     step_ms: float
     speed_up: float
     core_share: float
-    trace: Trace
+    traces: list[Trace]
     losses: list[float]
     same: bool
     proof: str
+
+    @property
+    def trace(self) -> Trace:
+        """A step of median length."""
+        return self.traces[len(self.traces) // 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +156,12 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
         weights = list(model.parameters())
         same = losses == plain.losses and all(map(torch.equal, weights, plain.weights))
         proof = str(pipe.verify(x, y))
-    ordered = sorted(traces[1:] or traces, key=lambda trace: trace.makespan)
     return Trained(
         schedule=name,
         step_ms=_typical(times),
         speed_up=plain.step_ms / _typical(times),
         core_share=core_share(processor_seconds, traces),
-        trace=ordered[len(ordered) // 2],
+        traces=sorted(traces[1:] or traces, key=lambda trace: trace.makespan),
         losses=losses,
         same=same,
         proof=proof,

@@ -89,12 +89,12 @@ def measurements(
     if emulate is not None:
         stages = "emulated: {:g} ms forward and {:g} ms backward of each stage for the whole batch".format(*emulate)
     setting = {"batch": batch, "stages": stages, "steps": steps}
-    alone: dict[int, Trace] = {}
+    alone: dict[int, Cost] = {}
     for (method, count), job in zip(names, jobs, strict=True):
         (result,) = run_all([job], steps)
         if method in (WHOLE, ONE_BY_ONE):  # one rank works at a time, so that none disturbs another
-            alone[count] = result.measured
-        cost = Cost.fit(alone[count])
+            alone[count] = result.cost
+        cost = alone[count]
         if emulate is not None:
             cost = Cost(forward=emulate[0] / count, backward=emulate[1] / count, unit="ms")
         row = _row(result, simulate(job.plan, cost))

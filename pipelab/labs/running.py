@@ -50,13 +50,15 @@ class Result:
 
     Attributes:
         measured: the step of median length.
-        predicted: the schedule, simulated with that step's own action times.
+        cost: the costs fitted from all steps.
+        predicted: the schedule, simulated with them.
         loss: the batch's loss.
         proof: what `verify` found.
         core_share: for which fraction of their working time the ranks had a processor core; 1 on GPUs.
     """
 
     measured: Trace
+    cost: Cost
     predicted: Trace
     loss: float
     proof: Verification
@@ -148,5 +150,6 @@ def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None
                 proof = pipe.verify(x, y)
             measured = sorted(traces[index], key=lambda trace: trace.makespan)[len(traces[index]) // 2]
             cores = 1.0 if has_gpu() else core_share(processor_seconds[index], traces[index])
-            results.append(Result(measured, simulate(job.plan, Cost.fit(measured)), losses[index], proof, cores))
+            cost = Cost.fit(traces[index])
+            results.append(Result(measured, cost, simulate(job.plan, cost), losses[index], proof, cores))
     return results

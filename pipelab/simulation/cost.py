@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from pipelab.errors import CostError, require_size
@@ -14,7 +13,7 @@ from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
 from pipelab.plan.transfers import Order, Transport
-from pipelab.simulation.fitting import fitted, shares
+from pipelab.simulation.fitting import fitted, groups, listed, shares, spread
 from pipelab.simulation.links import Links
 from pipelab.trace.trace import Trace
 
@@ -91,6 +90,8 @@ class Cost:
             travels. `"rank"`: one queue for each rank. `"pair"`: one for each pair of ranks. `"edge"`: one for each
             directed pair. `"holding"`: no queue, but each rank runs its row strictly in order, and a receive holds it
             until the value is there. The page on the wire lists which backend does what.
+        spread: of costs from `Cost.fit`, by which share each fitted step took longer than these costs predict for it,
+            ascending: a prediction may be as far off. `(-0.03, 0.02, 0.4)` are three steps, one of them disturbed.
 
     Example:
         >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
@@ -135,12 +136,13 @@ class Cost:
     unit: str = ""
     order: Order = "pytorch"
     transport: Transport = "buffered"
+    spread: tuple[float, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be a time or a size; make lists immutable."""
-        for field in fields(self):
-            name, value = field.name, readable(getattr(self, field.name))
-            if name in ("unit", "links", *_WORDS) or (value is None and field.default is None):
+        for each in fields(self):
+            name, value = each.name, readable(getattr(self, each.name))
+            if name in ("unit", "links", "spread", *_WORDS) or (value is None and each.default is None):
                 continue
             if callable(value) and name in _PER_ROW:
                 if fault := misfit(name, value, "microbatch", "stage"):
@@ -164,7 +166,7 @@ class Cost:
             raise CostError("bandwidth=0: nothing would ever arrive; leave it out if size does not matter")
         if self.slowdown < 1:
             raise CostError(f"slowdown={self.slowdown}: expected 1 or more, as communication makes no work quicker")
-        if isinstance(self.links, dict) and set(self.links) == {field.name for field in fields(Links)}:
+        if isinstance(self.links, dict) and set(self.links) == {each.name for each in fields(Links)}:
             object.__setattr__(self, "links", Links(**self.links))
         if not (self.links is None or isinstance(self.links, Links)):
             raise CostError(f"links={shorten(self.links)}: expected pipelab.Links(ranks_per_node, inside, between)")
@@ -181,9 +183,15 @@ class Cost:
 
     @classmethod
     def fit(
-        cls, trace: Trace, split: Trace | float | None = None, typical: Literal["median", "mean"] = "median"
+        cls,
+        traces: Trace | Sequence[Trace],
+        split: Trace | Sequence[Trace] | float | None = None,
+        typical: Literal["median", "mean"] = "median",
     ) -> Cost:
-        """Return the costs that a trace shows: the median time of each kind of action on each stage.
+        """Return the costs that traces show: the median time of each kind of action on each stage.
+
+        One step of a busy machine may predict half or twice the usual one. Of several, the median is that of all, and
+        `spread` says how far each is from what the costs predict for it.
 
         In a measured trace, an action takes the time since its rank and its inputs were there: what the rank did
         between two actions belongs to the work.
@@ -192,33 +200,39 @@ class Cost:
         the latency, and what others take longer becomes their bytes, at a bandwidth of 1.
 
         The costs have one number for each stage that ran. They predict other orders of these stages, other numbers of
-        micro-batches with as many rows, and, with `merged`, fewer stages. A plan with another number of stages is
-        refused.
+        micro-batches with as many rows, and, with `merged`, fewer stages.
 
         Args:
-            trace: a simulated or measured trace, best of a schedule in which each rank is often alone, such as GPipe.
-            split: what a backward in two halves costs beyond a whole one: the ratio `(I + W) / B`, or a trace of the
+            traces: one trace, or several of the same stages and rows, such as five steps' after a first one to warm up;
+                best of a schedule in which each rank is often alone, such as GPipe.
+            split: what a backward in two halves costs beyond a whole one: the ratio `(I + W) / B`, or traces of the
                 same stages and rows whose backwards are split. If left out, the halves take half of `B` each, and `B`
                 as long as both halves. On the first stage of a measured trace, `I` takes nothing and `W` all of `B`.
-            typical: `"median"`, which a few disturbed actions do not change; or `"mean"`, in which they count. On a
-                busy machine every step has some, and medians predict steps that are too short.
+            typical: `"median"`, which a few disturbed actions do not change; or `"mean"`, in which they count.
 
         Example:
             >>> import pipelab
             >>> trace = pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[3, 4], backward=6, latency=1, per="stage"))
             >>> Cost.fit(trace).forward, Cost.fit(trace).latency
             ((3.0, 4.0), 1.0)
-            >>> pipelab.simulate(pipelab.OneFOneB(2, 4), Cost.fit(trace)).makespan
-            52.0
             >>> pipelab.simulate(pipelab.ZBH1(2, 8), Cost.fit(trace, split=1.5)).makespan
             110.0
 
+            In one of three steps, everything took twice as long:
+
+            >>> slow = pipelab.simulate(trace.plan, Cost(forward=[6, 8], backward=12, latency=2, per="stage"))
+            >>> Cost.fit([trace, slow, trace]).spread
+            (0.0, 0.0, 1.0)
+
         Raises:
-            TypeError: if `trace` is not a trace, or `split` neither a trace nor a number.
-            CostError: if `typical` is none of the two words; if `split` is a trace of other stages or without split
-                backwards, or a ratio that is not above 0.
+            TypeError: if `traces` are not traces, or `split` neither traces nor a number.
+            CostError: if traces have other stages, units or sources; if `typical` or `split` is none of the above.
+
+        Warns:
+            UserWarning: if half of the repeated actions of measured traces differ by over 15 % from the usual one.
         """
-        return cls(per="stage", **fitted(trace, split, typical))
+        cost = cls(per="stage", **fitted(steps := listed(traces), split, typical))
+        return replace(cost, spread=spread(steps, cost))
 
     def merged(self, stages: int | Sequence[int]) -> Cost:
         """Return the costs of a model cut into fewer stages: those of neighbours are added.
@@ -240,17 +254,17 @@ class Cost:
             CostError: if no cost has one number per stage, so that it is not known how many there are; or if that many
                 cannot be merged so. Stages are never cut: for more stages, run the model with so many.
         """
-        listed = {len(value) for value in map(self.__getattribute__, _PER_STAGE) if isinstance(value, Sequence)}
-        if len(listed) != 1:
+        given = {len(value) for value in map(self.__getattribute__, _PER_STAGE) if isinstance(value, Sequence)}
+        if len(given) != 1:
             raise CostError(
                 "merged needs costs with one number per stage, as from Cost.fit: these have none, or differ"
             )
-        groups = list(_groups(listed.pop(), stages))
+        merged = list(groups(given.pop(), stages))
 
         def merge(name: str, value: Any) -> Any:
             if value is None or (self.per == "rank" and not isinstance(value, Sequence) and not callable(value)):
                 return value
-            taken = [[group[_KEPT[name]]] if name in _KEPT else group for group in groups]
+            taken = [[group[_KEPT[name]]] if name in _KEPT else group for group in merged]
             if callable(value):
                 return lambda microbatch, stage: sum(value(microbatch, each) for each in taken[stage])
             return tuple(
@@ -388,19 +402,3 @@ def _asked(name: str, function: Callable[[int, int], float], plan: Plan) -> Iter
                     "number, 0 or more"
                 )
             yield float(number)
-
-
-def _groups(given: int, wanted: int | Sequence[int]) -> Iterator[range]:
-    """Yield the stages that go into each merged one."""
-    if isinstance(wanted, Sequence):
-        sizes = [require_size("stages", each) for each in wanted]
-    else:
-        count = require_size("stages", wanted)
-        sizes = [given // count] * count
-    if sum(sizes) != given or 0 in sizes:
-        raise CostError(
-            f"{given} stages cannot be merged into {shorten(wanted)}: neighbours are added, never cut, so give a "
-            f"number that divides {given}, or how many go into each, {given} in all; for other cuts, run the model "
-            "with them"
-        )
-    yield from (range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))

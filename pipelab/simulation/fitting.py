@@ -1,40 +1,63 @@
-"""Costs from measurements: of a trace, how long its actions and transfers took; of batches, how long their parts do."""
+"""Costs from measurements: of traces, how long its actions and transfers took; of batches, how long their parts do."""
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import inf
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelab.errors import CostError, require_size
 from pipelab.plan.actions import finite
 from pipelab.plan.fault import shorten
+from pipelab.trace import replay
 from pipelab.trace.trace import Trace
 
-__all__ = ["fitted", "shares"]
+if TYPE_CHECKING:
+    from pipelab.simulation.cost import Cost
 
 _FEW = 3
 """From fewer measured transfers of one stage than this, no time of its own is fitted: those of all stages count."""
 
-Spans = dict[tuple[str, int], list[float]]
+_TRUSTED = 0.15
+"""By which share half of the repeated actions may differ from the usual one before a fit warns. With nothing else to do
+it was 0.02 to 0.1; on two overloaded cores 0.1 to 0.7, and one step's costs predicted half to thrice the usual step."""
+
+Spans = defaultdict[tuple[str, int], list[float]]
 """By kind and stage, how long its actions took, or what they gave travelled; a pair in one slot has the kind "pair"."""
 
 
-def fitted(trace: Trace, split: Trace | float | None, typical: str) -> dict[str, Any]:
-    """Return the arguments of a `Cost` per stage that predicts a trace; see `Cost.fit`."""
-    if not isinstance(trace, Trace):
-        raise TypeError(f"Cost.fit takes a trace, from step.trace or simulate, got {shorten(trace)}")
+def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | None, typical: str) -> dict[str, Any]:
+    """Return the arguments of a `Cost` per stage that predicts some steps of the same stages; see `Cost.fit`."""
     if typical not in ("median", "mean"):
         raise CostError(f"typical={shorten(typical)}: expected 'median' or 'mean'")
     middle = fmean if typical == "mean" else median
-    moved, between = _transfers(trace)
-    times = {each: middle(spans) for each, spans in _spans(trace, moved, between).items()}
+    first = traces[0]
+    spans, moved = _pooled(traces, first, "traces")
+    times = {each: middle(took) for each, took in spans.items()}
+    off = sum(len(took) * median(abs(time - times[each]) for time in took) for each, took in spans.items())
+    noise = off / (sum(map(sum, spans.values())) or 1.0)
+    if first.source == "measured" and noise > _TRUSTED:
+        warnings.warn(
+            f"half of the repeated actions differ by {100 * noise:.0f} % or more from the usual one: other programs "
+            "used the processor, or micro-batches differ, so what these costs predict may be off by more\n"
+            "  try: Cost.fit([step.trace, ...]) of five steps or more, while nothing else runs",
+            stacklevel=3,
+        )
     ratio = 1.0
-    if isinstance(split, Trace):
-        halves = _halves_of(split, trace, middle)
-        times = {each: time for each, time in times.items() if each[0] not in "IW"} | halves
+    if isinstance(split, (Trace, list, tuple)):
+        halved = listed(split)
+        spans, _ = _pooled(halved, first, "trace and split")
+        times = {each: time for each, time in times.items() if each[0] not in "IW"}
+        times |= (halves := {each: middle(took) for each, took in spans.items() if each[0] in "IW"})
+        if not halves:
+            raise CostError(
+                f"split is a trace of {halved[0].name}, which has no I and W: run one that splits backwards, such as "
+                "zb-h1, or give the ratio (I + W) / B"
+            )
     elif split is not None:
         given = finite(split) if not isinstance(split, bool) else None
         if given is None and not isinstance(split, (int, float)):
@@ -42,8 +65,8 @@ def fitted(trace: Trace, split: Trace | float | None, typical: str) -> dict[str,
         if not given:
             raise CostError(f"split={split}: expected a ratio (I + W) / B above 0, such as 1.1")
         ratio = given
-    stages = range(trace.plan.stages)
-    measured = trace.source == "measured"
+    stages = range(first.plan.stages)
+    measured = first.source == "measured"
     for stage in stages:
         own = 1.0 if measured and stage == 0 else ratio  # no input gradient is asked for there, so nothing is split
         _complete(times, stage, own)
@@ -56,8 +79,56 @@ def fitted(trace: Trace, split: Trace | float | None, typical: str) -> dict[str,
         for name, kind in (("input_grad", "I"), ("weight_grad", "W")):
             found[name] = [times.get((kind, stage), 0.0) for stage in stages]
     nothing: dict[str, Any] = {"forward": 0, "backward": 0}
-    first = {"first_stage": "as-run"} if measured else {}
-    return {**nothing, **found, **first, **_travel(moved, trace, middle), "unit": trace.unit}
+    as_run = {"first_stage": "as-run"} if measured else {}
+    return {**nothing, **found, **as_run, **_travel(moved, first, middle), "unit": first.unit}
+
+
+def listed(traces: Any) -> list[Trace]:
+    """Return one trace, or several, as a list; anything else raises a TypeError."""
+    found = [*traces] if isinstance(traces, (list, tuple)) and traces else [traces]
+    for each in found:
+        if not isinstance(each, Trace):
+            raise TypeError(f"Cost.fit takes a trace, from step.trace or simulate, or several, got {shorten(each)}")
+    return found
+
+
+def spread(traces: Sequence[Trace], cost: Cost) -> tuple[float, ...]:
+    """Return by which share each step took longer than its order takes with these costs, ascending."""
+    longer = []
+    for trace in traces:
+        bound, where = trace.plan.bound, replay.listed(trace)
+        codes = [bound.rows[rank][index] for rank, index in where.values()]
+        order = replay.Order(trace, {code: number for number, code in enumerate(where)})
+        lasts, delays = cost.lengths(trace.plan)
+        times = replay.Times([lasts[code] for code in codes], [0.0] * len(codes), [0.0] * (2 * len(codes)))
+        pairs = cost.pair_times(trace.plan) or []
+        for pair in (turn for turn in order.turns if pairs and len(turn) == 2):
+            for half in pair:
+                times.durations[half] = pairs[codes[pair[0]]] / 2
+        for travel in order.travels:
+            needs = bound.codes.second_need if travel % 2 else bound.codes.first_need
+            times.lags[travel] = delays[needs[codes[travel // 2]]]
+        made = order.path(times).length
+        longer.append(trace.makespan / made - 1 if made else 0.0)
+    return tuple(sorted(longer))
+
+
+def _pooled(traces: Sequence[Trace], first: Trace, which: str) -> tuple[Spans, Spans]:
+    """Return how long the actions of several traces took, and their values travelled: all of one stage together.
+
+    With medians of all, a prediction came nearer to the usual step than with the fastest step's, on a busy machine.
+    """
+    spans, moved = Spans(list), Spans(list)
+    for trace in traces:
+        ours, others = ((each.plan.stages, each.source, each.unit or "no unit") for each in (first, trace))
+        if ours != others:
+            listing = " and ".join("{} stages, {} in {}".format(*each) for each in (ours, others))
+            raise CostError(f"{which} of {listing}: fit traces of the same stages")
+        travelled, between = _transfers(trace)
+        for found, more in ((spans, _spans(trace, travelled, between)), (moved, travelled)):
+            for each, times in more.items():
+                found[each].extend(times)
+    return spans, moved
 
 
 def _complete(times: dict[tuple[str, int], float], stage: int, ratio: float) -> None:
@@ -69,30 +140,13 @@ def _complete(times: dict[tuple[str, int], float], stage: int, ratio: float) -> 
         times[whole] = sum(times.get(each, 0.0) for each in both) / ratio
 
 
-def _halves_of(split: Trace, trace: Trace, middle: Callable[[list[float]], float]) -> dict[tuple[str, int], float]:
-    """Return the typical times of `I` and `W` in a second trace."""
-    if split.plan.stages != trace.plan.stages:
-        raise CostError(
-            f"split is a trace of {split.plan.stages} stages, and the first one has {trace.plan.stages}: fit two "
-            "traces of the same stages"
-        )
-    spans = _spans(split, *_transfers(split))
-    halves = {each: middle(times) for each, times in spans.items() if each[0] in ("I", "W")}
-    if not halves:
-        raise CostError(
-            f"split is a trace of {split.name}, which has no I and W: run one that splits backwards, such as zb-h1, or "
-            "give the ratio (I + W) / B"
-        )
-    return halves
-
-
 def _transfers(trace: Trace) -> tuple[Spans, float]:
     """Return how long the values that each stage's `F`, and its `B` or `I`, gave travelled to another rank.
 
     In a measured trace, only values that left when their receiver was idle and waited for nothing else show it: from
     then until the receiver started, less what usually lies between two actions. That is returned too.
     """
-    found: Spans = defaultdict(list)
+    found = Spans(list)
     if trace.source == "simulated":
         for each in trace.transfers:
             found["F" if each.giver.kind == "F" else "B", each.giver.stage or 0].append(each.end - each.start)
@@ -106,7 +160,7 @@ def _transfers(trace: Trace) -> tuple[Spans, float]:
         elif before > -inf and not any(away for _, _, away in inputs):
             between.append(start - before)
     usual = median(between) if between else 0.0
-    return {each: [max(time - usual, 0.0) for time in times] for each, times in found.items()}, usual
+    return Spans(list, {each: [max(time - usual, 0.0) for time in times] for each, times in found.items()}), usual
 
 
 def _actions(trace: Trace) -> Iterator[tuple[int, float, float, list[tuple[float, int, bool]]]]:
@@ -140,7 +194,7 @@ def _spans(trace: Trace, moved: Spans, between: float) -> Spans:
             there = max((end + travel * away for end, _, away in inputs), default=-inf)
             if max(there, before) > -inf:
                 since[code] = before if before >= there else max(before, start - between)
-    spans: Spans = defaultdict(list)
+    spans = Spans(list)
     for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
         previous = -1
         for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
@@ -214,3 +268,19 @@ def _each(name: str, scaled: Callable[..., float], *values: Any) -> Any:
             "for the part in fixed, so it shrinks faster than the rows; measure a finer cut and give that"
         )
     return made if isinstance(values[0], Sequence) else made[0]
+
+
+def groups(given: int, wanted: int | Sequence[int]) -> Iterator[range]:
+    """Yield the stages that go into each merged one."""
+    if isinstance(wanted, Sequence):
+        sizes = [require_size("stages", each) for each in wanted]
+    else:
+        count = require_size("stages", wanted)
+        sizes = [given // count] * count
+    if sum(sizes) != given or 0 in sizes:
+        raise CostError(
+            f"{given} stages cannot be merged into {shorten(wanted)}: neighbours are added, never cut, so give a "
+            f"number that divides {given}, or how many go into each, {given} in all; for other cuts, run the model "
+            "with them"
+        )
+    yield from (range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))

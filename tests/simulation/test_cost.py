@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 from hypothesis import given
@@ -61,9 +62,9 @@ def test_one_slow_action_does_not_change_the_fit():
         Cost.fit(slow, typical="middle")
 
 
-@pytest.mark.parametrize("taken", [pipelab.GPipe(2, 4), [1, 2], None], ids=str)
-def test_a_fit_of_anything_but_a_trace_says_which_trace(taken):
-    with pytest.raises(TypeError, match=r"^Cost.fit takes a trace, from step.trace or simulate, got "):
+@pytest.mark.parametrize("taken", [pipelab.GPipe(2, 4), [1, 2], None, [], "trace"], ids=str)
+def test_a_fit_of_anything_but_traces_says_which_traces(taken):
+    with pytest.raises(TypeError, match=r"^Cost.fit takes a trace, from step.trace or simulate, .* got "):
         Cost.fit(taken)
 
 
@@ -237,6 +238,11 @@ def test_a_second_trace_that_does_not_fit_is_refused():
 def measured(plan, cost, late=0.25):
     """Return a measured trace: as simulated, but each action starts late, by work that no action's own time shows."""
     ideal = simulate(plan, dataclasses.replace(cost, forward=cost.forward + late, backward=cost.backward + late))
+    return measured_as(ideal, late)
+
+
+def measured_as(ideal, late=0.0):
+    """Return a measured trace with the times of a simulated one, each action's start late."""
     starts = [[start + late for start in row] for row in ideal.starts]
     return pipelab.Trace(ideal.plan, starts, ideal.ends, source="measured")
 
@@ -256,6 +262,64 @@ def test_on_the_first_stage_of_a_measured_trace_a_weight_gradient_is_the_whole_b
     times = fitted.times(SPLIT)
     assert (times["I"], times["W"]) == ([0, 1.5], [2, 1.5])
     assert simulate(pipelab.GPipe(2, 4), fitted).note == ""
+
+
+# Several steps
+
+
+def steps_of(*factors, plan=None):
+    """Return measured steps that take so many times as long as the quiet one, whose forwards take 2 and backwards 4."""
+    plan = plan or pipelab.GPipe(2, 8)
+    return [measured(plan, Cost(forward=2 * each, backward=4 * each), late=0) for each in factors]
+
+
+def test_one_disturbed_step_of_several_changes_neither_the_fit_nor_its_predictions():
+    quiet, disturbed = Cost.fit(steps_of(1)), Cost.fit(steps_of(3))
+    fitted = Cost.fit(steps_of(1, 1, 3, 1, 1))
+    assert (fitted.forward, fitted.backward) == (quiet.forward, quiet.backward) == ((2, 2), (4, 4))
+    assert disturbed.forward == (6, 6)
+    assert fitted.spread == (0, 0, 0, 0, 2)
+
+
+def test_the_spread_says_how_far_each_step_is_from_what_the_costs_predict():
+    assert Cost.fit(steps_of(1)).spread == (0,)
+    fitted = Cost.fit(steps_of(1, 1.1, 0.9))
+    assert fitted.spread == pytest.approx((-0.1, 0, 0.1))
+    assert fitted.merged(1).spread == fitted.shared(2).spread == fitted.spread
+    orders = [*steps_of(1), *steps_of(1.2, 1, plan=pipelab.OneFOneB(2, 4))]  # the makespans themselves cannot compare
+    assert Cost.fit(orders).spread == pytest.approx((0, 0, 0.2))
+    assert Cost(spread=[1, 2]) == Cost()
+
+
+def test_a_step_whose_actions_differ_is_warned_of_even_if_it_is_the_only_one():
+    cost = Cost(forward=lambda m, s: 2 + m % 2, backward=lambda m, s: 4 + 2 * (m % 2))  # every other one is disturbed
+    (noisy,), (quiet,) = [measured_as(simulate(pipelab.GPipe(2, 8), cost))], steps_of(1)
+    with pytest.warns(UserWarning, match=r"repeated actions .* 2\d % [^|]*try: Cost.fit\(\[") as found:
+        Cost.fit(noisy)
+    assert found[0].filename == __file__
+    with pytest.warns(UserWarning, match="repeated actions"):
+        Cost.fit([noisy, noisy, noisy])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Cost.fit([quiet, noisy, quiet])
+        Cost.fit(simulate(pipelab.GPipe(2, 8), cost))  # nothing disturbs a simulation
+
+
+def test_steps_with_split_backwards_are_fitted_together_too():
+    cost = Cost(forward=[1, 2], backward=4, input_grad=3, weight_grad=2, per="stage")
+    slow = Cost(forward=[9, 9], backward=9, input_grad=9, weight_grad=9, per="stage")
+    fitted = Cost.fit(
+        [simulate(pipelab.GPipe(2, 4), each) for each in (cost, slow, cost)],
+        [simulate(SPLIT, each) for each in (cost, slow, cost)],
+    )
+    assert (fitted.forward, fitted.backward, fitted.input_grad) == ((1, 2), (4, 4), (3, 3))
+
+
+def test_traces_of_other_stages_units_or_sources_are_refused():
+    trace = simulate(pipelab.GPipe(2, 4))
+    for other in (simulate(pipelab.GPipe(3, 4)), simulate(trace.plan, Cost(unit="ms")), *steps_of(1)):
+        with pytest.raises(CostError, match="stages"):
+            Cost.fit([trace, other])
 
 
 # Fewer stages than a trace had

@@ -71,6 +71,36 @@ def test_the_first_stage_whose_backward_is_not_split_is_no_delay_of_anybody():
     assert what_if(trace, 1).delay < 10  # eight I of 4 ms, where the median with the empty ones would be 2 ms
 
 
+def noisy(slow=None):
+    """Return a measured trace whose actions take 10 % more or less by turns; the slow rank's 10 longer."""
+
+    def time(of):
+        return lambda m, s: of * (1 + 0.1 * (-1) ** (m + s)) + 10 * (s == slow)
+
+    ideal = simulate(pipelab.OneFOneB(4, 8), Cost(forward=time(10), backward=time(20)))
+    return Trace(ideal.plan, ideal.starts, ideal.ends, source="measured")
+
+
+def test_noise_alone_saves_nothing_if_it_stays():
+    trace = noisy()
+    for rank in range(4):
+        found = what_if(trace, rank)
+        assert found.trace.makespan < trace.makespan  # too good: the rank's noise counts as delay
+        assert found.noisy.makespan == pytest.approx(trace.makespan)
+        assert f"({trace.makespan:.4g}, +0.0 %, if its noise stays)" in str(found)
+
+
+def test_without_a_slow_rank_the_step_takes_what_noise_alone_makes_of_it():
+    assert what_if(noisy(slow=1), 1).noisy.makespan == pytest.approx(noisy().makespan)
+
+
+def test_without_noise_both_answers_are_the_same():
+    cost = Cost(forward=[1, 3, 1, 1], backward=[2, 6, 2, 2])
+    found = what_if(simulate(pipelab.OneFOneB(4, 8), cost), 1)
+    assert found.noisy.makespan == pytest.approx(found.trace.makespan)
+    assert "noise" not in str(found)
+
+
 @pytest.mark.parametrize("rank", [-1, 4, True, 1.0, "0"])
 def test_a_rank_that_is_not_there_is_refused(rank):
     with pytest.raises(UsageError, match="ranks 0 to 3"):

@@ -24,19 +24,20 @@ from torch import nn
 from pipelab.engine.stage.batch import Reduction, row_counts, rows_of
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, overwrite
-from pipelab.engine.verify.factors import Finding, Sizes, listed, named
+from pipelab.engine.verify.factors import HINTS, Finding, Sizes, listed, named
 from pipelab.engine.verify.reference import (
     LossFunction,
     caller_of,
     flat,
     gradient_of,
+    in_types,
     microbatch_gradients,
     nearby_weights,
     restored,
+    types_of,
+    unproven_of,
 )
 from pipelab.errors import UsageError
-
-__all__ = ["Diagnosis", "diagnose"]
 
 _TOLERANCE = 1e-3
 """Largest rest of a gradient, relative to the norms of what is added up: rounding is far below it, even where the step
@@ -61,35 +62,15 @@ _UNCLEAR = 0.05
 """Largest error of a count, as a share of the largest count, with which micro-batches can be told apart."""
 
 _ALIKE = 2e-3
-"""Counts that differ by a smaller share of the largest one are equal."""
+"""Counts that differ by a smaller share of the largest one are equal; in coarse types, half of the tolerance."""
+
+_OFF = 0.1
+"""A count that is further from 1 is wrong in coarse types too, if it explains half of the difference."""
 
 _AT_ONCE = 1 << 20
 """How many elements of a gradient are in double precision at once."""
 
-_DRAWS = "The model draws random numbers, so no two runs are alike: call model.eval() before."
 _CHANGED = "The step changes the weights: micro-batches after that have other gradients."
-
-_HINTS = {
-    "times-microbatches": "divide each micro-batch's loss by {microbatches}, once",
-    "divided-by-microbatches": "divide by {microbatches} once only: in the loss, or in the schedule (scale_grads)",
-    "times-tokens": "divide the loss by that number, or use a loss that averages",
-    "divided-by-tokens": "divide by that number once only",
-    "summed-over-replicas": "divide by {replicas} after the sum, or all-reduce with an average",
-    "divided-by-replicas": "average once only; a loss that already counts all replicas' rows needs a sum",
-    "moving-average": "divide once, after the last addition; or divide what is added, not what is in .grad",
-    "missing-microbatches": "look for what empties .grad in between (zero_grad), and for a loop that ends too early",
-    "repeated-microbatches": "look for an index that is off by one, as i - 1 is in the first round",
-    "weighed-alike": "weigh each micro-batch's loss by its share of what the loss averages over",
-    "weighed-by-rows": "weigh each micro-batch's loss by its share of what the loss averages over",
-    "missing-gradients": "look for a detach() before them, or a stage whose backward never runs; if another process "
-    "leaves them, pass trained=[…] with what this one trains",
-    "sign": "look for a minus too many: a loss to be maximised, a gradient that is subtracted",
-    "rounding": "take fresh weights or other targets",
-    "collinear": "take another batch, such as random rows, or fewer micro-batches",
-    "unexplained": "look for outputs that meet another micro-batch's targets, for weights that change before the last "
-    "backward, for another loss",
-    "no-gradients": "let the step end before zero_grad(); or pass trained=[…] if it trains a copy of the model",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +124,9 @@ def diagnose(
     """Compare the gradients that any training step leaves with plain training's, and name the factor that is wrong.
 
     Plain training runs `loss_fn(model(x), y)` on each micro-batch, and weighs it as the loss of the whole batch does.
-    Gradients, weights, buffers, random state and batch are afterwards what they were; an optimizer's state is not.
+    Plain training computes in the type in which the step's layers give their outputs: bfloat16, if the step is under
+    autocast. Gradients, weights, buffers, random state and batch are afterwards what they were; an optimizer's state is
+    not.
 
     Args:
         step: runs on `(x, y)` what stands between `zero_grad` and `optimizer.step`: a loop, or a schedule's step.
@@ -182,24 +165,35 @@ def diagnose(
     weights = [(each, each.detach().clone()) for module in modules for each in module.parameters()]
     before = RandomSnapshot()
     with restored(modules, [x, y]) as rewind:
-        again = partial(microbatch_gradients, model, forward or model, x, y, loss_fn, counts, reduction)
-        plain, shares = again()
-        remarks = [_DRAWS] * (RandomSnapshot() != before)
+
+        def again() -> tuple[dict[str, list[torch.Tensor]], list[float]]:
+            rewind()
+            return microbatch_gradients(model, partial(in_types, coarse, run), x, y, loss_fn, counts, reduction)
+
+        run, coarse, before = forward or model, set[torch.dtype](), RandomSnapshot()
+        with types_of(modules) as plains:
+            plain, shares = again()
+        remarks = [f"not verified: {reason}" for reason in unproven_of(model, RandomSnapshot() != before)]
         rewind()
         try:
-            step(x, y)
-            remarks += [_CHANGED] * any(not torch.equal(each, values) for each, values in weights)
-            tables = {name: _products([*plain[name], gradient_of(each)]) for name, each in learning.items()}
+            with types_of(modules) as types:
+                step(x, y)
+            changed = any(not torch.equal(each, values) for each, values in weights)
+            left = {name: gradient_of(each) for name, each in learning.items()}
         finally:
             for parameter, values in weights:
                 overwrite(parameter.data, values)
-        types = {each.dtype for each in learning.values()} | caller_of(model).types
+        coarse |= (types - plains) & {torch.bfloat16, torch.float16}
+        if coarse:  # the step's own: plain training in other types would differ by more than its rounding
+            plain, shares = again()
+        types |= plains | {each.dtype for each in learning.values()} | caller_of(model).types
         tolerance = max(_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
+        tables = {name: _products([*plain[name], each]) for name, each in left.items()}
         elements = {name: each.numel() for name, each in learning.items()}
         sizes = Sizes(counts, shares, replicas, _tokens(y, loss_fn))
-        case = _Case(tables, elements, sizes, tolerance, remarks)
+        named = sorted(str(each).removeprefix("torch.") for each in types if torch.finfo(each).eps > 1e-6)
+        case = _Case(tables, elements, sizes, named, tolerance, remarks, changed)
         for seed in range(_NEARBY if case.most > tolerance else 0):
-            rewind()
             with nearby_weights([model], seed, 0.0):
                 near, _ = again()
             moved = {name: _products([*plain[name], torch.stack(near[name]).sum(0)]) for name in tables}
@@ -251,8 +245,10 @@ class _Case:
     tables: dict[str, torch.Tensor]  # of each parameter: the inner products
     elements: dict[str, int]
     sizes: Sizes
+    coarse: list[str]  # the types coarser than float32 in which the step computes
     tolerance: float
-    remarks: list[str]
+    remarks: list[str]  # what cannot be verified
+    changed: bool  # whether the step changes the weights
 
     def diagnosis(self) -> Diagnosis:
         """Find the parameters that are wrong, and explain those that have a gradient."""
@@ -265,12 +261,13 @@ class _Case:
             return self._result(
                 Finding("rounding", "Rounding errors decide the gradients: outputs equal their targets.")
             )
-        wrong = [name for name, each in rest.items() if each > self.tolerance]
+        miscounted, doubt = self._miscounted()
+        wrong = [name for name, each in rest.items() if each > self.tolerance] or miscounted
         silent = [name for name in wrong if not self.tables[name][-1, -1]]
         if silent and not any(table[-1, -1] for table in self.tables.values()):
             return self._result(Finding("no-gradients", "The step left no gradients."))
         loud = [name for name in wrong if name not in silent]
-        found, silent = self._explained(loud, silent) if loud else (self._right(self.most), silent)
+        found, silent = self._explained(loud, silent) if loud else (self._right(doubt), silent)
         if not silent:
             return found
         missing = f"The step left no gradient in {listed(silent)}, where plain training leaves one."
@@ -287,24 +284,57 @@ class _Case:
     def _ones(self) -> torch.Tensor:
         return torch.ones(len(self.sizes.rows), dtype=torch.double)
 
-    def _right(self, off: float) -> Diagnosis:
+    def _miscounted(self) -> tuple[list[str], bool]:
+        """Return the parameters, if counts are wrong where rounding may change a gradient by more; and a doubt.
+
+        Rounding falls on all elements nearly at random, so it hardly changes counts. The doubt is whether it hides one.
+        """
+        names = [name for name, each in self.tables.items() if each[-1, -1]]
+        counts, slack, unclear = self._fit([*self.tables])
+        table, off = self._table([*self.tables]), (counts - 1).abs().nan_to_num(0.0)
+        off[unclear] = 0.0
+        far = float(off.max()) > max(_OFF, slack)
+        explains = 2 * _left(table, counts) < _left(table, self._ones)
+        return names if far and explains else [], far or bool(unclear)
+
+    def _right(self, doubt: bool) -> Diagnosis:
         many = f"{len(self._ones)} micro-batch{'es' * (len(self._ones) > 1)}"
-        words = f"All {len(self.tables)} gradients match plain training with the same {many} within {off:.1e}."
-        if off > _TOLERANCE:  # of a coarse type
+        words = f"All {len(self.tables)} gradients match plain training with the same {many} within {self.most:.1e}"
+        words += f", in {', '.join(self.coarse)}." if self.coarse else "."
+        if doubt and self.most > _TOLERANCE:
             words += "\nSuch rounding may hide a micro-batch: look again in float32, with fresh weights."
-        return self._result(Finding("right", words, 1.0), self._ones, off)
+        return self._result(Finding("right", words, 1.0), self._ones, self.most)
+
+    def _fit(self, names: list[str]) -> tuple[torch.Tensor, float, list[int]]:
+        """Return each micro-batch's count, by how much counts may be off, and for which that is too much.
+
+        How far off follows from what is left, as in any least-squares fit, and from how alike gradients are.
+        """
+        table, elements = self._table(names), sum(self.elements[name] for name in names)
+        norms, counts = _norms(table)[:-1], torch.full([len(table) - 1], math.nan, dtype=torch.double)
+        live = (norms > _LEAST * norms.max()).nonzero().flatten()
+        if not len(live):
+            return counts, 0.0, []
+        values, vectors = torch.linalg.eigh(table[live][:, live] / norms[live].outer(norms[live]))
+        values = values.clamp(1e-12)
+        counts[live] = vectors @ (vectors.T @ (table[live, -1] / norms[live]) / values) / norms[live]
+        noise = _left(table, counts) / math.sqrt(max(1, elements - len(live)))
+        noise = max(noise, _ROUNDING * float(_norms(table, counts)[:-1].norm()))
+        off = noise / norms[live] * (vectors.square() / values).sum(1).sqrt()
+        most = float(counts[live].abs().max())
+        unclear = [int(m) for m, each in zip(live, off, strict=True) if not each <= _UNCLEAR * most]
+        return counts, max(max(_ALIKE, self.tolerance / 2) * most, 3 * float(off.max())), unclear
 
     def _explained(self, names: list[str], silent: list[str]) -> tuple[Diagnosis, list[str]]:
         """Explain the wrong gradients, and all others that the explanation fits; return which it leaves silent."""
-        table = torch.stack([self.tables[name] for name in names]).sum(0)
-        counts, slack, unclear = _fit(table, sum(self.elements[name] for name in names))
+        counts, slack, unclear = self._fit(names)
         left = self._rest(counts)
         worst = max(names, key=lambda name: left[name])
         if left[worst] > self.tolerance:
-            share = f"{left[worst]:.0%} of the gradient of {worst}"
+            share = f"{left[worst]:.1%} of the gradient of {worst}"
             found = Finding("unexplained", f"{share} comes from no micro-batch.")
             return self._result(found, counts, left[worst]), silent
-        found = self._unclear(table, names, unclear) if unclear else named(counts, slack, self.sizes)
+        found = self._unclear(names, unclear) if unclear else named(counts, slack, self.sizes)
         others = [name for name in self.tables if name not in names and name not in silent]
         about: list[str] = []
         if any(left[name] > self.tolerance for name in others):
@@ -314,14 +344,18 @@ class _Case:
         still = [name for name in silent if left[name] > self.tolerance]
         return replace(self._result(found, counts, left[worst]), parameters=tuple(about)), still
 
-    def _unclear(self, table: torch.Tensor, names: list[str], unclear: list[int]) -> Finding:
+    def _unclear(self, names: list[str], unclear: list[int]) -> Finding:
         """Say that micro-batches cannot be told apart, and of what the gradients are a multiple, if they are."""
+        table = self._table(names)
         factor = float(table[-1, :-1].sum() / table[:-1, :-1].sum())
         alike = self._rest(factor * self._ones)
         multiple = all(alike[name] <= self.tolerance for name in names)
         fact = f"The gradients are {factor:.6g} times plain training's" if multiple else "The gradients are wrong"
         words = f"{fact}, but those of micro-batches {listed(unclear)} are too alike to tell which of them counted."
         return Finding("collinear", words, factor if multiple else None, tuple(unclear))
+
+    def _table(self, names: list[str]) -> torch.Tensor:
+        return torch.stack([self.tables[name] for name in names]).sum(0)
 
     def _rest(self, counts: torch.Tensor) -> dict[str, float]:
         """Return what these counts do not explain of each parameter's gradient, relative to what is added up."""
@@ -332,31 +366,12 @@ class _Case:
 
     def _result(self, found: Finding, counts: torch.Tensor | None = None, residual: float = 0.0) -> Diagnosis:
         """Return a diagnosis: the finding, what else is known, and what to try."""
-        hint = _HINTS.get(found.code, "").format(microbatches=len(self._ones), replicas=self.sizes.replicas)
-        remarks = self.remarks if found.code in ("unexplained", "no-gradients") else []
+        hint = HINTS.get(found.code, "").format(microbatches=len(self._ones), replicas=self.sizes.replicas)
+        lost = found.code in ("unexplained", "no-gradients")
+        remarks = [_CHANGED] * (lost and self.changed) + self.remarks * (lost or found.code == "right")
         sentence = "\n".join([found.words, *remarks, *([f"  try: {hint}"] if hint else [])])
         numbers = () if counts is None else tuple(round(each, 6) for each in counts.tolist())
         return Diagnosis(found.code, sentence, found.factor, found.microbatches, (), numbers, residual)
-
-
-def _fit(table: torch.Tensor, elements: int) -> tuple[torch.Tensor, float, list[int]]:
-    """Return each micro-batch's count, by how much counts may be off, and for which micro-batches that is too much.
-
-    How far they may be off follows from what is left, as in every least-squares fit, and from how alike gradients are.
-    """
-    norms, counts = _norms(table)[:-1], torch.full([len(table) - 1], math.nan, dtype=torch.double)
-    live = (norms > _LEAST * norms.max()).nonzero().flatten()
-    if not len(live):
-        return counts, 0.0, []
-    values, vectors = torch.linalg.eigh(table[live][:, live] / norms[live].outer(norms[live]))
-    values = values.clamp(1e-12)
-    counts[live] = vectors @ (vectors.T @ (table[live, -1] / norms[live]) / values) / norms[live]
-    noise = _left(table, counts) / math.sqrt(max(1, elements - len(live)))
-    noise = max(noise, _ROUNDING * float(_norms(table, counts)[:-1].norm()))
-    off = noise / norms[live] * (vectors.square() / values).sum(1).sqrt()
-    most = float(counts[live].abs().max())
-    unclear = [int(m) for m, each in zip(live, off, strict=True) if not each <= _UNCLEAR * most]
-    return counts, max(_ALIKE * most, 3 * float(off.max())), unclear
 
 
 def _norms(table: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,13 +9,35 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Finding", "Sizes", "listed", "named"]
-
 _MOST_TIMES = 8
 """A micro-batch that seems to count more often than this does not count a whole number of times."""
 
 _MOST_NAMES = 6
 _MOST_COUNTS = 16
+
+
+HINTS = {
+    "times-microbatches": "divide each micro-batch's loss by {microbatches}, once",
+    "divided-by-microbatches": "divide by {microbatches} once only: in the loss, or in the schedule (scale_grads)",
+    "times-tokens": "divide the loss by that number, or use a loss that averages",
+    "divided-by-tokens": "divide by that number once only",
+    "summed-over-replicas": "divide by {replicas} after the sum, or all-reduce with an average",
+    "divided-by-replicas": "average once only; a loss that already counts all replicas' rows needs a sum",
+    "moving-average": "divide once, after the last addition; or divide what is added, not what is in .grad",
+    "missing-microbatches": "look for what empties .grad in between (zero_grad), and for a loop that ends too early",
+    "repeated-microbatches": "look for an index that is off by one, as i - 1 is in the first round",
+    "weighed-alike": "weigh each micro-batch's loss by its share of what the loss averages over",
+    "weighed-by-rows": "weigh each micro-batch's loss by its share of what the loss averages over",
+    "missing-gradients": "look for a detach() before them, or a stage whose backward never runs; if another process "
+    "leaves them, pass trained=[…] with what this one trains",
+    "sign": "look for a minus too many: a loss to be maximised, a gradient that is subtracted",
+    "rounding": "take fresh weights or other targets",
+    "collinear": "take another batch, such as random rows, or fewer micro-batches",
+    "unexplained": "look for outputs that meet another micro-batch's targets, for weights that change before the last "
+    "backward, for another loss",
+    "no-gradients": "let the step end before zero_grad(); or pass trained=[…] if it trains a copy of the model",
+}
+"""What to try, by code."""
 
 
 class Finding(NamedTuple):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.model.arguments import call
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
@@ -19,26 +21,6 @@ from pipelab.errors import LossError
 
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
-
-__all__ = [
-    "LossFunction",
-    "caller_of",
-    "differences",
-    "far",
-    "flat",
-    "full_batch",
-    "gradient_of",
-    "gradients_of",
-    "learning",
-    "matters",
-    "microbatch_gradients",
-    "nearby_weights",
-    "norms_of",
-    "restored",
-    "sequential",
-    "tolerance",
-    "whole_batch_tolerance",
-]
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -239,6 +221,44 @@ def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], 
         rewind()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def types_of(modules: Iterable[nn.Module]) -> Iterator[set[torch.dtype]]:
+    """Yield in which floating types layers give their outputs meanwhile, in whatever thread."""
+    found = set[torch.dtype]()
+
+    def note(_: nn.Module, __: object, output: object) -> None:
+        found.update(each.dtype for each in tensors_of(output) if each.is_floating_point())
+
+    with ExitStack() as stack:
+        for layer in {each for module in modules for each in module.modules() if not any(each.children())}:
+            stack.callback(layer.register_forward_hook(note).remove)
+        yield found
+
+
+def in_types(types: set[torch.dtype], forward: Callable[[Any], Any], rows: Any) -> Any:
+    """Run a forward under autocast to these types, if any; the loss gets float32, as it does under autocast."""
+    with ExitStack() as stack:
+        for each in types:
+            stack.enter_context(torch.autocast(tensors_of(rows)[0].device.type, dtype=each))
+        output = forward(rows)
+    return map_tensors(lambda each: each.float() if each.dtype in types else each, output)
+
+
+def unproven_of(model: nn.Module, draws: bool) -> tuple[str, ...]:
+    """Return what the comparisons cannot show; `draws` is whether the model draws random numbers."""
+    layers = [layer for layer in model.modules() if layer.training]
+    reasons: list[str] = []
+    if draws:
+        drops = any(isinstance(layer, _DropoutNd) and layer.p for layer in layers)
+        reasons.append(
+            f"{'dropout' if drops else 'the model'} draws from one random stream, in another order than the plain "
+            "model: set model.eval()"
+        )
+    if any(isinstance(layer, _BatchNorm) for layer in layers):
+        reasons.append("BatchNorm sees each micro-batch alone: equal to micro-batches, not to the whole batch")
+    return tuple(reasons)
 
 
 @contextmanager

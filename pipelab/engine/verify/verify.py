@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
@@ -27,14 +25,13 @@ from pipelab.engine.verify.reference import (
     restored,
     sequential,
     tolerance,
+    unproven_of,
     whole_batch_tolerance,
 )
 from pipelab.errors import VerificationError
 
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
-
-__all__ = ["Verification", "restored", "verify", "whole_batch_difference"]
 
 Found = TypeVar("Found")
 Gradients = dict[str, torch.Tensor]
@@ -238,7 +235,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         # Each process computes its own reference: state of a stage may exist in one process only.
         if seen := pipe.engine.first_message(seen):
             raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
-        unproven = _unproven(pipe.stages.model, draws)
+        unproven = unproven_of(pipe.stages.model, draws)
         whole, nearby = None, False
         if not unproven:
             whole, nearby, unproven = _alike(pipe, lambda: _at_once(pipe, x, y, reference, rewind))
@@ -335,21 +332,6 @@ def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: G
 
 def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
-
-
-def _unproven(model: nn.Module, draws: bool) -> tuple[str, ...]:
-    """Return what the comparisons cannot show; `draws` is whether the model draws random numbers."""
-    layers = [layer for layer in model.modules() if layer.training]
-    reasons: list[str] = []
-    if draws:
-        drops = any(isinstance(layer, _DropoutNd) and layer.p for layer in layers)
-        reasons.append(
-            f"{'dropout' if drops else 'the model'} draws from one random stream, in another order than the plain "
-            "model: set model.eval()"
-        )
-    if any(isinstance(layer, _BatchNorm) for layer in layers):
-        reasons.append("BatchNorm sees each micro-batch alone: equal to micro-batches, not to the whole batch")
-    return tuple(reasons)
 
 
 @contextmanager

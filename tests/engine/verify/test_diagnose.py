@@ -364,6 +364,30 @@ def test_a_step_with_everything_leaves_no_trace():
     assert torch.equal(rows, x)
 
 
+def in_bfloat16(model, counts, enabled=True):
+    """Return a step that computes in bfloat16 itself, and whose micro-batches count so often; gradients are float32."""
+
+    def step(x, y):
+        for (rows, targets), count in zip(pieces(x, y, len(counts)), counts, strict=True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss = mse(model(rows), targets)
+            (count * len(rows) / len(x) * loss).backward()
+
+    return step
+
+
+def learned(steps):
+    """Return a model that has trained for so long, and its batch of 24 rows."""
+    model, (x, y) = plain.mlp(4), plain.batch(24)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, x, y
+
+
 def test_coarse_types_are_right_within_their_rounding():
     model, (x, y) = plain.mlp(2), plain.batch(20)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -373,6 +397,60 @@ def test_coarse_types_are_right_within_their_rounding():
     x, y = x.bfloat16(), y.bfloat16()
     step = lambda x, y: mse(model(x), y).backward()  # noqa: E731
     assert diagnose(step, model, x, y, mse, microbatches=5).code == "right"
+
+
+@pytest.mark.parametrize("steps", [0, 300])
+@pytest.mark.parametrize("cut", [1, 6, 24])
+def test_a_right_step_that_computes_in_bfloat16_is_not_accused_however_it_cuts(steps, cut):
+    model, x, y = learned(steps)
+    found = diagnose(in_bfloat16(model, [1] * cut), model, x, y, mse, microbatches=6)
+    assert found.code == "right", found
+    assert "bfloat16" in str(found)
+    assert found.residual < 0.02
+
+
+@pytest.mark.parametrize("where", ["step", "around", "model"])
+@pytest.mark.parametrize(
+    ("counts", "code", "microbatches"),
+    [
+        ([1.0] * 23 + [0.0], "missing-microbatches", tuple(range(23))),  # off by less than bfloat16 may round
+        ([1.0] * 7 + [2.0] + [1.0] * 16, "repeated-microbatches", (7,)),
+        ([24.0] * 24, "times-microbatches", ()),
+        ([1.0] * 24, "right", ()),
+    ],
+)
+def test_what_is_wrong_in_bfloat16_is_named_wherever_autocast_is(where, counts, code, microbatches):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    x, y = torch.randn(48, 32), torch.randn(48, 32)
+    if where == "model":
+        model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where == "around"):
+        found = diagnose(in_bfloat16(model, counts, where == "step"), model, x, y, mse, microbatches=24)
+    assert (found.code, found.microbatches) == (code, microbatches), found
+
+
+def test_a_wrong_step_in_float32_is_not_taken_for_rounding():
+    model, (x, y) = plain.mlp(4), plain.batch(24)
+
+    def step(x, y):
+        mse(model(x), y + 1e-2 * y.roll(1, 0)).backward()
+
+    found = diagnose(step, model, x, y, mse, microbatches=6)
+    assert found.code == "unexplained"
+    assert found.residual < 0.02
+    assert " 0.0" not in str(found)  # the share is said, however small
+
+
+def test_what_cannot_be_verified_is_said_as_verify_says_it():
+    (x, y), model = plain.batch(20), nn.Sequential(*plain.mlp(2), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    with Pipeline(model, OneFOneB(2, 5), mse) as pipe:
+        reasons = pipe.verify(x, y).unproven
+    assert len(reasons) == 2
+    found = diagnose(looped(model, [1] * 5), model, x, y, mse, microbatches=5)
+    assert found.code == "right"
+    assert str(found).splitlines()[1:] == [f"not verified: {reason}" for reason in reasons]
+    assert "not verified" not in str(diagnose(looped(model.eval(), [1] * 5), model, x, y, mse, microbatches=5))
 
 
 # ── What a step trains ────────────────────────────────────────────────────────────────────────────────────────────────

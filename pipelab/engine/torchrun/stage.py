@@ -112,7 +112,7 @@ class ProcessStage:
         self.group_size = len(part.ranks)
         self.is_first = runner.is_first
         self.is_last = runner.is_last
-        self.submod = runner.module
+        self.submod = nn.Identity()  # a module of FSDP2 gathers itself; the runtime would want to have gathered it
         self.has_backward = True
         self.device = connections.transport_device
         self.group = connections.pipeline

@@ -9,9 +9,10 @@ import torch
 from gpu_kernels import profiled
 from gpu_setting import RANKS, SCHEDULES, Setting, Size, mse, sequence, typical
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 import pipelab
-from pipelab.conformance.native import local_stage, schedule_class
+from pipelab.conformance.native import schedule_class
 
 
 def makespans(setting: Setting, out: Path) -> dict[str, object]:
@@ -145,7 +146,7 @@ def _native(setting: Setting, size: Size) -> dict[str, object]:
     model = size.model(setting.device)
     x, y = size.batch(setting.device)
     modules = pipelab.split(model, into=RANKS).modules
-    stages = [local_stage(module, index, RANKS, setting.device) for index, module in enumerate(modules)]
+    stages = [PipelineStage(module, index, RANKS, setting.device) for index, module in enumerate(modules)]
     runtime = schedule_class("ScheduleInterleaved1F1B")(stages, size.microbatches, loss_fn=mse)
 
     def step_natively() -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's own schedules, as conformance runs them: classes, orders, and stages in one process."""
+"""PyTorch's own schedules, as conformance runs them: classes and orders."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
 from pipelab.engine.torchrun.runtime import SCHEDULES, load, missing
 from pipelab.plan.actions import Item
 
-__all__ = ["add_send_recv", "local_stage", "lower", "lowered_rows", "order_table", "run_on_recorders", "schedule_class"]
+__all__ = ["add_send_recv", "lower", "lowered_rows", "order_table", "run_on_recorders", "schedule_class"]
+
+
+def _named(name: str) -> Any:
+    """Return something of PyTorch's module of schedules."""
+    try:
+        return getattr(load().schedules, name)
+    except AttributeError:
+        raise missing(f"{SCHEDULES}.{name}") from None
 
 
 def schedule_class(name: str) -> Any:
@@ -20,16 +26,12 @@ def schedule_class(name: str) -> Any:
     Raises:
         EngineError: if this torch has no such class, or if its loop over the micro-batches takes other arguments.
     """
-    schedules = load().schedules
-    try:
-        found = getattr(schedules, name)
-    except AttributeError:
-        raise missing(f"{schedules.__name__}.{name}") from None
+    found = _named(name)
     taken = inspect.signature(found._step_microbatches).parameters  # noqa: SLF001 - there is no public way
     takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
     for parameter in ("target_mbs", "losses"):
         if parameter not in taken and not takes_any:
-            raise missing(f"{schedules.__name__}.{name}._step_microbatches({parameter}=...)")
+            raise missing(f"{SCHEDULES}.{name}._step_microbatches({parameter}=...)")
     return found
 
 
@@ -48,9 +50,9 @@ def lowered_rows(schedule: Any) -> list[list[str]]:
 
 def add_send_recv(rows: Sequence[Iterable[Item]], ranks_of_stages: Sequence[int]) -> list[list[str]]:
     """Return every rank's row with the transfers where PyTorch's `_add_send_recv` puts them."""
-    names = load()
-    add = names.schedules._add_send_recv  # noqa: SLF001 - there is no public way
-    order = {rank: [names.action.from_str(str(item)) for item in row] for rank, row in enumerate(rows)}
+    read = load().action.from_str
+    order = {rank: [read(str(item)) for item in row] for rank, row in enumerate(rows)}
+    add = _named("_add_send_recv")
     found: dict[int, Sequence[Any]] = add(order, ranks_of_stages.__getitem__, len(ranks_of_stages))
     return [[str(action) for action in found[rank]] for rank in sorted(found)]
 
@@ -82,10 +84,3 @@ def order_table(schedule: Any) -> tuple[tuple[str, ...], ...]:
         tuple(str(action) for action in table[rank] if action is not None and action.is_compute_op)
         for rank in sorted(table)
     )
-
-
-def local_stage(module: torch.nn.Module, index: int, count: int, device: torch.device | str = "cpu") -> Any:
-    """Return a stage for PyTorch's own schedules, in a process that also holds the stages before and after it."""
-    stage = load().stage(module, index, count, torch.device(device))
-    stage._get_init_p2p_neighbors_ops = list  # noqa: SLF001 - up to torch 2.11 it would send to itself, and hang
-    return stage

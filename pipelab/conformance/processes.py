@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import distributed
+from torch.distributed.pipelining import PipelineStage
 
 from pipelab.conformance import native
 from pipelab.conformance.recording import native_place, watch
@@ -151,7 +152,7 @@ def _run(job: Job, rank: int, ranks: int) -> dict[str, Any]:
     ]
     modules = list(fixed_model(count))
     task = fixed_task(job.microbatches)
-    stages = [native.local_stage(modules[index], index, count) for index in mine]
+    stages = [PipelineStage(modules[index], index, count, torch.device("cpu")) for index in mine]
     record: list[Action] = []
     for stage in stages:
         watch(stage, record)

@@ -107,7 +107,7 @@ class RecordingStage:
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_transfers
     set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _nothing
-    scale_grads = perform_reduce_grad = clear_runtime_states = _nothing
+    scale_grads = perform_reduce_grad = release_fwd_send_outputs = clear_runtime_states = _nothing
 
 
 def executed(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Plan:
@@ -237,10 +237,7 @@ def _row(
     except AttributeError as error:
         if not isinstance(error.obj, RecordingStage):
             raise
-        raise EngineError(
-            f"in torch {torch.__version__}, {kind} calls {error.name!r} of its stages, which pipelab's recorder of "
-            "executed orders does not have: use torch 2.10 to 2.13 to compare with PyTorch"
-        ) from error
+        raise runtime.unexpected(f"asks more of a stage in {kind} than pipelab's recorder has", error) from error
     return record
 
 

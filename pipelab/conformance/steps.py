@@ -10,6 +10,7 @@ from typing import Any
 import networkx
 import torch
 from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage
 
 from pipelab.conformance import native
 from pipelab.engine.torchrun import runtime
@@ -89,7 +90,7 @@ def step_of_class(kind: str, modules: Sequence[nn.Module], task: Task, *, one_at
 
     With `one_at_a_time`, the schedule gets one micro-batch after the other. Gradients are added to the modules'.
     """
-    stages = [native.local_stage(module, index, len(modules)) for index, module in enumerate(modules)]
+    stages = [PipelineStage(module, index, len(modules), torch.device("cpu")) for index, module in enumerate(modules)]
     schedule = make_schedule(kind, stages, task, one_at_a_time=one_at_a_time)
     return _outcome(modules, take_step(schedule, stages, task, one_at_a_time=one_at_a_time))
 
@@ -100,7 +101,7 @@ def step_of_plan(plan: Plan, modules: Sequence[nn.Module], task: Task) -> Outcom
     All rows become one, in an order that the dependencies allow. Needs `group_of_one`. Gradients are added to the
     modules'.
     """
-    stages = [native.local_stage(module, index, len(modules)) for index, module in enumerate(modules)]
+    stages = [PipelineStage(module, index, len(modules), torch.device("cpu")) for index, module in enumerate(modules)]
     schedule = make_schedule("_PipelineScheduleRuntime", stages, task)
     native.lower(schedule, [networkx.topological_sort(plan.graph())])
     return _outcome(modules, take_step(schedule, stages, task))

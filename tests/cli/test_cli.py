@@ -54,7 +54,7 @@ def test_without_pytorch_what_needs_it_says_so(line):
     code = f"import sys; sys.modules['torch'] = None; import pipelab; from pipelab.cli.app import main; {line}"
     done = subprocess.run([sys.executable, "-c", code, "run", "1f1b"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert 'pip install "torch>=2.10"' in done.stderr
+    assert 'pip install "torch>=2.12"' in done.stderr
     assert ("Traceback" in done.stderr) == (line != "main()")
     assert ("pipelab run 1f1b: " in done.stderr) == (line == "main()")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import distributed
+from torch.distributed.pipelining import PipelineStage
 
 from pipelab import B, F, GPipe, Pipeline, Plan, Schedule, lower, schedules
 from pipelab.cli import conformance as showing
@@ -120,7 +121,7 @@ def reversed_backwards(monkeypatch: pytest.MonkeyPatch):
     def loop(self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None, *_args, **_kwargs) -> None:
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         first = (arg_mbs[0], kwarg_mbs[0], target_mbs[0], None)
-        self._initialize_stage(*first[: len(signature(self._initialize_stage).parameters)])  # torch 2.11 takes two
+        self._initialize_stage(*first[: len(signature(self._initialize_stage).parameters)])  # torch 2.12 takes three
         for m in range(self._n_microbatches):
             output = self._stage.forward_one_chunk(m, arg_mbs[m], kwarg_mbs[m])
             self._maybe_compute_loss(self._stage, output, target_mbs, m)
@@ -199,7 +200,7 @@ def test_with_pytorchs_defaults_bits_are_equal_where_dividing_does_not_round(
     task = fixed_task(microbatches)
     theirs, ours = fixed_model(1), fixed_model(1)
     with one_thread(), group_of_one():
-        stage = native.local_stage(theirs, 0, 1)
+        stage = PipelineStage(theirs, 0, 1, torch.device("cpu"))
         native.schedule_class("ScheduleGPipe")(stage, microbatches, loss_fn=task.loss_fn).step(task.x, target=task.y)
         with Pipeline([ours], GPipe(1, microbatches), task.loss_fn) as pipe:
             pipe.step(task.x, task.y)
@@ -271,12 +272,12 @@ def test_what_this_pytorch_refuses_is_not_sent_to_its_processes(monkeypatch) -> 
     gpipe = runtime.load().schedules.ScheduleGPipe
     made = gpipe.__init__
 
-    def as_in_torch_2_10(schedule, stage, n_microbatches, **options):
+    def as_in_another_torch(schedule, stage, n_microbatches, **options):
         if n_microbatches < stage.num_stages:
             raise ValueError(f"Number of microbatches ({n_microbatches}) is less than {stage.num_stages} stages")
         made(schedule, stage, n_microbatches, **options)
 
-    monkeypatch.setattr(gpipe, "__init__", as_in_torch_2_10)
+    monkeypatch.setattr(gpipe, "__init__", as_in_another_torch)
     sent = Mock(side_effect=EngineError("no processes here"))
     monkeypatch.setattr("pipelab.conformance.report.run_in_processes", sent)
     with pytest.raises(EngineError, match="no processes here"):

@@ -120,7 +120,7 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
         m = first[error.rank]
         assert (error.stage, str(error.action)) == (at, f"{at}F{m}")
         told = str(error)
-        assert told.startswith(f"{at}F{m} on rank {error.rank} failed: RuntimeError: mat1 and mat2 shapes cannot be")
+        assert told.startswith(f"{at}F{m} on rank {error.rank} failed: RuntimeError: {error.__cause__}")
         assert f"stage {at}, micro-batch {m}, on cpu" in told
         line = fails_forward.__code__.co_firstlineno + 1
         assert f"{__file__}, line {line}, in fails_forward: return x @ torch.zeros(7, 7)" in told
@@ -199,7 +199,7 @@ def test_an_error_names_its_layer_even_if_it_stands_twice_or_cannot_be_shown():
         with Pipeline(model, OneFOneB(1, 2), mse) as pipe, pytest.raises(StageError) as failed:
             pipe.step(*plain.batch(4))
         assert told in str(failed.value)
-        assert "mat1 and mat2" in str(failed.value)
+        assert str(failed.value.__cause__) in str(failed.value)
 
 
 def test_an_error_in_a_traced_model_names_the_students_own_layer():
@@ -279,7 +279,7 @@ def test_even_what_would_end_a_program_is_reported(error):
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
-        (lambda output, target: fails_forward(output), "RuntimeError: mat1 and mat2"),
+        (lambda output, target: fails_forward(output), "RuntimeError: .*mat1 and mat2"),
         (lambda output, target: output - target, r"returned a tensor of shape \(2, 6\), not one number"),
         (lambda output, target: 3.0, "returned float, not a tensor"),
         (lambda output, target: None, "returned NoneType, not a tensor"),

@@ -85,9 +85,10 @@ def refused(**options):
 
 
 ours, same, alone = spread(model()), spread(model()), model()
+given = list(ours) if plan.stages == len(ours) else ours  # a list of stages, each of which FSDP2 has spread as a whole
 group = mesh["pp"].get_group()
 gradients, bits, norms, losses = 0.0, True, [], []
-with pipelab.Pipeline(ours, plan, nn.functional.mse_loss, engine="torch", group=group, timeout=30) as pipe:
+with pipelab.Pipeline(given, plan, nn.functional.mse_loss, engine="torch", group=group, timeout=30) as pipe:
     three = (list(pipe.parameters()), same.parameters(), alone.parameters())
     optimizers = [torch.optim.AdamW(each, lr=0.1, foreach=False) for each in three]
     for number in range(2):

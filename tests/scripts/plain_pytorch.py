@@ -38,8 +38,6 @@ def compare(path, held, count, microbatches):
     for module in modules:
         module.zero_grad()
     stages = [PipelineStage(modules[stage], stage, count, torch.device("cpu")) for stage in held]
-    for stage in stages:  # up to torch 2.11, two neighbours on one rank would make it greet itself, which gloo refuses
-        stage._get_init_p2p_neighbors_ops = list
     schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss_fn, scale_grads=False)
     schedule._load_csv(path, format="compute_only")
     losses = []

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
+from pipelab._version import __version__
 from pipelab.errors import EngineError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
-
-__all__ = ["SCHEDULES", "Native", "default_store", "load", "lowered", "missing", "order_runner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,69 +31,41 @@ class Native:
         action: parses an action, `action.from_str("0F0")`.
         runtime: the schedule class that runs any order.
         schedules: the module, whose public `Schedule...` classes are PyTorch's native schedules.
-        stage: a stage of a pipeline.
     """
 
     action: Any
     runtime: Any
     schedules: Any
-    stage: Any
 
 
 SCHEDULES = "torch.distributed.pipelining.schedules"
-_STAGE = "torch.distributed.pipelining.stage"
+
+TESTED = ("2.12", "2.15")
+"""The oldest and the newest torch that pipelab is tested with."""
 
 _NAMES: dict[str, tuple[str, ...]] = {
-    "torch.distributed": ("HashStore", "PrefixStore", "rendezvous"),
     "torch.distributed.distributed_c10d": ("_get_default_store",),
     SCHEDULES: (
-        "_Action",
         "_Action.from_str",
         "_Action.computation_type",
         "_Action.is_compute_op",
-        "_ComputationType",
-        "_ComputationType.UNSHARD",
-        "_ComputationType.RESHARD",
         "_ComputationType.REDUCE_GRAD",
-        "PipelineScheduleSingle._initialize_stage",
-        "PipelineScheduleSingle._step_microbatches",
-        "PipelineScheduleMulti._initialize_stages",
-        "PipelineScheduleMulti._step_microbatches",
         "_PipelineScheduleRuntime._initialize_stages",
         "_PipelineScheduleRuntime._prepare_schedule_with_comms",
         "_PipelineScheduleRuntime._step_microbatches",
-        "_add_send_recv",
+        "_PipelineScheduleRuntime.register_custom_function",
         "logger",
     ),
-    _STAGE: (
-        "PipelineStage._get_init_p2p_neighbors_ops",
-        "PipelineStage.has_backward",
-        "PipelineStage.is_first",
-        "PipelineStage.is_last",
-        "PipelineStage.forward_one_chunk",
-        "PipelineStage.backward_one_chunk",
-        "PipelineStage.backward_weight_one_chunk",
-        "PipelineStage.get_fwd_recv_ops",
-        "PipelineStage.get_fwd_send_ops",
-        "PipelineStage.get_bwd_recv_ops",
-        "PipelineStage.get_bwd_send_ops",
-        "PipelineStage.set_local_fwd_input",
-        "PipelineStage.set_local_bwd_input",
-        "PipelineStage.get_local_bwd_output",
-        "PipelineStage.scale_grads",
-        "PipelineStage.perform_reduce_grad",
-        "PipelineStage.clear_runtime_states",
-    ),
 }
-"""By module, the names that pipelab calls, reads or replaces; of a stage, those that a schedule calls."""
+"""By module, the names that the torch engine calls, reads or replaces."""
 
-_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops", "pipeline_order", "pipeline_order_with_comms", "rank")
+_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops", "pipeline_order_with_comms", "rank")
 """Attributes of a runtime that has an order."""
 
 
 @cache
 def load() -> Native:
-    """Return PyTorch's pipelining; check every name that pipelab uses.
+    """Return PyTorch's pipelining; check every name that the torch engine uses.
 
     Raises:
         EngineError: naming what this torch lacks.
@@ -106,8 +77,7 @@ def load() -> Native:
             except (ImportError, AttributeError):
                 raise missing(f"{module}.{name}") from None
     schedules = import_module(SCHEDULES)
-    runtime = schedules._PipelineScheduleRuntime  # noqa: SLF001 - there is no public way
-    found = Native(schedules._Action, runtime, schedules, import_module(_STAGE).PipelineStage)  # noqa: SLF001 - see above
+    found = Native(schedules._Action, schedules._PipelineScheduleRuntime, schedules)  # noqa: SLF001 - no public way
     made = _smallest_runtime(found)
     for name in _OF_A_RUNTIME:
         if not hasattr(made, name):
@@ -121,17 +91,30 @@ def _smallest_runtime(found: Native) -> Any:
     try:
         return _runtime(found, [stage], 1, {0: ["0F0", "0B0"]})
     except Exception as error:
-        raise EngineError(
-            f"torch {torch.__version__} does not accept pipelab's orders ({type(error).__name__}: {error})\n{_TRY}"
-        ) from error
+        raise unexpected("does not accept pipelab's orders", error) from error
 
 
-_TRY = "  try: torch 2.10 to 2.13; or engine='threads'"
+_TRY = (
+    f"\n  try: a newer pipelab (pip install -U pipelab-schedules; this is {__version__}, tested with torch "
+    f"{' to '.join(TESTED)}); torch {TESTED[1]}; or engine='threads'"
+)
 
 
 def missing(name: str) -> EngineError:
     """Return the error of a torch that lacks a name."""
-    return EngineError(f"torch {torch.__version__} has no {name}, which pipelab needs to run plans\n{_TRY}")
+    return EngineError(f"torch {torch.__version__} has no {name}, which pipelab needs to run plans{_TRY}")
+
+
+def unexpected(fact: str, error: Exception) -> EngineError:
+    """Return the error of a torch that does what no tested one does."""
+    return EngineError(f"torch {torch.__version__} {fact} ({type(error).__name__}: {error}){_TRY}")
+
+
+class HaltError(BaseException):
+    """An error on its way out of PyTorch's runtime.
+
+    From torch 2.15 on, the runtime answers an `Exception` by waiting for all its sends, which may never be received.
+    """
 
 
 def default_store() -> Any:
@@ -160,20 +143,32 @@ def order_runner(
     found.schedules.logger.addFilter(_quiet)
     runtime = _runtime(found, stages, microbatches, rows)
     runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
-    orders, kinds = runtime.pipeline_order_with_comms, found.schedules._ComputationType  # noqa: SLF001 - see above
+    orders, reduce = runtime.pipeline_order_with_comms, found.schedules._ComputationType.REDUCE_GRAD  # noqa: SLF001
     order: list[Any] = []
     done = 0
     for action in orders[runtime.rank]:
         if action.is_compute_op:
-            order += [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
+            order += [found.action(stage, reduce, None) for stage in reduces.get(done, ())]
             done += 1
         if action.computation_type.name not in _ADDED_BY_PYTORCH:
             order.append(action)
-    orders[runtime.rank] = order + [found.action(stage, kinds.REDUCE_GRAD, None) for stage in reduces.get(done, ())]
+    orders[runtime.rank] = order + [found.action(stage, reduce, None) for stage in reduces.get(done, ())]
+    held = {stage.stage_index: stage for stage in stages}
+    runtime.register_custom_function(reduce, lambda action, _: held[action.stage_index].perform_reduce_grad())
     runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
+    halted: list[Exception] = []
 
     def run(inputs: list[tuple[Any, ...]] | None) -> None:
-        runtime._step_microbatches(inputs)  # noqa: SLF001 - `step` cuts the batch evenly, or not at all
+        try:
+            runtime._step_microbatches(inputs)  # noqa: SLF001 - `step` cuts the batch evenly, or not at all
+        except HaltError as halt:
+            halted.append(halt.args[0])
+        except RuntimeError:  # a send's connection was lost
+            raise
+        except Exception as error:
+            raise unexpected("does not run pipelab's orders", error) from error
+        if halted:
+            raise halted.pop()
 
     return run
 
@@ -204,7 +199,10 @@ class _Receives(dict[tuple[int, int], list[Any]]):
         self._receiving = receiving
 
     def pop(self, key: tuple[int, int], *_: Any) -> list[Any]:
-        self._receiving(*key, super().pop(key))
+        try:
+            self._receiving(*key, super().pop(key))
+        except Exception as error:
+            raise HaltError(error) from error
         return []
 
 

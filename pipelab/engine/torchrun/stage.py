@@ -29,6 +29,7 @@ from pipelab.engine.step import Act, RankState, StepState, awaited_action, run_a
 from pipelab.engine.torchrun.groups import Connections, PipelineReplica
 from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta
 from pipelab.engine.torchrun.replicas import Reducer
+from pipelab.engine.torchrun.runtime import HaltError
 from pipelab.errors import StageError
 from pipelab.plan.actions import Action, B, F, I, R, W
 from pipelab.plan.plan import Plan
@@ -112,7 +113,7 @@ class ProcessStage:
         self.group_size = len(part.ranks)
         self.is_first = runner.is_first
         self.is_last = runner.is_last
-        self.submod = runner.module
+        self.submod = nn.Identity()  # a module of FSDP2 gathers itself; the runtime would want to have gathered it
         self.has_backward = True
         self.device = connections.transport_device
         self.group = connections.pipeline
@@ -210,7 +211,7 @@ class ProcessStage:
         if self.step.loss is not None:
             self._run(W(microbatch, self.stage_index), self.runner.backward_weight, None)
 
-    def perform_reduce_grad(self, _: int) -> None:
+    def perform_reduce_grad(self) -> None:
         """Sum the stage's gradients over its replicas; the action begins when the last of them has arrived."""
         if self.step.loss is None:
             return
@@ -272,7 +273,7 @@ class ProcessStage:
         return ops
 
     def release_fwd_send_outputs(self, microbatch: int) -> None:
-        """Do nothing: `get_fwd_send_ops` has released the output already; torch 2.14 calls this."""
+        """Do nothing: `get_fwd_send_ops` has released the output already; torch 2.15 calls this."""
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
@@ -294,12 +295,12 @@ class ProcessStage:
         step.peer = None
         try:
             return run_action(step, step.mine, self.runner, action, act, microbatch, given)
-        except StageError:
-            raise
+        except StageError as error:
+            raise HaltError(error) from error
         except Exception as error:
             named = self._named(action)
             place = (self._rank, self.stage_index, named.microbatch or 0, step.mine.stream.runs_on)
-            raise stage_error(error, str(named), *place) from error
+            raise HaltError(stage_error(error, str(named), *place)) from error
 
     def _named(self, action: Action) -> Action:
         """Return an action with its number in the whole plan."""
@@ -309,7 +310,7 @@ class ProcessStage:
         """Refuse an output that does not fit the next stage's buffer."""
         meta: ValueMeta = self.step.meta(self.stage_index, microbatch)
         if misfit := meta.misfit(made, f"stage {self.stage_index}", self.step.counts[microbatch]):
-            raise self._error(microbatch, misfit)
+            raise HaltError(self._error(microbatch, misfit))
 
     def _error(self, microbatch: int, message: str) -> StageError:
         action = str(self._named(F(microbatch, self.stage_index)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import networkx
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import given, settings
 from strategies import legal_cases
 
 import pipelab
-from pipelab import Action, B, EngineError, F, I, OneFOneB, Plan, R, W, replicate, schedules
+from pipelab import Action, B, EngineError, F, I, OneFOneB, Plan, R, StageError, W, replicate, schedules
+from pipelab.engine.torchrun import runtime
 from pipelab.engine.torchrun.groups import pipeline_replicas
-from pipelab.engine.torchrun.runtime import lowered
+from pipelab.engine.torchrun.runtime import HaltError, lowered
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Recorder:
     def backward_weight_one_chunk(self, microbatch, **_):
         self.computed.append(W(microbatch, self.stage_index))
 
-    def perform_reduce_grad(self, _):
+    def perform_reduce_grad(self):
         self.computed.append(R(self.stage_index))
 
     def set_local_fwd_input(self, *_): ...
@@ -129,6 +132,43 @@ def test_an_all_reduce_runs_where_the_plan_lists_it():
     assert tuple(ran(plan, 0)[0]) == plan.rows[0]
     early = Plan([[F(0, 0), B(0, 0)]], 1, 1)
     assert ran(early, 0)[0] == [F(0, 0), B(0, 0)]  # and nowhere else
+
+
+def test_an_error_of_a_stage_is_raised_as_it_is_and_no_send_is_waited_for_first(monkeypatch):
+    """A send may never be received; torch 2.15 waits for it before it raises an `Exception`."""
+    plan, waited, error = OneFOneB(2, 2).plan(), [], StageError("a bug of mine", 0, 0, "0B0")
+    work = SimpleNamespace(wait=lambda: waited.append("a send"))
+
+    class Fails(Recorder):
+        def backward_one_chunk(self, *_, **__):
+            raise HaltError(error)
+
+    monkeypatch.setattr(runtime.load().schedules, "_batch_p2p", lambda *_, **__: [work])
+    run = lowered(plan, 0, [Fails(0, 2, 0, 2)], lambda *_: None)
+    with pytest.raises(StageError) as raised:
+        run([(None,)] * 2)
+    assert raised.value is error
+    assert (error.__cause__, error.__context__) == (None, None)
+    assert waited == []
+
+
+def test_a_connection_that_is_lost_while_an_action_waits_is_raised_as_it_is():
+    def loses(*_):
+        raise lost
+
+    lost = RuntimeError("gloo/transport: connection closed")
+    with pytest.raises(RuntimeError) as raised:
+        lowered(OneFOneB(2, 1).plan(), 1, [Recorder(1, 2, 1, 2)], loses)([(None,)])
+    assert raised.value is lost
+
+
+def test_a_runtime_that_asks_a_stage_for_something_new_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setattr(
+        runtime.load().runtime, "_step_microbatches", lambda self, *_, **__: self._stages[0].prefetch_everything()
+    )
+    with pytest.raises(EngineError, match=rf"torch {re.escape(torch.__version__)} .*'prefetch_everything'") as raised:
+        lowered(OneFOneB(1, 1).plan(), 0, [Recorder(0, 1, 0, 1)], lambda *_: None)([(None,)])
+    assert f"tested with torch {' to '.join(runtime.TESTED)}" in str(raised.value)
 
 
 def test_replicas_are_pipelines_of_their_own():

@@ -105,7 +105,7 @@ def test_a_stage_that_raises_is_told_on_every_process_with_what_it_was_waiting_f
 
 
 def test_shapes_that_do_not_fit_are_found_before_they_are_sent(ends):
-    told = r"^2F0 on rank 2 failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied \(3x4 and 6x6\)"
+    told = r"^2F0 on rank 2 failed: RuntimeError: .*mat1 and mat2 shapes cannot be multiplied \(3x4 and 6x6\)"
     first, second, third = ends("narrow")
     assert_told([third], "StageError", told)
     assert_told([first, second], "RankError", told)

@@ -1,0 +1,51 @@
+"""PyTorch 2.15 counts how many activations each rank holds at most: as many as pipelab does."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipelab
+from pipelab.conformance import recording
+from pipelab.conformance.recording import NATIVE, NativeRefusalError
+from pipelab.conformance.references import Grid
+from pipelab.engine.torchrun import runtime
+from pipelab.errors import ScheduleError
+
+analyze = getattr(runtime.load().schedules, "analyze_pipeline_activation_liveness", None)
+pytestmark = pytest.mark.skipif(analyze is None, reason="torch has no analyze_pipeline_activation_liveness before 2.15")
+
+RUNTIME = "_PipelineScheduleRuntime"
+SINGLE = {"gpipe", "1f1b"}
+"""The schedules whose class has no rows: PyTorch's runtime has them lowered instead."""
+
+
+def slots(plan, name):
+    """Return how many activation slots PyTorch gives each rank of a schedule, in its own order if it has one."""
+    held = [[stage for stage, ranks in plan.replicas.items() if rank in ranks] for rank in range(plan.ranks)]
+    own = name in NATIVE and name not in SINGLE
+    kind, rows = (NATIVE[name], None) if own else (RUNTIME, plan.rows)
+    schedule = recording._schedule(kind, held, 0, plan.microbatches, [], rows)
+    options = {"granularity": "stage_microbatch"}
+    return tuple(
+        analyze(schedule, pp_rank=rank, stage_indices=stages, **options).num_slots for rank, stages in enumerate(held)
+    )
+
+
+def test_the_counts_of_1f1b_are_those_of_its_paper():
+    assert slots(pipelab.OneFOneB(4, 8).plan(), "1f1b") == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in pipelab.schedules if name != "dualpipe"]
+)  # its stages are on two ranks
+def test_pytorch_counts_as_many_activations_on_every_rank(name):
+    compared = 0
+    for schedule in Grid(stages_per_rank=(1, 2, 3)).of(name):
+        try:
+            plan = schedule.plan()
+            theirs = slots(plan, name)
+        except (NativeRefusalError, ScheduleError):
+            continue
+        assert pipelab.simulate(plan).peak_activations == theirs, plan.name
+        compared += 1
+    assert compared >= 22

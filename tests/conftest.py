@@ -19,7 +19,8 @@ from pipelab.cli import app
 collect_ignore = ["scripts", "fuzz"]  # other processes run the first, test_fuzz.py the second
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ.pop("COLUMNS", None)  # whoever runs the tests may have it: text drawings would be as wide
+for name in ("COLUMNS", "PYTHONUNBUFFERED"):  # whoever runs the tests may have them; most machines do not
+    os.environ.pop(name, None)
 # PyTorch asks for the name of every address that it connects to: a name server that does not answer would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

@@ -19,16 +19,18 @@ demo: .venv/run.stamp ## run a pipeline on this machine: checked, simulated, dra
 # First the tests that start processes of their own, two files at a time, as much of their time is waiting; then all
 # others on all cores, each worker with one computing thread. pytest's exit code 5 says that a group has no tests. Other
 # pytest plugins that the machine may have stay out. Python may keep what it compiled, whatever the machine's setting
-# is: many processes import the same files.
-PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= \
+# is: many processes import the same files. NOT_RUN collects what all groups skip: see tests/conftest.py.
+NOT_RUN = $(BIN:%/bin=%)/not-run
+PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= NOT_RUN=$(NOT_RUN) \
 	$(BIN)/python -m pytest -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 
-# The first two groups do not see a GPU: what they compare runs on the CPU. Tests marked gpu skip there, and run last.
+# The first two groups do not see a GPU: what they compare runs on the CPU. Where there is one, tests marked gpu run last.
 test: .venv/dev.stamp ## run all tests
-	@echo "pipelab: tests that start several processes"; several=0; \
-	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --maxprocesses 2 --dist loadfile -m dist $(ARGS) || several=$$?; \
+	@rm -f $(NOT_RUN); rest=$$(command -v nvidia-smi >/dev/null && echo " and not gpu"); \
+	echo "pipelab: tests that start several processes"; several=0; \
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --maxprocesses 2 --dist loadfile -m "dist$$rest" $(ARGS) || several=$$?; \
 	echo "pipelab: all other tests, on all cores"; alone=0; \
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not dist" $(ARGS) || alone=$$?; \
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not dist$$rest" $(ARGS) || alone=$$?; \
 	ongpu=5; if command -v nvidia-smi >/dev/null; then \
 		echo "pipelab: tests on the GPU"; ongpu=0; $(PYTEST) -m gpu $(ARGS) || ongpu=$$?; \
 	fi; \
@@ -58,7 +60,7 @@ light: ## run the tests that need no PyTorch: make light PYTHON=python3.13
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(LIGHT_NEEDS) && \
 		cp constraints.txt $(BIN); \
 	}
-	@$(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
+	@rm -f $(NOT_RUN); $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
 
 lint: .venv/dev.stamp ## check style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -21,7 +21,7 @@ from processes import environment, free_port
 import pipelab
 
 for _needed in ("starlette", "uvicorn", "watchfiles"):
-    pytest.importorskip(_needed, reason=f"{_needed} is not installed")
+    pytest.importorskip(_needed, reason=f"needs {_needed}: .venv/bin/pip install -e '.[play]'")
 
 HOSTILE = "</pre><script>document.title='owned'</script><img src=x onerror=alert(1)>{{fault}}"
 

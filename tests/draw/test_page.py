@@ -813,7 +813,7 @@ def test_show_opens_a_page_and_prints_its_path_where_there_is_no_browser(trace, 
 
 
 def test_show_displays_the_figure_in_a_notebook(trace, monkeypatch):
-    display = pytest.importorskip("IPython.display", reason="IPython is not installed")
+    display = pytest.importorskip("IPython.display", reason="needs IPython: pip install ipython")
     shown = []
     monkeypatch.setattr(draw, "_in_notebook", lambda: True)
     monkeypatch.setattr(display, "display", shown.append)

@@ -38,6 +38,14 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return f"{' '.join(val.split())[:30]}..." if isinstance(val, str) and len(val) > 40 else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what touches PyTorch, by its folder: `make newest` runs that on the newest one."""
+    for item in items:
+        if {"engine", "conformance", "labs"}.intersection(item.path.relative_to(config.rootpath).parts):
+            item.add_marker("torch")
+
+
 def _has_gpu() -> bool:
     import torch
 

@@ -60,7 +60,7 @@ class Playing:
         """End it as Ctrl-C does; return its exit code and how long that took."""
         self.process.send_signal(by)
         begun = time.monotonic()
-        return self.process.wait(20), time.monotonic() - begun
+        return self.process.wait(60), time.monotonic() - begun
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_ctrl_c_ends_a_loop_and_an_open_page_at_once_and_leaves_nothing(play, by
         assert not any(gone(path.stem) for path in found)
         code, seconds = server.end(by)
     assert (code, seconds < 10) == (0, True)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not all(gone(path.stem) for path in found):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -40,8 +40,10 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what touches PyTorch, by its folder: `make newest` runs that on the newest one."""
+    """Mark what opens a browser, and by its folder what touches PyTorch: `make newest` runs that on the newest one."""
     for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
         if {"engine", "conformance", "labs"}.intersection(item.path.relative_to(config.rootpath).parts):
             item.add_marker("torch")
 

@@ -181,7 +181,6 @@ def opened(browser, site):
     assert complaints == []
 
 
-@pytest.mark.browser
 @pytest.mark.npm
 def test_the_worker_answers_ends_a_loop_and_goes_on(opened):
     tab = opened("bare.html")
@@ -223,7 +222,6 @@ def test_without_npm_the_rest_is_there_with_the_reason(monkeypatch, tmp_path):
     assert not [name for name in made if name.startswith("pyodide/")]
 
 
-@pytest.mark.browser
 @pytest.mark.npm
 def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     tab = opened("index.html")
@@ -252,7 +250,6 @@ def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     assert tab.title() == "playground"
 
 
-@pytest.mark.browser
 @pytest.mark.npm
 def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
     tab = opened("index.html")
@@ -283,7 +280,6 @@ def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
     assert tab.evaluate(wide) == 390
 
 
-@pytest.mark.browser
 @pytest.mark.npm
 def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
     tab = opened(f"index.html#code={EDITING['packed'](HOSTILE)}")
@@ -300,7 +296,6 @@ def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
     assert tab.locator("#pg-schedule").input_value() == "zb-h1"
 
 
-@pytest.mark.browser
 @pytest.mark.npm
 def test_a_site_without_python_says_why_beside_the_picture(opened):
     tab = opened("bare.html")
@@ -311,7 +306,6 @@ def test_a_site_without_python_says_why_beside_the_picture(opened):
     assert tab.locator("#pg-load").is_disabled()
 
 
-@pytest.mark.browser
 @pytest.mark.npm
 def test_a_level_is_solved_by_hand_kept_and_refused_in_the_words_of_check(opened):
     tab = opened("challenges.html")

@@ -189,7 +189,6 @@ FIRST = """() => {
 }"""
 
 
-@pytest.mark.browser
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
 def test_every_page_fits_the_screen_and_asks_nobody_else(browser: Any, site: str, width: int, height: int) -> None:
@@ -205,7 +204,6 @@ def test_every_page_fits_the_screen_and_asks_nobody_else(browser: Any, site: str
     assert visit.wrong == []
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
 def test_home_and_every_schedule_show_a_picture_first(browser: Any, site: str, width: int, height: int) -> None:
     visit = Visit(browser, site, width, height)
@@ -217,7 +215,6 @@ def test_home_and_every_schedule_show_a_picture_first(browser: Any, site: str, w
             assert visit.tab.evaluate("document.querySelector('iframe').getBoundingClientRect().top") < 300
 
 
-@pytest.mark.browser
 def test_home_is_light_and_its_frame_is_as_dark_as_the_site(browser: Any, site: str) -> None:
     visit = Visit(browser, site, 1280, 720, "dark")
     visit.open("")

@@ -288,7 +288,6 @@ def shows(tab, words):
     wait_until(tab, f"frame && !drawing && frame.contentDocument.body.innerText.includes({json.dumps(words)})")
 
 
-@pytest.mark.browser
 def test_a_saved_file_is_drawn_again_with_the_same_selection_and_zoom(opened, play):
     write(RIGHT)
     tab = opened(play("mine.py:MySchedule"))
@@ -313,7 +312,6 @@ def test_a_saved_file_is_drawn_again_with_the_same_selection_and_zoom(opened, pl
     assert "1B3" in tab.url
 
 
-@pytest.mark.browser
 def test_a_fault_and_a_loop_stand_in_the_pictures_place_until_the_file_is_right(opened, play):
     write(RIGHT)
     server = play("mine.py:MySchedule", "--seconds", "4")
@@ -330,7 +328,6 @@ def test_a_fault_and_a_loop_stand_in_the_pictures_place_until_the_file_is_right(
     shows(tab, "33 units")
 
 
-@pytest.mark.browser
 def test_a_save_ends_a_loop_before_its_time(opened, play):
     note = "import os; open(f'{os.getppid()}.pid', 'w')"
     write(without(f"{note}\n        while True: pass"))
@@ -344,7 +341,6 @@ def test_a_save_ends_a_loop_before_its_time(opened, play):
     assert len(list(Path().glob("*.pid"))) == 1  # what a drawing needs is not imported again
 
 
-@pytest.mark.browser
 def test_sliders_draw_again_and_are_kept_in_the_address(opened, play):
     tab = opened(play())
     tab.get_by_text("zb-h1", exact=True).click()
@@ -366,7 +362,6 @@ def test_sliders_draw_again_and_are_kept_in_the_address(opened, play):
     assert not tab.locator("[name=weight_grad]").is_visible()
 
 
-@pytest.mark.browser
 def test_the_page_says_that_the_server_has_ended(browser, play):
     server = play("1f1b")
     tab = browser.new_page()

@@ -77,6 +77,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     `make test` runs pytest several times. It names a file in NOT_RUN that collects what they all skipped: each run says
     the sum so far, and `.ci/run` reads from the file what to run again.
     """
+    if hasattr(terminalreporter.config, "workerinput"):
+        return  # one of xdist's workers, whose reports the main process has too
     skipped = [f"{report.nodeid}\t{report.longrepr[2]}" for report in terminalreporter.getreports("skipped")]
     if "NOT_RUN" in os.environ:
         with Path(os.environ["NOT_RUN"]).open("a+") as file:

@@ -20,8 +20,8 @@ def bare_pytest(tmp_path: Path):
         noted = tmp_path / "not-run"
         env = {**os.environ, "PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "NOT_RUN": str(noted)}
         env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        plugins = ("-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin", "-p", "no:cacheprovider")
-        command = [sys.executable, "-m", "pytest", *plugins, *arguments]
+        plugins = [f"-p{name}" for name in ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")]
+        command = [sys.executable, "-m", "pytest", *plugins, "-n", "1", *arguments]
         said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
         return said.splitlines()[-3:], noted.read_text().splitlines()
 

@@ -1,4 +1,4 @@
-# What pipelab needs is installed into .venv; nothing outside this folder is touched.
+# What pipelab needs is installed into .venv. Outside this folder, only "make newest" keeps something, in the user's cache.
 # Another Python, after "make clean": make test PYTHON=python3.12; or "make light", which keeps .venv. Arguments for pytest: make test ARGS="-k deadlock".
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz light lint types docs site pictures dist bench clean
+.PHONY: help demo test newest newest-environment light fuzz lint types docs site pictures dist bench clean
 
 help: ## show this list
 	@echo "pipelab: make <target>, where target is one of"
@@ -19,20 +19,40 @@ demo: .venv/run.stamp ## run a pipeline on this machine: checked, simulated, dra
 # First the tests that start processes of their own, two files at a time, as much of their time is waiting; then all
 # others on all cores, each worker with one computing thread. pytest's exit code 5 says that a group has no tests. Other
 # pytest plugins that the machine may have stay out. Python may keep what it compiled, whatever the machine's setting
-# is: many processes import the same files.
-PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= \
+# is: many processes import the same files. NOT_RUN collects what all groups skip: see tests/conftest.py.
+NOT_RUN = $(BIN:%/bin=%)/not-run
+PYTEST = MPLBACKEND=Agg PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= NOT_RUN=$(NOT_RUN) \
 	$(BIN)/python -m pytest -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 
-# The first two groups do not see a GPU: what they compare runs on the CPU. Tests marked gpu skip there, and run last.
-test: .venv/dev.stamp ## run all tests
-	@echo "pipelab: tests that start several processes"; several=0; \
-	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --maxprocesses 2 --dist loadfile -m dist $(ARGS) || several=$$?; \
+# The first two groups do not see a GPU: what they compare runs on the CPU. Where there is one, tests marked gpu run last.
+define TESTS
+	@rm -f $(NOT_RUN); $(FIRST) rest=$$(command -v nvidia-smi >/dev/null && echo " and not gpu"); \
+	echo "pipelab: tests that start several processes"; several=0; \
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --maxprocesses 2 --dist loadfile -m "$(ONLY)dist$$rest" $(ARGS) || several=$$?; \
 	echo "pipelab: all other tests, on all cores"; alone=0; \
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not dist" $(ARGS) || alone=$$?; \
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "$(ONLY)not dist$$rest" $(ARGS) || alone=$$?; \
 	ongpu=5; if command -v nvidia-smi >/dev/null; then \
-		echo "pipelab: tests on the GPU"; ongpu=0; $(PYTEST) -m gpu $(ARGS) || ongpu=$$?; \
+		echo "pipelab: tests on the GPU"; ongpu=0; $(PYTEST) -m "$(ONLY)gpu" $(ARGS) || ongpu=$$?; \
 	fi; \
-	case $$several$$alone$$ongpu in *[!05]* | 555) exit 1 ;; esac
+	case $$several$$alone$$ongpu$$first in *[!05]* | 555*) exit 1 ;; esac
+endef
+
+test: .venv/dev.stamp ## run all tests
+	$(TESTS)
+
+newest newest-environment: BIN = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pipelab/newest-$(PYTHON_VERSION)/bin
+newest: export PYTHONPATH = $(CURDIR)
+newest: FIRST = first=0; $(BIN)/python -m pipelab conformance || first=$$?;
+newest: ONLY = torch and # a mark: see tests/conftest.py
+newest: newest-environment ## compare with the newest PyTorch, and run the tests that touch it
+	$(TESTS)
+
+# The list's other lines hold for the newest PyTorch too.
+newest-environment: .venv/made.stamp
+	@newest=$$(.venv/bin/python -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'); \
+	[ -n "$$newest" ] || { echo "pipelab: the package index does not say which PyTorch is the newest"; exit 1; }; \
+	sed "s/^torch==.*/torch==$$newest/" constraints.txt >.venv/newest.txt
+	$(call ENVIRONMENT,.venv/newest.txt,torch transformers $(LIGHT_NEEDS))
 
 MINUTES ?= 5
 SECONDS ?= $(shell expr $(MINUTES) \* 60)
@@ -41,7 +61,6 @@ fuzz: .venv/dev.stamp ## attack pipelab at random: make fuzz MINUTES=5, or SECON
 	@MPLBACKEND=Agg OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.fuzz \
 		--seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
 
-# The environment has the tests' needs without PyTorch, and the Python's version in its name.
 LIGHT_FOLDERS = plan checking catalogue simulation trace draw challenges
 LIGHT_TESTS = $(LIGHT_FOLDERS:%=tests/%) $(LIGHT_FOLDERS:%=pipelab/%) pipelab/schedule.py tests/test_schedule.py \
 	tests/test_replication.py tests/test_layers.py tests/test_errors.py tests/cli $(patsubst %,--ignore=tests/%, \
@@ -49,16 +68,24 @@ LIGHT_TESTS = $(LIGHT_FOLDERS:%=tests/%) $(LIGHT_FOLDERS:%=pipelab/%) pipelab/sc
 LIGHT_NEEDS = networkx graphviz matplotlib rich typer ortools starlette uvicorn watchfiles hypothesis pytest \
 	pytest-timeout pytest-xdist
 
-light: BIN = .venv-light-$(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")/bin
-light: ## run the tests that need no PyTorch: make light PYTHON=python3.13
+PYTHON_VERSION = $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
+
+# An environment beside .venv, with a list of exact versions and the packages that tests need; made anew when the list has
+# changed. PIP_CONSTRAINT takes the place of a list that the machine's own pip configuration may name.
+define ENVIRONMENT
 	@$(PYTHON) -c "$$CHECK_PYTHON"
-	@cmp -s constraints.txt $(BIN)/constraints.txt || { \
-		echo "pipelab: making the environment $(BIN:%/bin=%), without PyTorch"; \
+	@cmp -s $(1) $(BIN)/constraints.txt || { \
+		echo "pipelab: making the environment $(BIN:%/bin=%)"; \
 		rm -rf $(BIN:%/bin=%) && $(PYTHON) -m venv $(BIN:%/bin=%) && \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(LIGHT_NEEDS) && \
-		cp constraints.txt $(BIN); \
+		PIP_CONSTRAINT=$(1) $(BIN)/python -m pip install --quiet --disable-pip-version-check $(2) && \
+		cp $(1) $(BIN)/constraints.txt; \
 	}
-	@$(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
+endef
+
+light: BIN = .venv-light-$(PYTHON_VERSION)/bin
+light: ## run the tests that need no PyTorch: make light PYTHON=python3.13
+	$(call ENVIRONMENT,constraints.txt,$(LIGHT_NEEDS))
+	@rm -f $(NOT_RUN); $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
 
 lint: .venv/dev.stamp ## check style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

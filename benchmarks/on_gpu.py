@@ -105,7 +105,7 @@ class Gathering:
         limits = ["--timeout=40", "-o", "faulthandler_timeout=30"]  # the latter tells where something hangs
         # PyTorch comes before pytest makes errors of warnings: what it says of the machine is none of ours.
         started = [sys.executable, "-c", "import torch, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"]
-        asked = [*started, *plugins, *limits, "-m", "gpu", "-q", "--durations=5", name]
+        asked = [*started, *plugins, *limits, "-m", "gpu", "-q", "-ra", "--durations=5", name]
         path = self.out / "tests.txt"
         with path.open("a") as file:
             file.write(f"\n=== {name}\n")

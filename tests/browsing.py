@@ -17,7 +17,7 @@ FLAGS = [
 ]
 
 
-def wait_until(tab, holds, seconds=20):
+def wait_until(tab, holds, seconds=60):
     """Wait until an expression holds. Playwright's own waiting needs an eval, which the page forbids."""
     deadline = time.monotonic() + seconds
     while not tab.evaluate(holds):

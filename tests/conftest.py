@@ -6,8 +6,10 @@ HYPOTHESIS_PROFILE=thorough python -m pytest tests        many more examples, ne
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from pipelab.cli import app
 collect_ignore = ["scripts", "fuzz"]  # other processes run the first, test_fuzz.py the second
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ.pop("COLUMNS", None)  # whoever runs the tests may have it: text drawings would be as wide
+for name in ("COLUMNS", "PYTHONUNBUFFERED"):  # whoever runs the tests may have them; most machines do not
+    os.environ.pop(name, None)
 # PyTorch asks for the name of every address that it connects to: a name server that does not answer would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
@@ -33,6 +36,57 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name a parameter that is a long text by its beginning."""
     return f"{' '.join(val.split())[:30]}..." if isinstance(val, str) and len(val) > 40 else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what opens a browser, and by its folder what touches PyTorch: `make newest` runs that on the newest one."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
+        if {"engine", "conformance", "labs"}.intersection(item.path.relative_to(config.rootpath).parts):
+            item.add_marker("torch")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+NEEDS = {
+    "browser": (lambda: CHROMIUM, "Chromium: sudo apt install chromium"),
+    "dot": (lambda: shutil.which("dot"), "Graphviz: sudo apt install graphviz"),
+    "gpu": (_has_gpu, "a GPU that PyTorch can use"),
+    "npm": (lambda: shutil.which("npm"), "npm: sudo apt install npm"),
+}
+"""By mark, whether the machine has what the test needs, and what brings it."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs what the machine lacks."""
+    for mark, (is_there, need) in NEEDS.items():
+        if item.get_closest_marker(mark) and not is_there():
+            pytest.skip(f"needs {need}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say for each need, in one line, how many tests were skipped.
+
+    `make test` runs pytest several times. It names a file in NOT_RUN that collects what they all skipped: each run says
+    the sum so far, and `.ci/run` reads from the file what to run again.
+    """
+    if hasattr(terminalreporter.config, "workerinput"):
+        return  # one of xdist's workers, whose reports the main process has too
+    skipped = [f"{report.nodeid}\t{report.longrepr[2]}" for report in terminalreporter.getreports("skipped")]
+    if "NOT_RUN" in os.environ:
+        with Path(os.environ["NOT_RUN"]).open("a+") as file:
+            file.writelines(f"{line}\n" for line in skipped)
+            file.seek(0)
+            skipped = file.read().splitlines()
+    for reason, count in Counter(line.partition("\t")[2] for line in skipped).most_common():
+        terminalreporter.write_line(f"not run: {count} test{'s' * (count > 1)} ({reason.removeprefix('Skipped: ')})")
 
 
 @pytest.fixture
@@ -64,9 +118,7 @@ def pipelab_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium

@@ -70,7 +70,7 @@ def _run(script: str, arguments: list[str], env: dict[str, str], out: str, err: 
         os.dup2(file, number)
         os.close(file)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)
+        stream.reconfigure(line_buffering=True, write_through=False)  # a test reads them while the script runs
     os.environ.clear()
     os.environ.update(env)
     sys.argv = [script, *arguments]

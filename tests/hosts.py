@@ -64,9 +64,9 @@ class Host:
 def missing(folder: Path) -> str:
     """Return what is needed to make two hosts and is not here; nothing if they can be made."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        return "only root on Linux can make hosts out of namespaces"
+        return "needs root on Linux, to make hosts out of namespaces"
     if absent := [name for name in ("ip", "unshare", "mount", "hostname") if shutil.which(name) is None]:
-        return f"{', '.join(absent)} not installed"
+        return f"needs {', '.join(absent)}: sudo apt install iproute2 util-linux hostname"
     with (
         contextlib.suppress(subprocess.CalledProcessError),
         two_hosts(folder) as (first, _),
@@ -74,7 +74,7 @@ def missing(folder: Path) -> str:
     ):
         if process.wait() == 0:
             return ""
-    return "namespaces cannot be made here"
+    return "needs a machine that lets root make namespaces"
 
 
 @contextlib.contextmanager

@@ -144,7 +144,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     engine = PYODIDE["build"](folder)
     if "reason" in engine:
-        pytest.skip(f"Pyodide is not there: {engine['reason']}")
+        pytest.skip(f"needs Pyodide: {engine['reason']}")
     (folder / "bare.html").write_text('<!DOCTYPE html><link rel="icon" href="data:,"><script src="engine.js"></script>')
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -181,7 +181,7 @@ def opened(browser, site):
     assert complaints == []
 
 
-@pytest.mark.browser
+@pytest.mark.npm
 def test_the_worker_answers_ends_a_loop_and_goes_on(opened):
     tab = opened("bare.html")
     call = "([code, settings]) => pipelabEngine.call('draw', [code, settings])"
@@ -222,7 +222,7 @@ def test_without_npm_the_rest_is_there_with_the_reason(monkeypatch, tmp_path):
     assert not [name for name in made if name.startswith("pyodide/")]
 
 
-@pytest.mark.browser
+@pytest.mark.npm
 def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     tab = opened("index.html")
     shows(tab, "MySchedule(ranks=4, microbatches=8), simulated")  # before Python is there
@@ -250,7 +250,7 @@ def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     assert tab.title() == "playground"
 
 
-@pytest.mark.browser
+@pytest.mark.npm
 def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
     tab = opened("index.html")
     python_runs(tab)
@@ -280,7 +280,7 @@ def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
     assert tab.evaluate(wide) == 390
 
 
-@pytest.mark.browser
+@pytest.mark.npm
 def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
     tab = opened(f"index.html#code={EDITING['packed'](HOSTILE)}")
     wait_until(tab, f"document.getElementById('pg-code').value === {json.dumps(HOSTILE)}")
@@ -296,7 +296,7 @@ def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
     assert tab.locator("#pg-schedule").input_value() == "zb-h1"
 
 
-@pytest.mark.browser
+@pytest.mark.npm
 def test_a_site_without_python_says_why_beside_the_picture(opened):
     tab = opened("bare.html")
     tab.route("**/engine.json", lambda route: route.fulfill(json={"reason": "npm is not installed"}))
@@ -306,7 +306,7 @@ def test_a_site_without_python_says_why_beside_the_picture(opened):
     assert tab.locator("#pg-load").is_disabled()
 
 
-@pytest.mark.browser
+@pytest.mark.npm
 def test_a_level_is_solved_by_hand_kept_and_refused_in_the_words_of_check(opened):
     tab = opened("challenges.html")
     wait_until(tab, "document.querySelectorAll('.ch-levels button').length === 12")

@@ -67,7 +67,7 @@ def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
         output = PICTURES["run"](code, tmp_path, namespace)
         assert printed is None or output.rstrip() == printed.rstrip()
     if metadata.version("matplotlib") != pins()["matplotlib"]:
-        pytest.skip("the README's picture is drawn by the pinned matplotlib, and this is another version")
+        pytest.skip("needs the pinned matplotlib, which drew the README's picture")
     for drawn in tmp_path.glob("*.svg"):
         assert drawn.read_text() == read(f"docs/images/{drawn.name}"), "out of date: make pictures"
 
@@ -90,7 +90,7 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     files = listed.stdout.split() if listed.returncode == 0 else []
     if not files:
-        pytest.skip("not a git checkout")
+        pytest.skip("needs a git checkout")
     place = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|srv)/\w|[A-Z]:\\Users", flags=re.ASCII)
     named: list[str] = []
     for path in (ROOT / name for name in files):

@@ -7,7 +7,6 @@ import re
 import runpy
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from browsing import CHROMIUM, FLAGS, wait_until
+from browsing import wait_until
 
 import pipelab
 
@@ -47,8 +46,8 @@ pipelab.simulate(pipelab.GPipe(2, 2))
 
 
 def test_answers_of_a_tutorial_are_folded_and_its_notebook_has_outputs() -> None:
-    nbformat = pytest.importorskip("nbformat", reason="comes with the tools of documentation")
-    pytest.importorskip("jupytext", reason="comes with the tools of documentation")
+    nbformat = pytest.importorskip("nbformat", reason="needs the tools of documentation: make site")
+    pytest.importorskip("jupytext", reason="needs the tools of documentation: make site")
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
     page, written, figures = hooks["render"](Path("small.py"), TUTORIAL)
 
@@ -152,18 +151,6 @@ def test_every_schedule_has_a_card_and_a_page_with_its_own_code() -> None:
         assert kind.__name__ in page
 
 
-@contextmanager
-def browser() -> Iterator[Any]:
-    """Start Chromium."""
-    sync = pytest.importorskip("playwright.sync_api", reason="comes with the tools of development")
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium")
-    with sync.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
 class Visit:
     """A tab that keeps what its pages asked for, and what went wrong."""
 
@@ -202,54 +189,48 @@ FIRST = """() => {
 }"""
 
 
-@pytest.mark.browser
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
-def test_every_page_fits_the_screen_and_asks_nobody_else(site: str, width: int, height: int) -> None:
-    with browser() as chromium:
-        visit = Visit(chromium, site, width, height)
-        too_wide = []
-        for page in pages():
-            visit.open(page.relative_to(SITE).as_posix().removesuffix("index.html"))
-            wait_until(visit.tab, FITS)
-            if visit.tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
-                too_wide.append(visit.tab.url)
-            visit.wrong += [f"{each.url}: {each.status}" for each in visit.responses if each.status >= 400]
-        assert too_wide == []
-        assert visit.wrong == []
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
-def test_home_and_every_schedule_show_a_picture_first(site: str, width: int, height: int) -> None:
-    with browser() as chromium:
-        visit = Visit(chromium, site, width, height)
-        for page in ["", *(f"schedules/{name}/" for name in pipelab.schedules)]:
-            visit.open(page)
-            wait_until(visit.tab, FITS)
-            assert visit.tab.evaluate(FIRST) < height - 100, page  # and at least two ranks of it
-            if page == "":
-                assert visit.tab.evaluate("document.querySelector('iframe').getBoundingClientRect().top") < 300
-
-
-@pytest.mark.browser
-def test_home_is_light_and_its_frame_is_as_dark_as_the_site(site: str) -> None:
-    with browser() as chromium:
-        visit = Visit(chromium, site, 1280, 720, "dark")
-        visit.open("")
+def test_every_page_fits_the_screen_and_asks_nobody_else(browser: Any, site: str, width: int, height: int) -> None:
+    visit = Visit(browser, site, width, height)
+    too_wide = []
+    for page in pages():
+        visit.open(page.relative_to(SITE).as_posix().removesuffix("index.html"))
         wait_until(visit.tab, FITS)
-        visit.tab.wait_for_load_state("networkidle")
-        assert len(visit.responses) <= 12
-        assert sum(len(each.body()) for each in visit.responses) <= 500_000
+        if visit.tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
+            too_wide.append(visit.tab.url)
+        visit.wrong += [f"{each.url}: {each.status}" for each in visit.responses if each.status >= 400]
+    assert too_wide == []
+    assert visit.wrong == []
 
-        shown = "document.querySelector('iframe').contentDocument.documentElement.dataset.theme"
-        wait_until(visit.tab, f"{shown} === 'dark'")
-        visit.tab.locator("label[title='Light']").click()
-        wait_until(visit.tab, f"{shown} === 'light'")
 
-        visit.tab.locator("input.md-search__input").fill("interleaved")
-        visit.tab.locator(".md-search-result__link").first.wait_for()
-        assert visit.wrong == []
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_home_and_every_schedule_show_a_picture_first(browser: Any, site: str, width: int, height: int) -> None:
+    visit = Visit(browser, site, width, height)
+    for page in ["", *(f"schedules/{name}/" for name in pipelab.schedules)]:
+        visit.open(page)
+        wait_until(visit.tab, FITS)
+        assert visit.tab.evaluate(FIRST) < height - 100, page  # and at least two ranks of it
+        if page == "":
+            assert visit.tab.evaluate("document.querySelector('iframe').getBoundingClientRect().top") < 300
+
+
+def test_home_is_light_and_its_frame_is_as_dark_as_the_site(browser: Any, site: str) -> None:
+    visit = Visit(browser, site, 1280, 720, "dark")
+    visit.open("")
+    wait_until(visit.tab, FITS)
+    visit.tab.wait_for_load_state("networkidle")
+    assert len(visit.responses) <= 12
+    assert sum(len(each.body()) for each in visit.responses) <= 500_000
+
+    shown = "document.querySelector('iframe').contentDocument.documentElement.dataset.theme"
+    wait_until(visit.tab, f"{shown} === 'dark'")
+    visit.tab.locator("label[title='Light']").click()
+    wait_until(visit.tab, f"{shown} === 'light'")
+
+    visit.tab.locator("input.md-search__input").fill("interleaved")
+    visit.tab.locator(".md-search-result__link").first.wait_for()
+    assert visit.wrong == []
 
 
 @pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks

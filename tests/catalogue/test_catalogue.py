@@ -346,14 +346,11 @@ def drawn_trace(kind, ranks, microbatches):
     return simulate(plan, Cost(forward=1, backward=2 if split else 1, pair=3, per="stage"))
 
 
-@every_schedule
+@pytest.mark.parametrize("name", sorted(schedules.keys() - {"greedy"}))
 def test_the_drawing_in_every_docstring_is_what_simulate_gives(name):
     kind = schedules[name]
     drawn = [(int(rank), lane) for rank, lane in LANE.findall(inspect.getdoc(kind).replace("    rank", "rank"))]
-    if name != "greedy":
-        assert drawn, f"the docstring of {kind.__name__} draws no `rank 0 | …`"
-    if not drawn:
-        pytest.skip("no drawing")
+    assert drawn, f"the docstring of {kind.__name__} draws no `rank 0 | …`"
     assert [rank for rank, _ in drawn] == list(range(len(drawn)))
     microbatches = 1 + max(int(number) for _, lane in drawn for number in re.findall(r"[FBIW](\d+)", lane))
     assert [lane for _, lane in drawn] == drawing(drawn_trace(kind, len(drawn), microbatches))

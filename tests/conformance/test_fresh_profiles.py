@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
     ("name", "more", "kind"),
     [("1F1B", ["with_stack"], pipelab.OneFOneB), ("Interleaved1F1B", [], pipelab.Interleaved1F1B)],
 )
-def test_a_fresh_profile_shows_order_times_and_the_slow_rank(tmp_path, name, more, kind):
+def test_a_fresh_profile_shows_the_order_and_the_times(tmp_path, name, more, kind):
     ended = run_in(2, "profiled.py", str(tmp_path), name, "1", *more)
     assert [each.code for each in ended] == [0, 0], shown(ended)
     trace = pipelab.Trace.load(tmp_path / "rank*.json.gz")
@@ -24,5 +24,3 @@ def test_a_fresh_profile_shows_order_times_and_the_slow_rank(tmp_path, name, mor
     for event in trace.events:
         if event.action.kind != "R":
             assert event.duration >= (2 if event.action.kind == "F" else 4) * (3 if event.rank == 1 else 1)
-    assert pipelab.what_if(trace, 1).change < -0.2
-    assert pipelab.what_if(trace, 1).delay > pipelab.what_if(trace, 0).delay

@@ -81,7 +81,6 @@ def test_less_and_more_are_told_apart_by_everybody(vision):
         assert all(np.linalg.norm(one - two) > 7 for one, two in itertools.pairwise(side))
 
 
-@pytest.mark.browser
 def test_the_first_trace_lies_as_outlines_behind_the_second(opened, pair):
     tab = opened(page.comparison_page(pipelab.compare(*pair)))
     assert tab.locator(".outline").count() == 0
@@ -107,7 +106,6 @@ def test_the_first_trace_lies_as_outlines_behind_the_second(opened, pair):
     assert tab.locator(".outline").count() == 0
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize("what", ["shift", "change", "effect"])
 def test_the_colour_of_a_bar_is_what_changed(opened, pair, what):
     found = pipelab.diff(*pair)
@@ -125,7 +123,6 @@ def test_the_colour_of_a_bar_is_what_changed(opened, pair, what):
     assert [float(ends[at]) for at in (0, 4, 8)] == pytest.approx([-most, 0, most], rel=1e-3)
 
 
-@pytest.mark.browser
 def test_the_table_lists_every_effect_and_its_links_select_in_all_traces(opened, pair):
     found = pipelab.diff(*pair, names=["predicted", "measured"])
     tab = opened(page.diff_page(found))
@@ -150,7 +147,6 @@ def test_the_table_lists_every_effect_and_its_links_select_in_all_traces(opened,
     assert "→" in panel(tab)["change"]
 
 
-@pytest.mark.browser
 def test_the_link_to_a_comparison_shows_the_same_view(opened, pair):
     source = page.comparison_page(pipelab.compare(*pair))
     tab = opened(source)
@@ -164,7 +160,6 @@ def test_the_link_to_a_comparison_shows_the_same_view(opened, pair):
     assert tab.locator("#colour").input_value() == "effect"
 
 
-@pytest.mark.browser
 def test_zooming_works_while_the_first_trace_is_hidden(opened, pair):
     tab = opened(page.diff_page(pipelab.diff(*pair)))
     wide = tab.evaluate("timelines[1].scale")
@@ -172,7 +167,6 @@ def test_zooming_works_while_the_first_trace_is_hidden(opened, pair):
     wait_until(tab, f"timelines.every(each => Math.abs(each.scale / {wide} - 1.5) < 0.01)")
 
 
-@pytest.mark.browser
 def test_an_all_reduce_is_compared_rank_by_rank(opened):
     plan = pipelab.replicate(pipelab.OneFOneB(2, 2), 2).plan()
     usual = pipelab.simulate(plan, Cost(all_reduce=1))
@@ -185,14 +179,12 @@ def test_an_all_reduce_is_compared_rank_by_rank(opened):
     assert found == pytest.approx([1, 2, 3, 4])
 
 
-@pytest.mark.browser
 def test_paper_shows_both_traces(opened, pair):
     tab = opened(page.diff_page(pipelab.diff(*pair)))
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert tab.locator("section:not(.first-trace) .print .outline").count() >= 64
 
 
-@pytest.mark.browser
 def test_hostile_names_run_nothing_where_traces_are_compared(opened, pair):
     names = [f"{HOSTILE}1", f"{HOSTILE}2"]
     tab = opened(page.diff_page(pipelab.diff(*(renamed(each, HOSTILE) for each in pair), names=names)))
@@ -201,7 +193,6 @@ def test_hostile_names_run_nothing_where_traces_are_compared(opened, pair):
     assert names[0] in tab.locator(".sentence").inner_text()
 
 
-@pytest.mark.browser
 def test_pages_with_nothing_to_compare_have_no_views(opened, pair):
     for source in (
         page.page(pair[0]),

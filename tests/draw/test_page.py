@@ -200,7 +200,6 @@ def click(tab, name):
     tab.locator(f"[data-action='{name}']").first.click(force=True)
 
 
-@pytest.mark.browser
 def test_every_bar_lies_where_its_times_say(opened, trace):
     tab = opened(page.page(trace))
     read = "bars => bars.map(b => [b.dataset.action, ...['x', 'width', 'y'].map(name => +b.getAttribute(name))])"
@@ -214,7 +213,6 @@ def test_every_bar_lies_where_its_times_say(opened, trace):
         assert y // 46 == event.rank  # lanes of 34 pixels, with a memory strip of 12 each
 
 
-@pytest.mark.browser
 def test_a_chosen_action_stays_and_says_what_it_needs_and_gives(opened, trace):
     tab = opened(page.page(trace))
     click(tab, "0B0")
@@ -234,7 +232,6 @@ def test_a_chosen_action_stays_and_says_what_it_needs_and_gives(opened, trace):
     assert not tab.locator("#panel").is_visible()
 
 
-@pytest.mark.browser
 def test_a_tap_leaves_the_panel_open(browser, trace, tmp_path):
     path = trace.save(tmp_path / "page.html")
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
@@ -254,7 +251,6 @@ SIX = [pipelab.GPipe(4, 6), pipelab.OneFOneB(4, 8), pipelab.Interleaved1F1B(2, 4
 SIX += [pipelab.DualPipe(4, 8), pipelab.ZBV(2, 4)]
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
 def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opened, schedule):
     trace = pipelab.simulate(schedule, Cost(latency=0.25, all_reduce=1))
@@ -290,7 +286,6 @@ def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opene
     )
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
 def test_the_memory_strip_covers_the_times_at_which_activations_are_held(opened, schedule):
     trace = pipelab.simulate(schedule, Cost(latency=0.25))
@@ -305,7 +300,6 @@ def test_the_memory_strip_covers_the_times_at_which_activations_are_held(opened,
         assert held / scale == pytest.approx(taken, rel=1e-3)
 
 
-@pytest.mark.browser
 def test_an_idle_time_says_its_reason_and_its_root(opened, trace):
     tab = opened(page.page(trace))
     tab.locator("[data-idle='0:4']").click()
@@ -321,7 +315,6 @@ def test_an_idle_time_says_its_reason_and_its_root(opened, trace):
     assert title(tab) == "Rank 3 is idle from 0 to 3"
 
 
-@pytest.mark.browser
 def test_the_arrow_keys_go_from_action_to_action(opened, trace):
     tab = opened(page.page(trace))
     tab.locator(".scroller").focus()
@@ -335,7 +328,6 @@ def test_the_arrow_keys_go_from_action_to_action(opened, trace):
     assert not tab.locator("#panel").is_visible()
 
 
-@pytest.mark.browser
 def test_zooming_keeps_the_chosen_action_in_the_window(opened, trace):
     tab = opened(page.page(trace))
     click(tab, "3B7")
@@ -346,7 +338,6 @@ def test_zooming_keeps_the_chosen_action_in_the_window(opened, trace):
     assert window["x"] <= box["x"] + box["width"] / 2 <= window["x"] + window["width"]
 
 
-@pytest.mark.browser
 def test_an_all_reduce_without_time_lies_over_the_bars(opened):
     tab = opened(page.page(pipelab.simulate(pipelab.DualPipe(4, 8))))
     over = """marks => marks.map(mark => mark.getBoundingClientRect())
@@ -356,7 +347,6 @@ def test_an_all_reduce_without_time_lies_over_the_bars(opened):
     assert all(name.endswith("R") for name in marks.evaluate_all(over))
 
 
-@pytest.mark.browser
 def test_a_hundred_wheel_events_in_a_frame_draw_once(opened, trace):
     tab = opened(page.page(trace))
     spun = """() => new Promise(done => requestAnimationFrame(() => {
@@ -375,7 +365,6 @@ def shares(trace, rank, begin, end):
     return {**found, "idle": 1 - sum(found.values())}
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize("zoom", [1, 3])
 def test_a_crowded_column_shows_the_exact_shares_of_its_time(opened, zoom):
     trace = pipelab.simulate(pipelab.OneFOneB(4, 2000), Cost(forward=[1, 2, 1, 1.5]))
@@ -404,7 +393,6 @@ def test_a_crowded_column_shows_the_exact_shares_of_its_time(opened, zoom):
             assert mean == pytest.approx(expected, abs=1)
 
 
-@pytest.mark.browser
 def test_the_axis_and_the_ranks_stay_in_sight(opened):
     tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(64, 128))))
     inside = (
@@ -418,7 +406,6 @@ def test_the_axis_and_the_ranks_stay_in_sight(opened):
     assert tab.locator("[data-rank='40']").bounding_box()["x"] > 0
 
 
-@pytest.mark.browser
 def test_a_drag_moves_the_picture_and_selects_nothing(opened, trace):
     tab = opened(page.page(trace))
     tab.evaluate("timelines[0].setZoom(4, 0)")
@@ -443,7 +430,6 @@ def dragged(tab, place, begin, end, height):
     return tab.locator("#panel").inner_text()
 
 
-@pytest.mark.browser
 def test_a_drag_on_the_axis_or_with_shift_sums_a_span(opened, trace, tmp_path):
     tab = opened(page.page(trace))
     tab.evaluate("timelines[0].choose({ range: { from: 4, to: 16 } })")
@@ -473,7 +459,6 @@ def test_a_drag_on_the_axis_or_with_shift_sums_a_span(opened, trace, tmp_path):
     assert title(tab) == "From 4 to 16"
 
 
-@pytest.mark.browser
 def test_a_hundred_ranks_are_bands_that_open(opened):
     trace = pipelab.simulate(pipelab.OneFOneB(96, 100))
     tab = opened(page.page(trace))
@@ -494,7 +479,6 @@ def test_a_hundred_ranks_are_bands_that_open(opened):
     assert tab.get_by_role("button", name="rank 90", exact=True).is_visible()
 
 
-@pytest.mark.browser
 def test_two_fingers_zoom_about_the_time_between_them(opened, trace):
     tab = opened(page.page(trace))
     pinch = """() => {
@@ -512,7 +496,6 @@ def test_two_fingers_zoom_about_the_time_between_them(opened, trace):
     assert moved == pytest.approx(0, abs=0.05)
 
 
-@pytest.mark.browser
 def test_paper_shows_all_of_it(opened, trace):
     tab = opened(page.page(trace))
     tab.keyboard.press("+")
@@ -526,7 +509,6 @@ def test_paper_shows_all_of_it(opened, trace):
     assert len(tab.pdf(format="A4")) > 5000
 
 
-@pytest.mark.browser
 def test_the_address_holds_the_state(opened, trace, tmp_path):
     tab = opened(page.page(trace))
     click(tab, "2B3")
@@ -545,7 +527,6 @@ def test_the_address_holds_the_state(opened, trace, tmp_path):
     assert tab.locator("#panel").is_hidden()
 
 
-@pytest.mark.browser
 def test_finding_playing_and_the_table(opened, trace):
     tab = opened(page.page(trace))
     tab.keyboard.press("/")
@@ -576,7 +557,6 @@ def saved(tab, kind, folder):
     return path
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize(
     "schedule", [pipelab.OneFOneB(4, 8), pipelab.DualPipe(4, 8)], ids=lambda each: type(each).__name__
 )
@@ -610,7 +590,6 @@ def renamed_with_transfers(trace):
     return pipelab.Trace.from_dict({**trace.to_dict(), "name": HOSTILE})
 
 
-@pytest.mark.browser
 def test_a_screen_reader_reads_the_page(opened, trace):
     tab = opened(page.page(trace))
     click(tab, "2B3")
@@ -618,7 +597,6 @@ def test_a_screen_reader_reads_the_page(opened, trace):
     assert tab.locator("body").aria_snapshot() + "\n" == golden.read_text(encoding="utf-8")
 
 
-@pytest.mark.browser
 def test_ten_tasks_with_the_keyboard_alone(opened, trace):
     tab = opened(page.page(trace))
     press = tab.keyboard.press
@@ -693,7 +671,6 @@ def test_ten_tasks_with_the_keyboard_alone(opened, trace):
     assert tab.locator("#now").inner_text().startswith("t = 1: rank 0 begins 0F1")
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 640, 390])
 def test_text_of_twice_the_size_fits(opened, trace, width):
     tab = opened(page.page(trace))
@@ -705,7 +682,6 @@ def test_text_of_twice_the_size_fits(opened, trace, width):
     assert tab.locator(".scroller").bounding_box()["width"] > 0.3 * width
 
 
-@pytest.mark.browser
 def test_forced_colours_keep_the_bars_and_show_what_is_pressed(opened, trace):
     tab = opened(page.page(trace))
     colours = """() => ["[data-action='0F0']", "[data-layer=memory]", "[data-layer=critical]"].map(name => {
@@ -719,14 +695,12 @@ def test_forced_colours_keep_the_bars_and_show_what_is_pressed(opened, trace):
     assert pressed != released
 
 
-@pytest.mark.browser
 def test_a_hostile_name_runs_nothing(opened, trace):
     tab = opened(page.page(renamed(trace, HOSTILE)))
     assert tab.title() == f"{HOSTILE}, simulated"
     assert tab.locator("img").count() == 0
 
 
-@pytest.mark.browser
 def test_the_page_of_65536_actions_opens_and_zooms_to_single_actions(opened):
     trace = pipelab.simulate(pipelab.OneFOneB(32, 1024))
     tab = opened(page.page(trace))
@@ -752,7 +726,6 @@ def test_the_page_of_65536_actions_opens_and_zooms_to_single_actions(opened):
     assert panel(tab)["when"].startswith(f"{event.start:,.0f} to {event.end:,.0f}")
 
 
-@pytest.mark.browser
 def test_a_comparison_fits_a_window_of_1280_pixels_with_every_label_inside_its_bar(opened):
     traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.GPipe, pipelab.OneFOneB, pipelab.ZBV)]
     tab = opened(page.comparison_page(pipelab.compare(*traces)))
@@ -773,7 +746,6 @@ def test_a_comparison_fits_a_window_of_1280_pixels_with_every_label_inside_its_b
             assert bottom <= lower + 1
 
 
-@pytest.mark.browser
 def test_timelines_on_one_axis_zoom_together(opened):
     traces = [pipelab.simulate(kind(4, 8)) for kind in (pipelab.Naive, pipelab.OneFOneB)]
     tab = opened(page.comparison_page(pipelab.compare(*traces)))
@@ -789,7 +761,6 @@ def test_timelines_on_one_axis_zoom_together(opened):
         assert after == pytest.approx([1.5 * one] * len(after), rel=0.01)
 
 
-@pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_follows_the_readers_light_or_dark(opened, trace, scheme):
     tab = opened(page.page(trace))
@@ -813,7 +784,7 @@ def test_show_opens_a_page_and_prints_its_path_where_there_is_no_browser(trace, 
 
 
 def test_show_displays_the_figure_in_a_notebook(trace, monkeypatch):
-    display = pytest.importorskip("IPython.display", reason="IPython is not installed")
+    display = pytest.importorskip("IPython.display", reason="needs IPython: pip install ipython")
     shown = []
     monkeypatch.setattr(draw, "_in_notebook", lambda: True)
     monkeypatch.setattr(display, "display", shown.append)
@@ -822,7 +793,6 @@ def test_show_displays_the_figure_in_a_notebook(trace, monkeypatch):
     assert "time (units)" in figure.data
 
 
-@pytest.mark.browser
 def test_a_frame_shows_what_it_is_sent_and_keeps_zoom_and_selection(opened, trace):
     tab = opened(page.frame())
     send = "content => postMessage({ pipelabContent: content }, '*')"
@@ -843,7 +813,6 @@ def test_a_frame_shows_what_it_is_sent_and_keeps_zoom_and_selection(opened, trac
     assert tab.locator("img").count() == 0
 
 
-@pytest.mark.browser
 def test_a_frame_goes_from_a_comparison_to_one_trace_and_back(opened, trace):
     tab = opened(page.frame())
     send = "content => replace(content)"

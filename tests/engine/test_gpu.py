@@ -20,10 +20,7 @@ from pipelab import GPipe, OneFOneB, Pipeline, replicate, schedules
 
 mse = nn.functional.mse_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 WIDTH = 64
 

@@ -33,13 +33,17 @@ def test_gradients_are_those_of_the_plain_loop(kind, ranks, microbatches):
     assert plain.difference(gradients, plain.taken(model)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", schedules)
-@pytest.mark.parametrize(("rows", "microbatches"), [(10, 4), (7, 3), (4, 4), (12, 4)])
+@pytest.mark.parametrize(
+    ("name", "rows", "microbatches"),
+    [
+        (name, rows, microbatches)
+        for name, schedule in schedules.items()
+        for rows, microbatches in [(10, 4), (7, 3), (4, 4), (12, 4)]
+        if schedule.refusal(2, microbatches) is None
+    ],
+)
 def test_gradients_are_those_of_the_whole_batch_however_the_rows_divide(name, rows, microbatches):
-    schedule = schedules[name]
-    if schedule.refusal(2, microbatches) is not None:
-        pytest.skip(schedule.refusal(2, microbatches))
-    plan = schedule(2, microbatches).plan()
+    plan = schedules[name](2, microbatches).plan()
     model = plain.mlp(2 * plan.stages)
     x, y = plain.batch(rows)
     loss = plain.at_once(model, mse, x, y)

@@ -42,7 +42,6 @@ def test_transfers_are_counted_and_not_assumed(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_counted_model_moves_its_input_alone():
     model = hw3.LinearStack(8, ["cuda:0"] * 3).cuda()
     assert hw3.transfers_of(lambda: model(torch.ones(2, 8))) == hw3.Transfers(calls=3, input=1, between=0)

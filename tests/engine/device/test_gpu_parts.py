@@ -19,10 +19,7 @@ from pipelab.errors import DeviceError
 
 mse = nn.functional.mse_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 SOURCE = r"""
 extern "C" __global__ void where(int* seen, int cycles) {

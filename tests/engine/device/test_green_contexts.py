@@ -232,7 +232,7 @@ def test_one_gpu_that_cannot_be_cut_does_not_hinder_the_other(machine):
 
 
 def test_the_fake_has_the_real_packages_names():
-    reason = "needs cuda.bindings, of the extra gpu"
+    reason = "needs cuda-bindings: .venv/bin/pip install -e '.[gpu]'"
     real = pytest.importorskip("cuda.bindings.driver", reason=reason, exc_type=ImportError)
     for name, value in vars(fake_cuda_driver.module({}).driver).items():
         if name.startswith("cu"):

@@ -109,7 +109,6 @@ def test_moving_to_where_a_stage_is_already_changes_nothing():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False")
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cpu", "cuda:0"], ["cuda:0", "cpu"]])
 def test_a_model_traced_on_the_cpu_trains_and_evaluates_on_gpus(devices):
     model = Network()

@@ -23,9 +23,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in Linux's /proc")
 
 
-def wait_until(there, seconds=60):
+def wait_until(there):
     """Wait until something is there; return it."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60
     while not (found := there()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -107,7 +107,7 @@ def test_the_processes_of_a_launcher_that_is_killed_end_too(start, tmp_path, lau
     trained = wait_until(lambda: len(workers(tmp_path)) == 2 and workers(tmp_path))
     process.kill()
     process.wait()
-    wait_until(lambda: not any(map(runs, trained)), seconds=10)
+    wait_until(lambda: not any(map(runs, trained)))
 
 
 @LINUX

@@ -75,8 +75,9 @@ from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.bounds import lower_bound
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.simulation.cost import Cost
 from pipelab.simulation.jitter import Jitter, jitter
 from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.memory import MemoryUse, memory_use
@@ -84,7 +85,8 @@ from pipelab.simulation.optimum import Optimum, optimum
 from pipelab.simulation.what_if import WhatIf, what_if
 from pipelab.simulation.wire import LoweredPlan, lower
 from pipelab.trace.diff import Change, Diff, diff
-from pipelab.trace.trace import Event, Trace, Transfer
+from pipelab.trace.events import Event, Transfer
+from pipelab.trace.trace import Trace
 from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:

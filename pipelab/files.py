@@ -16,8 +16,6 @@ from typing import BinaryIO
 
 from pipelab.errors import FormatError
 
-__all__ = ["kernel_bytes", "read_text", "require_writable", "text_of", "write"]
-
 _GZIP = b"\x1f\x8b"
 """How gzip files begin, and no text in UTF-8 does."""
 

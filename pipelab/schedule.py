@@ -19,8 +19,6 @@ from pipelab.plan.fault import Fault, line_of_function, readable, shorten, stude
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
 
-__all__ = ["Replicated", "Schedule", "replicate"]
-
 
 class Schedule(ABC):
     """The order in which every rank runs its actions, for any number of ranks and micro-batches.

@@ -11,8 +11,6 @@ from pipelab.errors import UsageError
 from pipelab.plan.actions import Item, Pair
 from pipelab.schedule import Schedule
 
-__all__ = ["Looped", "SingleStage", "VShaped"]
-
 
 class SingleStage(Schedule):
     """A schedule whose micro-batches go down the ranks once: rank `r` holds stage `r` only.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import SingleStage
 from pipelab.plan.actions import Action, B, F
 
-__all__ = ["DelayedBackward"]
-
 
 class DelayedBackward(SingleStage):
     """After forward `i`, backward of `i - 1`, on every rank; the last backward after the loop.

@@ -9,8 +9,6 @@ from pipelab.errors import UsageError
 from pipelab.plan.actions import Action, B, F, I, Item, W
 from pipelab.schedule import Schedule
 
-__all__ = ["DualPipe"]
-
 
 class DualPipe(Schedule):
     """Half of the micro-batches enter at each end; nearly every slot overlaps a forward with a backward.

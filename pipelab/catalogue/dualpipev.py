@@ -9,8 +9,6 @@ from itertools import count
 from pipelab.catalogue.bases import VShaped
 from pipelab.plan.actions import Action, B, F, I, Item, W
 
-__all__ = ["DualPipeV"]
-
 
 class DualPipeV(VShaped):
     """Forwards overlapped with backwards, on two stages in a V.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipelab.catalogue.one_f_one_b import OneFOneB
 
-__all__ = ["Eager1F1B"]
-
 
 class Eager1F1B(OneFOneB):
     """1F1B that runs nearly twice as many forwards before the first backward, to hide the time of transfers.

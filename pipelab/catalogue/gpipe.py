@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import SingleStage
 from pipelab.plan.actions import Action, B, F
 
-__all__ = ["GPipe"]
-
 
 class GPipe(SingleStage):
     """All micro-batches forward, then all backward, in the same order.

@@ -15,8 +15,6 @@ from pipelab.plan.student_code import misfit
 from pipelab.schedule import Schedule
 from pipelab.simulation.cost import Cost, as_cost
 
-__all__ = ["Greedy", "policies"]
-
 
 def _backward_first(action: Action, rank: int, moment: Moment) -> Any:  # noqa: ARG001 - every priority takes these
     return "WFIB".index(action.kind)

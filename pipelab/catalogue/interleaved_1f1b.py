@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import Looped
 from pipelab.plan.actions import Action, B, F
 
-__all__ = ["Interleaved1F1B"]
-
 
 class Interleaved1F1B(Looped):
     """1F1B with several stages per rank, and so a smaller bubble.

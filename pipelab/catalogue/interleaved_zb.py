@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import Looped
 from pipelab.plan.actions import Action, F, I, W
 
-__all__ = ["InterleavedZeroBubble"]
-
 
 class InterleavedZeroBubble(Looped):
     """Interleaved 1F1B with split backwards, as in ZB-H1.

@@ -20,8 +20,6 @@ from pipelab.plan.actions import Action, Kind
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault, shorten
 
-__all__ = ["Moment", "Priority", "list_schedule"]
-
 _AT_ONCE = 1 + 1e-9
 """Times that differ by less than this factor are equal: the sum of floats depends on their order."""
 

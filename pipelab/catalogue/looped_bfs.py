@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import Looped
 from pipelab.plan.actions import Action, B, F
 
-__all__ = ["LoopedBFS"]
-
 
 class LoopedBFS(Looped):
     """GPipe with several stages per rank, one after the other.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import SingleStage
 from pipelab.plan.actions import Action, B, F
 
-__all__ = ["Naive"]
-
 
 class Naive(SingleStage):
     """Send one micro-batch through the whole pipeline and back before the next one starts.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import SingleStage
 from pipelab.plan.actions import Action, B, F
 
-__all__ = ["OneFOneB"]
-
 
 class OneFOneB(SingleStage):
     """Fill the pipe, then one backward for every new forward.

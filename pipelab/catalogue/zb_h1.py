@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import SingleStage
 from pipelab.plan.actions import Action, F, I, W
 
-__all__ = ["ZBH1"]
-
 
 class ZBH1(SingleStage):
     """1F1B with split backwards: weight gradients fill the bubble.

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipelab.catalogue.bases import SingleStage
 from pipelab.plan.actions import Action, F, I, W
 
-__all__ = ["ZBH2"]
-
 
 class ZBH2(SingleStage):
     """ZB-H1 with twice the warm-up: no rank waits once it has begun.

@@ -8,8 +8,6 @@ from itertools import count
 from pipelab.catalogue.bases import VShaped
 from pipelab.plan.actions import Action, F, I, W
 
-__all__ = ["ZBV"]
-
 
 class ZBV(VShaped):
     """Split backwards on two stages per rank in a V: no bubble.

@@ -16,10 +16,9 @@ from pipelab.plan.actions import Action, Kind
 from pipelab.plan.codes import Codes
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
-
-__all__ = ["Attempt", "Board", "Level", "board", "judge", "level", "levels"]
 
 _KINDS: dict[bool, tuple[Kind, ...]] = {False: ("F", "B"), True: ("F", "B", "I", "W")}
 """What may be placed by hand, without and with split backwards."""

@@ -30,8 +30,6 @@ from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport, require_words
 
-__all__ = ["Faults", "ScheduleLike", "as_plan", "check", "require_legal", "with_excerpt"]
-
 _WORST_FIRST: tuple[Code, ...] = get_args(Code)
 _OF_ONE_ITEM: tuple[Code, ...] = ("not-an-action", "endless")
 """Faults that do not depend on the placement."""

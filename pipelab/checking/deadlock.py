@@ -14,8 +14,6 @@ from pipelab.plan.fault import Code, Fault, Link
 from pipelab.plan.order import Traversal
 from pipelab.plan.plan import Plan
 
-__all__ = ["Head", "Wait", "cycle_fault", "cycles", "deadlocks", "shortened", "summary"]
-
 Head = int | tuple[int, int]
 """Where something may be stuck: a rank, or one of its queues."""
 AnyWait = TypeVar("AnyWait", bound="Wait")

@@ -16,8 +16,6 @@ from pipelab.plan.actions import finite
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import readable, shorten
 
-__all__ = ["Change", "Memory"]
-
 Bytes = float | Sequence[float]
 """One number for all stages, or one per stage."""
 

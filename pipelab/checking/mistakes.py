@@ -12,8 +12,6 @@ from pipelab.plan.binding import NO_RANK, ask, within
 from pipelab.plan.fault import Code, Fault, line_of_function, ranges
 from pipelab.plan.plan import Plan
 
-__all__ = ["diagnose"]
-
 _OF_PLACE: tuple[Code, ...] = ("out-of-range", "wrong-rank", "ambiguous-stage")
 """The faults that a wrong stage, micro-batch or placement causes."""
 _OF_STAGES: tuple[Code, ...] = (*_OF_PLACE, "missing", "duplicate", "exception")

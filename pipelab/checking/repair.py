@@ -12,8 +12,6 @@ from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges
 from pipelab.plan.order import absent, at_start, traverse
 
-__all__ = ["BlockedRank", "Move", "Repair", "as_yielded", "describe", "parts_of", "repair", "rows_after"]
-
 _MOST_PARTS = 3
 """How many moves, or sequences of similar moves, a hint names."""
 _MOST_RANKS = 2

@@ -13,8 +13,6 @@ from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import PER_MICROBATCH
 from pipelab.plan.fault import Fault, ranges
 
-__all__ = ["complete", "misplaced", "missing"]
-
 _KINDS: dict[str, tuple[Kind, ...]] = {
     "forward": ("F",),
     "backward": ("B",),

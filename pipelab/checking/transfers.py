@@ -8,8 +8,6 @@ from pipelab.plan.fault import Fault
 from pipelab.plan.network import Network
 from pipelab.plan.transfers import Lowering, Order, Step, Transport, inbound, lowered
 
-__all__ = ["Hang", "Wire", "hang", "transfer_deadlocks"]
-
 _HINT = 'take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch'
 _PAIR_HINT = (
     "yield the halves of one of these pairs one after the other: a pair's receives come before both of its halves, and "

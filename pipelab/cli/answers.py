@@ -18,8 +18,6 @@ from pipelab.draw import text, wording
 from pipelab.draw.why import sentence
 from pipelab.errors import UsageError
 
-__all__ = ["optimum", "schedules", "why"]
-
 
 def schedules() -> None:
     """List the schedules that come with pipelab, the sizes that they accept, and their sources."""

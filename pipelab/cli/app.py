@@ -70,9 +70,6 @@ from pipelab.simulation.clock import simulate
 if TYPE_CHECKING:
     from pipelab.labs.running import Result
 
-__all__ = ["app", "main"]
-
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 

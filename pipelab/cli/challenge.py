@@ -18,8 +18,6 @@ from pipelab.cli.printing import echo, folded, say, titled
 from pipelab.cli.targets import find, has_sizes
 from pipelab.draw import text
 
-__all__ = ["challenge"]
-
 _MOST_REFUSALS = 3
 _MARKS = {"par": "***", "good": "** ", "legal": "*  "}
 

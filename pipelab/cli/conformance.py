@@ -13,8 +13,6 @@ from pipelab.conformance.references import Grid
 from pipelab.conformance.report import Line, Numbers, Report, conformance, count
 from pipelab.files import write
 
-__all__ = ["markdown", "show_conformance"]
-
 _HEADINGS = ("schedule", "PyTorch's Schedule…", "sizes", "orders", "wire", "runs", "numbers")
 _LEGEND = (
     "orders: action for action, as PyTorch executes them; an overlapped pair counts as its forward, then its backward. "

@@ -21,8 +21,6 @@ from pipelab.labs.grading.runner import Limits, grade, submissions
 from pipelab.labs.grading.tasks import HOMEWORK, Assignment, Grade
 from pipelab.simulation.cost import Cost
 
-__all__ = ["grade_command"]
-
 _Par = Annotated[
     list[str] | None,
     typer.Option(

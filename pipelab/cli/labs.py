@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pipelab.draw.table import Table
     from pipelab.labs.hybrid import Hybrid
 
-__all__ = ["SaveTable", "finished", "lab"]
-
 Row = TypeVar("Row", bound=Mapping[str, Any])
 
 SaveTable = Annotated[
@@ -304,6 +302,7 @@ def hw1(
     counts = whole_numbers("--processes", processes)
     require_writable(save, TABLE)
     from pipelab.labs import hw1 as course
+    from pipelab.labs.ddp import DROPPED
 
     planned = course.runs(
         model or ("small", "laptop"),
@@ -325,6 +324,6 @@ def hw1(
     say(
         f"{'Batches' if experiment == 'batch' else f'One batch of {batch} rows'} shared by all processes, seed {seed}, "
         f"{'a GPU' if planned[0].job.gpus else each} for each process, also for a single one. Median, quantiles and "
-        f"standard deviation of {steps - course.DROPPED} steps by rank 0's clock, after {course.DROPPED} dropped ones."
+        f"standard deviation of {steps - DROPPED} steps by rank 0's clock, after {DROPPED} dropped ones."
     )
     _end(rows, whole, lambda rows: course.table(rows, experiment), save)

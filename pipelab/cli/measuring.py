@@ -19,16 +19,6 @@ from pipelab.simulation.comparison import Comparison, compare
 if TYPE_CHECKING:
     from pipelab.labs.running import Job, Result
 
-__all__ = [
-    "Work",
-    "cores",
-    "measure",
-    "measure_sweep",
-    "proof_of",
-    "too_few_cores",
-    "why_slow",
-]
-
 _SEVERAL_RANKS, _TWO_RANKS = 4, 2
 _STEPS, _EMULATED_STEPS = 5, 3
 _CROWDED = 0.8

@@ -18,26 +18,9 @@ from pipelab.errors import UsageError
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
 from pipelab.schedule import Schedule, replicate
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
-
-__all__ = [
-    "PostingOrder",
-    "RunSizes",
-    "Save",
-    "SaveComparison",
-    "SaveFaults",
-    "SaveRun",
-    "Sizes",
-    "SweepSizes",
-    "Target",
-    "Targets",
-    "Times",
-    "TransportWord",
-    "grouped",
-    "untimed",
-    "whole_numbers",
-]
 
 Target = Annotated[
     str,

@@ -27,28 +27,6 @@ from pipelab.simulation.comparison import Comparison
 from pipelab.trace.diff import Diff
 from pipelab.trace.trace import Trace
 
-__all__ = [
-    "COMPARISON",
-    "DIFF",
-    "FAULTS",
-    "GRAPH",
-    "RUN",
-    "TABLE",
-    "TIMELINE",
-    "echo",
-    "faults_saved",
-    "folded",
-    "is_row",
-    "number",
-    "require_writable",
-    "save_timeline",
-    "say",
-    "show",
-    "titled",
-    "write_any_letter",
-    "wrote",
-]
-
 _LAYOUT = "\n\t"
 """The control characters that messages and tables are laid out with."""
 _PLAIN = dict(zip("│┆▏─┄┬┴┐└┘┤┌▲·…", "|||--+++++++^..", strict=True))

@@ -14,10 +14,9 @@ from pipelab.cli.measuring import why_slow
 from pipelab.cli.printing import titled, wrote
 from pipelab.files import require_writable
 from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import compare
-
-__all__ = ["show_demo"]
+from pipelab.simulation.cost import Cost
 
 _TRAINED = ("naive", "gpipe", "1f1b")
 _EMULATED = ("naive", "gpipe", "1f1b", "delayed")

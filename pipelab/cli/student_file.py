@@ -18,8 +18,6 @@ from pipelab.labs.grading.schedules import own_schedules
 from pipelab.plan.fault import in_a_library, students_line
 from pipelab.schedule import Schedule
 
-__all__ = ["MOST_BYTES", "class_in", "existing"]
-
 _LONG_IMPORT = 3.0
 """After so many seconds of importing a student's file, a line says what is happening."""
 _STILL_IMPORTING = (

@@ -12,8 +12,6 @@ from pipelab.errors import ScheduleError
 from pipelab.simulation.comparison import compare
 from pipelab.trace.trace import Trace
 
-__all__ = ["Cell", "Sweep", "sweep", "table_of"]
-
 Made = TypeVar("Made")
 
 

@@ -22,8 +22,6 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.trace.trace import Trace
 
-__all__ = ["file_of", "find", "has_sizes", "settings", "with_settings"]
-
 _MICROBATCHES = 8
 _STDIN = "-"
 _CALL = re.compile(r"(.*?\w)\((.*)\)", re.DOTALL)

@@ -9,8 +9,6 @@ from typing import Any
 from pipelab.engine.torchrun.runtime import SCHEDULES, load, missing
 from pipelab.plan.actions import Item
 
-__all__ = ["add_send_recv", "lower", "lowered_rows", "order_table", "run_on_recorders", "schedule_class"]
-
 
 def _named(name: str) -> Any:
     """Return something of PyTorch's module of schedules."""

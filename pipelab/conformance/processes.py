@@ -30,8 +30,6 @@ from pipelab.errors import EngineError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 
-__all__ = ["Job", "JobResult", "run_in_processes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -25,18 +25,6 @@ from pipelab.errors import EngineError
 from pipelab.plan.actions import Action, B, F, I, Item, W
 from pipelab.plan.plan import Plan
 
-__all__ = [
-    "NATIVE",
-    "NativeRefusalError",
-    "RecordingStage",
-    "executed",
-    "executed_by_runtime",
-    "lowered_by_pytorch",
-    "native_place",
-    "order_table",
-    "watch",
-]
-
 
 class NativeRefusalError(EngineError):
     """PyTorch's own schedule refuses this size."""

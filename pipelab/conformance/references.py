@@ -22,8 +22,6 @@ from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 
-__all__ = ["Grid", "Reference", "flat", "references"]
-
 _RUNTIME = "_PipelineScheduleRuntime"
 
 

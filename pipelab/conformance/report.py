@@ -21,17 +21,6 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation.wire import lower
 
-__all__ = [
-    "Difference",
-    "Line",
-    "Numbers",
-    "Report",
-    "conformance",
-    "count",
-    "first_difference",
-    "misplaced_transfer",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -17,8 +17,6 @@ from pipelab.engine.torchrun import runtime
 from pipelab.errors import EngineError
 from pipelab.plan.plan import Plan
 
-__all__ = ["Outcome", "Task", "group_of_one", "make_schedule", "step_of_class", "step_of_plan", "take_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

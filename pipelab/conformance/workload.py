@@ -10,8 +10,6 @@ from torch import nn
 
 from pipelab.conformance.steps import Task
 
-__all__ = ["fixed_model", "fixed_task", "one_thread"]
-
 _WIDTH = 16
 _ROWS = 2
 

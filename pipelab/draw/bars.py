@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from pipelab.trace.trace import Trace
 
-__all__ = ["Bar", "Lanes"]
-
 _NEXT_TO_NOTHING = 0.05
 """Actions shorter than this fraction of the median do not set the scale."""
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipelab.plan.actions import Action, Kind
 
-__all__ = ["DIVERGING", "HUES", "IDLE", "IDLE_LINES", "PALETTE", "RANKS", "ansi", "ink", "of"]
-
 PALETTE: dict[Kind, tuple[str, str]] = {
     "F": ("#0072B2", "#005F96"),
     "B": ("#E69F00", "#EFB23A"),

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pipelab.trace.diff import Change, Diff, Part
     from pipelab.trace.trace import Trace
 
-__all__ = ["MOST", "data", "sentence", "signed", "table", "text"]
-
 MOST = 12
 """How many actions a text shows."""
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from pipelab.trace.ledger import Idle
     from pipelab.trace.trace import Trace
 
-__all__ = ["events", "perfetto"]
-
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
-__all__ = ["comparison_svg", "draw", "height", "legend", "owner", "plot", "plot_comparison", "svg", "svg_of", "write"]
-
 _COARSE_FROM, _PIXELS = 10_000, 1_600
 """Above so many actions, a lane is a row of so many pixels: viewers are slow with 60,000 shapes."""
 _BAR = 0.86

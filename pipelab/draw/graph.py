@@ -10,7 +10,8 @@ from pipelab.draw import colours
 from pipelab.errors import FormatError, clean, require_suffix
 from pipelab.files import write
 from pipelab.plan.actions import KINDS
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from pipelab.plan.actions import Action
     from pipelab.plan.plan import Plan
     from pipelab.trace.trace import Trace
-
-__all__ = ["SUFFIXES", "dot", "save"]
 
 _TEXT = (".dot", ".gv")
 _PICTURES = (".svg", ".png", ".pdf")

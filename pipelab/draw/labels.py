@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pipelab.draw.bars import Bar, Lanes
     from pipelab.plan.actions import Kind
 
-__all__ = ["Label", "fitting", "inches", "points", "strip"]
-
 _SIZES = (9.0, 8.0, 7.0, 6.0, 5.0)
 """The type sizes to try, in points; smaller ones are illegible."""
 _AIR = 2.0

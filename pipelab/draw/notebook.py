@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
-__all__ = ["comparison_html", "faults_html", "faults_page", "plan_html", "plan_page", "trace_html"]
-
 _MOST_ACTIONS = 4_000
 """A notebook keeps its outputs in its file: larger traces are a still picture there."""
 _MOST_CELLS = 200

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from pipelab.checking.checker import Faults
     from pipelab.plan.plan import Plan
 
-__all__ = ["Arrow", "Cell", "Drawing", "drawings", "plan_drawing", "sentences"]
-
 _STRUCK: tuple[Code, ...] = ("wrong-rank", "duplicate", "out-of-range", "not-an-action", "ambiguous-stage", "endless")
 """The faults of an item that may not stand where it stands."""
 _MOST_CYCLES = 4

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from pipelab.draw.order import Arrow, Cell, Drawing
 
-__all__ = ["KEY", "plot", "svg"]
-
 INK, SOFT, RED, GREEN, PAPER = "#1c1c1c", "#5d5d5d", "#b00d1b", "#0f6b2f", "#fffffe"
 _VARIABLES = {INK: "var(--text)", SOFT: "var(--soft)", RED: "var(--need)", GREEN: "var(--give)", PAPER: "var(--paper)"}
 """The colours that a page has two of, light and dark. The paper is not quite white, which is also the ink on bars."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from pipelab.engine.collectives.ring import Send
 
-__all__ = ["plot", "text"]
-
 _COLUMNS = 5
 """A table shows so many ranks; of more, the first ones."""
 _DRAWN = 6

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pipelab.draw.bars import Lanes
     from pipelab.plan.actions import Kind
 
-__all__ = ["Ruler", "nice_step"]
-
 _LONGEST_CELL = 24
 """The most columns that a usual action takes."""
 _SHORTEST_STEP = 8

@@ -20,8 +20,6 @@ from pipelab.files import write
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SUFFIXES", "Column", "Table"]
-
 SUFFIXES = (".csv", ".txt", ".md", ".tex", ".html", ".png", ".svg", ".pdf")
 """The formats of a table; the last three are its plot."""
 

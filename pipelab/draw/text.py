@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
-__all__ = ["PLAIN_WIDTH", "comparison", "timeline"]
-
 PLAIN_WIDTH = 120
 """The width of text that goes to a file or a pipe."""
 _ALL_RANKS = 16

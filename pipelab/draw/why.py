@@ -16,8 +16,6 @@ from pipelab.trace.waits import Waits, before_slot
 if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
-__all__ = ["chain", "ledger_table", "sentence", "why"]
-
 
 def why(trace: Trace, rank: int, at: float, lines: int = 5) -> str:
     """Return why a rank is idle at a time, or runs what it runs; see `Trace.why`.

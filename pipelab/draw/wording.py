@@ -16,21 +16,6 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
-__all__ = [
-    "columns",
-    "costs",
-    "elided",
-    "figures",
-    "headline",
-    "number",
-    "percent",
-    "percents",
-    "span",
-    "stood_behind",
-    "table",
-    "unit",
-]
-
 
 def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15, left: Sequence[int] = (0,)) -> list[str]:
     r"""Return rows in columns, the first one flush left, and the others flush right.

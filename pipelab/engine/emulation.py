@@ -19,9 +19,6 @@ from pipelab.engine.device.clocks import here, since
 from pipelab.engine.stage.autograd import will_run
 from pipelab.errors import CostError, require_size
 
-__all__ = ["EmulatedStage", "emulate_all_reduce", "emulated", "instantly"]
-
-
 _LATE_NANOSECONDS = 200_000
 """How much earlier than wanted a sleep is set to end."""
 

@@ -21,8 +21,6 @@ from pipelab.engine.step import StepState
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
 
-__all__ = ["Engine", "Settings", "Start"]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

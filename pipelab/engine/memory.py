@@ -32,8 +32,6 @@ from pipelab.simulation.memory import Held, MemoryUse
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
 
-__all__ = ["stage_memory", "step_memory"]
-
 Tensors = WeakValueDictionary[int, torch.Tensor]
 """Those that are alive, by identity."""
 

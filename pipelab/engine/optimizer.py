@@ -20,8 +20,6 @@ from torch import nn
 from pipelab.engine.stage.pytree import rebuild, take_apart
 from pipelab.errors import UsageError
 
-__all__ = ["load_optimizer_state", "optimizer_state"]
-
 _NUMBERS = (torch.Tensor, int, float)
 
 

@@ -34,8 +34,6 @@ from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
 from pipelab.simulation.memory import MemoryUse
 
-__all__ = ["Pipeline", "Step"]
-
 ENGINES: dict[str, Start] = {"threads": ThreadsEngine, "torch": start}
 """By name, what starts an engine."""
 

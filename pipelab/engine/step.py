@@ -21,8 +21,6 @@ from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.trace.trace import Trace
 
-__all__ = ["Act", "RankState", "Step", "StepState", "awaited_action", "describe", "run_action"]
-
 Act = Callable[[int, Any, dict[int, Any], Any], Any]
 """The method of a stage that runs an action: of micro-batch, input, `kept` and loss; it returns the output."""
 

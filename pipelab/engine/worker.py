@@ -23,8 +23,6 @@ import torch
 
 from pipelab.plan.fault import line_of
 
-__all__ = ["Outcome", "Outcomes", "Worker", "outcomes"]
-
 _PAUSE_SECONDS = 0.2
 """How long a caller sleeps at most before it checks for progress, and for an interrupt."""
 

@@ -34,8 +34,6 @@ from pipelab.engine.pipeline import Pipeline
 from pipelab.labs.hybrid import Hybrid, same_work
 from pipelab.schedule import replicate
 
-__all__ = ["NUMBERS", "layouts", "model", "table", "trainings"]
-
 NUMBERS = 120
 """Parameters of each stage, and so numbers of its gradient."""
 _WIDTH, _ROWS, _RATE = 10, 4, 0.1

@@ -34,8 +34,6 @@ from pipelab.engine.torchrun.launch import decisive, end_with_launcher, loopback
 from pipelab.errors import EngineError, RankError
 from pipelab.files import kernel_bytes
 
-__all__ = ["DROPPED", "Amdahl", "Job", "fit_amdahl", "free_memory", "memory_needed", "run_job"]
-
 DROPPED = 5
 """How many steps are dropped before the first one that counts."""
 _ALONE = 10

@@ -16,10 +16,9 @@ from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
 from pipelab.labs.running import core_share, make_jobs, run_all
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
-
-__all__ = ["Emulation", "Plain", "Setting", "Trained", "emulate", "train_plainly", "train_with"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,19 +23,6 @@ from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError
 from pipelab.labs.ddp import DROPPED, Amdahl, Job, fit_amdahl, free_memory, memory_needed, run_job
 
-__all__ = [
-    "DROPPED",
-    "EXPERIMENTS",
-    "PRESETS",
-    "Amdahl",
-    "Run",
-    "fit_amdahl",
-    "measurements",
-    "memory_needed",
-    "runs",
-    "table",
-]
-
 Row = Mapping[str, Any]
 
 PRESETS = {"small": (1024, 2), "laptop": (2048, 4), "large": (8192, 8)}

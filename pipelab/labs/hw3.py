@@ -33,19 +33,6 @@ from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
 from pipelab.labs.running import Job, has_gpu, linear_stack
 
-__all__ = [
-    "LinearStack",
-    "Transfers",
-    "count_transfers",
-    "evenly",
-    "halves",
-    "landing",
-    "measurements",
-    "table",
-    "transfers_of",
-    "usual_devices",
-]
-
 Row = Mapping[str, Any]
 _MEGABYTE = 1e6
 _COPY = torch.ops.aten._to_copy.default  # noqa: SLF001 - the operator's own name: what `.to()` runs if it must copy

@@ -32,10 +32,9 @@ from pipelab.errors import UsageError, require_size
 from pipelab.labs.running import Job, run_all
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
-
-__all__ = ["Hybrid", "measured", "measured_table", "metrics", "same_work", "table", "timeline"]
 
 
 @dataclass(frozen=True, kw_only=True)

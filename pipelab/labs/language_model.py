@@ -10,8 +10,6 @@ from torch import nn
 
 from pipelab.errors import UsageError
 
-__all__ = ["Batches", "Block", "language_model", "next_byte_loss", "standard_library"]
-
 _BYTES = 256
 
 

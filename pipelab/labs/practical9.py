@@ -27,11 +27,10 @@ from pipelab.engine.stage.batch import row_counts
 from pipelab.errors import UsageError
 from pipelab.labs.running import Result, make_jobs, run_all
 from pipelab.schedule import Schedule
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import compare
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
-
-__all__ = ["METHODS", "answers", "measurements", "surprise", "table"]
 
 WHOLE, ONE_BY_ONE, GPIPE, LOOP, TRUE = METHODS = (
     "A naive, whole batch",

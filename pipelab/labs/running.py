@@ -16,10 +16,9 @@ from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.verify.verify import Verification
 from pipelab.errors import SplitError
 from pipelab.plan.plan import Plan
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
-
-__all__ = ["Job", "Result", "core_share", "has_gpu", "linear_stack", "make_jobs", "run_all"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,6 @@ from typing import Any, Literal, get_args
 from pipelab.errors import FormatError
 from pipelab.plan.fault import readable
 
-__all__ = ["KINDS", "Action", "B", "F", "I", "Item", "Kind", "Pair", "R", "W", "finite", "parse_item", "whole"]
-
 Kind = Literal["F", "B", "I", "W", "R"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -17,8 +17,6 @@ from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
 from pipelab.plan.order import traverse
 
-__all__ = ["with_reduces"]
-
 Groups = Mapping[int, tuple[int, ...]]
 """For each all-reduce, by code, the ranks that hold its stage."""
 

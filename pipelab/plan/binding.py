@@ -13,18 +13,6 @@ from pipelab.plan.codes import PER_MICROBATCH, Codes
 from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
 
-__all__ = [
-    "NO_RANK",
-    "Place",
-    "Refusal",
-    "StagesOfRank",
-    "ask",
-    "bind_action",
-    "stages_by_name",
-    "stages_by_placement",
-    "within",
-]
-
 Place = Callable[[int, int], int]
 """Which rank runs a stage: `(microbatch, stage) -> rank`."""
 

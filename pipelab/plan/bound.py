@@ -30,8 +30,6 @@ from pipelab.plan.fault import Fault
 if TYPE_CHECKING:
     from pipelab.plan.order import Traversal
 
-__all__ = ["MOST_ACTIONS", "BoundPlan", "endless_limit", "named_sizes"]
-
 MOST_ACTIONS = 4 * MOST_SLOTS
 """How many actions the rows of a plan may list in all; a plan in which every backward is split has three per slot."""
 

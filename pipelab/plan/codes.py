@@ -22,8 +22,6 @@ from typing import cast
 
 from pipelab.plan.actions import KINDS, Action, Kind
 
-__all__ = ["PER_MICROBATCH", "Codes"]
-
 PER_MICROBATCH = KINDS[:4]
 """The kinds that run once for each micro-batch and stage: all but `R`."""
 

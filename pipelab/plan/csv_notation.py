@@ -14,8 +14,6 @@ from pipelab.files import write
 from pipelab.plan.actions import Action, Item, Pair, parse_item
 from pipelab.plan.fault import shorten
 
-__all__ = ["cell", "is_plan", "lines_of", "parse_row", "read_rows", "write_rows"]
-
 _IDLE = ("",)
 """The cells of a rank without actions, which is written `""`: an empty line would look like the end of the file."""
 

@@ -16,21 +16,6 @@ if TYPE_CHECKING:
     from pipelab.plan.actions import Action
     from pipelab.plan.plan import Plan
 
-__all__ = [
-    "Code",
-    "Fault",
-    "Link",
-    "Unreadable",
-    "excerpt",
-    "in_a_library",
-    "line_of",
-    "line_of_function",
-    "ranges",
-    "readable",
-    "shorten",
-    "students_line",
-]
-
 Code = Literal[
     "refused",
     "exception",

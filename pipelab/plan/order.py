@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from pipelab.plan.bound import BoundPlan
 
-__all__ = ["Traversal", "absent", "at_start", "traverse", "units"]
-
 _NOBODY = -1
 
 

@@ -22,9 +22,7 @@ from pipelab.plan.fault import readable, shorten
 if TYPE_CHECKING:
     import networkx
 
-    from pipelab.simulation.clock import Cost
-
-__all__ = ["Plan"]
+    from pipelab.simulation.cost import Cost
 
 _ACTIONS = {Action, Pair}
 _LONGEST_ROW = 1 << 17

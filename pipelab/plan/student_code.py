@@ -6,8 +6,6 @@ import inspect
 
 from pipelab.plan.fault import Fault, line_of_function, shorten
 
-__all__ = ["misfit"]
-
 
 def misfit(name: str, function: object, *given: str) -> Fault | None:
     """Return the fault of a function that cannot be called with these arguments, or `None`.

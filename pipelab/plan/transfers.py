@@ -29,8 +29,6 @@ from pipelab.plan.fault import shorten
 from pipelab.plan.network import reachable
 from pipelab.plan.order import units
 
-__all__ = ["Crossing", "Lowering", "Order", "Runtime", "Step", "Transport", "inbound", "lowered", "require_words"]
-
 Order = Literal["pytorch", "at-use", "deferred", "by-time"]
 """In which order a rank posts its transfers: see `Cost.order`."""
 

@@ -26,8 +26,6 @@ from pipelab.trace.trace import Trace
 if TYPE_CHECKING:
     from pipelab.plan.bound import BoundPlan
 
-__all__ = ["Job", "Work", "lower_bound", "work_of"]
-
 Subject = Trace | Plan | ScheduleLike
 
 Edge = tuple[int, int, float]

@@ -14,8 +14,6 @@ from pipelab.simulation.cost import Cost, as_cost
 from pipelab.simulation.wire import on_the_wire
 from pipelab.trace.trace import Trace
 
-__all__ = ["Cost", "simulate"]
-
 
 def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, replicas: int = 1) -> Trace:
     """Return when each action would start and end if every rank ran its row as soon as it can.

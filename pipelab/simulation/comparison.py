@@ -14,13 +14,12 @@ from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
 from pipelab.simulation.bounds import lower_bound
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["Comparison", "Row", "compare"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from pipelab.plan.order import units
 from pipelab.plan.plan import Plan
 from pipelab.simulation.cost import Cost
 
-__all__ = ["contended"]
-
 Times = tuple[list[float], list[float], list[float]]
 
 

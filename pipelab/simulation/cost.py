@@ -17,8 +17,6 @@ from pipelab.simulation.fitting import fitted, groups, listed, shares, spread
 from pipelab.simulation.links import Links
 from pipelab.trace.trace import Trace
 
-__all__ = ["Cost", "as_cost"]
-
 Number = float | Sequence[float]
 """One number for all stages, or one per stage."""
 

@@ -20,8 +20,6 @@ from pipelab.simulation.cost import Cost, as_cost
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Jitter", "jitter"]
-
 _NUMBERS_AT_ONCE = 1 << 24
 """How many times are held at once; more draws run in blocks. A part of the meaning of a seed."""
 

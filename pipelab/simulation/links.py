@@ -11,8 +11,6 @@ from pipelab.errors import CostError, require_size
 from pipelab.plan.actions import finite
 from pipelab.plan.fault import shorten
 
-__all__ = ["Links", "all_reduce_time"]
-
 Link = tuple[float, float | None]
 """Latency, and bytes per unit of time; without the second, size does not matter."""
 

@@ -16,8 +16,6 @@ from pipelab.trace.trace import Trace
 if TYPE_CHECKING:
     from pipelab.draw.table import Table
 
-__all__ = ["Held", "MemoryUse", "memory_use"]
-
 
 @dataclass(frozen=True, slots=True)
 class Held:

@@ -14,13 +14,12 @@ from pipelab.errors import CostError, UsageError, require_caps
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.plan import Plan
 from pipelab.simulation.bounds import Work, lower_bound, work_of
-from pipelab.simulation.clock import Cost, simulate
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 
 if TYPE_CHECKING:
     from pipelab.checking.checker import ScheduleLike
     from pipelab.trace.trace import Trace
-
-__all__ = ["Optimum", "optimum"]
 
 _FINEST = 1_000_000
 """How many ticks the longest action may have: times are rounded down to ticks if they are no multiples of one."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from pipelab.errors import UsageError, require_size
 
-__all__ = ["TrainingSetup", "mfu", "model_flops", "published"]
-
 _A100 = 312e12
 """Peak of an NVIDIA A100 in BF16 and FP16 without sparsity, FLOP/s: Megatron-LM (arXiv:2104.04473), section 5.1."""
 _H100 = 989e12

@@ -32,8 +32,6 @@ from pipelab.simulation.cost import Cost
 from pipelab.trace.events import Transfer
 from pipelab.trace.trace import Trace
 
-__all__ = ["LoweredPlan", "lower", "on_the_wire"]
-
 _NEWEST = "2.15"
 """The newest version of PyTorch whose words pipelab knows."""
 

@@ -23,8 +23,6 @@ from pipelab.trace.trace import Trace
 if TYPE_CHECKING:
     from pipelab.draw.table import Table
 
-__all__ = ["PARTS", "Change", "Diff", "Part", "diff"]
-
 Part = Literal["durations", "transfers", "late starts", "order"]
 
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from pipelab.plan.actions import Action
 
-__all__ = ["Event", "Transfer", "union"]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

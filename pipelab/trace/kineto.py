@@ -15,8 +15,6 @@ from pipelab.plan.actions import Action, Kind
 from pipelab.plan.fault import shorten
 from pipelab.trace.reading import time_of
 
-__all__ = ["MOVED", "File", "Ran", "base_of", "is_profile", "read_file", "whole_steps"]
-
 _NAMES: dict[str, dict[str, re.Pattern[str]]] = {
     "user_annotation": {
         # PyTorch's runtime labels all that it does: PP:2F0, PP:(0F3;3B1)OVERLAP_F_B, PP:2RECV_F0.

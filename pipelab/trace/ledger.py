@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from pipelab.draw.table import Table
     from pipelab.trace.trace import Trace
 
-__all__ = ["MEANINGS", "REASONS", "Idle", "Ledger", "Reason", "idle_times"]
-
 Reason = Literal["fill", "dependency", "behind another transfer", "transfer", "order", "all-reduce", "drain"]
 
 REASONS: tuple[Reason, ...] = get_args(Reason)

@@ -15,8 +15,6 @@ from pipelab.plan.fault import ranges, shorten
 from pipelab.trace.kineto import MOVED, File, Ran, base_of, is_profile, read_file, whole_steps
 from pipelab.trace.reading import plan_of
 
-__all__ = ["read_profiles"]
-
 _NOISE = (0.0, 10.0, 100.0)
 """By how many microseconds a value may seem to come before it was sent: each process reads the clock by itself."""
 

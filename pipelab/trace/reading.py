@@ -18,8 +18,6 @@ from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Transfer
 
-__all__ = ["FORMAT", "VERSION", "found_files", "plan_of", "read", "read_json", "time_of"]
-
 FORMAT = "pipelab-trace"
 VERSION = 1
 

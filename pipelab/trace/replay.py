@@ -17,8 +17,6 @@ from pipelab.plan.order import traverse
 from pipelab.trace.trace import Trace
 from pipelab.trace.waits import half
 
-__all__ = ["Order", "Path", "Times", "listed", "passed"]
-
 _WORK = 2_000_000
 """How many actions are replayed, roughly, to follow the critical path from some times to others."""
 

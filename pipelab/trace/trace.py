@@ -25,8 +25,6 @@ from pipelab.trace.waits import crossings, waits
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Event", "Idle", "Ledger", "Trace", "Transfer"]
-
 
 @dataclass(frozen=True, eq=False, init=False)
 class Trace:

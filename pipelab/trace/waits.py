@@ -13,8 +13,6 @@ from pipelab.trace.events import Event, Transfer
 if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
-__all__ = ["Half", "Wait", "Waits", "before_slot", "critical_path", "crossings", "half", "waits"]
-
 Half = Literal["whole", "upper", "lower"]
 
 

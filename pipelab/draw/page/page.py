@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
-__all__ = ["comparison_page", "content", "diff_page", "document", "frame", "page"]
-
 _SCRIPTS = ("model.js", "paint.js", "timeline.js", "gestures.js", "ledger.js", "compare.js", "panel.js", "save.js")
 
 

@@ -18,8 +18,6 @@ import torch
 
 from pipelab.errors import UsageError
 
-__all__ = ["CODECS", "Cast", "Codec", "Int8", "Message", "codec_of", "name_of"]
-
 Message = tuple[torch.Tensor, ...]
 """What crosses the wire for one chunk: the payload, and after it the scales, if the codec has any."""
 

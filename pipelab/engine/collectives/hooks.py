@@ -18,8 +18,6 @@ from pipelab.engine.collectives.codecs import Codec, codec_of, name_of
 from pipelab.engine.collectives.part import Part, agree, described, exchange, misfit_of
 from pipelab.errors import UsageError
 
-__all__ = ["codec_hook"]
-
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """Of the state, which is the group, and the `torch.distributed.GradBucket`."""
 

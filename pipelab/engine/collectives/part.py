@@ -10,8 +10,6 @@ import torch.distributed as dist
 from pipelab.engine.collectives.codecs import Codec, Message
 from pipelab.errors import UsageError
 
-__all__ = ["Part", "agree", "described", "exchange", "misfit_of", "require_alike"]
-
 
 class Part:
     """One rank's part in a ring all-reduce.

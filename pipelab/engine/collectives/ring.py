@@ -31,8 +31,6 @@ from pipelab.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["RingResult", "Send", "ring_all_reduce"]
-
 
 @dataclass(frozen=True, slots=True)
 class Send:

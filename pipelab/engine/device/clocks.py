@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["HOST", "Clock", "GpuClock", "HostClock", "StepClock", "here", "since"]
-
 _OVERHEAD_NANOSECONDS = 1_000_000
 
 

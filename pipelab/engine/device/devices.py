@@ -12,8 +12,6 @@ import torch
 from pipelab.engine.device.green_contexts import partitions_of
 from pipelab.errors import DeviceError, require_size
 
-__all__ = ["RankDevice", "devices", "rank_devices"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:

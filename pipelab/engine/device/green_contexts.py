@@ -22,8 +22,6 @@ import torch
 
 from pipelab.errors import DeviceError
 
-__all__ = ["SMPartition", "partitions_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class SMPartition:

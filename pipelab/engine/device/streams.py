@@ -24,8 +24,6 @@ from pipelab.engine.device.clocks import HOST, Clock, GpuClock, StepClock
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.stage.pytree import map_tensors, tensors_of
 
-__all__ = ["CpuStream", "CudaStream", "RankStream", "Sent", "begin", "finish", "rank_streams"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sent:

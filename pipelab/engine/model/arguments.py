@@ -12,8 +12,6 @@ from torch import nn
 from pipelab.engine.stage.pytree import map_leaves, opened, take_apart, tensors_of
 from pipelab.errors import BatchError
 
-__all__ = ["arguments_of", "call", "in_order", "received", "require_like", "shapes_of"]
-
 
 def call(model: nn.Module, given: Any) -> Any:
     """Call a whole model as its traced stages are called: a tuple is several arguments, a dict keyword arguments."""

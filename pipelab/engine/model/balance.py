@@ -15,8 +15,6 @@ from torch.nn.parameter import is_lazy
 from pipelab.engine.stage.pytree import map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import unchanged
 
-__all__ = ["count_parameters", "cut", "layer_times", "short"]
-
 
 def count_parameters(module: nn.Module) -> int:
     """Return how many numbers the module's parameters have; a lazy one counts as zero."""

@@ -17,8 +17,6 @@ from pipelab.engine.stage.pytree import opened
 from pipelab.errors import SplitError, require_size
 from pipelab.plan.fault import shorten
 
-__all__ = ["BACKWARD_HOOKS", "Stages", "refuse_hooks", "refuse_shared", "split"]
-
 
 def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None = None) -> None:
     """Refuse a buffer that two stages use, and a layer with parameters that stands in two.

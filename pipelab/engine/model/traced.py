@@ -27,8 +27,6 @@ from pipelab.engine.stage.snapshot import RandomSnapshot, unchanged
 from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.errors import SplitError
 
-__all__ = ["TRACED", "Route", "TracedStages", "move", "routes_of"]
-
 TRACED = "traced."
 """What stands before the model's own names in a traced stage."""
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["End", "SavingHooks", "captured_gradients", "run_backward", "saving_hooks", "unpacked", "will_run"]
-
 SavingHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """The function that packs a tensor that autograd saves, and the one that unpacks it."""
 

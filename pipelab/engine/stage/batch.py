@@ -12,8 +12,6 @@ from pipelab.engine.stage.pytree import rebuild, take_apart, tensors_of
 from pipelab.errors import BatchError
 from pipelab.plan.fault import shorten
 
-__all__ = ["Reduction", "join", "row_counts", "rows_of", "split_batch", "weights_of"]
-
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | torch.Tensor]
 """How a loss averages over its rows, which determines the weight of each micro-batch's loss."""
 

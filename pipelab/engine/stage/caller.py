@@ -16,8 +16,6 @@ import torch
 
 from pipelab.engine.stage.autograd import SavingHooks, saving_hooks
 
-__all__ = ["CallerContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class CallerContext:

@@ -27,8 +27,6 @@ from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.engine.stage.stage import Stage
 from pipelab.errors import EngineError
 
-__all__ = ["Generators", "watched"]
-
 
 def watched(
     runners: Mapping[tuple[int, int], Stage], devices: Sequence[torch.device], generators: Generators

@@ -14,8 +14,6 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.errors import PipelabError, StageError
 from pipelab.plan.fault import students_line
 
-__all__ = ["PARTIAL", "layer_of", "stage_error"]
-
 PARTIAL = "gradients are partial now: zero_grad() before the next step"
 _OUT_OF_MEMORY = (
     "\n  try: more micro-batches of fewer rows each, a schedule with a lower peak of activations (1F1B has a lower one "

@@ -14,8 +14,6 @@ from pipelab.engine.stage.batch import Reduction
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.errors import LossError
 
-__all__ = ["Loss", "require_even_targets", "require_loss", "warn_of_ignored"]
-
 _IGNORED = -100
 """The target that PyTorch's cross entropy ignores by default."""
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["full_tensor", "local_part", "map_leaves", "map_tensors", "opened", "rebuild", "take_apart", "tensors_of"]
-
 Spec = Any
 
 

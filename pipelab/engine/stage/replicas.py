@@ -27,17 +27,6 @@ from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.tied import accumulate, alias, ties_of
 from pipelab.errors import EngineError
 
-__all__ = [
-    "Buffers",
-    "Runners",
-    "copied",
-    "refuse_lost_hooks",
-    "require_replicable",
-    "versions",
-    "written",
-    "written_error",
-]
-
 Buffers = Literal["refuse", "lowest"]
 """The policy for buffers that replicated stages write into."""
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from pipelab.engine.stage.pytree import tensors_of
 
-__all__ = ["BatchSnapshot", "BufferSnapshot", "RandomSnapshot", "overwrite", "unchanged"]
-
 
 class BufferSnapshot:
     """The buffers of some modules.

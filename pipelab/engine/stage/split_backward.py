@@ -39,8 +39,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pipelab.engine.stage.autograd import End, captured_gradients, run_backward, unpacked
 
-__all__ = ["Branch", "holds_checkpoint", "input_gradients", "leaves_of", "weight_gradients"]
-
 
 @dataclass(slots=True)
 class Branch:

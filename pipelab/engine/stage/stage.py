@@ -23,8 +23,6 @@ from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensor
 from pipelab.engine.stage.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.errors import EngineError
 
-__all__ = ["Stage"]
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """What an output may hold besides tensors."""
 

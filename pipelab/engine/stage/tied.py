@@ -15,8 +15,6 @@ from torch import nn
 
 from pipelab.errors import EngineError
 
-__all__ = ["Tied", "accumulate", "alias", "ties_of"]
-
 
 class Tied:
     """A parameter that several stages use.

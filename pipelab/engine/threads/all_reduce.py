@@ -18,8 +18,6 @@ from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.tied import accumulate
 
-__all__ = ["AllReduce", "Barrier"]
-
 
 class Barrier:
     """Where the ranks of one all-reduce meet in one step: before the sum, and after it.

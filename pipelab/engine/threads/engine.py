@@ -41,8 +41,6 @@ from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import StageError, StepTimeoutError, UsageError
 from pipelab.plan.plan import Plan
 
-__all__ = ["ThreadsEngine"]
-
 _GRACE_SECONDS = 5.0
 """How long workers may run on once a step has been stopped, before the engine replaces them."""
 

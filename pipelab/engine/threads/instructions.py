@@ -15,8 +15,6 @@ from pipelab.engine.threads.all_reduce import AllReduce, Barrier
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 
-__all__ = ["Instruction", "Row", "ThreadsStep", "Watch", "instructions", "with_watch"]
-
 Watch = Callable[[int, Stage, Action, dict[int, Any], Any], None]
 """Called on a rank's thread after each of its actions: with rank, stage, action, what the stage keeps, and output."""
 

@@ -12,8 +12,6 @@ import torch
 from pipelab.engine.step import run_action
 from pipelab.engine.threads.instructions import ThreadsStep
 
-__all__ = ["quick_switches", "run_row"]
-
 _SWITCH_SECONDS = 5e-6
 
 _guard = threading.Lock()

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from pipelab.engine.stage.pytree import take_apart, tensors_of
 from pipelab.errors import BatchError
 
-__all__ = ["agree", "describe_batch", "gathered", "sample_of"]
-
 _SAMPLE = 16
 """How many numbers of a row are looked at."""
 

@@ -33,8 +33,6 @@ from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.plan.plan import Plan
 
-__all__ = ["TorchEngine"]
-
 _CLOCKS_SECONDS = 10.0
 """How long a comparison of clocks is valid: two machines may drift by microseconds per second."""
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from pipelab.engine.torchrun.store import AnsweringStore, SilentStoreError, torchrun_holds_the_store
 
-__all__ = ["Failure", "Failures", "PublishedStatus"]
-
 _LINGERING_SECONDS = 3.0
 """How long a process that fails waits until the others have read its failure, before it raises."""
 

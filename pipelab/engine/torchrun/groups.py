@@ -22,20 +22,8 @@ from pipelab.errors import EngineError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
-from pipelab.simulation.clock import Cost, simulate
-
-__all__ = [
-    "Connections",
-    "PipelineReplica",
-    "backend_of",
-    "broadcast",
-    "connect",
-    "device_of",
-    "holders_of",
-    "pipeline_replicas",
-    "transport_of",
-    "warn_of_one_queue",
-]
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 
 _ABORT_TAG = 1 << 20
 """A tag of no message."""

@@ -26,8 +26,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from pipelab.engine.torchrun.store import end_with
 from pipelab.plan.fault import line_of
 
-__all__ = ["decisive", "end_with_launcher", "loopback_job", "run_processes", "run_script"]
-
 _HOST = "127.0.0.1"
 _LAUNCHER = "PIPELAB_LAUNCHER"
 

@@ -29,8 +29,6 @@ from pipelab.engine.stage.stage import Stage
 from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.errors import EngineError
 
-__all__ = ["GradientPresence", "ValueMeta", "from_bytes", "learn_metas", "meta_of", "to_bytes"]
-
 
 def to_bytes(value: Any) -> bytes:
     """Return a value in PyTorch's own format: its tensors on the CPU, without history or gaps.

@@ -21,8 +21,6 @@ from pipelab.engine.torchrun.agreement import agree, gathered
 from pipelab.engine.torchrun.groups import broadcast
 from pipelab.plan.plan import Plan
 
-__all__ = ["DistributedModel"]
-
 
 class DistributedModel(Engine):
     """An engine whose stages learn in several processes, each of which has built all of the model.

@@ -13,8 +13,6 @@ from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.torchrun.groups import broadcast
 
-__all__ = ["Reducer", "ReplicatedBuffers"]
-
 
 class Reducer:
     """The gradients of one stage's parameters, summed over the stage's replicas.

@@ -19,8 +19,6 @@ from pipelab.engine.torchrun.messages import from_bytes, to_bytes
 from pipelab.engine.torchrun.stage import ProcessStep
 from pipelab.plan.plan import Plan
 
-__all__ = ["Clock", "set_clocks", "share"]
-
 _ROUNDS = 16
 _BUDGET_NS = 20_000_000
 """How long a comparison of two clocks lasts if `_ROUNDS` rounds take less: a shorter round may follow."""

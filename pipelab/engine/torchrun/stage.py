@@ -34,8 +34,6 @@ from pipelab.errors import StageError
 from pipelab.plan.actions import Action, B, F, I, R, W
 from pipelab.plan.plan import Plan
 
-__all__ = ["ProcessStage", "ProcessStep", "fsdp_modules"]
-
 
 @dataclass(slots=True)
 class ProcessStep(StepState):

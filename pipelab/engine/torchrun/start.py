@@ -47,8 +47,6 @@ from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.errors import EngineError, RankError
 from pipelab.plan.plan import Plan
 
-__all__ = ["describe_model", "describe_plan", "introduce", "process_info", "start", "warn_of_other_weights"]
-
 _MARGIN_SECONDS = 30.0
 """How much longer PyTorch's own timeouts are: pipelab's come first, and say more."""
 _SAMPLE = 16

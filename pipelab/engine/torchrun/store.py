@@ -25,8 +25,6 @@ from pipelab.engine.torchrun import runtime
 from pipelab.engine.worker import Outcomes, Worker, outcomes
 from pipelab.errors import EngineError, RankError
 
-__all__ = ["AnsweringStore", "SilentStoreError", "communication_thread", "duration", "end_with", "open_store"]
-
 _EXIT_SECONDS = 5.0
 """How long a process that ends waits for threads that run PyTorch's code."""
 _SETTLING_SECONDS = 0.25

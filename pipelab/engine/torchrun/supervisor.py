@@ -26,8 +26,6 @@ from pipelab.errors import (
     UsageError,
 )
 
-__all__ = ["Status", "Supervisor"]
-
 Result = TypeVar("Result")
 
 _POLL_SECONDS = 0.2

@@ -13,8 +13,6 @@ from typing import Any
 from pipelab.labs.grading.recording import ANYWHERE, FIRST, HOST, SECOND, TOLERANCE, Recorded, Run
 from pipelab.labs.grading.tasks import HOMEWORK4, Mark
 
-__all__ = ["judge"]
-
 FUNCTION = "run_1F1B_homework"
 PARAMETERS = ("model", "micro_batches", "loss_fn")
 SHOWN = ((4, 4, 4, 4), (4, 4), (4,))

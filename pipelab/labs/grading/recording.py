@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from pipelab.engine.verify.diagnose import Diagnosis, diagnose
 from pipelab.labs.grading.tasks import TEMPLATE, raised
 
-__all__ = ["ANYWHERE", "FIRST", "HOST", "SECOND", "TOLERANCE", "Recorded", "Run"]
-
 TOLERANCE = 1e-3
 """Relative differences below it are rounding."""
 

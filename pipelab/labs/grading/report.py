@@ -17,8 +17,6 @@ import pipelab
 from pipelab.draw.table import Column, Table
 from pipelab.labs.grading.tasks import Grade, Mark
 
-__all__ = ["as_json", "as_line", "as_text", "classroom50", "failures", "gradescope", "table", "write_bundle"]
-
 
 def as_text(grade: Grade) -> str:
     """Return a grade for its student: each task, and for those that failed what was expected and found, and a hint."""

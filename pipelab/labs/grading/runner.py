@@ -20,8 +20,6 @@ import pipelab
 from pipelab.errors import PipelabError, UsageError
 from pipelab.labs.grading.tasks import HOMEWORK, Assignment, Grade, Mark, Task
 
-__all__ = ["GraderError", "Limits", "Submission", "grade", "submissions"]
-
 _START_SECONDS, _GRACE_SECONDS = 120, 30
 """How long the server may take to import PyTorch, and to answer after a submission's time is over."""
 

@@ -12,9 +12,8 @@ from pipelab.checking.checker import check
 from pipelab.draw.wording import number
 from pipelab.labs.grading.tasks import AmbiguousError, Assignment, Mark, Task
 from pipelab.schedule import Schedule
-from pipelab.simulation.clock import Cost, simulate
-
-__all__ = ["judge", "own_schedules"]
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 
 
 def _hidden(assignment: Assignment) -> list[tuple[int, int]]:

@@ -34,8 +34,6 @@ from pipelab.labs.grading import homework4, schedules
 from pipelab.labs.grading.guard import Guard, allow_memory, limit_memory, watch_functions
 from pipelab.labs.grading.tasks import AmbiguousError, Assignment, raised
 
-__all__ = ["main"]
-
 _KEPT = 4000
 """Characters of a submission's output that the grade shows."""
 

@@ -10,19 +10,6 @@ from typing import Any
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import students_line
 
-__all__ = [
-    "HOMEWORK",
-    "HOMEWORK4",
-    "TEMPLATE",
-    "AmbiguousError",
-    "Assignment",
-    "Grade",
-    "Mark",
-    "Task",
-    "raised",
-    "start_homework",
-]
-
 HOMEWORK = "pipeline_homework.py"
 TEMPLATE = Path(__file__).with_name(f"{HOMEWORK}.txt")
 """What students get. Its solution and the teacher's notes are not in this package."""

@@ -20,8 +20,6 @@ from typing import Any
 from pipelab.draw.table import Column, Table
 from pipelab.labs.hybrid import Hybrid, same_work
 
-__all__ = ["READINGS", "SETTING", "Claim", "Reading", "figures", "rows", "summary", "table", "text", "verdict"]
-
 FORWARD, BACKWARD, RING_STEP, ROWS, ACTIVATION = 50, 80, 20, 32, 10
 """Milliseconds of a micro-batch forward and backward, and of a ring's step; rows of a micro-batch; units of memory."""
 

@@ -27,8 +27,6 @@ from pipelab.engine.collectives.ring import ring_all_reduce
 from pipelab.labs.hybrid import Hybrid
 from pipelab.labs.report.claim import READINGS, Claim, Reading
 
-__all__ = ["CLAIMS"]
-
 _COUNTS = (Reading(name="8 per replica"), Reading(in_all=True, name="8 in all"))
 _TIMES = (Reading(name="per stage"), Reading(split=True, name="split"))
 _ANY = (Reading(name="every reading"),)

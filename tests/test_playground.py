@@ -162,6 +162,7 @@ def opened(browser, site):
     """Return a function that opens a page which may ask this machine alone, and may not complain."""
     complaints = []
     context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(100_000)  # ms: a slow machine takes long to fill in two thousand lines
     tab = context.new_page()
     tab.on("pageerror", lambda error: complaints.append(str(error)))
     tab.on("console", lambda message: complaints.append(message.text))

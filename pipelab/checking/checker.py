@@ -153,7 +153,7 @@ def check(
           0SEND_F1 (rank 0) has to meet 1RECV_F1
           1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0
           0RECV_B0 comes after 0SEND_F1 on rank 0
-          try: take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch
+          try: use pipelab.lower(plan, "by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs
             rank 0 | F0 F1 B0 F2 B1 F3 …
                         ^^
 

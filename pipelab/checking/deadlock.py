@@ -151,7 +151,7 @@ def cycle_fault(
         steps.append(f"{last.needed} comes after {first.name} on rank {first.rank}")
     ranks = [rank for rank, _ in groupby(wait.rank for wait in cycle)]
     ranks = ranks[:-1] if len(ranks) > 1 and ranks[0] == ranks[-1] else ranks
-    message = "\n".join([summary(ranks), *(f"  {step}" for step in shortened(steps, "…"))])
+    message = "\n".join([_summary(ranks), *(f"  {step}" for step in _shortened(steps))])
     links: list[Link] = []
     for wait, after in zip(cycle, [*cycle[1:], first], strict=True):
         links.append(Link(wait.rank, wait.name, f"{wait.name} {wait.needs}"))
@@ -205,16 +205,14 @@ def _blocked_ranks(cycle: list[_RankWait]) -> list[BlockedRank]:
     ]
 
 
-def summary(ranks: list[int]) -> str:
+def _summary(ranks: list[int]) -> str:
     """Return which rank waits for which, in one line."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} waits for itself"
-    others = shortened([*ranks[2:], ranks[0]], "…")
+    others = _shortened([*ranks[2:], ranks[0]])
     return f"rank {ranks[0]} waits for rank {ranks[1]}" + "".join(f", which waits for rank {rank}" for rank in others)
 
 
-def shortened(lines: Sequence[object], gap: str, most: int = 8) -> list[object]:
+def _shortened(lines: Sequence[object]) -> Sequence[object]:
     """Return the lines, with the middle left out if there are many."""
-    if len(lines) <= most:
-        return list(lines)
-    return [*lines[: most - 3], gap, *lines[-2:]]
+    return lines if len(lines) <= 8 else [*lines[:5], "…", *lines[-2:]]

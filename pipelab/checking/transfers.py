@@ -8,7 +8,7 @@ from pipelab.plan.fault import Fault
 from pipelab.plan.network import Network
 from pipelab.plan.transfers import Lowering, Order, Step, Transport, inbound, lowered
 
-_HINT = 'take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch'
+_HINT = 'use pipelab.lower(plan, "by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs'
 _PAIR_HINT = (
     "yield the halves of one of these pairs one after the other: a pair's receives come before both of its halves, and "
     "its sends after both"

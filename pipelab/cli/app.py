@@ -11,7 +11,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -102,7 +102,7 @@ def check(
     """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
     require_writable(save, FAULTS)
     subject = untimed(sizes.find(target))
-    faults = pipelab.check(subject, memory_cap, order=cast("Any", order), transport=cast("Any", transport))
+    faults = pipelab.check(subject, memory_cap, order=order, transport=transport)
     for path in save or []:
         wrote(faults.save(path))
     name = subject.name if isinstance(subject, Plan) else repr(subject)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -62,15 +62,12 @@ SaveRun = Annotated[
     ),
 ]
 PostingOrder = Annotated[
-    str,
-    typer.Option(
-        "--order",
-        help=f"in which order ranks post sends and receives: {' '.join(get_args(Order))}; see the page The wire",
-    ),
+    Order,
+    typer.Option("--order", help="in which order ranks post sends and receives; see the page The wire"),
 ]
 TransportWord = Annotated[
-    str,
-    typer.Option("--transport", help=f"which transfers wait for each other: {' '.join(get_args(Transport))}"),
+    Transport,
+    typer.Option("--transport", help="which sends and receives wait for each other; see the page The wire"),
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
 _Replicas = Annotated[

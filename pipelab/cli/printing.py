@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as Columns
@@ -22,6 +21,7 @@ from pipelab.draw import differences, graph, table, text, wording
 from pipelab.draw.table import Table
 from pipelab.errors import ScheduleError, clean, require_suffix
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import Order, Transport
 from pipelab.schedule import Schedule
 from pipelab.simulation.comparison import Comparison
 from pipelab.trace.diff import Diff
@@ -92,12 +92,12 @@ def save_timeline(trace: Trace, path: Path) -> Path:
 
 
 @contextmanager
-def faults_saved(subject: Schedule | Plan, order: str, transport: str, save: Sequence[Path]) -> Iterator[None]:
+def faults_saved(subject: Schedule | Plan, order: Order, transport: Transport, save: Sequence[Path]) -> Iterator[None]:
     """Where a schedule cannot be simulated, draw its faults instead, to those of the files that can show them."""
     try:
         yield
     except ScheduleError as error:
-        faults = check(subject, order=cast("Any", order), transport=cast("Any", transport))
+        faults = check(subject, order=order, transport=transport)
         if not faults:  # a cost asks for more than the order: overlapped pairs as one slot
             faults = Faults(error.faults, error.subject, as_plan(subject))
         for path in save:

@@ -297,7 +297,7 @@ class Pipeline:
     def transport(self) -> Transport:
         """What waits for what among the values that cross between ranks: see `Cost.transport`.
 
-        `simulate(plan, Cost(transport=pipe.transport))` predicts this pipeline.
+        Simulate with `Cost(transport=pipe.transport)` to predict this pipeline.
         """
         return self.engine.transport
 

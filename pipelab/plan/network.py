@@ -1,11 +1,8 @@
-"""Jobs, and which others each one follows: an order, times, and what comes before what."""
+"""Jobs, and which others each one follows: an order, and times."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
-
-Node = TypeVar("Node", bound=Hashable)
+from collections.abc import Sequence
 
 
 class Network:
@@ -62,21 +59,3 @@ class Network:
             for each in self.follows[job]:
                 longest[each] = max(longest[each], rests[job])
         return rests
-
-
-def reachable(after: Mapping[Node, Sequence[Node]], start: Node, end: Node) -> bool:
-    """Return whether a way leads from one node to another, or they are the same.
-
-    Example:
-        >>> reachable({"a": ["b"], "b": []}, "a", "b"), reachable({"a": ["b"], "b": []}, "b", "a")
-        (True, False)
-    """
-    seen, left = {start}, [start]
-    while left:
-        node = left.pop()
-        if node == end:
-            return True
-        fresh = [each for each in after[node] if each not in seen]
-        seen.update(fresh)
-        left += fresh
-    return False

@@ -17,6 +17,7 @@ A value that crosses has one giver and one needer, so its number (see `codes`) s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -26,7 +27,6 @@ from pipelab.plan.actions import Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.csv_notation import cell
 from pipelab.plan.fault import shorten
-from pipelab.plan.network import reachable
 from pipelab.plan.order import units
 
 Order = Literal["pytorch", "at-use", "deferred", "by-time"]
@@ -54,12 +54,12 @@ class Runtime:
     """The PyTorch whose runtime is to run the rows, and how it is set up.
 
     Attributes:
-        torch: its version. From 2.15 on, rows also say when the runtime waits for sends and reductions.
+        waits: whether the rows say when the runtime waits for sends and reductions, as from version 2.15 on.
         lookahead: by rank, for how many of the coming stages the runtime gathers the weights of sharded models.
         outstanding: how many sends of a rank may be under way at once; `None` for any number.
     """
 
-    torch: tuple[int, ...]
+    waits: bool
     lookahead: Sequence[int]
     outstanding: int | None = None
 
@@ -86,11 +86,15 @@ class Lowering:
         bound: the plan.
         crossings: what crosses between ranks, by value.
         rows: for each rank, its steps.
+        order: where its sends and receives stand.
+        by_time: for the order `"by-time"`, the values that cross, in their order.
     """
 
     bound: BoundPlan
     crossings: dict[int, Crossing]
     rows: list[list[Step]]
+    order: Order
+    by_time: Sequence[int] = ()
 
     def word(self, step: Step) -> str:
         """Return a step in PyTorch's notation, such as `0F3`, `0SEND_F3` or `1RECV_F3`."""
@@ -127,21 +131,22 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
         ('1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1')
     """
     crossings = crossings_of(bound)
+    needed = inbound(crossings)
     plain = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.rows))]
     if order in ("pytorch", "deferred"):
-        rows = _as_early_as_sent(bound, crossings, plain)
+        rows = _as_early_as_sent(bound, crossings, needed, plain)
     else:
-        rows = [list(_at_use(bound, crossings, row)) for row in plain]
+        rows = [list(_at_use(bound, crossings, needed, row)) for row in plain]
     if order == "by-time":
         place = {value: at for at, value in enumerate(by_time)}
         rows = [_reordered(bound, row, place) for row in rows]
-    if runtime is not None and runtime.torch >= (2, 15):
+    if runtime is not None and runtime.waits:
         rows = [_with_waits(bound, row) for row in rows]
     if order == "deferred":
-        rows = [_deferred(crossings, row) for row in rows]
+        rows = [_deferred(crossings, needed, row) for row in rows]
     if runtime is not None and runtime.outstanding is not None:
-        rows = _within(Lowering(bound, crossings, rows), runtime.outstanding)
-    return Lowering(bound, crossings, rows)
+        rows = _within(Lowering(bound, crossings, rows, order), runtime.outstanding)
+    return Lowering(bound, crossings, rows, order, by_time)
 
 
 def crossings_of(bound: BoundPlan) -> dict[int, Crossing]:
@@ -162,7 +167,7 @@ def inbound(crossings: Mapping[int, Crossing]) -> dict[int, int]:
 
 
 def _as_early_as_sent(
-    bound: BoundPlan, crossings: Mapping[int, Crossing], waiting: Sequence[Sequence[Step]]
+    bound: BoundPlan, crossings: Mapping[int, Crossing], needed: Mapping[int, int], waiting: Sequence[Sequence[Step]]
 ) -> list[list[Step]]:
     """Place transfers as `torch.distributed.pipelining.schedules._add_send_recv` does.
 
@@ -171,7 +176,6 @@ def _as_early_as_sent(
     """
     rows: list[list[Step]] = [[] for _ in waiting]
     at = [0] * len(waiting)
-    needed = inbound(crossings)
     sent: set[int] = set()
     left = [rank for rank, steps in enumerate(waiting) if steps]
     while left:
@@ -209,14 +213,13 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
     items = list(map(tuple, units(bound.rows[rank], bound.pairs)))
     if runtime is None:
         return [("run", item) for item in items]
-    waits = runtime.torch >= (2, 15)
     active: set[int] = set()  # before 2.15, filled and emptied as PyTorch's, because its order is that of a set
     by_age: list[int] = []
     made = [0] * codes.stages
     steps: list[Step] = []
     for item, coming in zip(items, _coming_stages(bound, items), strict=True):
         resident, wanted = (_first(most, *coming) for most in (ACTIVE_STAGES, runtime.lookahead[rank]))
-        gone = [each for each in (by_age if waits else active) if each not in resident]
+        gone = [each for each in (by_age if runtime.waits else active) if each not in resident]
         fresh = [each for each in wanted if each not in active]
         active.difference_update(gone)
         active.update(fresh)
@@ -228,8 +231,8 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
             made[stage] += codes.releases[code]
             listed = codes.of_kind["R"][stage] in bound.reduces
             if codes.releases[code] and made[stage] == codes.microbatches and not listed:
-                steps += [("REDUCE_GRAD", (stage,)), *[("WAIT_REDUCE_GRAD", (stage,))] * waits]
-    return steps + [("RESHARD", (stage,)) for stage in (by_age if waits else active)]
+                steps += [("REDUCE_GRAD", (stage,)), *[("WAIT_REDUCE_GRAD", (stage,))] * runtime.waits]
+    return steps + [("RESHARD", (stage,)) for stage in (by_age if runtime.waits else active)]
 
 
 def _coming_stages(bound: BoundPlan, items: Sequence[tuple[int, ...]]) -> list[tuple[list[int], list[int]]]:
@@ -248,9 +251,10 @@ def _first(most: int, stages: list[int], items: list[int]) -> list[int]:
     return stages[: most + (len(stages) > most and items[most] == items[most - 1])]
 
 
-def _at_use(bound: BoundPlan, crossings: Mapping[int, Crossing], row: Sequence[Step]) -> Iterator[Step]:
+def _at_use(
+    bound: BoundPlan, crossings: Container[int], needed: Mapping[int, int], row: Sequence[Step]
+) -> Iterator[Step]:
     """Yield a rank's row with each receive right before the item that needs it."""
-    needed = inbound(crossings)
     for step in row:
         item = step[1] if step[0] == "run" else ()
         yield from (("RECV", (needed[code],)) for code in item if code in needed)
@@ -258,12 +262,11 @@ def _at_use(bound: BoundPlan, crossings: Mapping[int, Crossing], row: Sequence[S
         yield from (("SEND", (value,)) for value in _gives(bound, item, crossings))
 
 
-def _deferred(crossings: Mapping[int, Crossing], row: Sequence[Step]) -> list[Step]:
+def _deferred(crossings: Mapping[int, Crossing], needed: Mapping[int, int], row: Sequence[Step]) -> list[Step]:
     """Put off receives as PyTorch's `_defer_recv_ops` does (`defer_pp_recv`, from 2.13 on).
 
     Each goes right before the item that needs it; but what comes from a higher rank, before the next send to that rank.
     """
-    needed = inbound(crossings)
     put_off: dict[int, None] = {}
     steps: list[Step] = []
     for step in row:
@@ -326,66 +329,59 @@ def _within(low: Lowering, outstanding: int) -> list[list[Step]]:
     receive has been posted, so it may not stand before anything that this receive needs. Of those that may, it takes
     the first whose receive comes before in any case, else the first.
     """
-    after: dict[Step, list[Step]] = {}  # what comes after an item or a transfer, in any case
-    waits: dict[int, Step | None] = {}  # by value, before which step its sender waits for it
+    after: dict[Step, list[Step]] = defaultdict(list)  # what comes after an item or a transfer, in any case
     for row in low.rows:
-        last: Step | None = None
+        follower: list[Step] = []
         for step in reversed(row):
-            if step[0] in ("run", *_TRANSFERS):
-                after[step] = [] if last is None else [last]
-                last = step
-            elif step[0] == "WAIT_SEND":
-                waits[step[1][0]] = last
-    for value, before in waits.items():
-        after["SEND", (value,)].append(("RECV", (value,)))
-        after["RECV", (value,)] += [] if before is None else [before]
+            word, numbers = step
+            if word == "WAIT_SEND":
+                after["RECV", numbers] += follower
+            elif word in ("run", *_TRANSFERS):
+                after[step] += follower + ([("RECV", numbers)] if word == "SEND" else [])
+                follower = [step]
     rows: list[list[Step]] = []
     for row in low.rows:
         steps: list[Step] = []
         pending: dict[int, None] = {}
         for step in row:
             word, numbers = step
-            if word == "WAIT_SEND":
-                if numbers[0] in pending:
-                    del pending[numbers[0]]
-                    steps.append(step)
+            if word == "WAIT_SEND" and numbers[0] not in pending:
                 continue
-            while word == "SEND" and len(pending) >= outstanding:
-                value = _ended_first(low, after, waits, list(pending), step)
-                del pending[value]
-                steps.append(("WAIT_SEND", (value,)))
-            if word == "SEND":
+            if word == "WAIT_SEND":
+                del pending[numbers[0]]
+            elif word == "SEND":
+                while len(pending) >= outstanding:
+                    value = _ended_first(low, after, list(pending), step)
+                    del pending[value]
+                    steps.append(("WAIT_SEND", (value,)))
                 pending[numbers[0]] = None
             steps.append(step)
         rows.append(steps)
     return rows
 
 
-def _ended_first(
-    low: Lowering, after: dict[Step, list[Step]], waits: dict[int, Step | None], pending: list[int], send: Step
-) -> int:
+def _ended_first(low: Lowering, after: dict[Step, list[Step]], pending: list[int], send: Step) -> int:
     """Return the send under way that ends before another one begins, and note that it does."""
-    safe: list[int] = []
-    for value in pending:
-        receive: Step = ("RECV", (value,))
-        if (old := waits[value]) is not None:
-            after[receive].remove(old)
-        harmless = not reachable(after, send, receive)
-        certain = harmless and reachable(after, receive, send)
-        if old is not None:
-            after[receive].append(old)
-        if certain:
-            safe = [value]
-            break
-        safe += [value] * harmless
+    safe = [value for value in pending if not _reachable(after, send, ("RECV", (value,)))]
     if not safe:
         sends = ", ".join(low.word(("SEND", (value,))) for value in pending)
         raise UsageError(
-            f"{len(pending)} sends under way are too few: before {low.word(send)}, none of {sends or 'them'} can end"
+            f"max_outstanding_sends={len(pending)} is too small for this plan: before {low.word(send)}, "
+            f"{f'none of {sends} can end' if pending else 'there is no send to wait for'}\n  try: a larger number"
         )
-    value, receive = safe[0], ("RECV", (safe[0],))
-    if (old := waits[value]) is not None:
-        after[receive].remove(old)
-    after[receive].append(send)
-    waits[value] = send
+    value = next((value for value in safe if _reachable(after, ("RECV", (value,)), send)), safe[0])
+    after["RECV", (value,)].append(send)
     return value
+
+
+def _reachable(after: Mapping[Step, Sequence[Step]], start: Step, end: Step) -> bool:
+    """Return whether one step comes before another in any case."""
+    seen, left = {start}, [start]
+    while left:
+        step = left.pop()
+        if step == end:
+            return True
+        fresh = [each for each in after.get(step, ()) if each not in seen]
+        seen.update(fresh)
+        left += fresh
+    return False

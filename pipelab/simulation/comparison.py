@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.errors import CostError, UsageError
@@ -15,7 +15,7 @@ from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
 from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import simulate
-from pipelab.simulation.cost import Cost
+from pipelab.simulation.cost import Cost, as_cost
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -145,9 +145,8 @@ def compare(
     """
     if not subjects:
         raise UsageError("compare needs at least one trace, plan or schedule")
-    words: dict[str, Any] = {name: word for name, word in (("order", order), ("transport", transport)) if word}
-    if words:
-        cost = replace(cost or Cost(), **words)
+    if order is not None or transport is not None:
+        cost = as_cost(cost, order, transport)
     if cost is not None and all(isinstance(subject, Trace) for subject in subjects):
         raise CostError("compare got a cost, but traces have their own times: simulate their plans with the cost")
     traces = tuple(_trace_of(subject, cost) for subject in subjects)

@@ -76,14 +76,15 @@ class Cost:
         first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: stage 0 needs no input gradient,
             so `I` takes no time there and `W` is the whole backward.
         unit: the unit of time, such as `"ms"`; for labels only.
-        order: in which order each rank posts its sends and receives. A send stands right after the action that gives
-            its value. `"pytorch"`: a receive stands as early as its send can be placed, as PyTorch lowers a plan
-            (`torch.distributed.pipelining.schedules._add_send_recv`). `"at-use"`: right before the action that needs
-            it. `"deferred"`: as PyTorch with `defer_pp_recv` (from 2.13 on), where the lower of two ranks receives
-            before it sends to the other. `"by-time"`: in one order of all transfers that pipelab chooses for these
-            costs; it cannot hang in any queue.
+        order: in which order each rank posts its sends and receives. A send comes right after the action that makes
+            its value; in `"by-time"`, it may come later. `"pytorch"`: a receive comes as early as its send can be
+            placed, as PyTorch lowers a plan (`torch.distributed.pipelining.schedules._add_send_recv`). `"at-use"`:
+            right before the action that needs it. `"deferred"`: as PyTorch with `defer_pp_recv` (from 2.13 on), where
+            the lower of two ranks receives before it sends to the other. `"by-time"`: in one order of all transfers
+            that pipelab chooses for these costs; it cannot hang in any queue.
         transport: which transfers wait for each other. `"buffered"`: none, a value arrives, and the order does not
-            matter; so papers assume, and so PyTorch's runtime does on gloo. In a queue, a send and its receive meet:
+            matter; so papers assume, and so PyTorch's runtime does on gloo. In all others, what an overlapped pair
+            gives leaves after both of its halves. In a queue, a send and its receive meet:
             the transfer starts when it is first in the queues of both its ranks, and holds both for as long as it
             travels. `"rank"`: one queue for each rank. `"pair"`: one for each pair of ranks. `"edge"`: one for each
             directed pair. `"holding"`: no queue, but each rank runs its row strictly in order, and a receive holds it
@@ -381,11 +382,17 @@ class Cost:
         return [value * share] * stages
 
 
-def as_cost(cost: Cost | None) -> Cost:
-    """Return a cost, by default forward 1, backward 2 and free transfers; anything else raises a TypeError."""
+def as_cost(cost: Cost | None, order: Order | None = None, transport: Transport | None = None) -> Cost:
+    """Return a cost, by default forward 1, backward 2 and free transfers; with another order or transport, if given.
+
+    Raises:
+        TypeError: if it is no `Cost`.
+        CostError: if the order or the transport is none of the words.
+    """
     if cost is not None and not isinstance(cost, Cost):
         raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
-    return cost or Cost()
+    given: dict[str, Any] = {"order": order, "transport": transport}
+    return replace(cost or Cost(), **{name: word for name, word in given.items() if word is not None})
 
 
 def _asked(name: str, function: Callable[[int, int], float], plan: Plan) -> Iterator[float]:

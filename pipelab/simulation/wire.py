@@ -1,6 +1,6 @@
 """The clock of plans whose transfers wait for each other, and the order of transfers that costs least.
 
-Which backend has which transport depends on its version and on how it was initialised: see `TRANSPORTS`.
+Which backend has which transport depends on its version and on how it was initialised: see docs/wire.md.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -26,9 +26,8 @@ from pipelab.plan.transfers import (
     Runtime,
     Transport,
     lowered,
-    require_words,
 )
-from pipelab.simulation.cost import Cost
+from pipelab.simulation.cost import Cost, as_cost
 from pipelab.trace.events import Transfer
 from pipelab.trace.trace import Trace
 
@@ -63,7 +62,7 @@ class LoweredPlan:
         unshard_lookahead: Lookahead = "full",
         max_outstanding_sends: int | None = None,
     ) -> tuple[tuple[str, ...], ...]:
-        """Return the rows as PyTorch's runtime runs them, with all of its words.
+        """Return the rows as PyTorch's runtime runs them, with all of its words (without `defer_reduce_grad_wait`).
 
         `0UNSHARD` and `0RESHARD` gather and free the weights of stages that are sharded with FSDP, `0REDUCE_GRAD`
         reduces their gradients, and `0WAIT_SEND_F3` waits until a send is over. PyTorch gives these words turns when it
@@ -74,7 +73,7 @@ class LoweredPlan:
             unshard_lookahead: for how many of its coming stages a rank gathers weights: `"full"`, 3; `"auto"`, at most
                 3 but only 2 on rank 0; or one number for each rank. For PyTorch 2.15 and newer.
             max_outstanding_sends: how many sends of a rank may be under way at once; by default any number. For
-                PyTorch 2.15 and newer.
+                PyTorch 2.15 and newer. Of a plan with a thousand sends this takes seconds, as in PyTorch.
 
         Example:
             >>> import pipelab
@@ -89,10 +88,13 @@ class LoweredPlan:
         """
         version = _version(torch)
         if version < (2, 15) and (unshard_lookahead != "full" or max_outstanding_sends is not None):
-            raise UsageError(f"torch {torch}: unshard_lookahead and max_outstanding_sends came with 2.15")
+            raise UsageError(
+                f"torch {'.'.join(map(str, version))} has neither unshard_lookahead nor max_outstanding_sends\n"
+                "  try: torch='2.15'"
+            )
         if max_outstanding_sends is not None and (type(max_outstanding_sends) is not int or max_outstanding_sends < 0):
             raise UsageError(f"max_outstanding_sends={shorten(max_outstanding_sends)}: expected a whole number or None")
-        runtime = Runtime(version, _lookahead(unshard_lookahead, self.plan.ranks), max_outstanding_sends)
+        runtime = Runtime(version >= (2, 15), _lookahead(unshard_lookahead, self.plan.ranks), max_outstanding_sends)
         return lowered(self.plan.bound, self.order, self.values, runtime).words()
 
     def to_csv(
@@ -149,18 +151,18 @@ def _lookahead(given: Lookahead, ranks: int) -> Sequence[int]:
 
 def lower(
     plan_or_schedule: Plan | ScheduleLike,
-    order: Order = "pytorch",
+    order: Order | None = None,
     *,
-    transport: Transport = "buffered",
+    transport: Transport | None = None,
     cost: Cost | None = None,
 ) -> LoweredPlan:
     """Return a plan with its sends and receives, in the order that PyTorch gives them or in another one.
 
     Args:
         plan_or_schedule: the plan or schedule.
-        order: where sends and receives stand: see `Cost.order`.
-        transport: for which transport `"by-time"` is to be quick: see `Cost.transport`. Where nothing queues, it is
-            made for one queue for each rank.
+        order: where sends and receives are: see `Cost.order`. By default the cost's, which is PyTorch's by default.
+        transport: for which transport `"by-time"` is to be quick: see `Cost.transport`. By default the cost's; where
+            nothing queues, one queue for each rank.
         cost: how long actions and transfers take, for `"by-time"`; by default forward 1, backward 2, free transfers.
 
     Example:
@@ -180,14 +182,14 @@ def lower(
 
     Raises:
         ScheduleError: if the plan has faults, or has pairs that only run one half after the other.
-        UsageError: if `order` or `transport` is none of the words.
+        CostError: if `order` or `transport` is none of the words.
+        TypeError: if `cost` is not a `Cost`.
     """
-    plan = as_plan(plan_or_schedule)
-    require_words(order, transport)
+    plan, cost = as_plan(plan_or_schedule), as_cost(cost, order, transport)
     require_legal(plan)
     _refuse(plan, "by-time", "rank")  # a deadlock of transfers can be lowered, to be looked at
-    low, order, values = _lowering(plan, replace(cost or Cost(), order=order, transport=transport))
-    return LoweredPlan(plan, order, low.words(), values)
+    low = _lowering(plan, cost)
+    return LoweredPlan(plan, low.order, low.words(), tuple(low.by_time))
 
 
 def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
@@ -198,43 +200,43 @@ def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
     """
     _refuse(plan, "by-time", cost.transport)
     bound, action = plan.bound, plan.bound.codes.action
-    low, *_ = _lowering(plan, cost)
+    low = _lowering(plan, cost)
     wire = Wire(low, cost.transport, atomic_pairs=paired is not None)
     if wire.stuck:
         _refuse(plan, cost.order, cost.transport)
-    times = _Times(wire, plan, cost, paired)
+    _, starts, ended = _times(wire, plan, cost, paired)
     transfers: list[Transfer] = []
     for value, crossing in low.crossings.items():
-        left, made = times.starts[wire.transfer(value)], times.ends[wire.made[value]]
+        left, made = starts[wire.transfer(value)], ended[wire.made[value]]
         before = [job for job in wire.network.follows[wire.transfer(value)] if job >= wire.transfer(0)]
-        last = max(before, key=times.ends.__getitem__, default=0)
+        last = max(before, key=ended.__getitem__, default=0)
         other = low.crossings[last - wire.transfer(0)] if left > made else None
         behind = None if other is None else (action(other.giver), action(other.needer))
-        ends = action(crossing.giver), action(crossing.needer), left, times.ends[wire.transfer(value)]
+        ends = action(crossing.giver), action(crossing.needer), left, ended[wire.transfer(value)]
         transfers.append(Transfer(crossing.source, crossing.target, *ends, left - made, behind))
     as_run = cost.first_stage == "as-run" and "I" in bound.kinds
     words = ["stage 0 as run"] * as_run + [f"order {cost.order}"] * (cost.order != "pytorch")
     return Trace(
         plan,
-        [[times.starts[wire.job[code]] for code in row] for row in bound.rows],
-        [[times.ends[wire.job[code]] for code in row] for row in bound.rows],
+        [[starts[wire.job[code]] for code in row] for row in bound.rows],
+        [[ended[wire.job[code]] for code in row] for row in bound.rows],
         cost.unit,
         transfers=transfers,
         note=", ".join([*words, f"transport {cost.transport}"]),
     )
 
 
-class _Times:
-    """When each job of a plan on the wire starts and ends, and how long each lasts."""
-
-    def __init__(self, wire: Wire, plan: Plan, cost: Cost, paired: list[float] | None = None) -> None:
-        codes, (self.lasts, delay) = plan.bound.codes, cost.lengths(plan)
-        if paired is not None:
-            for code in plan.bound.pairs:
-                self.lasts[code] = paired[codes.slot[code]]
-        self.lasts += delay[: codes.always]
-        self.starts = wire.network.starts(self.lasts)
-        self.ends = [start + length for start, length in zip(self.starts, self.lasts, strict=True)]
+def _times(
+    wire: Wire, plan: Plan, cost: Cost, paired: list[float] | None = None
+) -> tuple[list[float], list[float], list[float]]:
+    """Return, for each job of a plan on the wire, how long it lasts, when it starts, and when it ends."""
+    codes, (lasts, delay) = plan.bound.codes, cost.lengths(plan)
+    if paired is not None:
+        for code in plan.bound.pairs:
+            lasts[code] = paired[codes.slot[code]]
+    lasts += delay[: codes.always]
+    starts = wire.network.starts(lasts)
+    return lasts, starts, [start + length for start, length in zip(starts, lasts, strict=True)]
 
 
 def _refuse(plan: Plan, order: Order, transport: Transport) -> None:
@@ -244,31 +246,31 @@ def _refuse(plan: Plan, order: Order, transport: Transport) -> None:
         raise ScheduleError(faults, f"{plan.name} with order {order}, transport {transport}")
 
 
-def _lowering(plan: Plan, cost: Cost) -> tuple[Lowering, Order, tuple[int, ...]]:
-    """Lower a plan; `"by-time"`, take the best of a few orders. Return which order it is, and that of its values."""
+def _lowering(plan: Plan, cost: Cost) -> Lowering:
+    """Lower a plan; `"by-time"`, take the best of a few orders."""
     bound = plan.bound
     if cost.order != "by-time":
-        return lowered(bound, cost.order), cost.order, ()
+        return lowered(bound, cost.order)
     if cost.transport == "holding":  # nothing is quicker than a receive that holds only what needs it
-        return lowered(bound, "at-use"), "at-use", ()
+        return lowered(bound, "at-use")
     transport = "rank" if cost.transport == "buffered" else cost.transport
     early = lowered(bound, "pytorch")
     wire = Wire(early, "buffered")
-    times = _Times(wire, plan, cost)
-    rests = wire.network.rests(times.lasts)
+    lasts, starts, _ = _times(wire, plan, cost)
+    rests = wire.network.rests(lasts)
     first = wire.transfer(0)
     crossed = [job - first for job in wire.network.order if job - first in early.crossings]
-    wanted = {value: times.starts[early.crossings[value].needer] for value in crossed}
-    keys = (wanted.__getitem__, lambda value: times.starts[first + value], lambda value: -rests[first + value])
+    wanted = {value: starts[early.crossings[value].needer] for value in crossed}
+    keys = (wanted.__getitem__, lambda value: starts[first + value], lambda value: -rests[first + value])
     # Each key grows along every chain of needs, and sorting keeps the order of the jobs among equals. So the first
     # value that is left always finds all of its queues free, and can cross.
-    tried: list[tuple[Lowering, Order, tuple[int, ...]]] = [(early, "pytorch", ())]
-    for key in keys:
-        values = tuple(sorted(crossed, key=key))
-        tried.append((lowered(bound, "by-time", values), "by-time", values))
-    return min(tried, key=lambda each: _makespan(plan, each[0], transport, cost))
+    tried = [early, *(lowered(bound, "by-time", tuple(sorted(crossed, key=key))) for key in keys)]
+    return min(tried, key=lambda low: _makespan(plan, low, transport, cost))
 
 
 def _makespan(plan: Plan, low: Lowering, transport: Transport, cost: Cost) -> float:
     wire = Wire(low, transport)
-    return float("inf") if wire.stuck else max(_Times(wire, plan, cost).ends, default=0.0)
+    if wire.stuck:
+        return float("inf")
+    _, _, ends = _times(wire, plan, cost)
+    return max((ends[code] for row in plan.bound.rows for code in row), default=0.0)

@@ -1,4 +1,4 @@
-"""A legal plan whose sends and receives wait for each other is a fault of its own, told rank by rank."""
+"""A legal plan whose sends and receives wait for each other is a fault of its own, explained rank by rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HANGS = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
 THROUGH_AN_ALL_REDUCE = Plan.parse("1F2 2F2 2B2 2F0 2B0 2R 1B2; 1F0 1B0 2F1 2B1 2R; 0F2 0F0 0F1 0B2 0B0 0B1; 1F1 1B1")
 
 
-def test_the_cycle_through_sends_and_receives_is_told_step_by_step():
+def test_the_cycle_through_sends_and_receives_is_explained_step_by_step():
     assert check(HANGS) == []
     (fault,) = check(HANGS, order="at-use", transport="rank")
     assert str(fault) == (
@@ -21,7 +21,7 @@ def test_the_cycle_through_sends_and_receives_is_told_step_by_step():
         "  0SEND_F1 (rank 0) has to meet 1RECV_F1\n"
         "  1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0\n"
         "  0RECV_B0 comes after 0SEND_F1 on rank 0\n"
-        '  try: take the order of pipelab.lower(plan, "by-time"), which cannot hang; its to_csv is for PyTorch\n'
+        '  try: use pipelab.lower(plan, "by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs\n'
         "    rank 0 | 0F0 0F1 0B0 0B1\n"
         "                 ^^^"
     )
@@ -80,7 +80,7 @@ def test_a_pair_whose_halves_only_need_each_other_is_no_deadlock(wire):
     assert simulate(plan, Cost(**wire)).makespan == 6
 
 
-def test_an_all_reduce_in_the_cycle_is_told():
+def test_an_all_reduce_in_the_cycle_is_named():
     # Rank 2 needs what rank 0 makes after its all-reduce, and only then takes what rank 1 sends before it gets there.
     assert check(THROUGH_AN_ALL_REDUCE) == []
     (fault,) = check(THROUGH_AN_ALL_REDUCE, order="at-use", transport="rank")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fuzz.wire import legal_plan
 from strategies import WIRES, near
 
 from pipelab import Plan, check, lower, replicate, schedules
@@ -117,6 +118,39 @@ def test_no_rank_has_more_sends_under_way_than_it_may(name, most):
         assert max(under_way) <= most
         assert under_way[-1] == 0
         assert sorted(row) == sorted(free)
+
+
+@pytest.mark.parametrize(("seed", "order"), [(348, "at-use"), (348, "deferred"), (791, "pytorch")])
+def test_rows_with_few_sends_under_way_run_to_their_end_through_all_reduces(seed, order):
+    plan = legal_plan(seed)
+    try:
+        rows = lower(plan, order).for_runtime("2.15", max_outstanding_sends=1)
+    except UsageError:  # no order of waits keeps to it
+        return
+    at, done = [0] * len(rows), set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row) and may_run(row[at[rank]], rank, rows, at, done):
+                done.add(row[at[rank]])
+                at[rank] += 1
+                moved = True
+    assert at == list(map(len, rows))
+
+
+def may_run(word, rank, rows, at, done):
+    """A receive waits for its send, a wait for its receive to be reached, and an all-reduce for all of its ranks."""
+    if "RECV_" in word:
+        stage, value = word.split("RECV_")
+        return f"{int(stage) + (1 if value[0] == 'B' else -1)}SEND_{value}" in done
+    if "WAIT_SEND_" in word:
+        stage, value = word.split("WAIT_SEND_")
+        receive = f"{int(stage) + (-1 if value[0] == 'B' else 1)}RECV_{value}"
+        return any(receive in row[: at[other] + 1] for other, row in enumerate(rows))
+    if word.endswith("REDUCE_GRAD") and "WAIT" not in word:
+        return all(word in row[: at[other] + 1] for other, row in enumerate(rows) if word in row)
+    return True
 
 
 @pytest.mark.parametrize(

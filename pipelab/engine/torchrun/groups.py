@@ -21,7 +21,6 @@ from pipelab.engine.torchrun.store import prefix_store
 from pipelab.errors import EngineError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
-from pipelab.plan.transfers import Transport
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
 
@@ -149,31 +148,19 @@ class Connections:
         return [group for group in self.tied.values() if isinstance(group, dist.ProcessGroup)]
 
 
-def transport_of(backend: str, *, eager: bool) -> Transport:
-    """Return what waits for what among sends and receives; docs/wire.md says how each is known.
-
-    Args:
-        backend: `"gloo"` or `"nccl"`, from PyTorch 2.12 on.
-        eager: whether PyTorch's default group was made with a `device_id`.
-
-    Example:
-        >>> transport_of("gloo", eager=False), transport_of("nccl", eager=False), transport_of("nccl", eager=True)
-        ('buffered', 'pair', 'rank')
-    """
-    if backend == "gloo":
-        return "buffered"
-    return "rank" if eager else "pair"
-
-
 def warn_of_one_queue(plan: Plan) -> None:
-    """Warn if the plan of one pipeline takes longer where all sends and receives of a rank stand in one queue."""
-    one = simulate(plan, Cost(transport="rank")).makespan
-    several = simulate(plan, Cost(transport="pair")).makespan
+    """Warn if the plan of one pipeline takes longer where all sends and receives of a rank wait in one queue."""
+    rows = [
+        map(plan.bound.codes.action, row) for row in plan.bound.rows
+    ]  # a pair runs as its forward, then its backward
+    apart = Plan(rows, plan.stages, plan.microbatches, plan.place)
+    one = simulate(apart, Cost(transport="rank")).makespan
+    several = simulate(apart, Cost(transport="pair")).makespan
     if one > 1.01 * several:
         warnings.warn(
             "init_process_group(device_id=...) puts all of a rank's sends and receives in one queue of NCCL, where "
-            f"{plan.name} takes {one:g} units (forward 1, backward 2); with a queue for each pair, {several:g}\n"
-            "  try: init_process_group without device_id, or none: pipelab initialises",
+            f"{plan.name} takes about {one:g} units (forward 1, backward 2); with a queue for each pair of ranks, "
+            f"about {several:g}\n  try: init_process_group without device_id, or none: pipelab initialises",
             stacklevel=5,
         )
 

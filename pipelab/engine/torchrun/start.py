@@ -38,7 +38,6 @@ from pipelab.engine.torchrun.groups import (
     device_of,
     holders_of,
     pipeline_replicas,
-    transport_of,
     warn_of_one_queue,
 )
 from pipelab.engine.torchrun.stage import fsdp_modules
@@ -129,7 +128,8 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     own = [everyone[member] for member in members]
     devices = [torch.device(each["runs_on"]) for each in own]
     engine = TorchEngine(plan, stages, replica, place, devices, connections, supervisor, settings)
-    engine.transport = transport_of(backend, eager=getattr(dist.group.WORLD, "bound_device_id", None) is not None)
+    eager = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    engine.transport = "buffered" if backend == "gloo" else "rank" if eager else "pair"  # see docs/wire.md
     if rank == 0 and engine.transport == "rank":
         warn_of_one_queue(replica.plan)
     engine.labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in own]

@@ -439,9 +439,10 @@ def test_nccl_connects_processes_that_have_a_gpu_each_and_gloo_all_others(gpus, 
 def test_a_plan_that_one_queue_of_nccl_makes_longer_is_warned_of_with_both_makespans():
     from pipelab.engine.torchrun.groups import warn_of_one_queue
 
-    with pytest.warns(UserWarning, match=r"takes 33\.5 units .* 28\.5"):
+    with pytest.warns(UserWarning, match=r"about 33\.5 units .* about 28\.5"):
         warn_of_one_queue(pipelab.Interleaved1F1B(4, 8).plan())
     warn_of_one_queue(pipelab.OneFOneB(4, 8).plan())  # as long on both
+    warn_of_one_queue(pipelab.Plan.parse("(0F0;0B0)OVERLAP_F_B; 1F0 1B0"))  # no pair of this plan can run as one
 
 
 def test_on_gloo_and_on_threads_values_arrive():

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import torch
 from torch import multiprocessing, nn
+from torch.distributed.pipelining import PipelineStage
 
 import pipelab
 from pipelab.conformance import native
@@ -105,7 +106,7 @@ def _native_step(
     """Return what runs a step of this process's part of a native schedule."""
     modules = pipelab.split(model, into=plan.stages).modules
     held = [stage for stage in range(plan.stages) if native_place(kind, RANKS, stage) == rank]
-    stages = [runtime.load().stage(modules[stage], stage, plan.stages, torch.device("cpu")) for stage in held]
+    stages = [PipelineStage(modules[stage], stage, plan.stages, torch.device("cpu")) for stage in held]
     cls = native.schedule_class(kind)
     single = issubclass(cls, runtime.load().schedules.PipelineScheduleSingle)
     schedule = cls(stages[0] if single else stages, plan.microbatches, loss_fn=nn.functional.mse_loss)

@@ -148,7 +148,7 @@ apt-get install -y python3 python3-pip
 python3 -c 'import sys; assert sys.version_info >= (3, 11), "choose an image with Python 3.11 or newer"'
 pip="python3 -m pip install --break-system-packages"
 $pip --index-url https://download.pytorch.org/whl/cpu "torch>=2.12"
-$pip "numpy" "networkx>=3.2" "graphviz>=0.20" "matplotlib>=3.8" "rich>=13.7" "typer>=0.12"
+$pip "numpy" "networkx>=3.2" "graphviz>=0.20" "matplotlib>=3.8" "rich>=13.7" "typer>=0.19"
 """
 
 _RUN = """#!/usr/bin/env bash

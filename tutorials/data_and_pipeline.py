@@ -35,8 +35,8 @@ pipelab.simulate(both, pipelab.Cost(forward=1, backward=2, all_reduce=2))
 # micro-batches. `send_ms` is how long it would take to send the gradient of the whole model once. Around a ring of D
 # ranks, each of them sends 2 (D - 1) / D times the gradient of its own stage, which is 1 / P of it.
 #
-# `hidden` is how much of a stage's last backward the all-reduce runs beside. At first it is 0: all of the all-reduce
-# comes after the last backward.
+# `hidden` is the share of a stage's last backward that the all-reduce overlaps with. At first it is 0: all of the
+# all-reduce comes after the last backward.
 
 # %%
 BLOCKS, MICROBATCHES = 16, 32
@@ -172,8 +172,9 @@ assert min(CUTS, key=lambda cut: step(*cut, 64, hidden=1).makespan) == (16, 1)
 # ## Exercise: cut two clusters
 #
 # You are told how many `blocks` fit on a device, how many devices share a `node`, and `send_ms` for an all-reduce
-# within a node and for one that crosses nodes. The ranks that all-reduce with each other are next to each other, so D
-# replicas stay within a node if D is at most its size. Return P, the number of stages.
+# within a node and for one that crosses nodes. Here, unlike in the picture above, the ranks that all-reduce with each
+# other are next to each other, so D replicas stay within a node if D is at most its size. Return P, the number of
+# stages.
 #
 # - **Par on the first cluster: 123.5 ms.** 8 blocks fit; one node of 16 devices, 4 ms.
 # - **Par on the second: 133.5 ms.** 16 blocks fit; nodes of 4 devices, 4 ms within and 40 ms across.

@@ -149,7 +149,8 @@ print(pipelab.check(WarmedUp(2, 3, 2, 1))[0])
 
 # %% [markdown]
 # Rank 1 wants a third forward before its first backward, and rank 0 sends only two before it wants a gradient. So a
-# warm-up must never be longer than that of the rank before. That is the whole rule: every other 1F1B is legal.
+# warm-up must never be longer than that of the rank before. That is the whole rule: every 1F1B that keeps to it is
+# legal.
 
 # %%
 from itertools import pairwise, product
@@ -196,8 +197,9 @@ for rank in range(P - 1):
 # a rank keeps only the *input* of its stage for each micro-batch, and all activations of just the one that it computes
 # again. Wherever these pages say "GPipe holds all eight", they mean its order without recomputation.
 #
-# It is not free: each micro-batch costs a forward more, 4 units instead of 3. The bubble stays what it was, and the
-# step takes a third longer.
+# It is not free: each micro-batch costs a forward more, 4 units instead of 3. If a rank computes again only when the
+# gradient is there, the bubble stays what it was, and the step takes a third longer. If it begins earlier, a part of
+# that hides in the bubble.
 
 # %%
 recomputing = pipelab.simulate(pipelab.GPipe(P, M), pipelab.Cost(forward=1, backward=1 + 2))

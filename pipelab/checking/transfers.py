@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelab.checking.deadlock import Head, Wait, cycle_fault, cycles
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault
-from pipelab.plan.network import Network
+from pipelab.plan.order import Network
 from pipelab.plan.transfers import Lowering, Order, Step, Transport, inbound, lowered
 
 _HINT = 'use pipelab.lower(plan, "by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs'

@@ -90,4 +90,4 @@ def optimum(
             f"and this one at most {wording.percent(best.gap)} more. More --seconds may find a better one."
         )
     for path in save or []:
-        wrote(save_timeline(best.trace, path))
+        wrote(save_timeline(best.trace, path, times.cost()))

@@ -127,7 +127,7 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
     trace = simulate(untimed(sizes.find(target)), times.cost())
     echo(text.timeline(trace))
     for path in save or []:
-        wrote(save_timeline(trace, path))
+        wrote(save_timeline(trace, path, times.cost()))
 
 
 @app.command()
@@ -138,7 +138,11 @@ def draw(
     times: Times,
     save: Annotated[
         list[Path] | None,
-        typer.Option("--save", "-o", help="html svg png pdf json txt; csv: the plan; with --graph: dot svg png pdf"),
+        typer.Option(
+            "--save",
+            "-o",
+            help="html svg png pdf json txt; csv: the plan, with --order its transfers too; with --graph: dot svg png pdf",
+        ),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
 ) -> None:
@@ -157,7 +161,7 @@ def draw(
         echo(text.timeline(trace))
         say("add --save timeline.html for a page that says why each rank waits")
     for path in save or []:
-        wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path))
+        wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path, times.cost()))
 
 
 @app.command()

@@ -24,6 +24,8 @@ from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
 from pipelab.schedule import Schedule
 from pipelab.simulation.comparison import Comparison
+from pipelab.simulation.cost import Cost
+from pipelab.simulation.wire import lower
 from pipelab.trace.diff import Diff
 from pipelab.trace.trace import Trace
 
@@ -85,10 +87,13 @@ def echo(shown: str, error: bool = False) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def save_timeline(trace: Trace, path: Path) -> Path:
-    """Write a trace, or its plan as `csv` in PyTorch's notation; return the path."""
-    plan = path.suffix.lower() == ".csv" and not path.name.lower().endswith(".events.csv")
-    return trace.plan.to_csv(path) if plan else trace.save(path)
+def save_timeline(trace: Trace, path: Path, cost: Cost) -> Path:
+    """Write a trace; or as `csv` its plan in PyTorch's notation, with sends and receives if the cost orders them."""
+    if path.suffix.lower() != ".csv" or path.name.lower().endswith(".events.csv"):
+        return trace.save(path)
+    if (cost.order, cost.transport) == ("pytorch", "buffered"):
+        return trace.plan.to_csv(path)
+    return lower(trace.plan, cost=cost).to_csv(path)
 
 
 @contextmanager

@@ -7,8 +7,7 @@
 - `codes`: actions and values as whole numbers
 - `bound`: a plan bound to stages, as codes, to be checked, simulated and run
 - `all_reduce`: inserts the all-reduces that a plan leaves out
-- `order`: a walk through a plan that respects every dependency
-- `network`: jobs that follow each other, with an order and times
+- `order`: a walk through a plan that respects every dependency; jobs that follow each other, with times
 - `transfers`: a plan's sends and receives, in rows
 - `csv_notation`: plans as files in PyTorch's notation
 - `student_code`: whether a student's function takes pipelab's arguments

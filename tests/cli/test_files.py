@@ -133,8 +133,16 @@ def test_faults_are_drawn_and_the_exit_code_stays(pipelab_command, folder, comma
         assert Path(name).read_text().count('id="arrow ') == 4
 
 
+def test_a_plan_is_written_with_its_transfers_if_they_are_given_an_order(pipelab_command, folder):
+    assert pipelab_command("draw", "1f1b", "--ranks", "2", "-o", "plan.csv")[0] == 0
+    assert "SEND" not in Path("plan.csv").read_text()
+    options = ("--order", "by-time", "--transport", "rank")
+    assert pipelab_command("draw", "1f1b", "--ranks", "2", *options, "-o", "rows.csv")[0] == 0
+    assert Path("rows.csv").read_text().count("SEND_F") >= 8
+
+
 def test_a_hang_of_transfers_and_one_of_pairs_are_drawn(pipelab_command, folder):
-    code, _, _ = pipelab_command("draw", "1f1b", "--transfers", "deferred", "-o", "x.svg")
+    code, _, _ = pipelab_command("draw", "1f1b", "--order", "at-use", "--transport", "rank", "-o", "x.svg")
     assert code == 1
     assert "2RECV_B0 comes after 2SEND_F1" in Path("x.svg").read_text()
     Path("plan.csv").write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n")

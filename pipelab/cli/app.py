@@ -141,7 +141,7 @@ def draw(
         typer.Option(
             "--save",
             "-o",
-            help="html svg png pdf json txt; csv: the plan, with --order its transfers too; with --graph: dot svg png pdf",
+            help="html svg png pdf json txt; csv: the plan, with --order its transfers; with --graph: dot svg png pdf",
         ),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,

@@ -104,6 +104,7 @@ def test_processes_with_blocking_sends_hang_exactly_there():
 
 @pytest.mark.dist
 def test_on_gloo_blocking_sends_hang_there_and_posted_ones_nowhere():
+    pytest.importorskip("torch", reason="needs PyTorch")
     plan = schedules["1f1b"](2, 2).plan()
     with processes("gloo_rows.py") as real:
         for order in ("pytorch", "at-use"):

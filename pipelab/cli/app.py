@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
@@ -357,8 +358,10 @@ def docs(
 
 
 def main() -> None:
-    """Run the command line. pipelab's own errors are printed without a traceback."""
+    """Run the command line. Print pipelab's own errors without a traceback, and warnings without a line of code."""
     write_any_letter()
+    formatted = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: folded(f"warning: {message}") + "\n"
     try:
         app()
     except PipelabError as error:
@@ -373,3 +376,5 @@ def main() -> None:
     except OSError as error:
         echo(folded(f"{error.filename or 'a file'}: {error.strerror or error}"), error=True)
         sys.exit(1)
+    finally:
+        warnings.formatwarning = formatted

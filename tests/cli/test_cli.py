@@ -251,3 +251,9 @@ def test_schedules_that_do_other_work_than_others_are_not_compared_without_a_wor
     assert told.startswith("Not the same work: I and W take 0.8 times as long as B")
     for same in (("1f1b", "gpipe", *uneven), ("zb-h1", "zb-h2", *uneven), ("1f1b", "zb-h1", *uneven, "-b", "1.6")):
         assert "Not the same work" not in pipelab_command("compare", *same)[1]
+
+
+def test_a_warning_is_printed_without_the_line_of_code_that_gave_it():
+    code = "import warnings; from pipelab.cli import app; app.app = lambda: warnings.warn('noisy'); app.main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr == "warning: noisy\n"

@@ -54,7 +54,14 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def _has_sandbox() -> bool:
+    from pipelab.labs.grading.runner import sandbox
+
+    return bool(sandbox())
+
+
 NEEDS = {
+    "bwrap": (_has_sandbox, "bubblewrap that may start: sudo apt install bubblewrap"),
     "browser": (lambda: CHROMIUM, "Chromium: sudo apt install chromium"),
     "dot": (lambda: shutil.which("dot"), "Graphviz: sudo apt install graphviz"),
     "gpu": (_has_gpu, "a GPU that PyTorch can use"),

@@ -88,7 +88,6 @@ HIDING_PLACES = {
     "sys.modules": {
         "pipelab.draw",  # is this a notebook, which has loaded IPython?
         "pipelab.cli.student_file",  # it is registered there
-        "pipelab.labs.grading.guard",  # the grader's own functions, which a submission may not replace
         "pipelab.labs.grading.server",  # a submission's file must not have the name of a loaded module
     },
     "import_module": {

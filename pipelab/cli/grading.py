@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as notation
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from pipelab.cli.printing import echo, folded, require_writable, show, wrote
 from pipelab.cli.targets import settings
 from pipelab.errors import PipelabError, UsageError, clean
 from pipelab.labs.grading import report
-from pipelab.labs.grading.runner import Limits, grade, submissions
+from pipelab.labs.grading.runner import Limits, grade, sandbox, submissions
 from pipelab.labs.grading.tasks import HOMEWORK, Assignment, Grade
 from pipelab.simulation.cost import Cost
 
@@ -37,7 +38,7 @@ _Classroom = Annotated[
     Path | None,
     typer.Option("--classroom50", help="write Classroom 50's result.json to this file; a failed grade exits with 0"),
 ]
-_Save = Annotated[
+_Tables = Annotated[
     list[Path] | None, typer.Option("--save", "-o", help="write a table of the grades: csv txt md tex; repeatable")
 ]
 
@@ -61,12 +62,12 @@ def grade_command(
     json: _Json = None,
     gradescope: _Gradescope = None,
     classroom50: _Classroom = None,
-    save: _Save = None,
+    save: _Tables = None,
 ) -> None:
     """Grade homework 4, or a schedule against its pars: by what it runs, never by what it prints.
 
     The exit code is 0 if everything passed, 1 if something failed, and 2 if something could not be graded or Ctrl-C
-    stopped it. The submission runs in a process with limits; this is no sandbox against malice.
+    stopped it. The submission runs in a process with limits; on Linux, in a sandbox if bubblewrap is installed.
     """
     grades: list[Grade] = []
     try:
@@ -87,24 +88,31 @@ def grade_command(
         alone = gradescope is not None or classroom50 is not None
         found, skipped = submissions(where, alone)
         several = not (alone or where.is_file() or (where / HOMEWORK).exists())
+        if several and not sandbox():
+            echo(_OPEN, error=True)
         for each, why in skipped.items():
             echo(clean(f"skipped: {each} ({why})"))
         width = max(len(each.name) for each in found) if several else 0
-        rows, complete = finished(_shown(grade(found, assignment, limits, workers), width), len(found), "graded")
-        grades = [row["grade"] for row in rows]
         results = gradescope and gradescope / "results.json"
         forms = ((json, report.as_json), (results, report.gradescope), (classroom50, report.classroom50))
-        for path, form in [(path, form) for path, form in forms if path is not None and grades]:
-            _write_json(path, [*map(form, grades)] if several else form(grades[0]))
+
+        def graded() -> Iterator[dict[str, Grade]]:
+            for each in _shown(grade(found, assignment, limits, workers), width):
+                grades.append(each)
+                with suppress(OSError):  # a disk that is full now may not be so at the end
+                    _save(grades, several, skipped, forms, save)
+                yield {}
+
+        _, complete = finished(graded(), len(found), "graded")
         if several:
             show(report.failures(grades), None)
-        for path in save or []:
-            wrote(report.table(grades, skipped).save(path))
+        for path in _save(grades, several, skipped, forms, save):
+            wrote(path)
     except (PipelabError, OSError) as error:
         echo(folded(f"could not grade: {error}"), error=True)
         if gradescope is not None and gradescope.is_dir() and not grades:  # or Gradescope shows an error of its own
             failed = Grade(target or "no file", reason=f"could not grade: {error}")
-            _write_json(gradescope / "results.json", report.gradescope(failed))
+            wrote(_write_json(gradescope / "results.json", report.gradescope(failed)))
         raise typer.Exit(2) from error
     if not complete or any(each.ambiguous for each in grades):
         raise typer.Exit(2)
@@ -112,8 +120,27 @@ def grade_command(
         raise typer.Exit(1)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    wrote(files.write(path, notation.dumps(value, indent=2, ensure_ascii=False) + "\n"))
+_OPEN = (
+    "bubblewrap is missing here, or may not start: submissions can read your files, use the network and end your "
+    "processes\n  try: sudo apt install bubblewrap; or grade in a container"
+)
+_Forms = Sequence[tuple[Path | None, Callable[[Grade], dict[str, Any]]]]
+
+
+def _save(
+    grades: Sequence[Grade], several: bool, skipped: Mapping[str, str], forms: _Forms, tables: Sequence[Path] | None
+) -> list[Path]:
+    """Write all files with the grades so far; return their paths."""
+    written = [
+        _write_json(path, [*map(form, grades)] if several else form(grades[0]))
+        for path, form in forms
+        if path is not None and grades
+    ]
+    return written + [report.table(grades, skipped).save(path) for path in tables or []]
+
+
+def _write_json(path: Path, value: Any) -> Path:
+    return files.write(path, notation.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def _split(target: str | None) -> tuple[Path | None, str]:
@@ -141,7 +168,7 @@ def _options(assignment: Assignment, limits: Limits) -> list[str]:
     return words + [word for option, (name, value) in repeated for word in (option, f"{name}={value}")]
 
 
-def _shown(grades: Iterator[Grade], width: int) -> Iterator[dict[str, Grade]]:
+def _shown(grades: Iterator[Grade], width: int) -> Iterator[Grade]:
     """Print each grade as soon as it is there: in one line, after a name of this width, or in full if it is 0."""
     for each in grades:
         if width:
@@ -150,4 +177,4 @@ def _shown(grades: Iterator[Grade], width: int) -> Iterator[dict[str, Grade]]:
             echo(folded(f"could not grade: {each.submission}: {each.reason}"), error=True)
         else:
             echo(clean(report.as_text(each), keep="\n"))
-        yield {"grade": each}
+        yield each

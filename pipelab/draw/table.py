@@ -242,7 +242,7 @@ class Table:
         for heads, *rows in self._blocks():
             rule = tuple("---" if place in self._left() else "--:" for place in range(len(heads)))
             lines = [heads, rule, *rows]
-            escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+            escaped = [[re.sub(r"([|<`\[])", r"\\\1", cell) for cell in line] for line in lines]
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in escaped))
         return "\n\n".join(filter(None, [self.title, *parts, *self.notes])) + "\n"
 

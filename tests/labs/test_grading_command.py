@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -16,8 +17,9 @@ import pytest
 from homework import LAST, MOVE, ROOT, SOLUTION, changed, first
 
 import pipelab
+from pipelab.cli import grading
 from pipelab.errors import UsageError
-from pipelab.labs.grading import report, schedules
+from pipelab.labs.grading import report, runner, schedules
 from pipelab.labs.grading.runner import Limits, grade, submissions
 from pipelab.labs.grading.tasks import HOMEWORK4, Assignment, Grade, Mark
 
@@ -106,6 +108,56 @@ def test_a_folder_has_a_line_for_each_a_summary_and_a_table(pipelab_command, fol
     assert len(json.loads((folder / "all.json").read_text())) == 3
 
 
+def test_what_is_graded_is_saved_before_the_rest_is(pipelab_command, folder, monkeypatch):
+    (folder / "all").mkdir()
+    for name in ("ada", "bob"):
+        (folder / "all" / f"{name}.py").write_text(SOLUTION)
+    saved: list[int] = []
+    echo = grading.echo
+
+    def spy(text: str, **options: Any) -> None:
+        saved.append((folder / "all.csv").read_text().count(".py") if (folder / "all.csv").exists() else 0)
+        echo(text, **options)
+
+    monkeypatch.setattr(grading, "echo", spy)
+    assert pipelab_command("grade", "all", "--workers", "1", "--save", "all.csv")[0] == 0
+    assert saved[-2:] == [0, 1]  # when each line was printed
+
+
+def test_names_and_reasons_run_in_no_spreadsheet_and_no_page(tmp_path):
+    hostile = ["=cmd|' /C calc'!A1", "+1", "-1", "@SUM(A1)", "<img src=x>", "[a](javascript:b)", "a|b"]
+    grades = [Grade(name, [Mark(HOMEWORK4[0], 0)], reason=name) for name in hostile]
+    table = report.table(grades, {"=skipped": "=why"})
+    rows = list(csv.DictReader(table.save(tmp_path / "a.csv").read_text().splitlines()))
+    assert len(rows) == len(hostile) + 1
+    assert not [cell for row in rows for cell in row.values() if cell.startswith(("=", "+", "-", "@"))]
+    page = table.save(tmp_path / "a.md").read_text()
+    assert "<img" not in page.replace("\\<", "")
+    assert "[a]" not in page.replace("\\[", "")
+
+
+def test_a_submission_that_is_a_link_is_not_read(kept_servers, tmp_path):
+    (tmp_path / "solution").write_text(SOLUTION)
+    handed_in = tmp_path / "all"
+    (handed_in / "bob").mkdir(parents=True)
+    (handed_in / "ada.py").symlink_to(tmp_path / "solution")
+    (handed_in / "bob" / "pipeline_homework.py").write_text("from helper import *")
+    (handed_in / "bob" / "helper.py").symlink_to(tmp_path / "solution")
+    reasons = {each.submission: each.reason for each in grade(submissions(handed_in)[0], Assignment())}
+    assert "link" in reasons["ada.py"]
+    assert "imports helper" in reasons["bob"]
+
+
+def test_a_submission_sees_no_secrets_of_whoever_grades(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text(first("import os; print(os.environ)"))
+    monkeypatch.setenv("MY_TOKEN", "a-secret")
+    with contextlib.closing(runner._Server()) as server:
+        monkeypatch.setattr(runner, "_Server", lambda: server)
+        (found,) = grade(submissions(tmp_path)[0], Assignment())
+    assert "environ" in found.output
+    assert "a-secret" not in found.output
+
+
 def test_each_hand_in_of_a_folder_is_graded_or_skipped_with_the_reason(pipelab_command, folder):
     ok = ["ada.py", "bob/pipeline_homework.py", "cleo/hw4/pipeline_homework.py", "dan/mine.py", "eve/a/deep.py"]
     texts = dict.fromkeys(ok, "x = 1") | dict.fromkeys(("dan/notes.txt", "two/a.py", "two/b.py", ".git/config"), "")
@@ -183,8 +235,20 @@ WRONG = {
     "one_size": (RIGHT.replace("self.microbatches - warmup", "8 - warmup"), ""),
     "two": (ONE_MORE + RIGHT, "it holds 2 schedules, OneMore, Right"),
     "none": ("x = 1", "no class that derives from pipelab.Schedule"),
-    "replaces_simulate": (RIGHT + "\npipelab.simulate = None\n", "replaces pipelab.simulate"),
-    "replaces_makespan": (RIGHT + "\nfrom pipelab.trace.trace import Trace\nTrace.makespan = 1\n", "Trace.makespan"),
+    "replaces_makespan": (
+        RIGHT.replace("self.ranks - rank)", "1)") + "\nfrom pipelab.trace.trace import Trace\nTrace.makespan = 1\n",
+        "",
+    ),
+    "replaces_check": (
+        RIGHT.replace("yield F(warmup + m)", "pass") + "\nfrom pipelab.labs.grading import schedules\n"
+        "schedules.check = lambda *a: []\n",
+        "cannot have happened",
+    ),
+    "sends_another_size": (
+        RIGHT + "\nfrom pipelab.labs.grading import schedules\n"
+        "schedules.record = lambda *a: {'found': [{'rows': ['0F0 0B0'], 'stages': 1}]}\n",
+        "cannot have happened",
+    ),
     "endless": (RIGHT.replace("        warmup =", "        while True: pass\n        warmup ="), "still running"),
     "exits": (RIGHT.replace("        warmup =", "        raise SystemExit(0)\n        warmup ="), "sys.exit"),
 }
@@ -204,7 +268,7 @@ def test_a_wrong_schedule_fails_with_its_reason(name, wrong_schedules):
     found = wrong_schedules[name]
     assert not found.passed
     assert WRONG[name][1] in found.reason + found.note
-    assert not found.marks[-1].passed  # the hidden sizes
+    assert found.score < 100
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zbv"])
@@ -214,7 +278,9 @@ def test_a_schedule_of_the_catalogue_is_at_its_own_par(name):
     pars = {"makespan": trace.makespan, "peak": max(trace.peak_activations), "bubble": trace.bubble}
     module = ModuleType("mine")
     vars(module)["Mine"] = type("Mine", (kind,), {"__module__": "mine"})
-    marks, _ = schedules.judge(module, Assignment("Mine", pars), lambda _: None)
+    given = Assignment("Mine", pars)
+    sent = json.dumps(schedules.record(module, given, lambda _: None))
+    marks, _ = schedules.judge(json.loads(sent), given)
     assert all(mark.passed for mark in marks)
 
 

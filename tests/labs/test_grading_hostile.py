@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from homework import BACKWARD, SOLUTION, changed, first, inside
+from homework import BACKWARD, ROOT, SOLUTION, changed, first, inside
 
 from pipelab.labs.grading import runner
 from pipelab.labs.grading.runner import GraderError, Limits, grade, submissions
-from pipelab.labs.grading.tasks import Assignment, Grade
+from pipelab.labs.grading.tasks import TEMPLATE, Assignment, Grade
 
 pytestmark = pytest.mark.dist
 
@@ -23,8 +24,8 @@ OUTSIDE = Path(__file__).parent / "written_by_a_submission.txt"
 MARK = f"pipelab-left-behind-{os.getpid()}"
 
 
+HOLES = TEMPLATE.read_text(encoding="utf-8")
 SLEEPER = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{MARK}']"
-RESULT = "{'done': {'marks': [], 'note': ''}}"
 
 # What each does, and words of the reason.
 HOSTILE: dict[str, tuple[str, str]] = {
@@ -39,8 +40,11 @@ HOSTILE: dict[str, tuple[str, str]] = {
     ),
     "segmentation_fault": (first("import ctypes; ctypes.string_at(0)"), "SIGSEGV"),
     "aborts": (first("import os; os.abort()"), "SIGABRT"),
-    "kills_itself": (first("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), "os.kill"),
-    "kills_its_parent": (first("import os, signal; os.kill(os.getppid(), signal.SIGKILL)"), "os.kill"),
+    "kills_itself": (first("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), "SIGKILL while it is imported"),
+    "kills_its_parent": (first("import os, signal; os.kill(os.getppid(), signal.SIGKILL)"), "own process ended"),
+    "execs": (first("import os; os.execv('/bin/true', ['true'])"), "exit code 0"),
+    "writes_what_is_no_record": (first("import os; os.write(3, b'{{')"), "grader's own file"),
+    "sends_nothing": (first("import os; os.write(3, b'{\"done\": {}}'); os._exit(0)"), "sent nothing"),
     "raises_a_signal": (first("import signal; signal.raise_signal(signal.SIGTERM)"), "SIGTERM"),
     "keyboard_interrupt": (first("raise KeyboardInterrupt"), "KeyboardInterrupt"),
     "memory": (first("x = bytearray(3 << 30)"), "MB of memory"),
@@ -50,18 +54,10 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "prints_a_megabyte": (first("print('x' * 1_000_000)"), "256 kB"),
     "prints_without_end": (inside("while True: print('F0 B0' * 100)"), "256 kB"),
     "prints_errors_without_end": (first("import os\nwhile True: os.write(2, b'x' * 1000)"), "256 kB"),
-    "forks": (first("import os; os.fork()"), "os.fork"),
     "forks_in_c": (
         first("import ctypes, time\nwhile True:\n    if not ctypes.CDLL(None).fork(): time.sleep(600)"),
         "too many processes",
     ),
-    "forks_inside_and_hides_it": (
-        inside("import os, contextlib\n    with contextlib.suppress(Exception): os.fork()"),
-        "os.fork",
-    ),
-    "multiprocessing": (first("import multiprocessing as m; p = m.Process(target=print); p.start()"), "os.fork"),
-    "execs": (first("import os; os.execv('/bin/true', ['true'])"), "os.exec"),
-    "many_programs": (first("import subprocess\nfor _ in range(99): subprocess.run(['true'])"), "too many programs"),
     "leaves_a_child": (first(f"import subprocess, sys; {SLEEPER})"), "left 1 process running"),
     "leaves_a_daemon": (first(f"import subprocess, sys; {SLEEPER}, start_new_session=True)"), "left 1 process running"),
     "leaves_a_child_and_exits": (first(f"import os, subprocess, sys; {SLEEPER}); os._exit(0)"), "left 1 process"),
@@ -69,45 +65,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
         first(f"import subprocess, sys; {SLEEPER}, start_new_session=True, env={{}})"),
         "left 1",
     ),
-    "replaces_backward": (
-        first("import torch; torch.autograd.backward = lambda *a, **k: None"),
-        "torch.autograd.backward",
-    ),
-    "replaces_tensor_backward": (
-        first("import torch; torch.Tensor.backward = lambda *a, **k: None"),
-        "Tensor.backward",
-    ),
-    "replaces_backward_in_disguise": (
-        first(
-            "import functools, torch\n@functools.wraps(torch.autograd.backward)\ndef f(*a, **k): pass\n"
-            "torch.autograd.backward = f"
-        ),
-        "torch.autograd.backward",
-    ),
-    "replaces_to": (first("import torch; torch.Tensor.to = lambda self, *a, **k: self"), "torch.Tensor.to"),
-    "replaces_the_judge": (
-        first("from pipelab.labs.grading import homework4\nhomework4.judge = lambda *a: ([], 'all right')"),
-        "replaces pipelab.labs.grading.homework4.judge",
-    ),
-    "replaces_a_check": (
-        inside("from pipelab.labs.grading import tasks; tasks.Mark.passed = True"),
-        "replaces pipelab.labs.grading.tasks.Mark.passed",
-    ),
-    "replaces_a_builtin": (first("import builtins; builtins.sum = lambda *a: 0"), "builtins.sum"),
-    "forges_the_result": (
-        first(
-            "import contextlib, json, os\nfor fd in range(3, 99):\n    with contextlib.suppress(OSError):\n"
-            f"        os.write(fd, json.dumps({RESULT}).encode() + b'\\n')"
-        ),
-        "grader's own file",
-    ),
     "closes_everything": (first("import os; os.closerange(0, 256)"), "exit code"),
-    "writes_outside": (first(f"open({str(OUTSIDE)!r}, 'w').write('here')"), "outside its folder"),
-    "writes_beside_by_a_link": (
-        first(f"import os; os.symlink({str(OUTSIDE.parent)!r}, 'link')\nopen('link/{OUTSIDE.name}', 'w')"),
-        "outside its folder",
-    ),
-    "deletes_outside": (first(f"import os; os.remove({str(Path(__file__))!r})"), "outside its folder"),
     "does_not_parse": (first("def broken(:"), "line 1"),
     "wrong_indentation": (changed((BACKWARD, f"  {BACKWARD}\n  pass")), "not Python"),
     "null_bytes": ("x = 1\0", "not Python"),
@@ -123,8 +81,96 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "recurses": (first("def f(): return f()\nf()"), "RecursionError"),
 }
 
+TEACHER = ROOT / "teacher" / "homework4"
+GRADER = "import gc, json, os, sys\nfrom pipelab.labs.grading import homework4, recording, schedules, tasks\n"
+EVENTS = "[(k, m, 10**6 + i * 100, [0.0] * 4) for i, (k, m) in enumerate(homework4._order(4))]"
+HIT = f"each._events[:] = {EVENTS}\n"
+RUN = {"began": 0, "targets": {}, "own_loss": False, "error": "", "weights": [], "gradients": []}
+MADE = (
+    f"run = {RUN} | {{'events': {EVENTS}}}\n"
+    "record = {'runs': [run] * 3, 'training': run | {'steps': []}, 'hidden': [run] * 2}\n"
+)
+SENT = "os.write(3, json.dumps({'done': %s}).encode() + b'\\n'); os._exit(0)"
+FOUND = "homework4._Found(True)"
+
+# Empty homework that reaches for the judge. What it changes in its own process changes no grade.
+FORGED = {
+    "replaces_the_checks": f"homework4._CHECKS = dict.fromkeys(homework4._CHECKS, lambda run: {FOUND})",
+    "replaces_a_check": f"homework4._forwards.__code__ = (lambda run: {FOUND}).__code__",
+    "widens_the_tolerance": "homework4.TOLERANCE = recording.TOLERANCE = 1e9",
+    "replaces_the_judge": "homework4.judge = lambda *a: ([], 'all right')",
+    "replaces_the_judges_code": "homework4.judge.__code__ = (lambda data, seed: ([], '')).__code__",
+    "replaces_the_module": "sys.modules['__main__'].homework4 = None",
+    "passes_all_marks": "tasks.Mark.passed = tasks.Grade.passed = True",
+    "hides_no_sizes": "homework4._hidden = lambda seed: []",
+    "sends_marks": SENT % "{'marks': [], 'reason': '', 'note': ''}",
+    "sends_a_record": MADE + SENT % "{'record': record}",
+    "encodes_another_record": MADE + "json.dumps = lambda *a: repr({'done': {'record': record}}).replace(\"'\", '\"')",
+    "records_another_run": f"{MADE}recording.Recorded.record = lambda *a: run",
+    "finds_the_recorder": (
+        f"def found():\n    for each in gc.get_objects():\n        if type(each) is recording.Recorded: {HIT}"
+    ),
+    "traces_the_recorder": (
+        "def trace(frame, event, arg):\n    each = frame.f_locals.get('self')\n"
+        f"    if hasattr(each, '_events'): {HIT}    return trace\nsys.settrace(trace)"
+    ),
+    "calls_the_recorders_hooks": (
+        "def hooked(model):\n    given = recording.torch.zeros(4, 1)\n"
+        "    for hook in model.second._forward_hooks.values(): hook(model.second, (given,), given)"
+    ),
+    "replaces_backward": "recording.torch.autograd.backward = recording.torch.Tensor.backward = lambda *a, **k: None",
+    "replaces_a_builtin": "import builtins; builtins.all = builtins.any = lambda *a: True",
+}
+IN_ITS_FUNCTION = {"finds_the_recorder": "found()", "calls_the_recorders_hooks": "hooked(model)"}
+
+# What only a sandbox holds, and words of the reason.
+CONFINED = {
+    "reads_the_solution": (f"exec(open({str(next(TEACHER.glob('*.py')))!r}).read())", "FileNotFoundError"),
+    "reads_a_classmate": ("exec(open('FOLDER/right.py').read())", "FileNotFoundError"),
+    "reads_the_grades": ("import os; os.listdir('FOLDER')", "FileNotFoundError"),
+    "reads_the_graders_memory": ("import os; open(f'/proc/{os.getppid()}/mem', 'rb').read(1)", "PermissionError"),
+    "answers_for_the_grader": ("import os; open(f'/proc/{os.getppid()}/fd/1', 'w')", "PermissionError"),
+    "writes_outside": (f"open({str(OUTSIDE)!r}, 'w')", "FileNotFoundError"),
+    "writes_by_number": (f"import os; os.open({str(OUTSIDE)!r}, os.O_CREAT | os.O_WRONLY)", "FileNotFoundError"),
+    "writes_by_a_link": (
+        f"import os; os.symlink({str(OUTSIDE.parent)!r}, 'to'); open('to/{OUTSIDE.name}', 'w')",
+        "NotFound",
+    ),
+    "writes_by_a_program": (
+        f"import subprocess; subprocess.run('echo > {OUTSIDE}', shell=True, check=True)",
+        "CalledProcess",
+    ),
+    "writes_a_database": (f"import sqlite3; sqlite3.connect({str(OUTSIDE)!r})", "OperationalError"),
+    "writes_into_the_package": ("import pipelab; open(pipelab.__file__, 'a')", "OSError"),
+    "deletes_a_file": (f"import os; os.remove({str(Path(__file__))!r})", "FileNotFoundError"),
+    "deletes_by_a_program": (
+        f"import subprocess; subprocess.run(['rm', {str(Path(__file__))!r}], check=True)",
+        "CalledProcess",
+    ),
+    "lifts_its_limit": (
+        "import resource as r; r.setrlimit(r.RLIMIT_DATA, (-1, -1)); x = bytearray(3 << 30)",
+        "ValueError",
+    ),
+    "lifts_its_limit_by_a_program": (
+        "import os, subprocess; subprocess.run(['prlimit', f'--pid={os.getpid()}', '--data=-1'], check=True)",
+        "CalledProcess",
+    ),
+    "kills_everybody": ("import os; os.kill(-1, 9)", "ended"),
+    "kills_the_grader": ("import subprocess; subprocess.run(['pkill', '-9', '-f', 'pipelab'])", "ended"),
+    "uses_the_network": ("import socket; socket.create_connection(('127.0.0.1', PORT))", "ConnectionRefused"),
+    "fills_the_disk": (
+        "import itertools\nfor n in itertools.count(): open(str(n), 'wb').write(bytes(1 << 24))",
+        "No space",
+    ),
+    "plants_a_file": ("open('/tmp/planted', 'wb').write(bytes(60 << 20)); raise OSError('as planned')", "as planned"),
+    "nests_folders": (
+        "import os\nfor _ in range(1500): os.mkdir('a'); os.chdir('a')",
+        "recursion",
+    ),
+}
+
 ENDLESS = {
-    "fork_bomb": (first("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"), "still running"),
+    "fork_bomb": (first("import os\nwhile True: os.fork()"), "too many processes"),
     "loops_on_import": (first("while True: pass"), "s while it is imported"),
     "loops_inside": (inside("while True: pass"), "s with 4 micro-batches"),
     "loops_at_one_size": (inside("while len(micro_batches) == 1: pass"), "s with 1 micro-batch"),
@@ -150,6 +196,9 @@ RIGHT = {
     "right_and_starts_a_program": first("import subprocess; subprocess.run(['true'])"),
     "right_and_trains_on_import": SOLUTION + "\nmain()\n",
     "right_in_double": first("import torch; torch.set_default_dtype(torch.float64)"),
+    "right_and_forks": first("import os\nif not os.fork(): os._exit(0)\nos.wait()"),
+    "right_and_starts_many_programs": first("import subprocess\nfor _ in range(20): subprocess.run(['true'])"),
+    "right_and_leaves_what_cannot_be_removed": first("import os; os.makedirs('a/b'); os.chmod('a', 0)"),
     "right_and_plots": first("import matplotlib.pyplot as plt; plt.plot([1, 2]); plt.savefig('a.png')"),
     "right_and_prints": inside("print('F0', i := 0)"),
     "random": SOLUTION,  # named like a module of Python's
@@ -157,17 +206,33 @@ RIGHT = {
 }
 
 
+def forged(name: str) -> str:
+    """Return the homework without a solution, and what reaches for the judge in front of it."""
+    hole = "    outputs, targets = [], []"
+    assert hole in HOLES
+    return f"{GRADER}{FORGED[name]}\n{HOLES.replace(hole, f'    {IN_ITS_FUNCTION.get(name, 0)}' + chr(10) + hole)}"
+
+
 def graded(texts: dict[str, str], folder: Path, limits: Limits) -> dict[str, Grade]:
-    for name, text in texts.items():
-        (folder / f"{name}.py").write_text(text)
-    found = grade(submissions(folder)[0], Assignment(), limits, workers=2)
-    return {each.submission.removesuffix(".py"): each for each in found}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        for name, text in texts.items():
+            text = text.replace("FOLDER", str(folder)).replace("PORT", str(listening.getsockname()[1]))
+            (folder / f"{name}.py").write_text(text)
+        found = grade(submissions(folder)[0], Assignment(), limits, workers=2)
+        return {each.submission.removesuffix(".py"): each for each in found}
 
 
 @pytest.fixture(scope="module")
 def misbehaved(kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
     texts = {name: text for name, (text, _) in HOSTILE.items()} | RIGHT
+    texts |= {"holes": HOLES} | {name: forged(name) for name in FORGED}
     return graded(texts, tmp_path_factory.mktemp("hostile"), Limits(seconds=30))
+
+
+@pytest.fixture(scope="module")
+def confined(kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
+    texts = {name: first(text) for name, (text, _) in CONFINED.items()} | RIGHT
+    return graded(texts, tmp_path_factory.mktemp("confined"), Limits(seconds=30))
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +246,45 @@ def test_a_hostile_submission_fails_with_its_reason(name, misbehaved):
     found = misbehaved[name]
     assert (found.passed, found.score, found.max_score) == (False, 0, 100)
     assert HOSTILE[name][1] in found.reason
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_record_earns_no_more_than_the_homework_without_it(name, misbehaved):
+    assert misbehaved[name].score <= misbehaved["holes"].score < 30
+    assert not misbehaved[name].passed
+
+
+@pytest.mark.bwrap
+@pytest.mark.parametrize("name", CONFINED)
+def test_a_sandbox_holds_what_python_cannot(name, confined):
+    found = confined[name]
+    assert (found.passed, found.score) == (False, 0)
+    assert CONFINED[name][1] in found.reason
+
+
+@pytest.mark.bwrap
+@pytest.mark.parametrize("name", RIGHT)
+def test_nobody_in_a_sandbox_changes_anothers_grade(name, confined):
+    assert (confined[name].reason, confined[name].score) == ("", 100)
+    assert not OUTSIDE.exists()
+
+
+@pytest.mark.bwrap
+def test_a_grader_that_a_submission_stops_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text(first("import os, time; os.kill(os.getppid(), 19); time.sleep(600)"))
+    (tmp_path / "b.py").write_text(SOLUTION)
+    monkeypatch.setattr(runner, "_Server", OWN)
+    monkeypatch.setattr(runner, "_GRACE_SECONDS", 4)
+    found = {each.submission: each for each in grade(submissions(tmp_path)[0], Assignment(), Limits(seconds=1))}
+    assert (found["a.py"].score, found["b.py"].score) == (0, 100)
+
+
+def test_without_bubblewrap_submissions_are_graded_all_the_same(tmp_path, monkeypatch):
+    texts = {"right": SOLUTION, "ends": HOSTILE["kills_itself"][0], "forged": forged("replaces_the_checks")}
+    monkeypatch.setattr(runner, "_Server", OWN)
+    monkeypatch.setattr(runner, "sandbox", list)
+    found = graded(texts, tmp_path, Limits(seconds=30))
+    assert {name: each.score >= 30 for name, each in found.items()} == {"right": True, "ends": False, "forged": False}
 
 
 @pytest.mark.parametrize("name", ENDLESS)

@@ -1,4 +1,4 @@
-"""Homework 4: whether what a submission ran is right. What it printed does not count."""
+"""Homework 4: what a submission ran, and whether that is right. What it printed does not count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from pipelab.labs.grading.recording import ANYWHERE, FIRST, HOST, SECOND, TOLERANCE, Recorded, Run
+from pipelab.labs.grading.recording import ANYWHERE, FIRST, HOST, SECOND, TOLERANCE, Data, Recorded, Run
 from pipelab.labs.grading.tasks import HOMEWORK4, Mark
 
 FUNCTION = "run_1F1B_homework"
@@ -154,40 +154,57 @@ _CHECKS: dict[str, Callable[[Run], _Found]] = {
 # ── The whole submission ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _training(function: Callable[..., object], run: Run, seed: int) -> _Found:
-    """Train for some steps, plainly and with the submission, and compare the losses of the whole batch."""
-    recorded, plain = Recorded(run.rows, seed), Recorded(run.rows, seed)
-    begun, stopped = recorded.whole_loss(), ""
-    mean = "mean" in run.kind()
-    for step in range(STEPS):
-        recorded.call(function)
-        if recorded.run.error:
-            stopped = f"; step {step} stopped with {recorded.run.error.partition(':')[0]}"
-            break
-        recorded.descend(LEARNING_RATE if mean else LEARNING_RATE / run.count)
+def _training(data: Data, run: Run, seed: int) -> _Found:
+    """Train for some steps, plainly and with the submission's gradients, and compare the losses of the whole batch."""
+    trained, plain = Recorded(run.rows, seed), Recorded(run.rows, seed)
+    begun, rate = trained.whole_loss(), _rate(run)
+    stopped = f"; step {len(data['steps'])} stopped with {data['error']}" if data["error"] else ""
+    for left in data["steps"]:
+        trained.put(left)
+        trained.descend(rate)
     for _ in range(STEPS):
         plain.descend(LEARNING_RATE / run.count, plain.gradients())
-    loss, right = recorded.whole_loss(), plain.whole_loss()
+    loss, right = trained.whole_loss(), plain.whole_loss()
     effect = f"the loss falls from {begun:.3f} to {loss:.3f}, and should fall to {right:.3f}"
     same = abs(loss - right) <= TOLERANCE * right and not stopped
     return _Found(same, f"loss {right:.4f} after {STEPS} steps", f"loss {loss:.4f}{stopped}", effect)
 
 
-def judge(module: ModuleType, seed: int, at: Callable[[str], None]) -> tuple[list[Mark], str]:
-    """Run an imported submission at every size; return a mark for each task, and what its gradients are of.
+def _rate(run: Run) -> float:
+    return LEARNING_RATE if "mean" in run.kind() else LEARNING_RATE / run.count
+
+
+def record(module: ModuleType, seed: int, at: Callable[[str], None]) -> Data:
+    """Run an imported submission at every size, and train with it; return what happened, for `judge`.
 
     `at` is called with what is about to run. A LookupError says that the module has no such function.
     """
     function = _function(module)
-    runs = []
+    runs: list[Data] = []
     for rows in SHOWN:
-        at(f"with {len(rows)} micro-batches")
-        runs.append(Recorded(rows, seed).measure(function))
+        at(f"with {len(rows)} micro-batch{'es' * (len(rows) > 1)}")
+        runs.append(Recorded(rows, seed).record(function))
     at(f"in {STEPS} steps of training")
-    training = _training(function, runs[0], seed)
-    found = _of_shown(runs, training)
+    rate, trained = _rate(Recorded(SHOWN[0], seed).replay(runs[0])), Recorded(SHOWN[0], seed)
+    steps: list[Data] = []
+    while len(steps) < STEPS and not (left := trained.call(function))["error"]:
+        steps.append(left)
+        trained.descend(rate)
+    error = "" if len(steps) == STEPS else left["error"].partition(":")[0]
     at("with a hidden number of micro-batches")
-    hidden = [Recorded(rows, seed).measure(function) for rows in _hidden(seed)]
+    hidden = [Recorded(rows, seed).record(function) for rows in _hidden(seed)]
+    return {"runs": runs, "training": {"steps": steps, "error": error}, "hidden": hidden}
+
+
+def judge(data: Data, seed: int) -> tuple[list[Mark], str]:
+    """Return a mark for each task from what `record` returned, and what its gradients are of.
+
+    Raises:
+        ValueError, TypeError, KeyError: if nothing that PyTorch ran can have left such data.
+    """
+    shown, hid = ([*zip(*each, strict=True)] for each in ((SHOWN, data["runs"]), (_hidden(seed), data["hidden"])))
+    runs, hidden = ([Recorded(rows, seed).replay(each) for rows, each in some] for some in (shown, hid))
+    found = _of_shown(runs, _training(data["training"], runs[0], seed))
     wrong = [name for name, check in _CHECKS.items() if not all(check(run).right for run in hidden)]
     right = sum(all(check(run).right for check in _CHECKS.values()) for run in hidden)
     own_loss = any(run.own_loss for run in runs)

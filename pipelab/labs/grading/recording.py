@@ -1,11 +1,15 @@
-"""One call of homework 4's function: what ran, on two emulated devices, and what it left in the gradients."""
+"""One call of homework 4's function: what ran, on two emulated devices, and what it left in the gradients.
+
+The submission's process records, and sends what it has recorded as plain data. The process that judges has never
+imported the submission: it puts the gradients into a model of its own, made from the same seed, and explains those.
+"""
 
 from __future__ import annotations
 
 import inspect
 import runpy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -102,12 +106,19 @@ def _goal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.devic
     return device if device.type == "cpu" else None  # another kind of device raises, as it does without us
 
 
+Data = dict[str, Any]
+"""What the submission's process sends, and JSON can hold."""
+
 # ── One call ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class Run:
-    """What a submission did in one call of its function."""
+    """What a submission did in one call of its function.
+
+    Raises:
+        ValueError, TypeError, KeyError: `of`, if the data are not what `Recorded.record` returns.
+    """
 
     rows: tuple[int, ...]  # of each micro-batch
     events: list[tuple[str, int]] = field(default_factory=list)  # what ran, in order, such as ("F", 0)
@@ -116,6 +127,16 @@ class Run:
     changed: bool = False  # the weights, by the function
     own_loss: bool = False  # there was a loss, though `loss_fn` was not called
     error: str = ""  # what it raised, and where
+
+    @classmethod
+    def of(cls, rows: tuple[int, ...], data: Data) -> Run:
+        """Return the run of which these are the data, as far as it needs no model."""
+        numbers = {-1, *range(len(rows))}
+        events = [({"F": "F", "B": "B"}[kind], m) for kind, m, *_ in data["events"]]
+        targets = {int(m): (torch.device(place), right is True) for m, (place, right) in data["targets"].items()}
+        if not ({m for _, m in events} <= numbers and targets.keys() <= numbers):
+            raise ValueError("there is no such micro-batch")
+        return cls(rows, events, targets, own_loss=data["own_loss"] is True, error=str(data["error"]))
 
     @property
     def count(self) -> int:
@@ -143,15 +164,25 @@ def _template() -> dict[str, Any]:
     return runpy.run_path(str(TEMPLATE))
 
 
+def _node() -> int:
+    """Return the number of a new node of autograd's: it rises with every operation that a backward may go through."""
+    with torch.enable_grad():
+        made = torch.zeros((), requires_grad=True).view(())
+    number: int = made.grad_fn._sequence_nr()  # type: ignore[union-attr]  # noqa: SLF001 - there is no public way
+    return number
+
+
 class Recorded:
     """A model on emulated devices, its data, and everything that a function does with them."""
 
     def __init__(self, rows: tuple[int, ...], seed: int) -> None:
+        torch.set_default_dtype(torch.float32)  # whatever a submission has set
         torch.manual_seed(seed)
-        self.run = Run(rows)
+        self.rows = rows
         self.model: nn.Module = _template()["TwoStages"]()
         self.model.devices = [FIRST, SECOND]
-        width = next(self.model.parameters()).shape[1]
+        self.weights = list(self.model.parameters())
+        width = self.weights[0].shape[1]
         x = torch.randn(sum(rows), width)
         y = torch.sin(x.sum(dim=1, keepdim=True))
         self.x, self.y = x.split(rows), y.split(rows)
@@ -160,43 +191,83 @@ class Recorded:
         for half, device in ((self.model.first, FIRST), (self.model.second, SECOND)):
             for parameter in half.parameters():
                 _put(parameter, device)
+        self._events: list[tuple[Any, ...]] = []
+        self._targets: dict[int, tuple[torch.device, bool]] = {}
 
-    def call(self, function: Callable[..., object]) -> None:
-        """Call a submission's function once, on emulated devices; an error ends the call, not the grading."""
+    # ── In the submission's process
+
+    def call(self, function: Callable[..., object]) -> Data:
+        """Call a submission's function once, on emulated devices; return the gradients and weights that it left.
+
+        An error ends the call, not the grading.
+        """
         pairs = [(x.clone(), y.clone()) for x, y in zip(self.x, self.y, strict=True)]
+        error = ""
         try:
             with _Devices(self._look):
                 returned = function(self.model, pairs, self.loss_fn)
         except MemoryError:
             raise
-        except Exception as error:
-            if "can't allocate memory" in str(error):  # PyTorch's own words for it
-                raise MemoryError from error
-            self.run.error = raised(error, function)
+        except Exception as raised_by_it:
+            if "can't allocate memory" in str(raised_by_it):  # PyTorch's own words for it
+                raise MemoryError from raised_by_it
+            error = raised(raised_by_it, function)
         else:
             if inspect.isgenerator(returned) or inspect.iscoroutine(returned):
-                self.run.error = f"a {type(returned).__name__} was returned, and nothing ran: remove yield or async"
+                error = f"a {type(returned).__name__} was returned, and nothing ran: remove yield or async"
+        gradients = [None if each.grad is None else each.grad.tolist() for each in self.weights]
+        return {"error": error, "gradients": gradients, "weights": [each.tolist() for each in self.weights]}
 
-    def measure(self, function: Callable[..., object]) -> Run:
-        """Call the function once; return what ran, and the diagnosis of the gradients: 1 is a sum of the losses."""
+    def record(self, function: Callable[..., object]) -> Data:
+        """Call the function once; return what ran, and what it left."""
         called: list[object] = []
+        hooks = [
+            self.loss_fn.register_forward_hook(lambda *_: called.append(None)),
+            self.model.get_submodule("second").register_forward_hook(self._forward),
+        ]
+        began = _node()
+        left = self.call(function)
+        for hook in hooks:
+            hook.remove()
+        targets = {m: (str(place), right) for m, (place, right) in self._targets.items()}
+        own_loss = bool(targets) and not called
+        return left | {"began": began, "events": [*self._events], "targets": targets, "own_loss": own_loss}
 
-        def step(*_: object) -> None:
-            before = [each.detach().clone() for each in self.model.parameters()]
-            hooks = [
-                self.loss_fn.register_forward_hook(lambda *_: called.append(None)),
-                self.model.get_submodule("second").register_forward_hook(self._forward),
-            ]
-            self.call(function)
-            for hook in hooks:
-                hook.remove()
-            self.run.changed = not all(map(torch.equal, before, self.model.parameters()))
+    # ── In the process that judges
 
-        x, y, rows = torch.cat(self.x), torch.cat(self.y), self.run.rows
-        found = diagnose(step, self.model, x, y, self.loss_fn, microbatches=rows, reduction="sum")
-        run = replace(self.run, events=[*self.run.events], diagnosis=found)
-        run.own_loss = bool(run.targets) and not called
+    def put(self, left: Data) -> None:
+        """Put weights and gradients into the model.
+
+        Raises:
+            ValueError, TypeError, KeyError: if they have other shapes.
+        """
+        with torch.no_grad():
+            for parameter, weights, gradient in zip(self.weights, left["weights"], left["gradients"], strict=True):
+                parameter.copy_(torch.tensor(weights).view(parameter.shape))
+                parameter.grad = None if gradient is None else torch.tensor(gradient).view(parameter.shape)
+
+    def replay(self, data: Data) -> Run:
+        """Return the run of which these are the data; its diagnosis counts micro-batches: 1 is a sum of the losses.
+
+        Raises:
+            ValueError, TypeError, KeyError: if nothing that PyTorch ran can have left such data.
+        """
+        run = Run.of(self.rows, data)
+        self._require_possible(data)
+        run.changed = self._changed(data)
+        whole, put = (torch.cat(self.x), torch.cat(self.y)), lambda *_: self.put(data)
+        run.diagnosis = diagnose(put, self.model, *whole, self.loss_fn, microbatches=self.rows, reduction="sum")
         return run
+
+    @torch.no_grad()
+    def descend(self, rate: float, gradients: Sequence[tuple[torch.Tensor, ...]] = ()) -> None:
+        """Take a step along the sum of these gradients, or along those that are left; leave none."""
+        for place, parameter in enumerate(self.weights):
+            if gradients:
+                parameter.sub_(rate * sum(each[place] for each in gradients))
+            elif parameter.grad is not None:
+                parameter.sub_(rate * parameter.grad)
+            parameter.grad = None
 
     def whole_loss(self) -> float:
         """Return the mean loss of all rows."""
@@ -206,19 +277,35 @@ class Recorded:
     @torch.enable_grad()  # whatever a submission has set
     def gradients(self) -> list[tuple[torch.Tensor, ...]]:
         """Return the gradients of each micro-batch's own loss."""
-        weights = list(self.model.parameters())
         pairs = zip(self.x, self.y, strict=True)
-        return [torch.autograd.grad(self.loss_fn(self.model(x), y), weights) for x, y in pairs]
+        return [torch.autograd.grad(self.loss_fn(self.model(x), y), self.weights) for x, y in pairs]
 
-    @torch.no_grad()
-    def descend(self, rate: float, gradients: Sequence[tuple[torch.Tensor, ...]] = ()) -> None:
-        """Take a step along the sum of these gradients, or along those that are left; leave none."""
-        for place, parameter in enumerate(self.model.parameters()):
-            if gradients:
-                parameter.sub_(rate * sum(each[place] for each in gradients))
-            elif parameter.grad is not None:
-                parameter.sub_(rate * parameter.grad)
-            parameter.grad = None
+    def _changed(self, left: Data) -> bool:
+        """Return whether the function has changed the weights."""
+        pairs = zip(self.weights, left["weights"], strict=True)
+        return not all(torch.equal(own, torch.tensor(other)) for own, other in pairs)
+
+    def _require_possible(self, data: Data) -> None:
+        """Refuse outputs that the model does not have, and numbers that autograd does not give."""
+        began = _node()
+        halves = nn.Sequential(*self.model.children())
+        outputs = [halves(x).flatten() for x in self.x]
+        nodes = (_node() - began) // len(self.x) - 1
+        before, ran = int(data["began"]), set[int]()
+        changed = self._changed(data)
+        for kind, m, node, *output in data["events"]:
+            if not before < node:
+                raise ValueError("autograd's numbers do not rise")
+            if kind == "F" and node - before >= nodes:
+                ran.add(m)
+            if kind == "B" and m not in ran:
+                raise ValueError("a backward ran without a forward")
+            known = kind == "F" and m >= 0 and not changed
+            if known and not torch.allclose(outputs[m], torch.tensor(*output), 1e-3, 1e-4):
+                raise ValueError("an output is not the model's")
+            before = node
+
+    # ── What is watched
 
     def _which(self, value: torch.Tensor, among: Sequence[torch.Tensor]) -> int:
         """Return which micro-batch a value belongs to, -1 for none."""
@@ -231,9 +318,9 @@ class Recorded:
         with torch.no_grad():
             hidden = [self.model.first(x) for x in self.x]  # type: ignore[operator]
         m = self._which(given[0], hidden)
-        self.run.events.append(("F", m))
+        self._events.append(("F", m, _node(), output.detach().flatten().tolist()))
         if output.requires_grad:
-            output.register_hook(lambda _: self.run.events.append(("B", m)))
+            output.register_hook(lambda _: self._events.append(("B", m, _node())))
 
     def _look(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """Note where a target is if something is computed from it and an output."""
@@ -243,4 +330,4 @@ class Recorded:
                     return
                 place, other_place = _place(target), _place(output)
                 right = place == other_place or ANYWHERE in (place, other_place)
-                self.run.targets[m] = (place, right and self.run.targets.get(m, (place, True))[1])
+                self._targets[m] = (place, right and self._targets.get(m, (place, True))[1])

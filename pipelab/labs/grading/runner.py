@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import importlib.util
 import json
 import os
 import queue
+import shutil
 import signal
+import site
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -19,6 +24,9 @@ from typing import Any
 import pipelab
 from pipelab.errors import PipelabError, UsageError
 from pipelab.labs.grading.tasks import HOMEWORK, Assignment, Grade, Mark, Task
+
+_MOST_BYTES = 64 << 20
+"""Of a submission's files, and four times as many of what it writes."""
 
 _START_SECONDS, _GRACE_SECONDS = 120, 30
 """How long the server may take to import PyTorch, and to answer after a submission's time is over."""
@@ -42,6 +50,26 @@ class Submission:
     folder: Path
     main: str
     copied: str = "all"  # what of the folder it may use: all, its modules or nothing
+
+    def files(self) -> dict[str, str]:
+        """Return what its files hold, in base64, by their paths in the folder. Links are left out: who knows whither.
+
+        Raises:
+            OSError: if `main` is not there, or the files are too large.
+        """
+        paths = [self.folder / self.main]
+        if self.copied == "modules":
+            paths += self.folder.glob("*.py")
+        for at, inner, names in os.walk(self.folder) if self.copied == "all" else ():
+            inner[:] = [name for name in inner if not name.startswith(".")]
+            paths += [Path(at, name) for name in names if not name.startswith(".")]
+        linked = self.copied == "modules"  # whoever grades has named this file
+        found = [each for each in dict.fromkeys(paths) if each.is_file() and (linked or not each.is_symlink())]
+        if not found or found[0] != paths[0]:
+            raise OSError("it is a link or no file")
+        if sum(path.stat().st_size for path in found) > _MOST_BYTES:
+            raise OSError(f"its files have more than {_MOST_BYTES >> 20} MB")
+        return {str(each.relative_to(self.folder)): base64.b64encode(each.read_bytes()).decode() for each in found}
 
 
 def submissions(target: Path, alone: bool = False) -> tuple[list[Submission], dict[str, str]]:
@@ -141,13 +169,46 @@ class GraderError(PipelabError):
 
 
 def _grade(server: _Server, submission: Submission, assignment: Assignment, limits: Limits) -> Grade:
-    request = asdict(submission) | {"folder": str(submission.folder.resolve()), "assignment": asdict(assignment)}
-    answer = server.ask(request | asdict(limits), limits.seconds + _GRACE_SECONDS)
+    try:
+        request = {"main": submission.main, "files": submission.files(), "assignment": asdict(assignment)}
+        answer = server.ask(request | asdict(limits), limits.seconds + _GRACE_SECONDS)
+    except (OSError, RecursionError) as error:
+        answer = {"reason": f"it cannot be read: {getattr(error, 'strerror', None) or error}"}
     if answer["reason"]:
         marks = [Mark(task, 0, found="not graded") for task in assignment.tasks()]
     else:
         marks = [Mark(**(mark | {"task": Task(**mark["task"])})) for mark in answer["marks"]]
     return Grade(submission.name, **(answer | {"marks": marks}))
+
+
+@cache
+def sandbox() -> list[str]:
+    """Return the beginning of a command that runs in a sandbox; nothing if bubblewrap is missing or is not allowed to.
+
+    In it there are Python, what it needs, and an empty folder for temporary files. There is no network, no other
+    process, and no right that would lift a limit.
+    """
+    program, torch = shutil.which("bwrap"), importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    needed = [
+        "/usr",
+        "/bin",
+        "/lib",
+        "/lib64",
+        "/etc/alternatives",
+        "/etc/ld.so.cache",
+        "/etc/passwd",
+        "/etc/localtime",
+    ]
+    needed += ["/sys/devices/system/cpu", sys.base_prefix, sys.prefix, str(Path(sys.executable).resolve().parents[1])]
+    needed += [site.getusersitepackages(), str(Path(torch.origin).parents[1]), str(Path(pipelab.__file__).parent)]
+    command = [program or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(4 * _MOST_BYTES), "--tmpfs", "/tmp"]  # noqa: S108
+    command += [word for place in dict.fromkeys(needed) for word in ("--ro-bind-try", place, place)]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/"]
+    tried = program and subprocess.run([*command, sys.executable, "-c", ""], capture_output=True, check=False)  # noqa: S603
+    return command if tried and tried.returncode == 0 else []
 
 
 class _Server:
@@ -158,16 +219,17 @@ class _Server:
         self._closed = False
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer to a request; if there is none, the reason."""
-        if self._closed:
-            return {"reason": "grading was stopped"}
-        try:
-            if self._process is None:
-                self._start()
-            return self._answer(json.dumps(request).encode() + b"\n", seconds)
-        except (OSError, ValueError):
-            self._stop()
-            return {"reason": "the grader's own process ended or gave no answer: does it end other processes?"}
+        """Return the answer to a request; if there is none, not even from a second process, the reason."""
+        for _ in range(2):  # a submission on another worker may have ended the first, where nothing prevents that
+            if self._closed:
+                return {"reason": "grading was stopped"}
+            try:
+                if self._process is None:
+                    self._start()
+                return self._answer(json.dumps(request).encode() + b"\n", seconds)
+            except (OSError, ValueError):
+                self._stop()
+        return {"reason": "the grader's own process ended or gave no answer: does it end other processes?"}
 
     def close(self) -> None:
         """End the process and what it runs."""
@@ -178,11 +240,12 @@ class _Server:
         where = str(Path(pipelab.__file__).parents[1])
         paths = os.pathsep.join(filter(None, (where, os.environ.get("PYTHONPATH"))))
         fixed = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipelab.labs.grading.server"],
+        told = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+        self._process = subprocess.Popen(  # noqa: S603 - pipelab's own
+            [*sandbox(), sys.executable, "-P", "-m", "pipelab.labs.grading.server", *["sandboxed"] * bool(sandbox())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | fixed | {"PYTHONHASHSEED": "0"},
+            env=told | fixed | {"PYTHONHASHSEED": "0"},  # without whoever grades's keys and tokens
             start_new_session=True,
         )
         try:
@@ -197,7 +260,7 @@ class _Server:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = Timer(seconds, self._end, [process])
+        timer = Timer(seconds, process.kill)
         timer.start()
         try:
             process.stdin.write(request)

@@ -7,13 +7,16 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from pipelab.checking.checker import check
+from pipelab.checking.checker import as_plan, check
 from pipelab.draw.wording import number
 from pipelab.labs.grading.tasks import AmbiguousError, Assignment, Mark, Task
+from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
+from pipelab.trace.reading import plan_of
 
 
 def _hidden(assignment: Assignment) -> list[tuple[int, int]]:
@@ -23,31 +26,65 @@ def _hidden(assignment: Assignment) -> list[tuple[int, int]]:
     return [(2, numbers.randint(3, 6)), (ranks, 1), (ranks + 1, numbers.randint(2, ranks + 3)), (2 * ranks, 4 * ranks)]
 
 
-def judge(module: ModuleType, assignment: Assignment, at: Callable[[str], None]) -> tuple[list[Mark], str]:
-    """Check and simulate a submission's schedule; return a mark for each task, and the first fault.
+def _sizes(assignment: Assignment) -> list[tuple[int, int]]:
+    return [(assignment.ranks, assignment.microbatches), *_hidden(assignment)]
 
-    A quantity above its par earns par / found of the points, rounded down. Nothing else counts for an illegal schedule.
+
+def record(module: ModuleType, assignment: Assignment, at: Callable[[str], None]) -> dict[str, Any]:
+    """Return the plan that a submission's schedule writes at each size, or its worst fault, for `judge`.
+
     `at` is called with what is about to run. A LookupError says that the module does not hold the schedule.
     """
     kind = _schedule(module, assignment.schedule or "")
+    found: list[dict[str, Any]] = []
+    for ranks, microbatches in _sizes(assignment):
+        at("with a hidden size" if found else f"with {ranks} ranks and {microbatches} micro-batches")
+        if faults := check(kind(ranks, microbatches)):
+            found.append({"fault": str(faults[0])})
+        else:
+            plan = as_plan(kind(ranks, microbatches))
+            found.append({"rows": [" ".join(map(str, row)) for row in plan.rows], "stages": plan.stages})
+        if "fault" in found[0]:
+            break
+    return {"found": found}
+
+
+def judge(data: dict[str, Any], assignment: Assignment) -> tuple[list[Mark], str]:
+    """Check and simulate what `record` returned; return a mark for each task, and the first fault.
+
+    A quantity above its par earns par / found of the points, rounded down. Nothing else counts for an illegal schedule.
+
+    Raises:
+        ValueError, TypeError, KeyError, PipelabError: if the data are not a schedule's at these sizes.
+    """
     legal, *pars, others = assignment.tasks()
-    size = f"{assignment.ranks} ranks and {assignment.microbatches} micro-batches"
-    at(f"with {size}")
-    if fault := _fault(kind, assignment.ranks, assignment.microbatches):
+    (first, fault), *hidden = [
+        _plan(each, *size) for each, size in zip(data["found"], _sizes(assignment), strict=False)
+    ]
+    if first is None:
         marks = [Mark(legal, 0, "no fault", fault.splitlines()[0], "it would not run", legal.hint)]
         return [*marks, *(Mark(task, 0, reached=False) for task in (*pars, others))], fault
+    size = f"{assignment.ranks} ranks and {assignment.microbatches} micro-batches"
     marks = [Mark(legal, legal.points, "no fault", f"legal with {size}")]
-    trace = simulate(kind(assignment.ranks, assignment.microbatches), Cost(**assignment.cost))
+    trace = simulate(first, Cost(**assignment.cost))
     found = {"makespan": trace.makespan, "peak": max(trace.peak_activations), "bubble": trace.bubble}
     marks += [_against_par(task, assignment.pars[task.name], found[task.name]) for task in pars]
-    at("with a hidden size")
-    faults = [_fault(kind, *each) for each in _hidden(assignment)]
-    tried = [each for each in faults if not each.startswith("refused")]
-    right = tried.count("")
+    tried = [plan for plan, fault in hidden if not fault.startswith("refused")]
+    right = sum(plan is not None for plan in tried)
     said = f"{right} of {len(tried)}" if tried else "every size was refused"
     score = others.points * right // max(len(tried), 1)
     marks.append(Mark(others, score, "legal at each hidden size that it accepts", said, hint=others.hint))
     return marks, ""
+
+
+def _plan(data: dict[str, Any], ranks: int, microbatches: int) -> tuple[Plan | None, str]:
+    """Return the legal plan of one size, or the fault."""
+    if fault := str(data.get("fault", "")):
+        return None, fault
+    plan = plan_of(Plan.parse(data["rows"]).written, data["stages"], microbatches, "the plan")
+    if plan.ranks != ranks or plan.stages < ranks:
+        raise ValueError(f"a plan of {plan.ranks} ranks and {plan.stages} stages for {ranks} ranks")
+    return plan, ""
 
 
 def _against_par(task: Task, par: float, found: float) -> Mark:
@@ -55,12 +92,6 @@ def _against_par(task: Task, par: float, found: float) -> Mark:
     effect = f"{found / par - 1:.0%} above par" if over and par else ""
     score = int(task.points * par / found + 1e-9) if over else task.points
     return Mark(task, score, f"at most {number(par)}", number(found), effect, task.hint)
-
-
-def _fault(kind: type[Schedule], ranks: int, microbatches: int) -> str:
-    """Return the worst fault of a schedule at a size; nothing if it is legal."""
-    faults = check(kind(ranks, microbatches))
-    return str(faults[0]) if faults else ""
 
 
 def own_schedules(module: ModuleType) -> dict[str, type[Schedule]]:

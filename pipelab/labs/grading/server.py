@@ -1,24 +1,26 @@
-"""The process that runs submissions, one after the other: `python -m pipelab.labs.grading.server`.
+"""The process that runs submissions, one after the other, and judges them: `python -m pipelab.labs.grading.server`.
 
-It imports PyTorch once, and forks for each submission. A line of JSON on its standard input names the submission, and a
-line on its standard output is the result. The fork runs the submission and writes its report to a file; this process
-watches the time, the output and the processes, and ends all of them.
+    server    imports PyTorch ── fork ──────────────── judges the record ── answer
+    fork                          └ imports the submission, records ┘
 
-This is no sandbox. It stops accidents and simple tricks, not an attacker: code that calls the C library can do
-whatever the user who grades can do.
+A line of JSON on its standard input holds the submission, and a line on its standard output is the result. The fork
+runs the submission and writes its record to a file; this process watches the time, the output and the processes, ends
+all of them, and judges. It never imports a submission, so what a submission changes in Python changes no grade.
+
+What the fork can reach beyond Python depends on the sandbox in which the runner starts this process.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import importlib
 import json
 import os
 import random
-import secrets
+import resource
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -30,8 +32,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from pipelab.errors import PipelabError
+from pipelab.files import kernel_bytes
 from pipelab.labs.grading import homework4, schedules
-from pipelab.labs.grading.guard import Guard, allow_memory, limit_memory, watch_functions
 from pipelab.labs.grading.tasks import AmbiguousError, Assignment, raised
 
 _KEPT = 4000
@@ -40,8 +43,11 @@ _KEPT = 4000
 _GRACE = 0.3
 """Seconds in which a submission's processes may end after it has."""
 
-_SUBREAPER, _DEATH_SIGNAL = 36, 1
-"""Linux: inherit the orphans of one's descendants; be killed when the parent ends."""
+_MOST_RECORDED = 1 << 24
+"""Bytes of a record; homework 4's has 700,000."""
+
+_SUBREAPER, _DEATH_SIGNAL, _DUMPABLE = 36, 1, 4
+"""Linux: inherit the orphans of one's descendants; be killed when the parent ends; be read by other processes."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -52,21 +58,19 @@ def _prctl(option: int, value: int) -> None:
 # ── In the fork ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _graded(
-    request: dict[str, Any], name: str, guard: Guard, report: Callable[..., None], replaced: Callable[[], str]
-) -> dict[str, Any]:
-    """Import a submission and judge it; return the marks, or the reason why there are none."""
+def _recorded(request: dict[str, Any], name: str, report: Callable[..., None]) -> dict[str, Any]:
+    """Import a submission and record what it does; return the record, or the reason why there is none."""
     assignment = Assignment(**request["assignment"])
-    done: dict[str, Any] = {}
-    reason = ""
+
+    def at(what: str) -> None:
+        report(at=what)
+
     try:
-        report(at="while it is imported")
+        at("while it is imported")
         module = importlib.import_module(name)
         if assignment.schedule is None:
-            marks, note = homework4.judge(module, assignment.seed, lambda at: report(at=at))
-        else:
-            marks, note = schedules.judge(module, assignment, lambda at: report(at=at))
-        done = {"marks": [asdict(mark) for mark in marks], "note": note}
+            return {"record": homework4.record(module, assignment.seed, at)}
+        return {"record": schedules.record(module, assignment, at)}
     except SyntaxError as error:
         reason = f"it is not Python: {error.msg}, line {error.lineno}"
     except SystemExit as error:
@@ -74,28 +78,31 @@ def _graded(
     except ModuleNotFoundError as error:
         reason = f"it imports {error.name}, which is not there: {raised(error)}"
     except AmbiguousError as error:
-        reason, done = str(error), {"ambiguous": True}
+        return {"reason": str(error), "ambiguous": True}
     except MemoryError:
         reason = f"it needs more than {request['memory']} MB of memory"
     except BaseException as error:  # noqa: BLE001 - whatever a submission raises is a finding
         reason = str(error) if type(error) is LookupError else raised(error)
-    allow_memory()
-    if guard.refused:
-        reason = f"it {guard.refused}, which the grader does not allow"
-    elif other := replaced():
-        reason = f"it replaces {other}"
-    return done | {"reason": reason}
+    return {"reason": reason}
 
 
-def _run(
-    request: dict[str, Any], folder: Path, name: str, nonce: str, report_to: int, replaced: Callable[[], str]
-) -> NoReturn:
-    """Grade in this fork, and end it."""
+def _limit(megabytes: int) -> None:
+    """Allow so much memory on top of what the imports need, on Linux, and what the record needs once that is full."""
+    used = kernel_bytes("/proc/self/status", "VmData")
+    if used is not None:
+        most = used + (megabytes << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most + (64 << 20)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _run(request: dict[str, Any], folder: Path, name: str, report_to: int) -> NoReturn:
+    """Record in this fork, and end it."""
 
     def report(**message: Any) -> None:
-        write(report_to, f"{nonce}{dumps(message)}\n".encode())
+        write(report_to, f"{dumps(message)}\n".encode())
 
-    write, dumps, leave = os.write, json.dumps, os._exit
+    write, dumps, leave, lift = os.write, json.dumps, os._exit, resource.setrlimit
     try:
         for variable in ("HOME", "TMPDIR", "TEMP", "TMP", "TORCHINDUCTOR_CACHE_DIR"):
             os.environ[variable] = str(folder)
@@ -106,10 +113,10 @@ def _run(
         sys.dont_write_bytecode = True
         random.seed(request["assignment"]["seed"])
         torch.manual_seed(request["assignment"]["seed"])
-        guard = Guard(str(folder), request["programs"])
-        limit_memory(request["memory"])
-        sys.addaudithook(guard)
-        report(done=_graded(request, name, guard, report, replaced))
+        _limit(request["memory"])
+        done = _recorded(request, name, report)
+        lift(resource.RLIMIT_DATA, resource.getrlimit(resource.RLIMIT_DATA)[1:] * 2)
+        report(done=done)
         sys.stdout.flush()
         leave(0)
     finally:
@@ -149,32 +156,23 @@ def _end_all(group: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _copy(request: dict[str, Any], folder: Path) -> str:
-    """Copy a submission to a place of its own; return the name of its module."""
-    source, main = Path(request["folder"]), request["main"]
-    stem = Path(main).stem.replace(".", "_")
+def _written(request: dict[str, Any], folder: Path) -> str:
+    """Write a submission's files into a folder of its own; return the name of its module."""
+    stem = Path(request["main"]).stem.replace(".", "_")
     name = "submission" if stem in sys.modules or stem in sys.stdlib_module_names else stem
-    if request["copied"] == "all":
-        shutil.copytree(source, folder, dirs_exist_ok=True, symlinks=True, ignore=shutil.ignore_patterns(".*"))
-        (folder / main).rename(folder / f"{name}.py")
-    else:
-        for path in source.glob("*.py") if request["copied"] == "modules" else ():
-            if path.is_file() and path.name != main:
-                shutil.copyfile(path, folder / path.name)
-        shutil.copyfile(source / main, folder / f"{name}.py")
+    for path, data in request["files"].items():
+        file = folder / (f"{name}.py" if path == request["main"] else path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(base64.b64decode(data))
     return name
 
 
-def _serve(request: dict[str, Any], replaced: Callable[[], str]) -> dict[str, Any]:
-    """Run one submission, and return what became of it."""
+def _serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Run one submission and judge it; return what became of it."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipelab-grade-", ignore_cleanup_errors=True) as made:
         folder = Path(made).resolve()
-        try:
-            name = _copy(request, folder)
-        except OSError as error:
-            return {"reason": f"it cannot be read: {error.strerror or error}"}
-        nonce = secrets.token_hex(16)
+        name = _written(request, folder)
         with tempfile.TemporaryFile("ab+") as printed, tempfile.TemporaryFile("ab+") as reported:
             pid = os.fork()
             if pid == 0:
@@ -186,26 +184,39 @@ def _serve(request: dict[str, Any], replaced: Callable[[], str]) -> dict[str, An
                 os.dup2(1, 2)
                 os.dup2(report_to, 3)
                 os.closerange(4, 256)  # this server's own ends, so that nobody else answers in its place
-                _run(request, folder, name, nonce, 3, replaced)
+                _run(request, folder, name, 3)
             try:
-                answer = _follow(request, pid, began, lambda: _reports(reported.fileno(), nonce), printed.fileno())
+                answer = _follow(request, pid, began, lambda: _reports(reported.fileno()), printed.fileno())
             finally:
                 _end_all(pid)
             output = os.pread(printed.fileno(), _KEPT, 0).decode(errors="replace")
-    return answer | {"seconds": time.monotonic() - began, "output": output}
+    seconds = time.monotonic() - began
+    if "record" in answer:
+        answer = _judged(answer["record"], Assignment(**request["assignment"]))
+    return answer | {"seconds": seconds, "output": output}
 
 
-def _reports(reported: int, nonce: str) -> dict[str, Any]:
-    """Return what the grader in the fork has reported last under each key.
+def _judged(record: Any, assignment: Assignment) -> dict[str, Any]:
+    """Return the marks for a record, or the reason why it is none."""
+    try:
+        if assignment.schedule is None:
+            marks, note = homework4.judge(record, assignment.seed)
+        else:
+            marks, note = schedules.judge(record, assignment)
+    except (ValueError, TypeError, LookupError, RuntimeError, AttributeError, PipelabError) as error:
+        return {"reason": f"what it sent to the grader cannot have happened: {error}"}
+    return {"marks": [asdict(mark) for mark in marks], "note": note, "reason": ""}
+
+
+def _reports(reported: int) -> dict[str, Any]:
+    """Return what the fork has reported last under each key.
 
     Raises:
-        ValueError: if something else has written there, which does not know the number at the beginning of each line.
+        ValueError, TypeError, RecursionError: if something else has written there.
     """
     messages: dict[str, Any] = {}
-    for line in os.pread(reported, 1 << 22, 0).decode(errors="replace").splitlines():
-        if not line.startswith(nonce) or "done" in messages:
-            raise ValueError
-        messages |= json.loads(line.removeprefix(nonce))
+    for line in os.pread(reported, _MOST_RECORDED, 0).decode(errors="replace").splitlines():
+        messages |= json.loads(line)
     return messages
 
 
@@ -231,10 +242,12 @@ def _follow(
         time.sleep(0.01)
     try:
         reported = reports()
-    except ValueError:
+        if not reason and "done" in reported:
+            done = reported["done"]
+            said = {"reason": str(done.get("reason") or "it sent nothing"), "ambiguous": done.get("ambiguous") is True}
+            return {"record": done["record"]} if "record" in done else said
+    except (ValueError, TypeError, AttributeError, RecursionError):
         reported, reason = {}, reason or "something wrote into the grader's own file"
-    if not reason and "done" in reported:
-        return dict(reported["done"])
     code = os.waitstatus_to_exitcode(status)
     if not reason and code < 0:
         reason = f"its process was ended by {signal.Signals(-code).name}{{where}}"
@@ -243,16 +256,21 @@ def _follow(
 
 
 def main() -> None:
-    """Answer requests until the standard input ends."""
+    """Answer requests until the standard input ends, or until a submission has left something in this sandbox."""
     torch.set_num_threads(1)
     _prctl(_SUBREAPER, 1)
-    replaced = watch_functions()  # once: each fork begins with the same functions
+    _prctl(_DUMPABLE, 0)  # no fork may look into this process, or change it
     sys.stdout.write(json.dumps({"ready": True}) + "\n")
     sys.stdout.flush()
     for line in sys.stdin.buffer:
-        answer = _serve(json.loads(line), replaced)
+        try:
+            answer = _serve(json.loads(line))
+        except (OSError, RecursionError) as error:  # such as a full disk, or folders in folders without end
+            answer = {"reason": f"it cannot be run: {getattr(error, 'strerror', None) or error}"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+        if sys.argv[1:] and (os.listdir(tempfile.gettempdir()) or _reap()):
+            break
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from contextvars import ContextVar
 
 import plain
 import pytest
@@ -323,6 +324,30 @@ def test_activations_can_wait_on_the_cpu():
     with Pipeline(model, GPipe(2, 2), mse) as pipe, torch.autograd.graph.save_on_cpu():
         pipe.step(x, y)
         assert pipe.verify(x, y).exact
+
+
+FACTOR = ContextVar("FACTOR", default=1)
+
+
+class Reads(nn.Module):
+    """Multiplies by a context variable."""
+
+    def forward(self, x):
+        return x * FACTOR.get()
+
+
+def test_the_callers_context_variables_hold_in_the_workers():
+    model = nn.Sequential(nn.Linear(6, 6), Reads(), nn.Linear(6, 6), Reads())
+    x, y = plain.batch(8)
+    with Pipeline(model, GPipe(2, 4), mse) as pipe:
+        token = FACTOR.set(3)
+        expected = model(x).detach()
+        assert not torch.equal(expected, model[2](model[0](x)))
+        torch.testing.assert_close(pipe.step(x, y).outputs, expected)
+        torch.testing.assert_close(pipe.forward(x), expected)
+        assert pipe.verify(x, y).exact
+        FACTOR.reset(token)
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())  # as they are at each call
 
 
 def test_a_step_without_gradients_switched_on_still_learns():

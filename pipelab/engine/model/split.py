@@ -14,6 +14,7 @@ from pipelab.engine.model.arguments import in_order, require_like, shapes_of
 from pipelab.engine.model.balance import count_parameters, cut, layer_times, short
 from pipelab.engine.model.traced import TRACED, TracedStages, move
 from pipelab.engine.stage.pytree import opened
+from pipelab.engine.stage.snapshot import AttributeSnapshot
 from pipelab.errors import SplitError, require_size
 from pipelab.plan.fault import shorten
 
@@ -180,16 +181,20 @@ class _Traced(Stages):
         self._traced = traced
         made = traced.modules()
         super().__init__(model, made, sizes)
-        traced.require_same_outputs(self.modules)
+        traced.require_same(self.modules)
         self._made = {self._present_modes(): made}
         self._known = {(self._present_modes(), traced.shapes)}
+        self._attributes = AttributeSnapshot(model)
         self._devices: dict[int, torch.device] = {}
 
     def place_stage(self, stage: int, device: torch.device) -> None:
         """Move one stage and its graphs to a device; parameters stay the same objects."""
+        as_traced = not self._attributes.changed(AttributeSnapshot(self.model))
         self._devices[stage] = device
         for stages in self._made.values():
             move(stages[stage], device, self.model)
+        if as_traced:
+            self._attributes = AttributeSnapshot(self.model)  # buffers are other objects now
 
     def require_no_lost_hooks(self) -> None:
         """Refuse backward hooks, which the tracer drops; forward hooks become part of the graph."""
@@ -198,14 +203,19 @@ class _Traced(Stages):
             refuse_hooks(what, module, "PyTorch's tracer drops it: pass a list of stage modules", BACKWARD_HOOKS)
 
     def ready(self, inputs: Sequence[Any], counts: Sequence[int]) -> Sequence[nn.Module]:
-        """Return the stages for these micro-batches in the model's present training mode, traced if need be."""
+        """Return the stages for these micro-batches and the model's present state, traced if need be."""
         require_like(self._traced.example, in_order(self.model, inputs[0]))
         modes = self._present_modes()
+        if self._attributes.changed(AttributeSnapshot(self.model)):
+            self._made.clear()
+            self._known.clear()
         for rows, value in zip(counts, inputs, strict=True):
             shapes = shapes_of(value)
             if (modes, shapes) in self._known:
                 continue
             made = self._traced.modules(value)
+            if modes not in self._made:
+                self._traced.require_same(made, value)
             stages = self._made.setdefault(modes, made)
             for stage, (one, other) in enumerate(zip(stages, made, strict=True)):
                 if one is not other and not one.add(other):
@@ -217,7 +227,9 @@ class _Traced(Stages):
                 if stage in self._devices:
                     move(one, self._devices[stage], self.model)
             self._known.add((modes, shapes))
-        return self._made[modes]
+            self._attributes = AttributeSnapshot(self.model)  # tracing runs the model, which may set some
+        self.modules = self._made[modes]
+        return self.modules
 
     def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
         """Return the layers and parameters of the model, of whose modules the tracer makes others."""

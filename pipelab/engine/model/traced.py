@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -23,8 +24,8 @@ from pipelab.engine.model.arguments import arguments_of, call, in_order, receive
 from pipelab.engine.stage.batch import rows_of
 from pipelab.engine.stage.errors import layer_of
 from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
-from pipelab.engine.stage.snapshot import RandomSnapshot, unchanged
-from pipelab.engine.stage.split_backward import holds_checkpoint
+from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, unchanged
+from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoint
 from pipelab.errors import SplitError
 
 TRACED = "traced."
@@ -188,10 +189,7 @@ class TracedStages:
         """Return one module per stage, in the model's present training mode, for the row count of `example`."""
         from torch.distributed.pipelining import SplitPoint, pipeline
 
-        example = self.example if example is None else in_order(self._model, example)
-        devices = {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
-        if len(devices) == 1:
-            example = map_tensors(partial(torch.Tensor.to, device=devices.pop()), example)
+        example = self._placed(example)
         # The tracer draws random numbers (dropout) and warns about its own internals.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), self._unmarked():
             warnings.simplefilter("ignore")
@@ -297,33 +295,78 @@ class TracedStages:
             )
         return order
 
-    def require_same_outputs(self, modules: Sequence[nn.Module]) -> None:
-        """Refuse traced stages with other outputs than the model, unless it draws random numbers."""
-        before = _plain_attributes(self._model)
-        self._run()  # a counter may have, in the next call, the value that the tracer recorded
-        after = _plain_attributes(self._model)
-        output = map_tensors(torch.Tensor.detach, self._run())
-        if self._draws:
-            return
-        made = map_tensors(torch.clone, self.example)
-        with torch.no_grad(), unchanged(modules):
-            for module in modules:
-                made = module(made)
-        if any(map(_differ, tensors_of(made), tensors_of(output))):
-            changed = next((name for name, value in after.items() if before.get(name) != value), None)
-            why = "for instance by Python's own random numbers" if changed is None else f"as its {changed} does"
+    def require_same(self, modules: Sequence[nn.Module], example: Any = None) -> None:
+        """Refuse traced stages with other outputs or gradients than the model on an example.
+
+        Those of a model that draws random numbers are compared if the stages draw them in the same order.
+        """
+        name, example, before = type(self._model).__name__, self._placed(example), AttributeSnapshot(self._model)
+        self._run(example)  # a counter may have, in the next call, the value that the tracer recorded
+        changed = before.changed(AttributeSnapshot(self._model))
+        outputs, gradients, functions = self._learned(partial(call, self._model), modules, example)
+        try:
+            ours = self._learned(partial(reduce, lambda made, module: module(made), modules), modules, example)
+        except Exception as error:
             raise SplitError(
-                f"the traced stages have other outputs than {type(self._model).__name__} on the same example: its "
-                f"forward changes from call to call, {why}, and the tracer records one call\n"
-                "  try: a list of stage modules, which run your own code"
+                f"the stages that PyTorch's tracer made of {name} do not run: {type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0]}\n  try: a list of stage modules"
+            ) from error
+        instead = "  try: a list of stage modules, which run your own code"
+        if lost := functions - ours[2]:
+            raise SplitError(
+                f"{name} runs {next(iter(lost))}, an autograd function that is not PyTorch's own: the tracer drops its "
+                f"backward, so gradients would follow from its forward alone\n{instead}"
+            )
+        if any(map(_differ, ours[0], outputs)):
+            if self._draws:
+                return
+            why = f"as its {changed} does" if changed else "for instance by Python's own random numbers"
+            raise SplitError(
+                f"the traced stages have other outputs than {name} on the same example: its forward changes from call "
+                f"to call, {why}, and the tracer records one call\n{instead}"
+            )
+        least = 1e-2 * max((_norm(each) for each in gradients.values()), default=0.0)  # below it is rounding, perhaps
+        wrong = next((each for each in gradients if _differ(ours[1][each], gradients[each], least)), None)
+        if wrong is not None:
+            raise SplitError(
+                f"the traced stages give {wrong} another gradient than {name} on the same example: PyTorch's tracer "
+                f"drops what a forward does to gradients, such as a hook on a tensor\n{instead}"
             )
 
-    def _run(self) -> Any:
-        """Run the model once on the example and return its output; restore random state and buffers."""
+    def _learned(
+        self, forward: Callable[[Any], Any], modules: Sequence[nn.Module], example: Any
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Counter[str]]:
+        """Run a forward and a backward on an example; restore random state and buffers, and touch no `.grad`.
+
+        Returns:
+            The outputs; by parameter, the gradient of their sum with fixed weights; and how often each autograd
+            function that is not PyTorch's own ran.
+        """
+        with torch.inference_mode(mode=False), torch.enable_grad(), unchanged([self._model, *modules]):
+            outputs = tensors_of(forward(map_tensors(torch.clone, example)))
+            ends = [each for each in outputs if each.requires_grad]
+            generator = torch.Generator().manual_seed(0)
+            weights = [torch.randn(each.shape, generator=generator).to(each) for each in ends]
+            learning = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
+            functions, found = custom_functions(ends), list[torch.Tensor]()
+            if ends and learning:
+                found += torch.autograd.grad(ends, [*learning.values()], weights, materialize_grads=True)
+        gradients = {name: each.to_dense() for name, each in zip(learning, found, strict=False)}
+        return [each.detach() for each in outputs], gradients, functions
+
+    def _placed(self, example: Any) -> Any:
+        """Return an example on the model's device, by default the one given at first."""
+        example = self.example if example is None else in_order(self._model, example)
+        devices = {tensor.device for tensor in chain(self._model.parameters(), self._model.buffers())}
+        return map_tensors(partial(torch.Tensor.to, device=devices.pop()), example) if len(devices) == 1 else example
+
+    def _run(self, example: Any = None) -> Any:
+        """Run the model once on an example and return its output; restore random state and buffers."""
+        example = self._placed(example)
         with torch.enable_grad(), unchanged([self._model]):
             before = RandomSnapshot()
             try:
-                output = call(self._model, map_tensors(torch.clone, self.example))
+                output = call(self._model, map_tensors(torch.clone, example))
             except Exception as error:
                 layer = layer_of(error, self._model)
                 error.add_note(f"raised when the model ran on the example{f', in layer {layer}' if layer else ''}")
@@ -343,21 +386,16 @@ class TracedStages:
 _TRACED_RESULTS = (torch.Tensor, int, float, bool, str, type(None))
 
 
-def _differ(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return whether two outputs differ by more than the rounding of other kernels."""
+def _differ(ours: torch.Tensor, theirs: torch.Tensor, least: float = 0.0) -> bool:
+    """Return whether two tensors differ by more than the rounding of other kernels."""
     if not (ours.is_floating_point() or ours.is_complex()):
         return not torch.equal(ours, theirs)
-    return bool((ours - theirs).abs().float().norm() > 1e-3 * theirs.abs().float().norm())
+    allowed = max(1e-3, 8 * torch.finfo(ours.dtype).eps)
+    return _norm(ours - theirs) > allowed * max(_norm(theirs), least)
 
 
-def _plain_attributes(model: nn.Module) -> dict[str, str]:
-    """Return the numbers and texts among the attributes of a model's layers, by name, in words: NaN is not NaN."""
-    return {
-        f"{layer}.{name}" if layer else name: repr(value)
-        for layer, part in model.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, (int, float, str))
-    }
+def _norm(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().float().norm())
 
 
 def _layers(model: nn.Module, prefix: str = "", *, descend: bool) -> list[tuple[str, nn.Module]]:

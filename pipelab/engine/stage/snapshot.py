@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 
 import torch
 from torch import nn
@@ -76,6 +77,58 @@ class RandomSnapshot:
         return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
     __hash__ = None  # type: ignore[assignment]  # it holds tensors
+
+
+class AttributeSnapshot:
+    """What the modules of a model have beside parts, parameters and mode: attributes, hooks, buffers, a `forward`.
+
+    Numbers and texts count by value, any other object by which one it is. Dicts, lists and configs are opened.
+
+    Example:
+        >>> layer = nn.Dropout(0.1)
+        >>> before = AttributeSnapshot(layer)
+        >>> layer.p = 0.2
+        >>> before.changed(AttributeSnapshot(layer))
+        'p'
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._noted: dict[str, object] = {}
+        self._opened: set[int] = set()  # all modules may have one config
+        for prefix, part in model.named_modules():
+            for name, value in vars(part).items():  # every step waits for this, and most are dicts without hooks
+                if not (isinstance(value, dict) and not value) and name not in ("training", "_parameters", "_modules"):
+                    self._note(f"{prefix}.{name}" if prefix else name, value)
+
+    def changed(self, later: AttributeSnapshot) -> str:
+        """Return the name of the first attribute that differs in a later snapshot; "" if none does."""
+        before, after, none = self._noted, later._noted, object()
+        return next((name for name in before | after if not _same(before.get(name, none), after.get(name, none))), "")
+
+    def _note(self, name: str, value: object) -> None:
+        inner: Iterable[tuple[object, object]] = ()
+        if isinstance(value, dict):
+            inner = value.items()
+        elif isinstance(value, (list, tuple, set)):
+            inner = enumerate(value)
+        else:
+            self._noted[name] = value
+            if hasattr(value, "__dict__") and (is_dataclass(value) or type(value).__name__.endswith(_CONFIGS)):
+                inner = vars(value).items()
+        if inner and id(value) not in self._opened:
+            self._opened.add(id(value))
+            for key, each in inner:
+                self._note(f"{name}.{key}", each)
+
+
+_CONFIGS = ("Config", "Namespace")
+"""How the name of a config's class ends, if it is no dataclass."""
+
+_PLAIN = (int, float, complex, str, bytes)
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
 
 
 @contextmanager

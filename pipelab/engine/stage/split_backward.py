@@ -27,7 +27,8 @@ Some weights get their gradient in `I` nevertheless, and `W` only adds it to `.g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -113,6 +114,13 @@ def holds_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
     return graph.runs_as_a_whole or any(
         getattr(hook, "__module__", "") == checkpoint.__module__ for node in graph.above for hook in _unpack_hooks(node)
     )
+
+
+def custom_functions(outputs: Sequence[torch.Tensor]) -> Counter[str]:
+    """Return the autograd functions that PyTorch did not make, by name, in the history of tensors that have one."""
+    nodes: Iterable[Any] = _Graph(outputs).above
+    own = (type(node).__name__ for node in nodes if isinstance(node, BackwardCFunction))
+    return Counter(name.removesuffix("Backward") for name in own)
 
 
 class _Graph:

@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -117,7 +118,7 @@ class ThreadsEngine(Engine):
             with quick_switches():
                 for rank, worker in enumerate(self._workers):
                     running[worker] = rank
-                    worker.do(partial(run_row, step, rank), done)
+                    worker.do(partial(copy_context().run, run_row, step, rank), done)
                 failed = self._wait(step, done, running)
         except StepTimeoutError:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,7 @@ class TorchEngine(DistributedModel):
         clocks = begin([self._stream])
         step = ProcessStep(inputs, loss, watch_nan, caller, clocks=clocks)
         call = "forward(x)" if loss is None else "step(x, y)"
-        state: StepState = self.attend(partial(self._run, call, step), call)
+        state: StepState = self.attend(partial(copy_context().run, self._run, call, step), call)
         finish([self._stream], [state.outputs, [] if loss is None else loss.values])
         return state
 

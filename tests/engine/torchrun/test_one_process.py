@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextvars import ContextVar
 from pathlib import Path
 
 import networkx
@@ -264,6 +265,19 @@ def test_the_callers_autocast_holds_in_forwards():
         seen.clear()
         pipe.step(*plain.batch(4))
         assert set(seen) == {torch.float32}
+
+
+def test_the_callers_context_variables_hold_in_the_worker():
+    factor = ContextVar("factor", default=1)
+    model = plain.mlp(4)
+    model[0].register_forward_hook(lambda module, inputs, output: output * factor.get())
+    x, y = plain.batch(4)
+    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
+        token = factor.set(3)
+        torch.testing.assert_close(pipe.step(x, y).outputs, model(x).detach())
+        assert pipe.verify(x, y).exact
+        factor.reset(token)
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())
 
 
 def test_emulated_stages_take_their_time():

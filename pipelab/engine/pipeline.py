@@ -148,7 +148,8 @@ class Pipeline:
         self.engine = ENGINES[engine](self.plan, self.stages, settings)
         for (stage, _), runner in self.engine.runners.of.items():
             runner.names = self.stages.names[stage]
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = threading.RLock()  # an RLock, as the thread that holds it gets an error, not a wait
+        self._running = False
 
     def step(self, x: Any, y: Any, scaler: torch.amp.GradScaler | None = None) -> Step:
         """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
@@ -171,7 +172,7 @@ class Pipeline:
             StepTimeoutError: if there was no progress for `timeout` seconds.
             RankError: if another process failed or ended.
             SplitError: if a layer of the model was replaced, or a parameter of a traced model.
-            UsageError: if the pipeline was closed, or inside `torch.no_grad()`.
+            UsageError: if the pipeline was closed, inside `torch.no_grad()`, or in a signal handler that interrupts it.
         """
         if not torch.is_grad_enabled():
             raise UsageError(
@@ -205,9 +206,7 @@ class Pipeline:
         warn_of_ignored(self.loss_fn, self.reduction, targets, counts)
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even, scale)
-        with self._one_at_a_time, self.engine.runners.running(modules, learning=True):
-            state = self.engine.run(inputs, loss, self.caller(), watch_nan=self.watch_nan)
-        return state, loss
+        return self._run(inputs, modules, loss), loss
 
     def forward(self, x: Any) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
@@ -227,9 +226,23 @@ class Pipeline:
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
         modules = self.stages.ready(inputs, counts)
-        with self._one_at_a_time, self.engine.runners.running(modules, learning=False):
-            state = self.engine.run(inputs, None, self.caller())
-        return join(state.outputs)
+        return join(self._run(inputs, modules, None).outputs)
+
+    def _run(self, inputs: list[Any], modules: Sequence[nn.Module], loss: Loss | None) -> StepState:
+        """Run the micro-batches, forward only if there is no loss, once no other thread runs some."""
+        with self._one_at_a_time:
+            if self._running:
+                raise UsageError(
+                    "a signal handler called this pipeline in the middle of its own step or forward\n"
+                    "  try: set a variable in the handler, and look at it after the step"
+                )
+            try:
+                self._running = True
+                with self.engine.runners.running(modules, learning=loss is not None):
+                    watch_nan = self.watch_nan and loss is not None
+                    return self.engine.run(inputs, loss, self.caller(), watch_nan=watch_nan)
+            finally:
+                self._running = False
 
     def verify(self, x: Any, y: Any) -> Verification:
         """Check that the pipeline's gradients equal those of the plain model; return by how much they differ.

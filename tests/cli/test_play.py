@@ -186,6 +186,14 @@ def test_two_versions_of_a_file_within_a_second_are_two_pictures(play):
         assert server.kinds(f"microbatches={microbatches}") == [row] * 4
 
 
+def test_a_file_that_does_not_end_is_shown_with_its_line_as_it_is_now(play):
+    write(without("while True: rank += 1"))
+    server = play("mine.py:MySchedule", "--seconds", "2")
+    assert "while True: rank += 1" in server.fault()
+    write(without("while True: rank += 20"))
+    assert "while True: rank += 20" in server.fault()
+
+
 def test_what_a_file_does_to_its_process_does_not_reach_the_server(play):
     write(without("import os; os._exit(3)"))
     server = play("mine.py:MySchedule", "--seconds", "20")

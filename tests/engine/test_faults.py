@@ -578,6 +578,54 @@ def test_an_interruption_stops_all_workers_and_says_where_they_were(kind):
         signal.signal(signal.SIGINT, previous)
 
 
+def calls_step(pipe, x, y):
+    pipe.step(x, y)
+
+
+def calls_forward(pipe, x, y):
+    pipe.forward(x)
+
+
+@pytest.mark.parametrize("calls", [calls_step, calls_forward])
+@pytest.mark.parametrize("catches", [False, True])
+@pytest.mark.parametrize("within", [calls_step, calls_forward])
+def test_a_signal_handler_cannot_run_the_pipeline_that_it_interrupts(calls, catches, within):
+    fuse = Fuse()
+    model = model_with(fuse)
+    handled = threading.Event()
+    caught = []
+
+    def interrupts(x):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handled.wait(20)
+        return x
+
+    def handler(number, frame):
+        try:
+            calls(pipe, *plain.batch(8))
+        except UsageError as error:
+            caught.append(error)
+            if not catches:
+                raise
+        finally:
+            handled.set()
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with Pipeline(model, OneFOneB(3, 4), mse, timeout=30) as pipe:
+            fuse.forward_does = at_call(1, interrupts)
+            if catches:
+                within(pipe, *plain.batch(8))
+            else:
+                with pytest.raises(UsageError, match="signal handler"):
+                    within(pipe, *plain.batch(8))
+            fuse.forward_does = None
+            assert len(caught) == 1
+            assert_steps(pipe, model)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
 def start(situation):
     """Start a script that ends in some situation; return its process, not waited for."""
     command = [sys.executable, "-W", "error", processes.SCRIPTS / "ending.py", situation]

@@ -35,6 +35,30 @@ for codec in CODECS:
                 error=float((across.tensors[0] - summed / ranks).abs().max()) if size else 0.0,
             )
 
+
+class EvenAndOdd:
+    """A codec whose messages are apart in memory."""
+
+    feedback = False
+
+    def encode(self, values):
+        return values[::2], values[1::2]
+
+    def decode(self, message, dtype):
+        return torch.stack(message, 1).flatten().to(dtype)
+
+
+def compare(tensors, codec):
+    across = pipelab.ring_all_reduce(tensors[rank], codec).tensors[0]
+    torch.testing.assert_close(across, pipelab.ring_all_reduce(tensors, codec).tensors[rank], rtol=0, atol=0)
+
+
+columns = [torch.full((1, 8), float(each))[:, each] for each in range(ranks)]  # one number, eight apart from the next
+rows = [torch.randn(6 * ranks, generator=generator) for _ in range(ranks)]
+attempt("a column", lambda: compare(columns, "none"))
+attempt("even and odd", lambda: compare(rows, EvenAndOdd()))
+attempt("even and odd, one of each", lambda: compare([each[: 2 * ranks] for each in rows], EvenAndOdd()))
+
 pair = dist.new_group([0, 2])  # its ranks are not the processes' own
 of_group = pipelab.ring_all_reduce(torch.tensor([float(rank)]), group=pair).tensors[0].item() if rank != 1 else 1.0
 say(case="group", mean=of_group)

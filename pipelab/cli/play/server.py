@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import json
+import linecache
 import os
 import re
 import secrets
@@ -194,6 +195,7 @@ class _Stage:
 
     def _unanswered(self, said: str, name: str) -> str:
         """Say why there is no answer: what the process left is the stack at its last moment, innermost line first."""
+        linecache.checkcache()  # it may hold the lines of an older version
         frames = [traceback.FrameSummary(file, int(line), at) for file, line, at in _FRAME.findall(said)]
         if not frames:
             return f"{clean(name)} ended the Python it ran in: by os._exit, or a crash outside Python"

@@ -92,7 +92,7 @@ def exchange(part: Part, group: dist.ProcessGroup) -> None:
         buffers = [each.to(device) for each in part.buffers(step)]
         # Both at once: if all ranks first sent and then received, all would wait for a receiver. And as bytes, because
         # no backend knows all types.
-        ops = [dist.P2POp(dist.isend, _bytes(each), group=group, group_peer=onward) for each in message]
+        ops = [dist.P2POp(dist.isend, _bytes(each.contiguous()), group=group, group_peer=onward) for each in message]
         ops += [dist.P2POp(dist.irecv, _bytes(each), group=group, group_peer=before) for each in buffers]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
@@ -149,4 +149,4 @@ def _encoded(chunk: torch.Tensor, codec: Codec) -> Message:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
+    return tensor.unsqueeze(-1).view(torch.uint8)  # [n, bytes]: a lone number may have any stride

@@ -30,6 +30,11 @@ def test_without_a_codec_the_mean_is_that_of_pytorchs_all_reduce(said):
                 assert fact["error"] <= (2e-2 if "bfloat16" in case else 1e-6), case
 
 
+@pytest.mark.parametrize("case", ["a column", "even and odd", "even and odd, one of each"])
+def test_numbers_that_are_apart_in_memory_travel_like_others(said, case):
+    assert [facts[case]["told"] for facts in said] == [""] * 3
+
+
 def test_a_group_is_a_ring_of_its_own_processes(said):
     assert [facts["group"]["mean"] for facts in said] == [1.0, 1.0, 1.0]
     assert said[1]["stranger"]["kind"] == "UsageError"

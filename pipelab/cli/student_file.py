@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import importlib.util
 import sys
 import threading
@@ -26,8 +24,6 @@ _STILL_IMPORTING = (
 )
 MOST_BYTES = 1 << 20
 """No schedule is a longer file of Python."""
-_FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchaudio", "torchvision", "transformers"}
-"""Packages whose classes do not derive from `Schedule`."""
 
 
 def class_in(path: str, name: str) -> type[Schedule]:
@@ -42,8 +38,6 @@ def class_in(path: str, name: str) -> type[Schedule]:
     content = file.read_bytes()
     if b"\0" in content:
         raise UsageError(f"{path} is not text, but a binary file: give a file of Python, my_file.py:MySchedule")
-    if (bound := _names_without_schedule(file, content)) is not None:
-        raise _not_there(path, name, (), bound)
     return _schedule_in(_load(file, file.resolve(), content), name, path)
 
 
@@ -65,49 +59,6 @@ def existing(path: str) -> Path:
             f"there is no file {path}" + (f"; did you mean {file.with_name(close[0])}?" if close else beside)
         )
     return file
-
-
-def _names_without_schedule(file: Path, content: bytes) -> set[str] | None:
-    """Return the names in a student's file if none of its classes can derive from `Schedule`, and otherwise `None`.
-
-    So a training script does not run only to find out that it holds no schedule. A base class is in doubt unless it is
-    a builtin, or comes from this file or from a package known to have no schedules.
-    """
-    try:
-        tree = ast.parse(content)
-    except (SyntaxError, ValueError):
-        return None  # the import reports the line
-    foreign, doubtful = set(dir(builtins)), set[str]()
-    classes: list[ast.ClassDef] = []
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                module = f"{'.' * node.level}{node.module or ''}" if isinstance(node, ast.ImportFrom) else alias.name
-                name = alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else module.split(".")[0])
-                (foreign if _is_foreign(module, file.parent) else doubtful).add(name)
-        elif isinstance(node, ast.ClassDef):
-            classes.append(node)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            doubtful.add(node.id)
-        elif isinstance(node, ast.Call) and _root(node.func) == "exec":
-            return None  # it may make a class
-    plain = ({each.name for each in classes} | foreign) - doubtful
-    for _ in classes:  # a class is in doubt if a base is, whatever their order
-        plain -= {each.name for each in classes if not all(_root(base) in plain for base in each.bases)}
-    return plain | doubtful if all(each.name in plain for each in classes) else None
-
-
-def _root(base: ast.expr) -> str:
-    """Return the first name in a base class such as `torch.nn.Module` or `Generic[T]`; empty if it is computed."""
-    while isinstance(base, (ast.Attribute, ast.Subscript)):
-        base = base.value
-    return base.id if isinstance(base, ast.Name) else ""
-
-
-def _is_foreign(module: str, folder: Path) -> bool:
-    """Return whether a module has no schedules: a known package's, and no file of the student of the same name."""
-    top = module.partition(".")[0]
-    return top in _FOREIGN and not (folder / top).exists() and not (folder / f"{top}.py").exists()
 
 
 @cache

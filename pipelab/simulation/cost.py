@@ -26,7 +26,7 @@ PerSlot = Number | Callable[[int, int], float]
 _PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activation_bytes", "boundary_gradient_bytes")
 """The costs that grow with the rows of a micro-batch; only they may be functions of it."""
 
-_PER_STAGE = (*_PER_ROW, "all_reduce", "parameter_bytes")
+_PER_STAGE = (*_PER_ROW, "all_reduce")
 _KEPT = {"activation_bytes": -1, "boundary_gradient_bytes": 0}
 """Which of several merged stages gives a value's size; all other costs add up."""
 
@@ -69,7 +69,6 @@ class Cost:
             bandwidth.
         boundary_gradient_bytes: bytes that a stage's backward sends back for one micro-batch; they take time if there
             is a bandwidth.
-        parameter_bytes: size of a stage's parameters; it does not change any time and is there for your own use.
         per: what a single number stands for. `"rank"`: one rank's share of the model, so that a stage takes
             `number * ranks / stages` and schedules with several stages per rank can be compared (`ranks` are those
             that one micro-batch visits). `"stage"`: one stage.
@@ -129,7 +128,6 @@ class Cost:
     slowdown: float = 1
     activation_bytes: PerSlot = 0
     boundary_gradient_bytes: PerSlot = 0
-    parameter_bytes: Number = 0
     per: Literal["rank", "stage"] = "rank"
     first_stage: Literal["uniform", "as-run"] = "uniform"
     unit: str = ""

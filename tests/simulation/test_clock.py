@@ -249,7 +249,6 @@ def test_a_pairs_slot_waits_for_the_transfers_of_both_halves():
         "bandwidth",
         "activation_bytes",
         "boundary_gradient_bytes",
-        "parameter_bytes",
     ],
 )
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1", "", 1j, object(), [1, -1], [1, None], [[1]]])

@@ -79,11 +79,11 @@ def test_a_fit_for_other_stages_is_refused_with_the_next_move():
 def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():
     whole = Cost(
         forward=[8, 4], backward=16, input_grad=6, pair=24, all_reduce=5, latency=3, bandwidth=2,
-        activation_bytes=64, boundary_gradient_bytes=[8, 16], parameter_bytes=7, per="stage", unit="ms",
+        activation_bytes=64, boundary_gradient_bytes=[8, 16], per="stage", unit="ms",
     )  # fmt: skip
     assert whole.shared(4) == Cost(
         forward=[2, 1], backward=4, input_grad=1.5, pair=6, all_reduce=5, latency=3, bandwidth=2,
-        activation_bytes=16, boundary_gradient_bytes=[2, 4], parameter_bytes=7, per="stage", unit="ms",
+        activation_bytes=16, boundary_gradient_bytes=[2, 4], per="stage", unit="ms",
     )  # fmt: skip
     assert whole.shared(1) == whole
     with pytest.raises(UsageError, match="microbatches=0"):
@@ -333,9 +333,9 @@ def test_a_fine_trace_predicts_coarser_cuts():
 
 
 def test_merged_stages_send_what_their_outer_stages_sent():
-    fine = Cost(activation_bytes=[1, 2, 3, 4], boundary_gradient_bytes=[5, 6, 7, 8], parameter_bytes=3, per="stage")
+    fine = Cost(activation_bytes=[1, 2, 3, 4], boundary_gradient_bytes=[5, 6, 7, 8], per="stage")
     merged = fine.merged([1, 3])
-    assert (merged.activation_bytes, merged.boundary_gradient_bytes, merged.parameter_bytes) == ((1, 4), (5, 6), (3, 9))
+    assert (merged.activation_bytes, merged.boundary_gradient_bytes) == ((1, 4), (5, 6))
     assert merged.forward == (1, 3)
     assert dataclasses.replace(fine, per="rank").merged(2).forward == 1
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import string_at
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -29,6 +31,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _RETURNED = -1
 """The key in `kept` of the memory of all outputs of a stage in this step; other keys are micro-batches."""
 
+_HANDED_ON = -2
+"""The key in `kept` of the checksums of what the stage has handed on, by micro-batch."""
+
+_COMPARED_STEPS = 2
+"""In how many steps, first and in `verify`, the contents of what a stage hands on are compared: that takes time."""
+
 _NEVER: tuple[Callable[[], Any], int] = (lambda: None, 0)
 
 
@@ -36,15 +44,17 @@ class Stage:
     """A stage's module, and how to run it forward and backward one micro-batch at a time.
 
     What a forward stores for its backward goes into the caller's `kept`, so that a failed step leaves nothing here.
-    `names` has the whole model's names for the module's own, for messages.
+    `names` has the whole model's names for the module's own, for messages. `steps` counts the steps in which the stage
+    has begun to learn.
     """
 
-    __slots__ = ("clones_input", "index", "is_first", "is_last", "module", "names")
+    __slots__ = ("clones_input", "index", "is_first", "is_last", "module", "names", "steps")
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
         self.index = index
         self.module = module
         self.names: Mapping[str, str] = {}
+        self.steps = 0
         self.is_first = index == 0
         self.is_last = index == stages - 1
         # A module that writes into its input would write into a leaf, which autograd forbids: it gets a copy.
@@ -63,11 +73,15 @@ class Stage:
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
         output = self._call(entry)
+        if _RETURNED not in kept and loss is not None:  # without one, the torch engine learns shapes
+            self.steps += 1
         _require_unwritten(output, kept.setdefault(_RETURNED, {}))
         if self.is_last:
             kept[microbatch] = (leaves, loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
         kept[microbatch] = (leaves, output)
+        if self.steps <= _COMPARED_STEPS:
+            kept.setdefault(_HANDED_ON, {})[microbatch] = _checksums(output)
         return output
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
@@ -79,7 +93,7 @@ class Stage:
             kept: what `forward` stored.
             loss: the step's loss.
         """
-        leaves, output = kept.pop(microbatch)
+        leaves, output = self._take(microbatch, kept)
         outputs, starts = self._starts(microbatch, output, gradients, loss)
         if outputs:
             run_backward(outputs, starts)
@@ -87,7 +101,7 @@ class Stage:
 
     def backward_input(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch backward as far as the gradient of the stage's input (`I`), and return that."""
-        leaves, output = kept.pop(microbatch)
+        leaves, output = self._take(microbatch, kept)
         outputs, starts = self._starts(microbatch, output, gradients, loss)
         inputs = [leaf for leaf in leaves if leaf is not None]
         if not outputs or not inputs:
@@ -137,6 +151,18 @@ class Stage:
                 f"torch.export.register_dataclass({name}) once"
             )
 
+    def _take(self, microbatch: int, kept: dict[int, Any]) -> Any:
+        """Return what a forward kept; refuse an output that has other contents than when it was handed on."""
+        leaves, output = kept.pop(microbatch)
+        sums = kept.get(_HANDED_ON, {}).pop(microbatch, None)
+        if sums is not None and sums != _checksums(output):
+            raise EngineError(
+                "the stage's output was written into after the stage had returned it, so another stage may have read "
+                "other numbers\n  try: return a clone of any tensor that the stage writes into again; or, if the next "
+                "stage writes into its input, let it write into a clone"
+            )
+        return leaves, output
+
     def _starts(
         self, microbatch: int, output: Any, gradients: Any, loss: Loss
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -172,6 +198,13 @@ def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any],
                 )
             now[place] = (weakref.ref(tensor.untyped_storage()), version)
     returned.update(now)
+
+
+def _checksums(output: Any) -> list[int]:
+    """Return a checksum of each tensor's bytes. `torch.hash_tensor` would not do: it gives 0 for [1, 1] and [0, 0]."""
+    known = (each for each in tensors_of(output) if type(each) is torch.Tensor and each.layout is torch.strided)
+    lines = (each.detach().cpu().contiguous() for each in known)
+    return [crc32(string_at(each.data_ptr(), each.nbytes)) for each in lines]
 
 
 def _as_sent(gradients: list[torch.Tensor | None]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +12,7 @@ from torch import nn
 
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
-from pipelab.engine.stage.snapshot import RandomSnapshot
+from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot
 from pipelab.engine.verify.reference import (
     differences,
     far,
@@ -214,7 +214,13 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         restored([*pipe.stages.modules, *loss], [x, y]) as rewind,
         _as_in_the_workers(pipe),
     ):
+        for runner in pipe.engine.runners.of.values():
+            runner.steps = 0  # compare contents again
+        modules, replicas = pipe.stages.modules, pipe.plan.replicas
+        replicated = [(stage, AttributeSnapshot(modules[stage])) for stage, ranks in replicas.items() if len(ranks) > 1]
         pipe.run(x, y)
+        changed = ((stage, each.changed(AttributeSnapshot(modules[stage]))) for stage, each in replicated)
+        apart = next((_state_apart(stage, replicas[stage], name) for stage, name in changed if name), "")
         pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
         rewind()
@@ -239,8 +245,16 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         whole, nearby = None, False
         if not unproven:
             whole, nearby, unproven = _alike(pipe, lambda: _at_once(pipe, x, y, reference, rewind))
+        unproven += tuple(filter(None, [pipe.engine.first_message(apart)]))  # a process may hold other stages
     compared = not wrong
     return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven, idle, compared, nearby)
+
+
+def _state_apart(stage: int, ranks: Sequence[int], name: str) -> str:
+    return (
+        f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {name} changes from call to call: no rank "
+        "sees all calls in the order of plain training"
+    )
 
 
 def _added_up(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> dict[str, float]:
@@ -305,11 +319,18 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
         wrong = [name for name, each in off.items() if not each <= tolerance(pipe, ours[name])]
         seen = f"micro-batch {microbatch} is the first that differs, at {wrong[0]}" if wrong else ""
         if seen := pipe.engine.first_message(seen):
-            return f"{seen}\n  try: look for state that a stage stores from one micro-batch to the next"
-    return (
-        "every micro-batch alone is right: they differ only together\n"
-        "  try: look for state that a stage stores from one micro-batch to the next"
-    )
+            return seen + (_UNLIKE_ITS_TRACE if pipe.stages.is_traced else _BESIDE_THE_VALUES)
+    return "every micro-batch alone is right: they differ only together" + _BESIDE_THE_VALUES
+
+
+_BESIDE_THE_VALUES = (
+    "\n  try: look for state that a stage stores from one micro-batch to the next, and for what a stage does to a "
+    "tensor of an earlier stage: reads it from an attribute, hooks it, or runs a backward of its own"
+)
+_UNLIKE_ITS_TRACE = (
+    "\n  try: look for what the traced model reads outside of its modules, such as a global variable or a class "
+    "attribute; after it has changed, split the model again"
+)
 
 
 def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: Gradients, rewind: Rewind) -> str:

@@ -382,6 +382,104 @@ def test_a_stage_that_writes_into_an_output_that_it_has_handed_on_is_refused(cal
         pipe.step(x, y) if call == "step" else pipe.forward(x)
 
 
+class Recycles(nn.Module):
+    """Returns what it computes, and a copy of it in memory that it uses again, in a way that PyTorch does not count."""
+
+    def __init__(self, way="numpy", learns=True):
+        super().__init__()
+        self.way, self.linear, self.quiet = way, nn.Linear(6, 6).requires_grad_(learns), False
+        self.room, self.last, self.calls = torch.zeros(16, 6), torch.zeros(4, 6), 0
+
+    def forward(self, x):
+        made = self.linear(x)
+        if self.quiet:
+            return made, made.detach()
+        if self.way == "last":
+            self.last.data.copy_(made)
+            self.last = made
+            return made, made.detach()
+        self.calls += 1
+        start = self.calls % 3 if self.way == "windows" else 0
+        self.room[start : start + len(x)].numpy()[:] = made.detach().numpy()
+        return made, self.room[start : start + len(x)]
+
+
+class Sums(nn.Module):
+    """Adds up what it is given, and may write into it first."""
+
+    def __init__(self, writes=False):
+        super().__init__()
+        self.writes, self.linear = writes, nn.Linear(6, 6)
+
+    def forward(self, given):
+        one, other = given
+        if self.writes:
+            other.mul_(2)
+        return self.linear(one + other)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("way", ["numpy", "windows", "last"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_what_a_stage_has_handed_on_is_compared_before_its_backward(name, way, learns):
+    stages = [Recycles(way, learns), Sums(), nn.Linear(6, 6), nn.Linear(6, 6)]
+    told = r"(?s)^0[BI]\d on rank 0 failed: .*written into.*return a clone.*stage 0, micro-batch \d"
+    with Pipeline(stages, with_stages(name, 4, 8), mse) as pipe, pytest.raises(StageError, match=told):
+        pipe.step(*plain.batch(32))
+
+
+def test_what_the_next_stage_writes_into_what_it_is_given_is_found_too():
+    stages = [Recycles(), Sums(writes=True)]
+    stages[0].quiet = True
+    with Pipeline(stages, GPipe(2, 4), mse) as pipe, pytest.raises(StageError, match=r"(?s)^0B.*written into.*clone"):
+        pipe.step(*plain.batch(16))
+
+
+def test_later_steps_compare_no_contents_and_verify_does():
+    x, y = plain.batch(16)
+    stages = [Recycles(), Sums()]
+    stages[0].quiet = True
+    with Pipeline(stages, GPipe(2, 4), mse) as pipe:
+        pipe.step(x, y)
+        pipe.forward(x)
+        stages[0].quiet = False
+        with pytest.raises(StageError, match="written into"):
+            pipe.step(x, y)  # the second
+        pipe.step(x, y)
+        with pytest.raises(StageError, match="written into"):
+            pipe.verify(x, y)
+
+
+class OfEveryType(nn.Module):
+    """Gives tensors of every type, and such as have no elements, no dimensions, gaps, or the same memory often."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        made = self.linear(x)
+        types = [*NUMBERS, torch.float8_e4m3fn, torch.uint16, torch.bool, torch.complex128]
+        odd = [x[:, :0], x.sum(), x.T, x[:1].expand(3, 6), x[:, ::2], torch.complex(x, x).conj(), x.to_sparse(), None]
+        return made, [x.detach().abs().to(each) for each in types], odd, made.to(torch.bfloat16), self.linear.weight
+
+
+NUMBERS = (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.complex64)
+
+
+class First(nn.Module):
+    def forward(self, given):
+        return given[0] + given[3].float()
+
+
+def test_outputs_of_every_type_are_compared_and_found_the_same():
+    x, y = plain.batch(8)
+    with Pipeline([OfEveryType(), First()], GPipe(2, 4), mse) as pipe:
+        for _ in range(3):
+            pipe.step(x, y)
+        assert pipe.verify(x, y).largest_difference <= 1e-6
+
+
 def test_what_a_stage_hands_on_is_not_held_for_its_guard():
     seen = []
 

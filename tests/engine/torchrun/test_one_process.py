@@ -280,6 +280,34 @@ def test_the_callers_context_variables_hold_in_the_worker():
         torch.testing.assert_close(pipe.forward(x), model(x).detach())
 
 
+def test_what_a_stage_has_handed_on_to_its_own_rank_is_compared_before_its_backward():
+    room = torch.zeros(2, 6)
+
+    def rewrite(_module, _inputs, output):
+        room.numpy()[:] = output.detach().numpy()
+        return Aliases.apply(output, room)
+
+    model = plain.mlp(4)
+    model[1].register_forward_hook(rewrite)
+    with (
+        Pipeline(model, PLAN, mse, engine="torch") as pipe,
+        pytest.raises(StageError, match=r"(?s)^0[IB]0.*written into"),
+    ):
+        pipe.step(*plain.batch(4))
+
+
+class Aliases(torch.autograd.Function):
+    """Returns one tensor's numbers in another one's memory."""
+
+    @staticmethod
+    def forward(ctx, made, room):
+        return room.view_as(made)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 def test_emulated_stages_take_their_time():
     with Pipeline(pipelab.emulated(2, 4, 8), PLAN, mse, engine="torch") as pipe:
         rows = torch.ones(2, 1)

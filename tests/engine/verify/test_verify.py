@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import plain
 import pytest
 import torch
-from strategies import near
+from strategies import in_order, near, with_stages
 from torch import nn
 
-from pipelab import B, F, GPipe, OneFOneB, Pipeline, Plan, schedules, split
+from pipelab import B, DualPipe, F, GPipe, OneFOneB, Pipeline, Plan, replicate, schedules, split
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.verify.reference import tolerance
 from pipelab.engine.verify.verify import Verification
@@ -157,6 +157,107 @@ def test_a_stage_that_keeps_state_is_right_where_nothing_comes_between():
     torch.manual_seed(0)
     with Pipeline([nn.Linear(6, 6), plain.Remembers()], OneFOneB(2, 4), mse) as pipe:  # the last stage: F0 B0 F1 B1 ...
         assert pipe.verify(*plain.batch(8)).exact
+
+
+class Puts(nn.Module):
+    """Leaves what it computes where a later stage finds it: a way beside the values that stages return."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.found = nn.Linear(6, 6), None
+
+    def forward(self, x):
+        self.found = self.linear(x)
+        return self.found * 2
+
+
+class Reaches(nn.Module):
+    """Does something to an earlier stage's tensor, or to its own input."""
+
+    def __init__(self, does, earlier=None):
+        super().__init__()
+        self.linear, self.does, self.earlier = nn.Linear(6, 6), does, [earlier]  # a list hides the module
+
+    def forward(self, x):
+        return self.linear(x) + self.does(x if self.earlier[0] is None else self.earlier[0].found)
+
+
+def reads(earlier):
+    return earlier.detach()
+
+
+def hooks(earlier):
+    if earlier.requires_grad:
+        earlier.register_hook(lambda gradient: gradient * 3)
+    return 0
+
+
+def differentiates(earlier):
+    if earlier.requires_grad:
+        earlier.sum().backward(retain_graph=True)
+    return 0
+
+
+@pytest.mark.parametrize("does", [reads, hooks, differentiates])
+def test_what_passes_to_a_later_stage_beside_the_values_is_found(does):
+    torch.manual_seed(0)
+    first = Puts()
+    second = Reaches(does, None if does is differentiates else first)
+    plan = Plan.parse(["0F0 0F1 1F0 1F1 1I0 0B0 1W0 1I1 0B1 1W1"])  # one rank, so that the order is the same every time
+    with Pipeline([first, second], plan, mse) as pipe, pytest.raises(VerificationError) as wrong:
+        pipe.verify(*plain.batch(8))
+    assert "micro-batch" in str(wrong.value)
+    assert "state that a stage stores" in str(wrong.value)
+    assert "an earlier stage" in str(wrong.value)
+
+
+@pytest.mark.parametrize("name", schedules)
+def test_hooks_on_a_stages_input_and_on_what_it_returns_run_as_in_plain_training(name):
+    class Hooked(Reaches):
+        def forward(self, x):
+            made = super().forward(x)
+            hooks(made)
+            return made
+
+    plan = with_stages(name, 4, 4)
+    with Pipeline([Hooked(hooks) for _ in range(plan.stages)], plan, mse) as pipe:
+        verified = pipe.verify(*plain.batch(8))
+    assert verified.exact or not in_order(plan)
+    assert verified.largest_difference < 1e-6
+
+
+class Warms(nn.Module):
+    """Counts its calls, and computes something else after many of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(6, 6), nn.Module()
+        self.inner.calls = 0
+
+    def forward(self, x):
+        self.inner.calls += 1
+        return self.linear(x) * (1 if self.inner.calls < 1000 else 2)
+
+
+@pytest.mark.parametrize("plan", [DualPipe(2, 4), replicate(GPipe(2, 2), 2)], ids=["dualpipe", "replicas"])
+def test_state_that_each_rank_of_a_replicated_stage_has_for_itself_is_not_verified(plan):
+    x, y = plain.batch(8)
+    with Pipeline([nn.Linear(6, 6), Warms()], plan, mse) as pipe:
+        verified = pipe.verify(x, y)
+    assert verified.whole_batch_difference < 1e-5
+    assert "stage 1 is on ranks" in verified.unproven[0]
+    assert "inner.calls" in verified.unproven[0]
+    with Pipeline([nn.Linear(6, 6), Warms()], GPipe(2, 4), mse) as pipe:
+        assert not pipe.verify(x, y).unproven
+
+
+def test_another_explanation_is_given_for_a_traced_model(monkeypatch):
+    model = Grows()
+    x, y = plain.batch(8)
+    with Pipeline(split(model, 2, example=x[:2]), OneFOneB(2, 4), mse) as pipe:
+        monkeypatch.setattr(Grows, "factor", 2)
+        with pytest.raises(VerificationError, match=r"(?s)global.*class.*split the model again"):
+            pipe.verify(x, y)
 
 
 def test_the_parameter_is_named_as_the_model_names_it():

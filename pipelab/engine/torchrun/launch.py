@@ -60,7 +60,7 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
 def _end(processes: PContext, close: Callable[..., None], *how: Any) -> None:
     """Close processes as PyTorch does. It gives a stopped one half a minute to end, which gets no signal meanwhile."""
     for pid in processes.pids().values():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError, AttributeError):  # it has ended; on Windows, no process is stopped like this
             os.killpg(pid, signal.SIGCONT)
     close(*how)
 

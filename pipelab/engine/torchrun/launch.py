@@ -14,13 +14,15 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from pipelab.engine.torchrun.store import end_with
@@ -44,6 +46,7 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
     envs = {rank: job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)}
     with tempfile.TemporaryDirectory() as folder:
         processes = start_processes(script, sys.executable, dict.fromkeys(envs, words), envs, DefaultLogsSpecs(folder))
+        processes.close = partial(_end, processes, processes.close)  # type: ignore[method-assign]  # `wait` calls it
         try:
             ended = processes.wait(period=0.1)
         except SignalException as stopped:
@@ -52,6 +55,14 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
         if ended and ended.failures:
             return f"{str(ChildFailedError(script, ended.failures)).strip()}\n\n{decisive(ended.failures)}"
     return None
+
+
+def _end(processes: PContext, close: Callable[..., None], *how: Any) -> None:
+    """Close processes as PyTorch does. It gives a stopped one half a minute to end, which gets no signal meanwhile."""
+    for pid in processes.pids().values():
+        with suppress(OSError, AttributeError):  # it has ended; on Windows, no process is stopped like this
+            os.killpg(pid, signal.SIGCONT)
+    close(*how)
 
 
 def loopback_job(ranks: int) -> tuple[Any, dict[str, str]]:

@@ -125,6 +125,24 @@ def test_a_job_listens_to_this_machine_alone_and_a_signal_to_its_launcher_ends_i
     assert not any(map(runs, trained))
 
 
+@LINUX
+@pytest.mark.parametrize("interrupted", [False, True], ids=["another rank is killed", "Ctrl-C"])
+def test_a_stopped_rank_ends_by_the_signal_that_the_launcher_sends_to_all(start, tmp_path, interrupted):
+    launcher = start(*LAUNCH, ENDLESS, str(tmp_path))
+    wait_until(lambda: len(workers(tmp_path)) == 2)
+    killed, stopped = (int((tmp_path / str(rank)).read_text()) for rank in range(2))
+    os.kill(stopped, signal.SIGSTOP)
+    if interrupted:
+        launcher.send_signal(signal.SIGINT)
+    else:
+        os.kill(killed, signal.SIGKILL)
+    launcher.wait(100)
+    assert not runs(stopped)
+    said = (tmp_path / "said-0").read_text()
+    assert f"Sending process {stopped} closing signal" in said
+    assert "forcefully" not in said  # as PyTorch says after half a minute, of a process that did not end
+
+
 @pytest.fixture
 def silent():
     """A listener that accepts connections and says nothing; its port."""

@@ -114,11 +114,7 @@ Data = dict[str, Any]
 
 @dataclass
 class Run:
-    """What a submission did in one call of its function.
-
-    Raises:
-        ValueError, TypeError, KeyError: `of`, if the data are not what `Recorded.record` returns.
-    """
+    """What a submission did in one call of its function."""
 
     rows: tuple[int, ...]  # of each micro-batch
     events: list[tuple[str, int]] = field(default_factory=list)  # what ran, in order, such as ("F", 0)
@@ -130,7 +126,7 @@ class Run:
 
     @classmethod
     def of(cls, rows: tuple[int, ...], data: Data) -> Run:
-        """Return the run of which these are the data, as far as it needs no model."""
+        """Return the run of which these are the data; a ValueError, TypeError or LookupError says that there is none."""
         numbers = {-1, *range(len(rows))}
         events = [({"F": "F", "B": "B"}[kind], m) for kind, m, *_ in data["events"]]
         targets = {int(m): (torch.device(place), right is True) for m, (place, right) in data["targets"].items()}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipelab import GPipe, OneFOneB, Pipeline, replicate, split
-from pipelab.engine.model.balance import cut
+from pipelab.engine.model.split import cut
 from pipelab.errors import SplitError, UsageError
 
 mse = nn.functional.mse_loss

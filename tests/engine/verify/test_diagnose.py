@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipelab import LossError, OneFOneB, Pipeline, UsageError, diagnose, replicate
-from pipelab.engine.verify.factors import Sizes, named
+from pipelab.engine.verify.diagnose import Sizes, named
 
 mse = nn.functional.mse_loss
 NAN = float("nan")

@@ -1,7 +1,6 @@
 """The model, cut into stages.
 
-- `split`: `split`: a model into so many stages
-- `balance`: where to cut, by the layers' times or sizes
+- `split`: `split`: a model into so many stages, and where to cut
 - `arguments`: what a whole model is called with
 - `traced`: any model, by PyTorch's tracer
 """

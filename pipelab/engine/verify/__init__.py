@@ -1,7 +1,6 @@
 """Gradients compared with plain training's: a pipeline's, and those of any other training step.
 
 - `verify`: `Pipeline.verify`: what is compared, and the result as a sentence
-- `diagnose`: any step's gradients, as multiples of what each micro-batch adds
-- `factors`: the mistake behind these multiples
+- `diagnose`: any step's gradients, as multiples of what each micro-batch adds, and the mistake behind them
 - `reference`: the model without the engine, one micro-batch after another
 """

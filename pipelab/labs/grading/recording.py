@@ -126,7 +126,7 @@ class Run:
 
     @classmethod
     def of(cls, rows: tuple[int, ...], data: Data) -> Run:
-        """Return the run of which these are the data; a ValueError, TypeError or LookupError says that there is none."""
+        """Return the run of which these are the data; a ValueError, TypeError or LookupError if none is."""
         numbers = {-1, *range(len(rows))}
         events = [({"F": "F", "B": "B"}[kind], m) for kind, m, *_ in data["events"]]
         targets = {int(m): (torch.device(place), right is True) for m, (place, right) in data["targets"].items()}

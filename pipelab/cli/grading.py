@@ -134,7 +134,7 @@ def _save(
     written = [
         _write_json(path, [*map(form, grades)] if several else form(grades[0]))
         for path, form in forms
-        if path is not None and grades
+        if path is not None and (grades or several)
     ]
     return written + [report.table(grades, skipped).save(path) for path in tables or []]
 

@@ -257,7 +257,9 @@ class Table:
 
 
 def _joined(value: Any) -> Any:
-    """Return a value for one cell of a CSV file: figures per rank are separated by blanks."""
+    """Return a value for one cell of a CSV file: figures per rank with blanks between, no formula of a spreadsheet."""
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return f"'{value}"
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
 
 

@@ -250,6 +250,43 @@ def test_an_order_that_holds_more_says_how_much(tmp_path):
     assert "holds 2" in mark.effect
 
 
+IN_A_THREAD = """
+import threading
+
+its_own = run_1F1B_homework
+
+
+def run_1F1B_homework(model, micro_batches, loss_fn):
+    thread = threading.Thread(target=its_own, args=(model, micro_batches, loss_fn))
+    thread.start()
+    thread.join()
+"""
+HALVES = ("output = model(micro_x)", "output = model.second(model.first(micro_x).to(model.devices[1]))")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        changed(HALVES),
+        changed((BACKWARD, BACKWARD.replace("()", "(retain_graph=True)"))),
+        changed(("    for i, ", "    ahead = [model.first(x) for x, _ in micro_batches]\n    for i, "), HALVES),
+    ],
+    ids=["halves", "retained", "halves twice"],
+)
+def test_odd_ways_to_run_it_are_right(text, tmp_path):
+    assert judged(text, tmp_path).passed
+
+
+def test_a_thread_of_its_own_loses_no_points_but_the_targets(tmp_path):
+    grade = judged(SOLUTION.replace('if __name__ == "__main__"', IN_A_THREAD + '\nif __name__ == "__main__"'), tmp_path)
+    assert failed(grade) <= {"targets", "hidden sizes"}
+
+
+def test_backwards_whose_gradients_are_removed_get_a_reason_that_says_so(tmp_path):
+    with pytest.raises(ValueError, match="zero_grad"):
+        judged(changed((LAST, f"{LAST}; model.zero_grad()")), tmp_path)
+
+
 def test_a_missing_backward_is_a_number_of_the_gradient_and_of_the_loss(tmp_path):
     marks = {mark.task.name: mark for mark in judged(changed((LAST, "pass")), tmp_path).marks}
     assert "1 1 1 0" in marks["gradients"].found

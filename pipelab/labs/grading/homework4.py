@@ -166,7 +166,7 @@ def _training(data: Data, run: Run, seed: int) -> _Found:
         plain.descend(LEARNING_RATE / run.count, plain.gradients())
     loss, right = trained.whole_loss(), plain.whole_loss()
     effect = f"the loss falls from {begun:.3f} to {loss:.3f}, and should fall to {right:.3f}"
-    same = abs(loss - right) <= TOLERANCE * right and not stopped
+    same = abs(loss - right) <= TOLERANCE * right and len(data["steps"]) == STEPS
     return _Found(same, f"loss {right:.4f} after {STEPS} steps", f"loss {loss:.4f}{stopped}", effect)
 
 
@@ -200,10 +200,12 @@ def judge(data: Data, seed: int) -> tuple[list[Mark], str]:
     """Return a mark for each task from what `record` returned, and what its gradients are of.
 
     Raises:
-        ValueError, TypeError, KeyError: if nothing that PyTorch ran can have left such data.
+        ValueError, TypeError, LookupError: if these are not its data, or say that backwards left nothing.
     """
     shown, hid = ([*zip(*each, strict=True)] for each in ((SHOWN, data["runs"]), (_hidden(seed), data["hidden"])))
     runs, hidden = ([Recorded(rows, seed).replay(each) for rows, each in some] for some in (shown, hid))
+    if any("B" in dict(run.events) and run.diagnosis.code == "no-gradients" and not run.error for run in runs):
+        raise ValueError("backwards ran, and left no gradient: does the function end with zero_grad()?")
     found = _of_shown(runs, _training(data["training"], runs[0], seed))
     wrong = [name for name, check in _CHECKS.items() if not all(check(run).right for run in hidden)]
     right = sum(all(check(run).right for check in _CHECKS.values()) for run in hidden)

@@ -65,27 +65,22 @@ def table(grades: Sequence[Grade], skipped: Mapping[str, str]) -> Table:
     """Return one row for each submission, with the points of each task, and one for each hand-in that was skipped."""
     rows: list[dict[str, Any]] = [
         {
-            "submission": _unrun(grade.submission),
+            "submission": grade.submission,
             "passed": "yes" if grade.passed else "no",
             "score": grade.score,
             "max_score": grade.max_score,
             **{mark.task.name: mark.score for mark in grade.marks},
             "failed": grade.named("failed"),
             "not reached": grade.named("not reached"),
-            "reason": _unrun(grade.reason or grade.note),
+            "reason": grade.reason or grade.note,
             "seconds": round(grade.seconds, 2),
         }
         for grade in sorted(grades, key=lambda grade: grade.submission)
     ]
-    rows += [{"submission": _unrun(name), "reason": f"skipped: {why}"} for name, why in skipped.items()]
+    rows += [{"submission": name, "reason": f"skipped: {why}"} for name, why in skipped.items()]
     heads = {"score": "points", "failed": "failed tasks", "reason": "why"}
     shown = ("submission", "passed", "score", "failed", "not reached", "reason")
     return Table(rows, [Column(key, heads.get(key, "")) for key in shown])
-
-
-def _unrun(text: str) -> str:
-    """Return a text of a student's that no spreadsheet takes for a formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def failures(grades: Sequence[Grade]) -> Table:

@@ -63,8 +63,8 @@ class Submission:
         for at, inner, names in os.walk(self.folder) if self.copied == "all" else ():
             inner[:] = [name for name in inner if not name.startswith(".")]
             paths += [Path(at, name) for name in names if not name.startswith(".")]
-        linked = self.copied == "modules"  # whoever grades has named this file
-        found = [each for each in dict.fromkeys(paths) if each.is_file() and (linked or not each.is_symlink())]
+        named = self.copied == "modules"  # by whoever grades
+        found = [each for each in dict.fromkeys(paths) if each.is_file() and (named or not each.is_symlink())]
         if not found or found[0] != paths[0]:
             raise OSError("it is a link or no file")
         if sum(path.stat().st_size for path in found) > _MOST_BYTES:
@@ -109,7 +109,9 @@ def _no_python(path: Path) -> str:
 
 
 def _of(path: Path, skipped: dict[str, str]) -> Iterator[Submission]:
-    if path.is_dir():
+    if path.is_symlink():
+        skipped[path.name] = "a link: hand in the file itself"
+    elif path.is_dir():
         yield from _of_folder(path, path.name, skipped)
     elif why := _no_python(path):
         skipped[path.name] = why
@@ -203,10 +205,11 @@ def sandbox() -> list[str]:
     ]
     needed += ["/sys/devices/system/cpu", sys.base_prefix, sys.prefix, str(Path(sys.executable).resolve().parents[1])]
     needed += [site.getusersitepackages(), str(Path(torch.origin).parents[1]), str(Path(pipelab.__file__).parent)]
-    command = [program or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(4 * _MOST_BYTES), "--tmpfs", "/tmp"]  # noqa: S108
+    command = [program or "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session"]
+    command += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
+    command += ["--size", str(4 * _MOST_BYTES), "--tmpfs", "/tmp"]  # noqa: S108 - in the sandbox
     command += [word for place in dict.fromkeys(needed) for word in ("--ro-bind-try", place, place)]
-    command += ["--remount-ro", "/dev", "--remount-ro", "/"]
+    command += [word for place in ("/dev", "/proc", "/") for word in ("--remount-ro", place)]
     tried = program and subprocess.run([*command, sys.executable, "-c", ""], capture_output=True, check=False)  # noqa: S603
     return command if tried and tried.returncode == 0 else []
 

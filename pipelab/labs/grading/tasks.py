@@ -104,6 +104,8 @@ class Assignment:
         for name, par in self.pars.items():
             if name not in _PAR_HINTS or not isinstance(par, int | float) or not par >= 0:
                 raise UsageError(f"--par {name}={par}: expected a number for one of {', '.join(_PAR_HINTS)}")
+            if name == "bubble" and par > 1:
+                raise UsageError(f"--par bubble={par:g}: the bubble is a share, at most 1: write bubble={par / 100:g}")
 
     def tasks(self) -> Sequence[Task]:
         """Return the tasks; their points add up to 100."""

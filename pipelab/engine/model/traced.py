@@ -336,11 +336,9 @@ class TracedStages:
     def _learned(
         self, forward: Callable[[Any], Any], modules: Sequence[nn.Module], example: Any
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Counter[str]]:
-        """Run a forward and a backward on an example; restore random state and buffers, and touch no `.grad`.
+        """Return outputs, gradients of their sum with fixed weights, and autograd functions that are not PyTorch's own.
 
-        Returns:
-            The outputs; by parameter, the gradient of their sum with fixed weights; and how often each autograd
-            function that is not PyTorch's own ran.
+        Random state and buffers are restored, and no `.grad` is touched.
         """
         with torch.inference_mode(mode=False), torch.enable_grad(), unchanged([self._model, *modules]):
             outputs = tensors_of(forward(map_tensors(torch.clone, example)))
@@ -348,10 +346,10 @@ class TracedStages:
             generator = torch.Generator().manual_seed(0)
             weights = [torch.randn(each.shape, generator=generator).to(each) for each in ends]
             learning = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
-            functions, found = custom_functions(ends), list[torch.Tensor]()
+            functions, gradients = custom_functions(ends), dict[str, torch.Tensor]()
             if ends and learning:
-                found += torch.autograd.grad(ends, [*learning.values()], weights, materialize_grads=True)
-        gradients = {name: each.to_dense() for name, each in zip(learning, found, strict=False)}
+                found = torch.autograd.grad(ends, [*learning.values()], weights, materialize_grads=True)
+                gradients = {name: each.to_dense() for name, each in zip(learning, found, strict=True)}
         return [each.detach() for each in outputs], gradients, functions
 
     def _placed(self, example: Any) -> Any:

@@ -83,13 +83,6 @@ class AttributeSnapshot:
     """What the modules of a model have beside parts, parameters and mode: attributes, hooks, buffers, a `forward`.
 
     Numbers and texts count by value, any other object by which one it is. Dicts, lists and configs are opened.
-
-    Example:
-        >>> layer = nn.Dropout(0.1)
-        >>> before = AttributeSnapshot(layer)
-        >>> layer.p = 0.2
-        >>> before.changed(AttributeSnapshot(layer))
-        'p'
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -113,7 +106,8 @@ class AttributeSnapshot:
             inner = enumerate(value)
         else:
             self._noted[name] = value
-            if hasattr(value, "__dict__") and (is_dataclass(value) or type(value).__name__.endswith(_CONFIGS)):
+            is_config = is_dataclass(value) or type(value).__name__.endswith(("Config", "Namespace"))
+            if is_config and hasattr(value, "__dict__"):
                 inner = vars(value).items()
         if inner and id(value) not in self._opened:
             self._opened.add(id(value))
@@ -121,14 +115,9 @@ class AttributeSnapshot:
                 self._note(f"{name}.{key}", each)
 
 
-_CONFIGS = ("Config", "Namespace")
-"""How the name of a config's class ends, if it is no dataclass."""
-
-_PLAIN = (int, float, complex, str, bytes)
-
-
 def _same(one: object, other: object) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+    of_value = type(one) is type(other) and isinstance(one, (int, float, complex, str, bytes))
+    return one is other or (of_value and one == other)
 
 
 @contextmanager

@@ -34,9 +34,6 @@ _RETURNED = -1
 _HANDED_ON = -2
 """The key in `kept` of the checksums of what the stage has handed on, by micro-batch."""
 
-_COMPARED_STEPS = 2
-"""In how many steps, first and in `verify`, the contents of what a stage hands on are compared: that takes time."""
-
 _NEVER: tuple[Callable[[], Any], int] = (lambda: None, 0)
 
 
@@ -44,8 +41,7 @@ class Stage:
     """A stage's module, and how to run it forward and backward one micro-batch at a time.
 
     What a forward stores for its backward goes into the caller's `kept`, so that a failed step leaves nothing here.
-    `names` has the whole model's names for the module's own, for messages. `steps` counts the steps in which the stage
-    has begun to learn.
+    `names` has the whole model's names for the module's own, for messages. `steps` counts the steps that have begun.
     """
 
     __slots__ = ("clones_input", "index", "is_first", "is_last", "module", "names", "steps")
@@ -80,7 +76,7 @@ class Stage:
             kept[microbatch] = (leaves, loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
         kept[microbatch] = (leaves, output)
-        if self.steps <= _COMPARED_STEPS:
+        if self.steps == 1:  # only in the first step, and in `verify`: it waits for a GPU
             kept.setdefault(_HANDED_ON, {})[microbatch] = _checksums(output)
         return output
 

@@ -215,7 +215,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         _as_in_the_workers(pipe),
     ):
         for runner in pipe.engine.runners.of.values():
-            runner.steps = 0  # compare contents again
+            runner.steps = 0  # the next one compares contents again
         modules, replicas = pipe.stages.modules, pipe.plan.replicas
         replicated = [(stage, AttributeSnapshot(modules[stage])) for stage, ranks in replicas.items() if len(ranks) > 1]
         pipe.run(x, y)

@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newest newest-environment light fuzz lint types docs site pictures dist bench clean
+.PHONY: help demo test newest newest-environment light fuzz mutants lint types docs site pictures dist bench clean
 
 help: ## show this list
 	@echo "pipelab: make <target>, where target is one of"
@@ -60,6 +60,9 @@ SECONDS ?= $(shell expr $(MINUTES) \* 60)
 fuzz: .venv/dev.stamp ## attack pipelab at random: make fuzz MINUTES=5, or SECONDS=; KIND=plans SEED=7 repeats a try
 	@MPLBACKEND=Agg OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.fuzz \
 		--seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
+
+mutants: .venv/dev.stamp ## change pipelab at random and see whether its tests notice: make mutants ARGS="--count 50 --seed 1"
+	@$(BIN)/python tests/mutants.py $(ARGS)
 
 LIGHT_FOLDERS = plan checking catalogue simulation trace draw challenges
 LIGHT_TESTS = $(LIGHT_FOLDERS:%=tests/%) $(LIGHT_FOLDERS:%=pipelab/%) pipelab/schedule.py tests/test_schedule.py \

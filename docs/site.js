@@ -11,29 +11,47 @@ const ON_HOME = ".hint, #actions { display: none; }";
 function dress(frame) {
   const theme = document.body.dataset.mdColorScheme === "slate" ? "dark" : "light";
   const paper = theme === "dark" ? getComputedStyle(document.body).backgroundColor : "";
-  try { frame.contentDocument.documentElement.style.setProperty("--paper", paper); } catch { /* as below */ }
+  try {
+    frame.contentDocument.documentElement.style.setProperty("--paper", paper);
+  } catch {
+    /* as below */
+  }
   frame.contentWindow?.postMessage({ pipelabTheme: theme }, "*");
 }
 
 function fit(frame) {
   let inside = null;
-  try { inside = frame.contentDocument; } catch { /* a site opened from disk: every file is a stranger */ }
+  try {
+    inside = frame.contentDocument;
+  } catch {
+    /* a site opened from disk: every file is a stranger */
+  }
   if (!inside?.getElementById("timelines") || inside.getElementById("looks")) return;
-  const style = Object.assign(inside.createElement("style"), { id: "looks", textContent: LOOKS + (frame.matches(".home") ? ON_HOME : "") });
+  const style = Object.assign(inside.createElement("style"), {
+    id: "looks",
+    textContent: LOOKS + (frame.matches(".home") ? ON_HOME : ""),
+  });
   inside.head.append(style);
-  const grow = () => { frame.style.height = `${Math.ceil(inside.body.getBoundingClientRect().height) + 4}px`; };
+  const grow = () => {
+    frame.style.height = `${Math.ceil(inside.body.getBoundingClientRect().height) + 4}px`;
+  };
   new ResizeObserver(grow).observe(inside.body);
   grow();
 }
 
 function frames() {
   for (const frame of document.querySelectorAll("iframe.page")) {
-    const ready = () => { fit(frame); dress(frame); };
+    const ready = () => {
+      fit(frame);
+      dress(frame);
+    };
     frame.addEventListener("load", ready);
     ready();
   }
 }
 
-new MutationObserver(() => document.querySelectorAll("iframe.page").forEach(dress))
-  .observe(document.body, { attributes: true, attributeFilter: ["data-md-color-scheme"] });
+new MutationObserver(() => document.querySelectorAll("iframe.page").forEach(dress)).observe(document.body, {
+  attributes: true,
+  attributeFilter: ["data-md-color-scheme"],
+});
 document$.subscribe(frames); // after every page that the theme swaps in

@@ -100,3 +100,16 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
                 f"{path.relative_to(ROOT)}:{number}" for number, line in enumerate(lines, 1) if place.search(line)
             ]
     assert named == []
+
+
+def test_no_line_of_a_script_is_longer_than_120_columns() -> None:
+    scripts = [path for folder in ("docs", "pipelab") for path in sorted((ROOT / folder).rglob("*.js"))]
+    ours = [path for path in scripts if not {"node_modules", "vendored"} & set(path.parts)]
+    assert ROOT / "pipelab" / "draw" / "page" / "model.js" in ours
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in ours
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert long == []

@@ -3,7 +3,10 @@
 window.pipelabEngine ??= (() => {
   const base = new URL("./", document.currentScript.src);
   const waiting = new Map(); // id -> { resolve, reject, timer }
-  let worker = null, ready = null, last = 0, module = null;
+  let worker = null,
+    ready = null,
+    last = 0,
+    module = null;
 
   class Stopped extends Error {} // it ran for too long
 
@@ -12,25 +15,46 @@ window.pipelabEngine ??= (() => {
     const answer = await fetch(new URL("pyodide/pyodide.asm.wasm.deflate", base));
     if (!answer.ok) throw new Error(`${answer.url} cannot be loaded (${answer.status})`);
     let loaded = 0;
-    const count = new TransformStream({ transform(chunk, out) { progress(loaded += chunk.byteLength); out.enqueue(chunk); } });
+    const count = new TransformStream({
+      transform(chunk, out) {
+        progress((loaded += chunk.byteLength));
+        out.enqueue(chunk);
+      },
+    });
     const body = answer.body.pipeThrough(count).pipeThrough(new DecompressionStream("deflate"));
     return WebAssembly.compileStreaming(new Response(body, { headers: { "Content-Type": "application/wasm" } }));
   }
 
   function start(progress = () => {}) {
-    const mine = new Worker(new URL("worker.js", base), { type: "module" }), loaded = [0, 0];
-    const add = (part, bytes) => { loaded[part] = bytes; progress(loaded[0] + loaded[1]); };
+    const mine = new Worker(new URL("worker.js", base), { type: "module" }),
+      loaded = [0, 0];
+    const add = (part, bytes) => {
+      loaded[part] = bytes;
+      progress(loaded[0] + loaded[1]);
+    };
     worker = mine;
     module ??= compile((bytes) => add(0, bytes));
     ready = new Promise((resolve, reject) => {
-      module.then((compiled) => mine.postMessage({ compiled }), (error) => { module = null; if (worker === mine) stop(); reject(error); });
+      module.then(
+        (compiled) => mine.postMessage({ compiled }),
+        (error) => {
+          module = null;
+          if (worker === mine) stop();
+          reject(error);
+        },
+      );
       mine.addEventListener("message", ({ data }) => {
         if ("loaded" in data) add(1, data.loaded);
         else if ("ready" in data) resolve();
-        else if ("failed" in data) { if (worker === mine) stop(); reject(new Error(data.failed)); }
-        else answer(data);
+        else if ("failed" in data) {
+          if (worker === mine) stop();
+          reject(new Error(data.failed));
+        } else answer(data);
       });
-      mine.addEventListener("error", (event) => { if (worker === mine) stop(); reject(new Error(event.message || "the worker cannot be loaded")); });
+      mine.addEventListener("error", (event) => {
+        if (worker === mine) stop();
+        reject(new Error(event.message || "the worker cannot be loaded"));
+      });
     });
     return ready;
   }
@@ -52,21 +76,32 @@ window.pipelabEngine ??= (() => {
   function restart() {
     stop();
     start().catch(() => {}); // whoever calls next is told
-    for (const { reject, timer } of waiting.values()) { clearTimeout(timer); reject(new Stopped("Python was started anew")); }
+    for (const { reject, timer } of waiting.values()) {
+      clearTimeout(timer);
+      reject(new Stopped("Python was started anew"));
+    }
     waiting.clear();
   }
 
   return {
     Stopped,
-    get loaded() { return worker !== null; },
-    load(progress) { return ready ?? start(progress); },
+    get loaded() {
+      return worker !== null;
+    },
+    load(progress) {
+      return ready ?? start(progress);
+    },
     // Call a function of playground.py, or "module.function", with a list of values. Who takes longer than `seconds` is
     // ended, with a `Stopped`, and Python is started anew; loading does not count.
     async call(name, values, seconds = 2) {
       await (ready ?? start());
       const id = (last += 1);
       return new Promise((resolve, reject) => {
-        const timer = setTimeout(() => { waiting.delete(id); reject(new Stopped(`stopped after ${seconds} s`)); restart(); }, 1000 * seconds);
+        const timer = setTimeout(() => {
+          waiting.delete(id);
+          reject(new Stopped(`stopped after ${seconds} s`));
+          restart();
+        }, 1000 * seconds);
         waiting.set(id, { resolve, reject, timer });
         worker.postMessage({ id, function: name, arguments: values });
       });

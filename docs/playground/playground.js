@@ -1,28 +1,49 @@
-// The playground's page: an editor and sliders; engine.js runs the code, the tracer's page in a frame shows what it says.
+// The playground's page: an editor and sliders.
+// engine.js runs the code, and the tracer's page in a frame shows what it says.
 // Nothing that code, links or Python bring becomes markup: it is text, attributes, or data for the frame.
 (() => {
   const root = document.getElementById("pg");
   if (!root) return;
-  const base = new URL("./", document.currentScript.src), engine = window.pipelabEngine;
-  const WAIT = 150, SECONDS = 2, MOST_LINK = 8192, MOST_CODE = 200_000, FILE = "schedule.py";
+  const base = new URL("./", document.currentScript.src),
+    engine = window.pipelabEngine;
+  const WAIT = 150,
+    SECONDS = 2,
+    MOST_LINK = 8192,
+    MOST_CODE = 200_000,
+    FILE = "schedule.py";
   const find = (selector) => root.querySelector(selector);
-  const [code, menu, state, frame, fault, form] = ["#pg-code", "#pg-schedule", "#pg-state", ".pg-frame", ".pg-fault", "form"].map(find);
-  const inputs = [...form.elements].filter((each) => each.name), EDITED = "edited"; // the menu's entry for other code
+  const [code, menu, state, frame, fault, form] = [
+    "#pg-code",
+    "#pg-schedule",
+    "#pg-state",
+    ".pg-frame",
+    ".pg-fault",
+    "form",
+  ].map(find);
+  const inputs = [...form.elements].filter((each) => each.name),
+    EDITED = "edited"; // the menu's entry for other code
   const asked = { timer: 0, running: false, again: false };
-  let schedules = {}, view = "", restored = false;
+  let schedules = {},
+    view = "",
+    restored = false;
 
-  const say = (text) => { state.value = text; };
+  const say = (text) => {
+    state.value = text;
+  };
   const tag = (name, text) => Object.assign(document.createElement(name), { textContent: text });
 
   // The editor: line numbers, Tab, and a mark at the line that a fault names.
   function edited() {
-    const count = code.value.split("\n").length, lines = find(".pg-lines");
-    if (lines.childElementCount !== count) lines.replaceChildren(...Array.from({ length: count }, (_, at) => tag("div", at + 1)));
+    const count = code.value.split("\n").length,
+      lines = find(".pg-lines");
+    if (lines.childElementCount !== count)
+      lines.replaceChildren(...Array.from({ length: count }, (_, at) => tag("div", at + 1)));
     mark(null);
   }
 
   function mark(line) {
-    const lines = find(".pg-lines"), stripe = find(".pg-mark");
+    const lines = find(".pg-lines"),
+      stripe = find(".pg-mark");
     for (const each of lines.querySelectorAll(".pg-wrong")) each.className = "";
     stripe.hidden = !line || !lines.children[line - 1];
     stripe.dataset.line = stripe.hidden ? "" : line;
@@ -31,7 +52,8 @@
   }
 
   function scrolled() {
-    const high = parseFloat(getComputedStyle(code).lineHeight) || 20, stripe = find(".pg-mark");
+    const high = parseFloat(getComputedStyle(code).lineHeight) || 20,
+      stripe = find(".pg-mark");
     find(".pg-lines").scrollTop = code.scrollTop;
     stripe.style.height = `${high}px`;
     stripe.style.top = `${8 + high * (stripe.dataset.line - 1) - code.scrollTop}px`;
@@ -39,12 +61,16 @@
 
   function insert(text) {
     // The only way that the browser's undo knows.
-    if (!document.execCommand("insertText", false, text)) { code.setRangeText(text, code.selectionStart, code.selectionEnd, "end"); code.dispatchEvent(new Event("input")); }
+    if (!document.execCommand("insertText", false, text)) {
+      code.setRangeText(text, code.selectionStart, code.selectionEnd, "end");
+      code.dispatchEvent(new Event("input"));
+    }
   }
 
   let leaving = false; // Escape, then Tab goes on to the next element
   code.addEventListener("keydown", (event) => {
-    const start = code.value.lastIndexOf("\n", code.selectionStart - 1) + 1, end = code.selectionEnd;
+    const start = code.value.lastIndexOf("\n", code.selectionStart - 1) + 1,
+      end = code.selectionEnd;
     if (event.key === "Escape") leaving = true;
     else if (event.key === "Tab" && !leaving && !event.ctrlKey && !event.altKey) {
       event.preventDefault();
@@ -56,7 +82,8 @@
       code.setSelectionRange(start, start + moved.length);
     } else if (event.key === "Enter" && !event.isComposing && !event.ctrlKey) {
       event.preventDefault();
-      const before = code.value.slice(start, code.selectionStart), more = /:\s*(#.*)?$/.test(before) ? "    " : "";
+      const before = code.value.slice(start, code.selectionStart),
+        more = /:\s*(#.*)?$/.test(before) ? "    " : "";
       insert(`\n${/^ */.exec(before)[0]}${more}`);
     }
     if (!["Escape", "Shift"].includes(event.key)) leaving = false;
@@ -70,26 +97,39 @@
 
   // The sliders.
   function settings() {
-    const value = (name) => { const input = form.elements[name]; return input.dataset.zero && Number(input.value) === 0 ? undefined : Number(input.value); };
-    const cost = Object.fromEntries(["forward", "backward", "input_grad", "weight_grad", "all_reduce", "latency"].map((name) => [name, value(name)]).filter(([name, each]) => each !== undefined && !(name === "all_reduce" && !each)));
+    const value = (name) => {
+      const input = form.elements[name];
+      return input.dataset.zero && Number(input.value) === 0 ? undefined : Number(input.value);
+    };
+    const cost = Object.fromEntries(
+      ["forward", "backward", "input_grad", "weight_grad", "all_reduce", "latency"]
+        .map((name) => [name, value(name)])
+        .filter(([name, each]) => each !== undefined && !(name === "all_reduce" && !each)),
+    );
     return { ranks: value("ranks"), microbatches: value("microbatches"), cap: value("cap"), cost };
   }
 
   function labelled() {
-    for (const each of inputs) each.parentElement.querySelector("output").value = (Number(each.value) === 0 && each.dataset.zero) || each.value;
+    for (const each of inputs)
+      each.parentElement.querySelector("output").value = (Number(each.value) === 0 && each.dataset.zero) || each.value;
   }
 
   // Which sliders the code leaves open, and which kinds of actions there are.
   function opened(sets, kinds) {
     const sizes = ["ranks", "microbatches"];
-    for (const each of inputs) each.disabled = sets === "all" ? each.name !== "cap" : sets === "sizes" && sizes.includes(each.name);
+    for (const each of inputs)
+      each.disabled = sets === "all" ? each.name !== "cap" : sets === "sizes" && sizes.includes(each.name);
     const note = find(".pg-note");
     note.hidden = sets === "nothing";
-    note.textContent = sets === "all" ? "The code sets the sizes and the times itself." : "The code sets the sizes itself.";
+    note.textContent =
+      sets === "all" ? "The code sets the sizes and the times itself." : "The code sets the sizes itself.";
     if (kinds) for (const each of form.querySelectorAll("[data-kind]")) each.hidden = !(each.dataset.kind in kinds);
   }
 
-  form.addEventListener("input", () => { labelled(); later(20); });
+  form.addEventListener("input", () => {
+    labelled();
+    later(20);
+  });
   form.addEventListener("submit", (event) => event.preventDefault());
 
   // Running the code: one run at a time, and of the edits meanwhile only the last.
@@ -100,7 +140,10 @@
 
   async function run() {
     if (!root.isConnected || !engine.loaded) return showGiven();
-    if (asked.running) { asked.again = true; return; }
+    if (asked.running) {
+      asked.again = true;
+      return;
+    }
     Object.assign(asked, { running: true, again: false });
     const slow = setTimeout(() => say("running …"), 300);
     performance.mark("pipelab-asked");
@@ -111,9 +154,22 @@
       kept();
     } catch (error) {
       const stopped = error instanceof engine.Stopped;
-      show({ fault: stopped ? `${FILE} was stopped after ${SECONDS} s\n  try: does a loop never end? Otherwise, fewer ranks or micro-batches` : error.message, line: null, pictures: [], printed: "", sets: "nothing" });
+      show({
+        fault: stopped
+          ? `${FILE} was stopped after ${SECONDS} s\n` +
+            "  try: does a loop never end? Otherwise, fewer ranks or micro-batches"
+          : error.message,
+        line: null,
+        pictures: [],
+        printed: "",
+        sets: "nothing",
+      });
       say(stopped ? "starting Python anew …" : "");
-      if (stopped) engine.load().then(() => say(""), (reason) => say(reason.message));
+      if (stopped)
+        engine.load().then(
+          () => say(""),
+          (reason) => say(reason.message),
+        );
     }
     clearTimeout(slow);
     asked.running = false;
@@ -135,8 +191,12 @@
 
   // The frame: data go in, its height and its colours follow.
   const framed = new Promise((resolve) => {
-    const ready = () => frame.contentDocument?.readyState === "complete" && frame.contentWindow.location.href !== "about:blank" && typeof frame.contentWindow.replace === "function";
-    if (ready()) resolve(); else frame.addEventListener("load", resolve, { once: true });
+    const ready = () =>
+      frame.contentDocument?.readyState === "complete" &&
+      frame.contentWindow.location.href !== "about:blank" &&
+      typeof frame.contentWindow.replace === "function";
+    if (ready()) resolve();
+    else frame.addEventListener("load", resolve, { once: true });
   });
 
   async function draw(content, other = false) {
@@ -148,22 +208,34 @@
     performance.mark("pipelab-shown");
   }
 
-  const dark = () => (document.body.dataset.mdColorScheme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "slate" : "default")) === "slate";
+  const dark = () =>
+    (document.body.dataset.mdColorScheme ??
+      (matchMedia("(prefers-color-scheme: dark)").matches ? "slate" : "default")) === "slate";
   const coloured = () => framed.then(() => frame.contentWindow?.theme(dark() ? "dark" : "light"));
   framed.then(() => {
     const { body } = frame.contentDocument;
-    new frame.contentWindow.ResizeObserver(() => { if (!frame.hidden) frame.style.height = `${Math.ceil(body.getBoundingClientRect().bottom + frame.contentWindow.scrollY) + 8}px`; }).observe(body);
+    new frame.contentWindow.ResizeObserver(() => {
+      if (!frame.hidden)
+        frame.style.height = `${Math.ceil(body.getBoundingClientRect().bottom + frame.contentWindow.scrollY) + 8}px`;
+    }).observe(body);
     coloured();
   });
   new MutationObserver(coloured).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
 
-  // Before Python is there: the pictures that the site brings, of schedules as they are. The frame uses up what it gets.
+  // Before Python is there: the pictures that the site brings, of schedules as they are.
   function showGiven() {
     labelled();
-    const other = menu.value === EDITED, given = schedules[other ? "" : menu.value];
+    const other = menu.value === EDITED,
+      given = schedules[other ? "" : menu.value];
     if (given) show({ content: structuredClone(given.content), printed: "", sets: "nothing", other });
     const moved = inputs.some((each) => each.value !== each.defaultValue);
-    say(other ? "the picture is 1F1B's until this code runs" : moved ? "the picture follows the sliders once Python runs" : "");
+    say(
+      other
+        ? "the picture is 1F1B's until this code runs"
+        : moved
+          ? "the picture follows the sliders once Python runs"
+          : "",
+    );
   }
 
   function choose(name) {
@@ -181,7 +253,9 @@
 
   // Loading Python, when the reader asks for it.
   async function offer() {
-    const about = await (await fetch(new URL("engine.json", base))).json(), button = find("#pg-load"), progress = find("#pg-progress");
+    const about = await (await fetch(new URL("engine.json", base))).json(),
+      button = find("#pg-load"),
+      progress = find("#pg-progress");
     const mega = (bytes) => (bytes / 1e6).toFixed(1);
     if (engine.loaded) return run();
     find(".pg-start").hidden = false;
@@ -197,7 +271,11 @@
       try {
         await engine.load((loaded) => {
           progress.value = loaded;
-          say(loaded < about.counted ? `loading Python: ${mega(loaded)} of ${mega(about.counted)} MB` : "starting Python …");
+          say(
+            loaded < about.counted
+              ? `loading Python: ${mega(loaded)} of ${mega(about.counted)} MB`
+              : "starting Python …",
+          );
         });
         find(".pg-start").hidden = true;
         if (matchMedia("(pointer: fine)").matches) code.focus({ preventScroll: true });
@@ -211,16 +289,23 @@
   }
 
   // Links: the code or the schedule's name, the sliders, and what the frame shows.
-  const through = async (bytes, stream) => new Uint8Array(await new Response(new Blob([bytes]).stream().pipeThrough(stream)).arrayBuffer());
+  const through = async (bytes, stream) =>
+    new Uint8Array(await new Response(new Blob([bytes]).stream().pipeThrough(stream)).arrayBuffer());
 
   async function packed(text) {
     const bytes = await through(new TextEncoder().encode(text), new CompressionStream("deflate-raw"));
-    return btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join("")).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+    return btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""))
+      .replaceAll("+", "-")
+      .replaceAll("/", "_")
+      .replaceAll("=", "");
   }
 
   async function unpacked(text) {
-    const bytes = Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (letter) => letter.charCodeAt(0));
-    const reader = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw")).getReader(), parts = [];
+    const bytes = Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (letter) =>
+      letter.charCodeAt(0),
+    );
+    const reader = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw")).getReader(),
+      parts = [];
     for (let size = 0, part; !(part = await reader.read()).done; parts.push(part.value)) {
       if ((size += part.value.length) > MOST_CODE) throw new Error("it is too long");
     }
@@ -228,33 +313,56 @@
   }
 
   async function hash() {
-    const parts = menu.value === EDITED ? [`code=${await packed(code.value)}`] : menu.value ? [`schedule=${menu.value}`] : [];
+    const parts =
+      menu.value === EDITED ? [`code=${await packed(code.value)}`] : menu.value ? [`schedule=${menu.value}`] : [];
     for (const each of inputs) if (each.value !== each.defaultValue) parts.push(`${each.name}=${each.value}`);
-    const shown = frame.hidden ? "" : frame.contentWindow.hashOf?.().slice(1) ?? "";
+    const shown = frame.hidden ? "" : (frame.contentWindow.hashOf?.().slice(1) ?? "");
     if (shown) parts.push(shown);
     return `#${parts.join("&")}`;
   }
 
-  const tooLong = (link) => (link.length > MOST_LINK ? `no link: this code makes ${(link.length / 1024).toFixed(1)} kB, and mail and chat cut links above 8 kB; share the file instead` : "");
+  const tooLong = (link) =>
+    link.length > MOST_LINK
+      ? `no link: this code makes ${(link.length / 1024).toFixed(1)} kB, ` +
+        "and mail and chat cut links above 8 kB; share the file instead"
+      : "";
 
   async function kept() {
     const link = await hash();
-    if (root.isConnected) history.replaceState(history.state, "", tooLong(link) ? location.pathname + location.search : link);
+    if (root.isConnected)
+      history.replaceState(history.state, "", tooLong(link) ? location.pathname + location.search : link);
   }
 
   find("#pg-share").addEventListener("click", async () => {
-    const link = await hash(), refusal = tooLong(link);
+    const link = await hash(),
+      refusal = tooLong(link);
     if (refusal) return say(refusal);
     history.replaceState(history.state, "", link);
-    try { await navigator.clipboard.writeText(location.href); say("link copied"); } catch { say("the link is in the address bar"); }
+    try {
+      await navigator.clipboard.writeText(location.href);
+      say("link copied");
+    } catch {
+      say("the link is in the address bar");
+    }
   });
 
   async function restore() {
-    const parts = new Map(location.hash.slice(1).split("&").map((each) => each.split("=", 2)));
+    const parts = new Map(
+      location.hash
+        .slice(1)
+        .split("&")
+        .map((each) => each.split("=", 2)),
+    );
     form.reset();
     for (const each of inputs) if (/^[\d.]+$/.test(parts.get(each.name) ?? "")) each.value = parts.get(each.name);
     labelled();
-    [view, restored] = [["v", "z", "s", "l", "k"].filter((name) => parts.has(name)).map((name) => `${name}=${parts.get(name)}`).join("&"), false];
+    [view, restored] = [
+      ["v", "z", "s", "l", "k"]
+        .filter((name) => parts.has(name))
+        .map((name) => `${name}=${parts.get(name)}`)
+        .join("&"),
+      false,
+    ];
     const name = parts.get("schedule") ?? "";
     if (!parts.has("code")) return choose(Object.hasOwn(schedules, name) ? name : "");
     try {

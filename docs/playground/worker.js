@@ -9,7 +9,9 @@ const base = new URL("./", import.meta.url);
 let loaded = 0;
 
 const compiled = new Promise((resolve) => {
-  self.addEventListener("message", ({ data }) => { if (data.compiled) resolve(data.compiled); });
+  self.addEventListener("message", ({ data }) => {
+    if (data.compiled) resolve(data.compiled);
+  });
 });
 WebAssembly.instantiateStreaming = async (_, imports) => {
   const module = await compiled;
@@ -23,7 +25,13 @@ self.fetch = async (address, options) => {
   if (url.pathname.endsWith(".wasm")) return new Response();
   const answer = await plainFetch(url, options);
   if (!answer.ok) throw new Error(`${url.pathname} cannot be loaded (${answer.status})`);
-  const count = new TransformStream({ transform(chunk, out) { loaded += chunk.byteLength; postMessage({ loaded }); out.enqueue(chunk); } });
+  const count = new TransformStream({
+    transform(chunk, out) {
+      loaded += chunk.byteLength;
+      postMessage({ loaded });
+      out.enqueue(chunk);
+    },
+  });
   const body = answer.body.pipeThrough(count);
   return new Response(body, { headers: answer.headers });
 };
@@ -48,7 +56,10 @@ call`);
 }
 
 const loading = load();
-loading.then(() => postMessage({ ready: true }), (error) => postMessage({ failed: error.message }));
+loading.then(
+  () => postMessage({ ready: true }),
+  (error) => postMessage({ failed: error.message }),
+);
 
 self.addEventListener("message", async ({ data: { id, function: name, arguments: values } }) => {
   if (id === undefined) return;

@@ -2,12 +2,18 @@
 function gestures(line) {
   const { svg, scroller } = line;
   const xOf = (event) => event.clientX - scroller.getBoundingClientRect().left;
-  scroller.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.metaKey) return; // plain wheels scroll, as everywhere
-    event.preventDefault();
-    line.setZoom(line.zoom * Math.exp(-event.deltaY / 300), xOf(event));
-  }, { passive: false });
-  svg.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse" && !event.buttons) line.hover(line.at(event), event); });
+  scroller.addEventListener(
+    "wheel",
+    (event) => {
+      if (!event.ctrlKey && !event.metaKey) return; // plain wheels scroll, as everywhere
+      event.preventDefault();
+      line.setZoom(line.zoom * Math.exp(-event.deltaY / 300), xOf(event));
+    },
+    { passive: false },
+  );
+  svg.addEventListener("pointermove", (event) => {
+    if (event.pointerType === "mouse" && !event.buttons) line.hover(line.at(event), event);
+  });
   svg.addEventListener("pointerleave", () => line.hover(null));
   svg.addEventListener("click", (event) => {
     if (line.dragged) return;
@@ -19,9 +25,16 @@ function gestures(line) {
   drags(line, svg, xOf, false);
   for (const axis of line.axes) drags(line, axis, xOf, true);
   fingers(line, xOf);
-  const move = (event) => { scroller.scrollLeft = xOf(event) * line.zoom - line.width / 2; };
-  line.map.addEventListener("pointerdown", (event) => { line.map.setPointerCapture(event.pointerId); move(event); });
-  line.map.addEventListener("pointermove", (event) => { if (event.buttons) move(event); });
+  const move = (event) => {
+    scroller.scrollLeft = xOf(event) * line.zoom - line.width / 2;
+  };
+  line.map.addEventListener("pointerdown", (event) => {
+    line.map.setPointerCapture(event.pointerId);
+    move(event);
+  });
+  line.map.addEventListener("pointermove", (event) => {
+    if (event.buttons) move(event);
+  });
 }
 
 // A drag moves the picture; with Shift, or on the axis, it selects a span of time. Fingers scroll, as everywhere.
@@ -56,7 +69,10 @@ function drags(line, target, xOf, onAxis) {
 // Two fingers zoom about the time between them.
 function fingers(line, xOf) {
   let before = null;
-  const read = ({ touches: [one, other] }) => ({ apart: Math.max(20, Math.abs(one.clientX - other.clientX)), x: (xOf(one) + xOf(other)) / 2 });
+  const read = ({ touches: [one, other] }) => ({
+    apart: Math.max(20, Math.abs(one.clientX - other.clientX)),
+    x: (xOf(one) + xOf(other)) / 2,
+  });
   const follow = (event) => {
     if (event.touches.length !== 2) return (before = null);
     event.preventDefault();
@@ -67,5 +83,6 @@ function fingers(line, xOf) {
     }
     return (before = now);
   };
-  for (const name of ["touchstart", "touchmove", "touchend"]) line.scroller.addEventListener(name, follow, { passive: false });
+  for (const name of ["touchstart", "touchmove", "touchend"])
+    line.scroller.addEventListener(name, follow, { passive: false });
 }

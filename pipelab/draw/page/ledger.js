@@ -1,17 +1,26 @@
 // What is work and what is idle, over all ranks: [name, time], without what is nothing.
 function totalOf(sums) {
   const whole = sums.reduce((sum, each) => sum + [...each.values()].reduce((a, b) => a + b, 0), 0);
-  return ["work", ...data.reasons].map((name) => [name, sums.reduce((sum, each) => sum + (each.get(name) ?? 0), 0)]).filter(([, each]) => each > near * whole);
+  return ["work", ...data.reasons]
+    .map((name) => [name, sums.reduce((sum, each) => sum + (each.get(name) ?? 0), 0)])
+    .filter(([, each]) => each > near * whole);
 }
 
 // For each rank, its work, and its idle time by reason.
 function tableOf(sums, length) {
-  const parts = totalOf(sums).map(([name]) => name), table = tag("table"), head = tag("tr");
+  const parts = totalOf(sums).map(([name]) => name),
+    table = tag("table"),
+    head = tag("tr");
   head.append(...["rank", ...parts, "idle"].map((name) => tag("th", name)));
   table.append(head);
   sums.forEach((each, rank) => {
-    const line = tag("tr"), lost = length - each.get("work");
-    line.append(tag("th", `rank ${rank}`), ...parts.map((name) => tag("td", number(each.get(name) ?? 0))), tag("td", `${number(lost)} (${(100 * lost / length).toFixed(1)} %)`));
+    const line = tag("tr"),
+      lost = length - each.get("work");
+    line.append(
+      tag("th", `rank ${rank}`),
+      ...parts.map((name) => tag("td", number(each.get(name) ?? 0))),
+      tag("td", `${number(lost)} (${((100 * lost) / length).toFixed(1)} %)`),
+    );
     table.append(line);
   });
   return table;
@@ -19,26 +28,41 @@ function tableOf(sums, length) {
 
 // A span of time that was dragged over.
 function explainRange({ model }, { from, to }) {
-  const sums = model.sums(from, to), whole = (to - from) * model.lanes.length, scroll = tag("div", "", "figures");
+  const sums = model.sums(from, to),
+    whole = (to - from) * model.lanes.length,
+    scroll = tag("div", "", "figures");
   scroll.append(tableOf(sums, to - from));
-  return [tag("h3", `From ${number(from)} to ${number(to)}`), tag("p", `${time(to - from, model.unit)} on ${model.lanes.length} ranks: ${equation(whole, totalOf(sums))}`), scroll];
+  return [
+    tag("h3", `From ${number(from)} to ${number(to)}`),
+    tag("p", `${time(to - from, model.unit)} on ${model.lanes.length} ranks: ${equation(whole, totalOf(sums))}`),
+    scroll,
+  ];
 }
 
-function equation(whole, parts) { return `${number(whole)} = ${parts.map(([name, each]) => `${name} ${number(each)}`).join(" + ")}`; }
+function equation(whole, parts) {
+  return `${number(whole)} = ${parts.map(([name, each]) => `${name} ${number(each)}`).join(" + ")}`;
+}
 
 // Where the time of all ranks went, as a bar and, opened, as a table.
 function ledgerOf(timeline) {
-  const { model } = timeline, whole = model.span * model.lanes.length, sums = model.sums(), parts = totalOf(sums);
-  const holder = tag("details", "", "ledger"), summary = tag("summary"), bar = tag("div", "", "parts");
+  const { model } = timeline,
+    whole = model.span * model.lanes.length,
+    sums = model.sums(),
+    parts = totalOf(sums);
+  const holder = tag("details", "", "ledger"),
+    summary = tag("summary"),
+    bar = tag("div", "", "parts");
   for (const [name, each] of parts) {
     const part = tag("button", `${name} ${number(each)}`, name === "work" ? "work" : "lost");
     part.type = "button";
     part.style.flexGrow = each;
-    part.title = `${name}: ${time(each, model.unit)}, ${(100 * each / whole).toFixed(1)} %`;
+    part.title = `${name}: ${time(each, model.unit)}, ${((100 * each) / whole).toFixed(1)} %`;
     part.dataset.reason = name;
     part.addEventListener("click", (event) => {
       event.preventDefault();
-      const longest = model.idle.filter((idle) => idle.reason === name).reduce((most, idle) => (!most || idle.end - idle.start > most.end - most.start ? idle : most), null);
+      const longest = model.idle
+        .filter((idle) => idle.reason === name)
+        .reduce((most, idle) => (!most || idle.end - idle.start > most.end - most.start ? idle : most), null);
       if (longest) select(timeline, { idle: longest }, true);
     });
     bar.append(part);

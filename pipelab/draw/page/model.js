@@ -10,7 +10,14 @@ const unpack = (list) => list.flatMap((each) => (Array.isArray(each) ? new Array
 
 class Model {
   constructor(raw) {
-    Object.assign(this, { title: raw.name, about: raw.about, unit: raw.unit, span: raw.span * raw.tick, tick: raw.tick, typical: raw.typical });
+    Object.assign(this, {
+      title: raw.name,
+      about: raw.about,
+      unit: raw.unit,
+      span: raw.span * raw.tick,
+      tick: raw.tick,
+      typical: raw.typical,
+    });
     Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
     this.first = []; // by rank: its first place
@@ -29,14 +36,24 @@ class Model {
     let place = 0;
     raw.ranks.forEach((rank, r) => {
       this.first.push(place);
-      const before = [0, 0, 0, 0, 0], last = [0, 0, 0, 0, 0];
+      const before = [0, 0, 0, 0, 0],
+        last = [0, 0, 0, 0, 0];
       const [kept, numbers, gaps, lasts] = ["stage", "microbatches", "gaps", "lasts"].map((name) => unpack(rank[name]));
-      const reasons = unpack(rank.idle), idle = [];
-      let time = 0, free = 0, part = 0;
+      const reasons = unpack(rank.idle),
+        idle = [];
+      let time = 0,
+        free = 0,
+        part = 0;
       const idleUntil = (until) => {
         while (free < until) {
-          const reason = reasons[part++], end = reason < 0 ? free + reasons[part++] : until;
-          idle.push({ rank: r, reason: data.reasons[reason < 0 ? -1 - reason : reason], start: free * raw.tick, end: end * raw.tick });
+          const reason = reasons[part++],
+            end = reason < 0 ? free + reasons[part++] : until;
+          idle.push({
+            rank: r,
+            reason: data.reasons[reason < 0 ? -1 - reason : reason],
+            start: free * raw.tick,
+            end: end * raw.tick,
+          });
           free = end;
         }
       };
@@ -64,7 +81,8 @@ class Model {
     this.count = count;
     this.unpackLags(raw);
     this.idle = this.idleOf.flat();
-    for (const rank of raw.ranks) for (const name of ["kinds", "stage", "microbatches", "gaps", "lasts", "lags", "idle"]) delete rank[name]; // unpacked
+    const unpacked = ["kinds", "stage", "microbatches", "gaps", "lasts", "lags", "idle"];
+    for (const rank of raw.ranks) for (const name of unpacked) delete rank[name];
     this.critical = new Set(raw.critical.map(([rank, index]) => this.first[rank] + index));
   }
 
@@ -77,23 +95,34 @@ class Model {
       if (!lags.length) return;
       for (let place = this.first[r]; place < this.first[r + 1]; place += 1) {
         for (const giver of this.needs(place)) {
-          if (this.rank[giver] !== r && this.kind[place] < 4) this.lags.set(giver * this.count + place, lags[at++] * raw.tick);
+          if (this.rank[giver] !== r && this.kind[place] < 4)
+            this.lags.set(giver * this.count + place, lags[at++] * raw.tick);
         }
       }
     });
   }
 
-  slot(kind, stage, microbatch) { return (kind * this.depth + stage) * this.microbatches + microbatch; }
+  slot(kind, stage, microbatch) {
+    return (kind * this.depth + stage) * this.microbatches + microbatch;
+  }
 
   find(kind, stage, microbatch) {
-    return stage < 0 || stage >= this.depth || microbatch >= this.microbatches ? -1 : this.places[this.slot(kind, stage, microbatch)];
+    return stage < 0 || stage >= this.depth || microbatch >= this.microbatches
+      ? -1
+      : this.places[this.slot(kind, stage, microbatch)];
   }
 
   // The idle times of a rank that overlap the time between `from` and `to`.
   idleIn(rank, from, to) {
-    const all = this.idleOf[rank], found = [];
-    let low = 0, high = all.length;
-    while (low < high) { const middle = (low + high) >> 1; if (all[middle].end > from) high = middle; else low = middle + 1; }
+    const all = this.idleOf[rank],
+      found = [];
+    let low = 0,
+      high = all.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (all[middle].end > from) high = middle;
+      else low = middle + 1;
+    }
     for (; low < all.length && all[low].start < to; low += 1) found.push(all[low]);
     return found;
   }
@@ -129,18 +158,24 @@ class Model {
 
   // The places of the actions whose values an action needs.
   needs(place) {
-    const kind = this.kind[place], s = this.stage[place], m = this.microbatch[place];
+    const kind = this.kind[place],
+      s = this.stage[place],
+      m = this.microbatch[place];
     const either = (stage, micro) => [this.find(1, stage, micro), this.find(2, stage, micro)];
     let found = [];
     if (kind === 0) found = [this.find(0, s - 1, m)];
     else if (kind === 1 || kind === 2) found = [this.find(0, s, m), ...either(s + 1, m)];
     else if (kind === 3) found = [this.find(2, s, m)];
-    else for (let micro = 0; micro < this.microbatches; micro += 1) found.push(this.find(1, s, micro), this.find(3, s, micro));
+    else
+      for (let micro = 0; micro < this.microbatches; micro += 1)
+        found.push(this.find(1, s, micro), this.find(3, s, micro));
     return found.filter((giver) => giver >= 0);
   }
 
   gives(place) {
-    const kind = this.kind[place], s = this.stage[place], m = this.microbatch[place];
+    const kind = this.kind[place],
+      s = this.stage[place],
+      m = this.microbatch[place];
     let found = [];
     if (kind === 0) found = [this.find(0, s + 1, m), this.find(1, s, m), this.find(2, s, m)];
     else if (kind === 2) found = [this.find(3, s, m), this.find(1, s - 1, m), this.find(2, s - 1, m)];
@@ -149,7 +184,9 @@ class Model {
     return found.filter((needer) => needer >= 0);
   }
 
-  arrives(giver, place) { return this.end[giver] + (this.lags.get(giver * this.count + place) ?? 0); }
+  arrives(giver, place) {
+    return this.end[giver] + (this.lags.get(giver * this.count + place) ?? 0);
+  }
 
   // The place before an action on its rank, in an earlier slot; -1 if it is the first.
   before(place) {
@@ -160,13 +197,19 @@ class Model {
   // What an action waited for last: [giver, when its value was there], or null if its rank was busy until it started.
   waited(place) {
     let givers = this.needs(place).map((giver) => [giver, this.arrives(giver, place)]);
-    if (this.half[place] === 1) givers = givers.concat(this.needs(place + 1).map((giver) => [giver, this.arrives(giver, place + 1)]));
-    if (this.half[place] === 2) givers = givers.concat(this.needs(place - 1).map((giver) => [giver, this.arrives(giver, place - 1)]));
+    if (this.half[place] === 1)
+      givers = givers.concat(this.needs(place + 1).map((giver) => [giver, this.arrives(giver, place + 1)]));
+    if (this.half[place] === 2)
+      givers = givers.concat(this.needs(place - 1).map((giver) => [giver, this.arrives(giver, place - 1)]));
     if (this.kind[place] === 4) {
-      const lasts = this.reduces.get(this.stage[place]).map((each) => this.before(each)).filter((each) => each >= 0);
+      const lasts = this.reduces
+        .get(this.stage[place])
+        .map((each) => this.before(each))
+        .filter((each) => each >= 0);
       givers = lasts.map((each) => [each, this.end[each]]);
     }
-    const before = this.before(place), free = before < 0 ? 0 : this.end[before];
+    const before = this.before(place),
+      free = before < 0 ? 0 : this.end[before];
     const last = givers.reduce((most, each) => (most === null || each[1] > most[1] ? each : most), null);
     return last && last[1] > free + 1e-6 * this.span ? last : null;
   }
@@ -183,7 +226,9 @@ class Model {
     const late = new Float64Array(this.count).fill(this.span);
     const order = [...late.keys()].sort((a, b) => this.end[b] - this.end[a] || this.start[b] - this.start[a] || b - a);
     for (const place of order) {
-      const limit = (needer, lag) => { late[place] = Math.min(late[place], late[needer] - (this.end[needer] - this.start[needer]) - lag); };
+      const limit = (needer, lag) => {
+        late[place] = Math.min(late[place], late[needer] - (this.end[needer] - this.start[needer]) - lag);
+      };
       for (const needer of this.gives(place)) limit(needer, this.arrives(place, needer) - this.end[place]);
       const following = place + (this.half[place] === 1 ? 2 : 1);
       if (following < this.first[this.rank[place] + 1]) limit(following, 0);
@@ -217,7 +262,8 @@ class Model {
 function above(values, bound, low = 0, high = values.length) {
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (values[middle] > bound) high = middle; else low = middle + 1;
+    if (values[middle] > bound) high = middle;
+    else low = middle + 1;
   }
   return low;
 }

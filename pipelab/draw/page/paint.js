@@ -24,8 +24,10 @@ function css(name) {
 
 // Where a text stands in the visible part of a box: across, upright, or nowhere.
 function place(box, text, right) {
-  const begin = Math.max(box.x, 0), visible = Math.min(box.x + box.width, right) - begin;
-  const spot = { x: begin + visible / 2, y: box.y + box.height / 2 }, long = text.length * 7.5 + 3;
+  const begin = Math.max(box.x, 0),
+    visible = Math.min(box.x + box.width, right) - begin;
+  const spot = { x: begin + visible / 2, y: box.y + box.height / 2 },
+    long = text.length * 7.5 + 3;
   if (long <= visible && box.height >= 12) return spot;
   return long <= box.height && visible >= 13 ? { ...spot, upright: true } : null;
 }
@@ -33,10 +35,27 @@ function place(box, text, right) {
 function svgPainter(group) {
   const fill = (colour) => `fill:var(${colour})`;
   return {
-    rect: (box, colour, opacity, attributes) => group.append(element("rect", { ...box, style: fill(colour), opacity: opacity === 1 ? null : opacity, ...attributes })),
+    rect: (box, colour, opacity, attributes) =>
+      group.append(
+        element("rect", { ...box, style: fill(colour), opacity: opacity === 1 ? null : opacity, ...attributes }),
+      ),
     text: (box, text, colour, opacity, attributes, right) => {
       const spot = place(box, text, right);
-      if (spot) group.append(element("text", { ...attributes, x: spot.x, y: spot.y, transform: spot.upright ? `rotate(-90 ${spot.x} ${spot.y})` : null, style: fill(colour), opacity: opacity === 1 ? null : opacity }, text));
+      if (spot)
+        group.append(
+          element(
+            "text",
+            {
+              ...attributes,
+              x: spot.x,
+              y: spot.y,
+              transform: spot.upright ? `rotate(-90 ${spot.x} ${spot.y})` : null,
+              style: fill(colour),
+              opacity: opacity === 1 ? null : opacity,
+            },
+            text,
+          ),
+        );
     },
     note: (x, y, text, attributes) => group.append(element("text", { x, y, ...attributes }, text)),
     columns: (shares, columns, { y, height }, width) => {
@@ -48,7 +67,11 @@ function svgPainter(group) {
           const high = Math.min(shares[5 * column + kind], 1 - below[column]);
           if (high <= 0) continue;
           below[column] += high;
-          path += `M${(column * wide).toFixed(2)} ${(y + height * (1 - below[column])).toFixed(2)}h${wide.toFixed(2)}v${(height * high).toFixed(2)}h${(-wide).toFixed(2)}z`;
+          const top = y + height * (1 - below[column]);
+          const [left, upper, right, down, back] = [column * wide, top, wide, height * high, -wide].map((each) =>
+            each.toFixed(2),
+          );
+          path += `M${left} ${upper}h${right}v${down}h${back}z`;
         }
         if (path) group.append(element("path", { d: path, style: fill(`--${letter}0`) }));
       });
@@ -65,7 +88,9 @@ class Pixels {
 
   // Begin a picture; `shift` is how far from its left edge x = 0 is.
   begin(width, height, shift = 0, ratio = window.devicePixelRatio || 1) {
-    const wide = Math.round((width + shift) * ratio), high = Math.round(height * ratio), { canvas } = this;
+    const wide = Math.round((width + shift) * ratio),
+      high = Math.round(height * ratio),
+      { canvas } = this;
     if (canvas.width !== wide || canvas.height !== high || !this.image) {
       Object.assign(canvas, { width: wide, height: high });
       Object.assign(canvas.style, { width: `${width + shift}px`, height: `${height}px` });
@@ -89,8 +114,10 @@ class Pixels {
   }
 
   rect(box, colour, opacity, { class: name = "" } = {}) {
-    const { data, wide, ratio } = this, begin = (box.x + this.shift) * ratio;
-    const left = Math.max(0, Math.round(begin)), top = Math.max(0, Math.round(box.y * ratio));
+    const { data, wide, ratio } = this,
+      begin = (box.x + this.shift) * ratio;
+    const left = Math.max(0, Math.round(begin)),
+      top = Math.max(0, Math.round(box.y * ratio));
     const bottom = Math.min(this.high, Math.round((box.y + box.height) * ratio));
     let right = Math.round(begin + (box.width > 4 ? box.width - 0.7 : box.width) * ratio);
     right = Math.min(wide, Math.max(right, Math.round(begin) + 1));
@@ -100,25 +127,42 @@ class Pixels {
       if (right - left > 24) data.fill(pixel, line + left, line + right);
       else for (let at = line + left; at < line + right; at += 1) data[at] = pixel;
     }
-    if (name && /critical|found|running|outline/.test(name)) this.later.push((context) => { context.strokeStyle = css("--text"); context.strokeRect(box.x, box.y, box.width, box.height); });
+    if (name && /critical|found|running|outline/.test(name))
+      this.later.push((context) => {
+        context.strokeStyle = css("--text");
+        context.strokeRect(box.x, box.y, box.width, box.height);
+      });
   }
 
-  // Each column as its shares of time, one kind above the other, idle time on top; where two share a pixel, it is mixed.
+  // Each column as its shares of time, one kind above the other, idle time on top.
+  // Where two share a pixel, it is mixed.
   columns(shares, columns, { y, height }, width) {
-    const { data, wide, ratio, shift } = this, from = Math.round(shift * ratio), step = (width * ratio) / columns;
-    const top = Math.round(y * ratio), rows = Math.min(Math.round(height * ratio), this.high - top);
-    const colours = Int32Array.from([...[...KINDS].map((letter) => `--${letter}0`), "--idle"], (name) => this.pixel(name));
-    const channels = Float64Array.from([...colours].flatMap((colour) => [0, 8, 16].map((by) => (colour >> by) & 255))), mixed = new Float64Array(3);
-    const write = (row, left, right, pixel) => { for (let at = (top + rows - 1 - row) * wide + left, end = at + right - left; at < end; at += 1) data[at] = pixel; };
+    const { data, wide, ratio, shift } = this,
+      from = Math.round(shift * ratio),
+      step = (width * ratio) / columns;
+    const top = Math.round(y * ratio),
+      rows = Math.min(Math.round(height * ratio), this.high - top);
+    const colours = Int32Array.from([...[...KINDS].map((letter) => `--${letter}0`), "--idle"], (name) =>
+      this.pixel(name),
+    );
+    const channels = Float64Array.from([...colours].flatMap((colour) => [0, 8, 16].map((by) => (colour >> by) & 255))),
+      mixed = new Float64Array(3);
+    const write = (row, left, right, pixel) => {
+      for (let at = (top + rows - 1 - row) * wide + left, end = at + right - left; at < end; at += 1) data[at] = pixel;
+    };
     for (let column = 0; column < columns; column += 1) {
-      const left = from + Math.round(column * step), right = from + Math.round((column + 1) * step);
+      const left = from + Math.round(column * step),
+        right = from + Math.round((column + 1) * step);
       let filled = 0;
       for (let kind = 0; kind < 6; kind += 1) {
-        const until = kind === 5 ? rows : Math.min(rows, filled + shares[5 * column + kind] * rows), full = Math.floor(until);
+        const until = kind === 5 ? rows : Math.min(rows, filled + shares[5 * column + kind] * rows),
+          full = Math.floor(until);
         if (until <= filled) continue;
-        let row = Math.floor(filled), part = Math.min(until, row + 1) - filled;
+        let row = Math.floor(filled),
+          part = Math.min(until, row + 1) - filled;
         filled = until;
-        if (part < 1) { // it shares a pixel with the kind below
+        if (part < 1) {
+          // it shares a pixel with the kind below
           for (let at = 0; at < 3; at += 1) mixed[at] += part * channels[3 * kind + at];
           if (full === row) continue;
           write(row, left, right, (255 << 24) | ((mixed[2] + 0.5) << 16) | ((mixed[1] + 0.5) << 8) | (mixed[0] + 0.5));
@@ -150,7 +194,12 @@ class Pixels {
   note(x, y, text, { class: name = "" }) {
     this.later.push((context) => {
       context.save();
-      Object.assign(context, { textAlign: name === "axis-text" ? "center" : "start", textBaseline: "alphabetic", fillStyle: css("--text"), globalAlpha: 1 });
+      Object.assign(context, {
+        textAlign: name === "axis-text" ? "center" : "start",
+        textBaseline: "alphabetic",
+        fillStyle: css("--text"),
+        globalAlpha: 1,
+      });
       context.fillText(text, x, y);
       context.restore();
     });
@@ -161,7 +210,12 @@ class Pixels {
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.putImageData(this.image, 0, 0);
     context.setTransform(ratio, 0, 0, ratio, this.shift * ratio, 0);
-    Object.assign(context, { textAlign: "center", textBaseline: "middle", font: "12px system-ui, sans-serif", globalAlpha: 1 });
+    Object.assign(context, {
+      textAlign: "center",
+      textBaseline: "middle",
+      font: "12px system-ui, sans-serif",
+      globalAlpha: 1,
+    });
     for (const paint of this.later) paint(context);
   }
 }

@@ -9,23 +9,38 @@ const near = 1e-7;
 // A button that selects an action or an idle time.
 function link(timeline, chosen, text = null) {
   const { model } = timeline;
-  const made = tag("button", text ?? (chosen.idle ? `idle from ${number(chosen.idle.start)} to ${number(chosen.idle.end)}` : model.name(chosen.place)), "link");
+  const made = tag(
+    "button",
+    text ??
+      (chosen.idle ? `idle from ${number(chosen.idle.start)} to ${number(chosen.idle.end)}` : model.name(chosen.place)),
+    "link",
+  );
   made.type = "button";
   made.addEventListener("click", () => select(timeline, chosen, true));
   return made;
 }
 
 function sentence(model, { place, idle, range }) {
-  if (range) return `from ${number(range.from)} to ${number(range.to)} (${time(range.to - range.from, model.unit)}): all ranks together ${totalOf(model.sums(range.from, range.to)).map(([name, each]) => `${name} ${number(each)}`).join(", ")}`;
+  if (range) {
+    const sums = totalOf(model.sums(range.from, range.to)).map(([name, each]) => `${name} ${number(each)}`);
+    const length = time(range.to - range.from, model.unit);
+    return `from ${number(range.from)} to ${number(range.to)} (${length}): all ranks together ${sums.join(", ")}`;
+  }
   if (idle) return `rank ${idle.rank} is idle from ${number(idle.start)} to ${number(idle.end)}: ${idle.reason}`;
-  const m = model.microbatch[place], of = m < 0 ? "" : ` of micro-batch ${m}`;
-  return `${model.name(place)}, ${WORDS[KINDS[model.kind[place]]]}${of} on stage ${model.stage[place]}, rank ${model.rank[place]}, ${number(model.start[place])} to ${number(model.end[place])}`;
+  const m = model.microbatch[place],
+    of = m < 0 ? "" : ` of micro-batch ${m}`;
+  const what = `${model.name(place)}, ${WORDS[KINDS[model.kind[place]]]}${of} on stage ${model.stage[place]}`;
+  const when = `${number(model.start[place])} to ${number(model.end[place])}`;
+  return `${what}, rank ${model.rank[place]}, ${when}`;
 }
 
 function select(timeline, chosen, reveal = false) {
   state.timeline = timeline;
   state.chosen = chosen;
-  look.lit = chosen && chosen.place !== undefined && timeline.model.microbatch[chosen.place] >= 0 ? timeline.model.microbatch[chosen.place] : null;
+  look.lit =
+    chosen && chosen.place !== undefined && timeline.model.microbatch[chosen.place] >= 0
+      ? timeline.model.microbatch[chosen.place]
+      : null;
   for (const each of timelines) {
     each.chosen = each === timeline ? chosen : chosen && twin(timeline, chosen, each);
     each.redraw();
@@ -60,23 +75,42 @@ function explain() {
   close.title = "close (Esc)";
   close.setAttribute("aria-label", "close");
   close.addEventListener("click", () => select(timeline, null));
-  const said = chosen.range ? explainRange(timeline, chosen.range) : chosen.idle ? explainIdle(timeline, chosen.idle) : explainAction(timeline, chosen.place);
+  const said = chosen.range
+    ? explainRange(timeline, chosen.range)
+    : chosen.idle
+      ? explainIdle(timeline, chosen.idle)
+      : explainAction(timeline, chosen.place);
   panel.replaceChildren(close, ...said);
   if (inside) panel.focus({ preventScroll: true });
   if (getComputedStyle(panel).position !== "fixed" || chosen.range) return;
   // On a phone the panel lies over the page: what is selected goes above it.
-  const box = timeline.boxOf(chosen), bottom = timeline.svg.getBoundingClientRect().top + box.y + box.height + 8;
+  const box = timeline.boxOf(chosen),
+    bottom = timeline.svg.getBoundingClientRect().top + box.y + box.height + 8;
   scrollBy(0, Math.max(0, bottom - panel.getBoundingClientRect().top));
 }
 
 function explainAction(timeline, place) {
-  const { model } = timeline, list = tag("dl"), start = model.start[place], end = model.end[place];
-  const m = model.microbatch[place], lane = model.lanes[model.rank[place]];
-  row(list, "what", `${WORDS[KINDS[model.kind[place]]]}${m < 0 ? "" : ` of micro-batch ${m}`} on stage ${model.stage[place]}`);
+  const { model } = timeline,
+    list = tag("dl"),
+    start = model.start[place],
+    end = model.end[place];
+  const m = model.microbatch[place],
+    lane = model.lanes[model.rank[place]];
+  row(
+    list,
+    "what",
+    `${WORDS[KINDS[model.kind[place]]]}${m < 0 ? "" : ` of micro-batch ${m}`} on stage ${model.stage[place]}`,
+  );
   row(list, "where", `rank ${model.rank[place]}${lane.lane ? ` (${lane.lane})` : ""}`);
   row(list, "when", `${number(start)} to ${number(end)} (${time(end - start, model.unit)})`);
   const last = model.waited(place);
-  const values = (places, text) => places.map((each) => { const item = tag("li"); item.append(link(timeline, { place: each }), text(each)); item.dataset.name = model.name(each); return item; });
+  const values = (places, text) =>
+    places.map((each) => {
+      const item = tag("li");
+      item.append(link(timeline, { place: each }), text(each));
+      item.dataset.name = model.name(each);
+      return item;
+    });
   const listed = (name, places, text) => {
     const items = tag("ul");
     items.append(...values(places.slice(0, 24), text));
@@ -85,52 +119,114 @@ function explainAction(timeline, place) {
     list.lastChild.dataset.list = name;
   };
   listed("needs", model.needs(place), (giver) => {
-    const there = model.arrives(giver, place), spare = start - there;
-    const text = ` on rank ${model.rank[giver]}, there at ${number(there)}${last && last[0] === giver ? ": the last" : spare > near * model.span ? `, ${number(spare)} before` : ""}`;
-    return last && last[0] === giver ? tag("b", text) : text;
+    const there = model.arrives(giver, place),
+      spare = start - there;
+    const text = ` on rank ${model.rank[giver]}, there at ${number(there)}`;
+    if (last && last[0] === giver) return tag("b", `${text}: the last`);
+    return spare > near * model.span ? `${text}, ${number(spare)} before` : text;
   });
-  listed("gives to", model.gives(place), (needer) => ` on rank ${model.rank[needer]}, which starts at ${number(model.start[needer])}`);
-  const before = model.before(place), free = before < 0 ? 0 : model.end[before], waited = tag("span");
-  if (last) waited.append(link(timeline, { place: last[0] }), `, for which the rank was idle for ${time(start - free, model.unit)}`);
-  else if (start - free > near * model.span) waited.append(`nothing that it needs: it started ${time(start - free, model.unit)} after its rank was free`);
+  listed(
+    "gives to",
+    model.gives(place),
+    (needer) => ` on rank ${model.rank[needer]}, which starts at ${number(model.start[needer])}`,
+  );
+  const before = model.before(place),
+    free = before < 0 ? 0 : model.end[before],
+    waited = tag("span");
+  if (last)
+    waited.append(
+      link(timeline, { place: last[0] }),
+      `, for which the rank was idle for ${time(start - free, model.unit)}`,
+    );
+  else if (start - free > near * model.span)
+    waited.append(`nothing that it needs: it started ${time(start - free, model.unit)} after its rank was free`);
   else waited.append(before < 0 ? "nothing" : "nothing: it started when its rank was free");
   row(list, "waited for", waited);
   for (const [name, text] of changes(timeline, place)) row(list, name, text);
   const slack = model.slack[place];
-  row(list, "slack", model.critical.has(place) ? "none: it is on the critical path, and the step gets shorter only if that does"
-    : slack > near * model.span ? `${time(slack, model.unit)}: it could end so much later without a longer makespan` : "none: if it took longer, so would the step");
-  const held = (moment) => model.memory(model.rank[place]).reduce((now, [at, count]) => (at <= moment + near * model.span ? count : now), 0);
-  row(list, "memory", `the rank holds ${held(start)} activations while it runs, ${held(end)} after it; its peak is ${lane.peak}`);
+  row(
+    list,
+    "slack",
+    model.critical.has(place)
+      ? "none: it is on the critical path, and the step gets shorter only if that does"
+      : slack > near * model.span
+        ? `${time(slack, model.unit)}: it could end so much later without a longer makespan`
+        : "none: if it took longer, so would the step",
+  );
+  const held = (moment) =>
+    model.memory(model.rank[place]).reduce((now, [at, count]) => (at <= moment + near * model.span ? count : now), 0);
+  row(
+    list,
+    "memory",
+    `the rank holds ${held(start)} activations while it runs, ${held(end)} after it; its peak is ${lane.peak}`,
+  );
   return [tag("h3", model.name(place)), list];
 }
 
 // Why an idle time is there: what the next action waited for, step by step back to a first action.
 function explainIdle(timeline, idle) {
-  const { model } = timeline, parts = [], length = time(idle.end - idle.start, model.unit), next = model.next(idle.rank, idle.end);
+  const { model } = timeline,
+    parts = [],
+    length = time(idle.end - idle.start, model.unit),
+    next = model.next(idle.rank, idle.end);
   const text = tag("p");
-  if (idle.reason === "drain") text.append("The rank has done all of its actions. The last was ", link(timeline, { place: model.first[idle.rank + 1] - 1 }), `; other ranks end at ${number(model.span)}.`);
+  if (idle.reason === "drain")
+    text.append(
+      "The rank has done all of its actions. The last was ",
+      link(timeline, { place: model.first[idle.rank + 1] - 1 }),
+      `; other ranks end at ${number(model.span)}.`,
+    );
   else if (next < 0) text.append("The rank has nothing to do.");
   else {
     const last = model.waited(next);
     text.append(link(timeline, { place: next }), idle.reason === "fill" ? ", its first action, " : " ");
     if (!last || idle.reason === "order") text.append("has all that it needs; the rank had not started it.");
-    else if (idle.reason === "all-reduce") text.append("begins when the last rank of its stage is there, which runs ", link(timeline, { place: last[0] }), ` until ${number(model.end[last[0]])}.`);
+    else if (idle.reason === "all-reduce")
+      text.append(
+        "begins when the last rank of its stage is there, which runs ",
+        link(timeline, { place: last[0] }),
+        ` until ${number(model.end[last[0]])}.`,
+      );
     else {
-      const travel = idle.reason === "transfer" ? " and is on its way" : idle.reason === "behind another transfer" ? ", but its transfer stands behind another" : "";
+      const travel =
+        idle.reason === "transfer"
+          ? " and is on its way"
+          : idle.reason === "behind another transfer"
+            ? ", but its transfer stands behind another"
+            : "";
       const behind = model.lanes[idle.rank].behind[next - model.first[idle.rank]];
-      text.append("needs ", link(timeline, { place: last[0] }), ` of rank ${model.rank[last[0]]}, which ends at ${number(model.end[last[0]])}${travel}.${behind ? ` ${behind}.` : ""}`);
+      text.append(
+        "needs ",
+        link(timeline, { place: last[0] }),
+        ` of rank ${model.rank[last[0]]}, which ends at ${number(model.end[last[0]])}${travel}.`,
+        behind ? ` ${behind}.` : "",
+      );
     }
     if (last) parts.push(chain(timeline, last[0]));
   }
-  return [tag("h3", `Rank ${idle.rank} is idle from ${number(idle.start)} to ${number(idle.end)}`), tag("p", `${length}: ${idle.reason}. ${data.meanings[idle.reason]}`), text, ...parts];
+  return [
+    tag("h3", `Rank ${idle.rank} is idle from ${number(idle.start)} to ${number(idle.end)}`),
+    tag("p", `${length}: ${idle.reason}. ${data.meanings[idle.reason]}`),
+    text,
+    ...parts,
+  ];
 }
 
 function chain(timeline, place) {
-  const { model } = timeline, steps = tag("ol", "", "chain");
+  const { model } = timeline,
+    steps = tag("ol", "", "chain");
   const step = () => {
-    const last = model.waited(place), before = model.before(place), item = tag("li");
+    const last = model.waited(place),
+      before = model.before(place),
+      item = tag("li");
     item.append(link(timeline, { place }), ` begins at ${number(model.start[place])}`);
-    if (last) item.append(" when ", link(timeline, { place: last[0] }), ` of rank ${model.rank[last[0]]} ends at ${number(model.end[last[0]])}`, last[1] > model.end[last[0]] + near * model.span ? ` and its value is there at ${number(last[1])}` : "");
+    if (last)
+      item.append(
+        " when ",
+        link(timeline, { place: last[0] }),
+        ` of rank ${model.rank[last[0]]} ends at ${number(model.end[last[0]])}`,
+        last[1] > model.end[last[0]] + near * model.span ? ` and its value is there at ${number(last[1])}` : "",
+      );
     else if (before >= 0) item.append(": until then its rank runs ", link(timeline, { place: before }));
     else item.append(": it is its rank's first, and needs nothing");
     steps.append(item);
@@ -144,7 +240,10 @@ function chain(timeline, place) {
   if (more) {
     const button = tag("button", "more, back to the root");
     button.type = "button";
-    button.addEventListener("click", () => { for (let count = 0; count < 500 && more; count += 1) more = step(); button.remove(); });
+    button.addEventListener("click", () => {
+      for (let count = 0; count < 500 && more; count += 1) more = step();
+      button.remove();
+    });
     holder.append(button);
   }
   return holder;
@@ -158,17 +257,34 @@ function showTip(timeline, event) {
   tip.style.top = `${event.clientY + 40 > innerHeight ? event.clientY - 34 : event.clientY + 18}px`;
 }
 
-const moved = (source) => { for (const each of timelines) { if (each === source) each.redraw(); else if (data.shared) each.follow(source); else each.redraw(); } keep(); };
-const hooks = { moved, chosen: (timeline) => select(timeline, timeline.chosen), hovered: showTip, crowded: () => legend() };
+const moved = (source) => {
+  for (const each of timelines) {
+    if (each === source) each.redraw();
+    else if (data.shared) each.follow(source);
+    else each.redraw();
+  }
+  keep();
+};
+const hooks = {
+  moved,
+  chosen: (timeline) => select(timeline, timeline.chosen),
+  hovered: showTip,
+  crowded: () => legend(),
+};
 // On one axis, the others follow.
-const zoom = (factor) => timelines.slice(0, data.shared ? 1 : undefined).forEach((each) => each.setZoom(each.zoom * factor || 1));
+const zoom = (factor) =>
+  timelines.slice(0, data.shared ? 1 : undefined).forEach((each) => each.setZoom(each.zoom * factor || 1));
 const redraw = () => timelines.forEach((each) => each.redraw());
 
 // Layers and colours.
 function setLook(name, value) {
   look[name] = value;
-  for (const button of document.querySelectorAll(`[data-layer="${name}"]`)) button.setAttribute("aria-pressed", String(Boolean(value)));
-  if (name === "colour") { document.getElementById("colour").value = value; legend(); }
+  for (const button of document.querySelectorAll(`[data-layer="${name}"]`))
+    button.setAttribute("aria-pressed", String(Boolean(value)));
+  if (name === "colour") {
+    document.getElementById("colour").value = value;
+    legend();
+  }
   redraw();
   keep();
 }
@@ -181,28 +297,60 @@ function legend() {
     made.style.setProperty("--swatch", `var(${colour})`);
     made.setAttribute("aria-pressed", String(!look.hidden.has(name)));
     made.title = "show or dim";
-    made.addEventListener("click", () => { toggle(look.hidden, name); legend(); redraw(); });
+    made.addEventListener("click", () => {
+      toggle(look.hidden, name);
+      legend();
+      redraw();
+    });
     return made;
   };
-  const kinds = Object.entries(WORDS).map(([letter, word]) => entry(letter, `${letter} ${word}`, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"));
+  const kinds = Object.entries(WORDS).map(([letter, word]) =>
+    entry(letter, `${letter} ${word}`, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"),
+  );
   const idle = tag("span", "idle");
   idle.style.setProperty("--swatch", "var(--idle)");
-  const notes = { kind: "", "micro-batch": "colour: micro-batch, in turns of eight", stage: "colour: stage, in turns of eight", direction: "colour: the end at which a micro-batch enters" };
-  const crowded = timelines.some((each) => each.crowded || each.rows[0].band) ? "share of time, where bars are thinner than two pixels" : "";
-  keepFocus(place, () => place.replaceChildren(...kinds, idle, tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")), ...scale()));
+  const notes = {
+    kind: "",
+    "micro-batch": "colour: micro-batch, in turns of eight",
+    stage: "colour: stage, in turns of eight",
+    direction: "colour: the end at which a micro-batch enters",
+  };
+  const crowded = timelines.some((each) => each.crowded || each.rows[0].band)
+    ? "share of time, where bars are thinner than two pixels"
+    : "";
+  keepFocus(place, () =>
+    place.replaceChildren(
+      ...kinds,
+      idle,
+      tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")),
+      ...scale(),
+    ),
+  );
 }
 
 // Search: an action, F3, mb 3, rank 2, stage 1, idle > 3.
 function search(text) {
   look.found = new Set();
-  const query = text.trim(), { model } = (state.timeline ?? timelines[0]), gaps = [];
-  const word = /^(mb|micro-batch|rank|stage)\s*(\d+)$/i.exec(query), idle = /^idle\s*>\s*([\d.]+)$/i.exec(query), kind = /^([FBIWR])(\d+)$/i.exec(query);
+  const query = text.trim(),
+    { model } = state.timeline ?? timelines[0],
+    gaps = [];
+  const word = /^(mb|micro-batch|rank|stage)\s*(\d+)$/i.exec(query),
+    idle = /^idle\s*>\s*([\d.]+)$/i.exec(query),
+    kind = /^([FBIWR])(\d+)$/i.exec(query);
   const lists = { mb: model.microbatch, "micro-batch": model.microbatch, rank: model.rank, stage: model.stage };
   if (idle) gaps.push(...model.idle.filter((each) => each.end - each.start > Number(idle[1])));
-  else if (word) lists[word[1].toLowerCase()].forEach((value, at) => { if (value === Number(word[2])) look.found.add(at); });
-  else if (kind) model.microbatch.forEach((value, at) => { if (value === Number(kind[2]) && KINDS[model.kind[at]] === kind[1].toUpperCase()) look.found.add(at); });
+  else if (word)
+    lists[word[1].toLowerCase()].forEach((value, at) => {
+      if (value === Number(word[2])) look.found.add(at);
+    });
+  else if (kind)
+    model.microbatch.forEach((value, at) => {
+      if (value === Number(kind[2]) && KINDS[model.kind[at]] === kind[1].toUpperCase()) look.found.add(at);
+    });
   else if (model.named(query) >= 0) look.found.add(model.named(query));
-  look.hits = gaps.length ? gaps.map((each) => ({ idle: each })) : [...look.found].sort((a, b) => model.start[a] - model.start[b]).map((at) => ({ place: at }));
+  look.hits = gaps.length
+    ? gaps.map((each) => ({ idle: each }))
+    : [...look.found].sort((a, b) => model.start[a] - model.start[b]).map((at) => ({ place: at }));
   look.hit = -1;
   document.getElementById("hits").textContent = query ? `${look.hits.length} found` : "";
   redraw();
@@ -220,19 +368,25 @@ const player = { at: 0, playing: null };
 
 function begun(model, moment) {
   const from = [...model.start.keys()].filter((place) => Math.abs(model.start[place] - moment) <= near * model.span);
-  const waiting = model.lanes.map((_, rank) => rank).filter((rank) => model.idle.some((idle) => idle.rank === rank && idle.start <= moment && moment < idle.end));
+  const waiting = model.lanes
+    .map((_, rank) => rank)
+    .filter((rank) => model.idle.some((idle) => idle.rank === rank && idle.start <= moment && moment < idle.end));
   const told = from.slice(0, 6).map((place) => `rank ${model.rank[place]} begins ${model.name(place)}`);
   if (from.length > 6) told.push(`${from.length - 6} more begin`);
   const idle = waiting.slice(0, 4).map((rank) => {
-    const next = model.next(rank, moment), last = next < 0 ? null : model.waited(next);
-    return next < 0 ? `rank ${rank} is done` : `rank ${rank} is idle${last ? `, waiting for ${model.name(last[0])}` : ""}`;
+    const next = model.next(rank, moment),
+      last = next < 0 ? null : model.waited(next);
+    return next < 0
+      ? `rank ${rank} is done`
+      : `rank ${rank} is idle${last ? `, waiting for ${model.name(last[0])}` : ""}`;
   });
   return `t = ${number(moment)}: ${[...told, ...idle].join("; ") || "the end"}`;
 }
 
 function play(at) {
   player.at = Math.min(Math.max(at, 0), moments.length - 1);
-  const last = player.at === moments.length - 1, moment = moments[player.at];
+  const last = player.at === moments.length - 1,
+    moment = moments[player.at];
   look.now = last ? null : moment + near * longest;
   document.getElementById("moment").value = player.at;
   document.getElementById("moment").setAttribute("aria-valuetext", `t = ${number(moment)}`);
@@ -246,22 +400,39 @@ function playing(on) {
   document.getElementById("play").textContent = on ? "pause" : "play";
   if (!on) return;
   if (player.at === moments.length - 1) play(0);
-  player.playing = setInterval(() => { play(player.at + 1); if (player.at === moments.length - 1) playing(false); }, Math.max(60, Math.min(600, 20000 / moments.length)));
+  player.playing = setInterval(
+    () => {
+      play(player.at + 1);
+      if (player.at === moments.length - 1) playing(false);
+    },
+    Math.max(60, Math.min(600, 20000 / moments.length)),
+  );
 }
 
 // Every action as a table, made when it is opened.
 function table(holder) {
   if (holder.querySelector("table")) return;
   for (const { model } of timelines) {
-    const made = tag("table"), head = tag("tr");
+    const made = tag("table"),
+      head = tag("tr");
     head.append(...["rank", "action", "start", "end", "waited for"].map((each) => tag("th", each)));
     made.append(tag("caption", model.title), head);
     for (let place = 0; place < Math.min(model.count, 5000); place += 1) {
-      const line = tag("tr"), last = model.waited(place);
-      line.append(...[model.rank[place], model.name(place), number(model.start[place]), number(model.end[place]), last ? model.name(last[0]) : ""].map((each) => tag("td", each)));
+      const line = tag("tr"),
+        last = model.waited(place);
+      line.append(
+        ...[
+          model.rank[place],
+          model.name(place),
+          number(model.start[place]),
+          number(model.end[place]),
+          last ? model.name(last[0]) : "",
+        ].map((each) => tag("td", each)),
+      );
       made.append(line);
     }
-    if (model.count > 5000) holder.append(tag("p", `${number(model.count - 5000)} more actions of ${model.title}: save all as CSV.`));
+    if (model.count > 5000)
+      holder.append(tag("p", `${number(model.count - 5000)} more actions of ${model.title}: save all as CSV.`));
     holder.append(made);
   }
 }
@@ -270,16 +441,26 @@ function table(holder) {
 let keeping = null;
 function keep() {
   clearTimeout(keeping);
-  keeping = setTimeout(() => { const hash = hashOf(); try { history.replaceState(null, "", hash || " "); } catch { /* a frame without an address */ } }, 200);
+  keeping = setTimeout(() => {
+    const hash = hashOf();
+    try {
+      history.replaceState(null, "", hash || " ");
+    } catch {
+      /* a frame without an address */
+    }
+  }, 200);
 }
 
+const digits = (value, count) => Number(value.toPrecision(count));
+
 function hashOf() {
-  const [first] = timelines, parts = ["v=1"];
-  if (first.zoom > 1) parts.push(`z=${[first.left / first.scale, (first.left + first.width) / first.scale].map((each) => Number(each.toPrecision(6))).join(",")}`);
-  if (state.chosen) {
-    const at = timelines.indexOf(state.timeline), { model } = state.timeline, { place, idle, range } = state.chosen;
-    parts.push(`s=${at}:${range ? `from.${[range.from, range.to].map((each) => Number(each.toPrecision(7))).join("to")}` : idle ? `idle.${idle.rank}.${Number(idle.start.toPrecision(7))}` : `${model.name(place)}.${model.rank[place]}`}`);
+  const [first] = timelines;
+  const parts = ["v=1"];
+  if (first.zoom > 1) {
+    const shown = [first.left / first.scale, (first.left + first.width) / first.scale];
+    parts.push(`z=${shown.map((each) => digits(each, 6)).join(",")}`);
   }
+  if (state.chosen) parts.push(`s=${timelines.indexOf(state.timeline)}:${hashOfChosen()}`);
   const layers = [look.critical && "c", look.memory && "a"].filter(Boolean);
   if (layers.length) parts.push(`l=${layers.join(",")}`);
   if (look.view !== data.view) parts.push(`w=${look.view}`);
@@ -287,32 +468,50 @@ function hashOf() {
   return parts.length > 1 ? `#${parts.join("&")}` : "";
 }
 
+function hashOfChosen() {
+  const { model } = state.timeline;
+  const { place, idle, range } = state.chosen;
+  if (range) return `from.${digits(range.from, 7)}to${digits(range.to, 7)}`;
+  if (idle) return `idle.${idle.rank}.${digits(idle.start, 7)}`;
+  return `${model.name(place)}.${model.rank[place]}`;
+}
+
 function restore(hash) {
-  const parts = new Map(hash.replace(/^#/, "").split("&").map((each) => each.split("=", 2)));
+  const parts = new Map(
+    hash
+      .replace(/^#/, "")
+      .split("&")
+      .map((each) => each.split("=", 2)),
+  );
   if (parts.get("v") !== "1") return;
   const layers = (parts.get("l") ?? "").split(",");
   setLook("critical", layers.includes("c"));
   setLook("memory", layers.includes("a"));
   if (compared.length && parts.get("w") in VIEWS) setView(parts.get("w"));
-  if ([...document.getElementById("colour").options].some((each) => each.value === parts.get("k"))) setLook("colour", parts.get("k"));
+  if ([...document.getElementById("colour").options].some((each) => each.value === parts.get("k")))
+    setLook("colour", parts.get("k"));
   restoreSelection(parts.get("s") ?? ""); // before the zoom: the panel takes a part of the width
   const [from, to] = (parts.get("z") ?? "").split(",").map(Number);
   if (from >= 0 && to > from) timelines[0].show(from, to);
 }
 
 function restoreSelection(text) {
-  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|from\.([\d.e+-]+)to([\d.e+-]+)|(\w+)\.(\d+))$/.exec(text), timeline = chosen && timelines[chosen[1]];
+  const chosen = /^(\d+):(?:idle\.(\d+)\.([\d.e+-]+)|from\.([\d.e+-]+)to([\d.e+-]+)|(\w+)\.(\d+))$/.exec(text),
+    timeline = chosen && timelines[chosen[1]];
   if (!timeline) return;
   const { model } = timeline;
   if (chosen[4]) {
     const [from, to] = [Number(chosen[4]), Number(chosen[5])];
     if (from >= 0 && to > from && to <= model.span * (1 + near)) select(timeline, { range: { from, to } });
   } else if (chosen[6]) {
-    const found = model.named(chosen[6]), all = found >= 0 && model.kind[found] === 4 ? model.reduces.get(model.stage[found]) : [found];
+    const found = model.named(chosen[6]),
+      all = found >= 0 && model.kind[found] === 4 ? model.reduces.get(model.stage[found]) : [found];
     const place = all.find((each) => each >= 0 && model.rank[each] === Number(chosen[7]));
     if (place !== undefined) select(timeline, { place });
   } else {
-    const idle = model.idle.find((each) => each.rank === Number(chosen[2]) && Math.abs(each.start - Number(chosen[3])) <= 1e-5 * model.span);
+    const idle = model.idle.find(
+      (each) => each.rank === Number(chosen[2]) && Math.abs(each.start - Number(chosen[3])) <= 1e-5 * model.span,
+    );
     if (idle) select(timeline, { idle });
   }
 }
@@ -321,47 +520,107 @@ function restoreSelection(text) {
 function key(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
   if (/BUTTON|SUMMARY|^A$/.test(event.target.tagName) && /^(Enter| )$/.test(event.key)) return;
-  const timeline = state.timeline ?? timelines.find((each) => each.scroller.contains(event.target)) ?? timelines[0], { model } = timeline;
-  const place = state.chosen?.place, rank = place !== undefined ? model.rank[place] : state.chosen?.idle?.rank ?? 0;
-  const go = (each) => { if (each !== undefined && each >= 0) select(timeline, { place: each }, true); };
+  const timeline = state.timeline ?? timelines.find((each) => each.scroller.contains(event.target)) ?? timelines[0],
+    { model } = timeline;
+  const place = state.chosen?.place,
+    rank = place !== undefined ? model.rank[place] : (state.chosen?.idle?.rank ?? 0);
+  const go = (each) => {
+    if (each !== undefined && each >= 0) select(timeline, { place: each }, true);
+  };
   const around = (step) => {
-    if (place === undefined) { const from = state.chosen?.idle ? model.next(rank, state.chosen.idle.end) : model.first[rank]; return state.chosen?.idle && step < 0 ? from - 1 : from; }
+    if (place === undefined) {
+      const from = state.chosen?.idle ? model.next(rank, state.chosen.idle.end) : model.first[rank];
+      return state.chosen?.idle && step < 0 ? from - 1 : from;
+    }
     const other = place + step;
     return other >= model.first[rank] && other < model.first[rank + 1] ? other : place;
   };
   const beside = (step) => {
-    const other = Math.min(Math.max(rank + step, 0), model.lanes.length - 1), moment = place !== undefined ? model.start[place] : state.chosen?.idle?.start ?? 0;
-    return Math.min(Math.max(above(model.start, moment + near * model.span, model.first[other], model.first[other + 1]) - 1, model.first[other]), model.first[other + 1] - 1);
+    const other = Math.min(Math.max(rank + step, 0), model.lanes.length - 1),
+      moment = place !== undefined ? model.start[place] : (state.chosen?.idle?.start ?? 0);
+    return Math.min(
+      Math.max(
+        above(model.start, moment + near * model.span, model.first[other], model.first[other + 1]) - 1,
+        model.first[other],
+      ),
+      model.first[other + 1] - 1,
+    );
   };
   const gap = (step, largest) => {
     const gaps = largest ? [...model.idle].sort((a, b) => b.end - b.start - (a.end - a.start)) : model.idle;
     const now = state.chosen?.idle ? gaps.indexOf(state.chosen.idle) : -1;
-    const here = largest || state.chosen?.idle || place === undefined ? now + step : gaps.findIndex((each) => each.rank > rank || (each.rank === rank && each.start >= model.start[place])) + (step < 0 ? -1 : 0);
+    const here =
+      largest || state.chosen?.idle || place === undefined
+        ? now + step
+        : gaps.findIndex((each) => each.rank > rank || (each.rank === rank && each.start >= model.start[place])) +
+          (step < 0 ? -1 : 0);
     const found = gaps[(here + gaps.length) % gaps.length];
     if (found) select(timeline, { idle: found }, true);
   };
   // With Shift, the arrow keys move the end of a span, which begins as the action or the idle time that was selected.
   const span = (step) => {
-    const { idle, range } = state.chosen ?? {}, whole = range ?? idle ?? { start: model.start[place], end: model.end[place] };
-    const from = whole.from ?? whole.start, to = whole.to ?? whole.end, least = near * model.span;
+    const { idle, range } = state.chosen ?? {},
+      whole = range ?? idle ?? { start: model.start[place], end: model.end[place] };
+    const from = whole.from ?? whole.start,
+      to = whole.to ?? whole.end,
+      least = near * model.span;
     const next = step > 0 ? moments.find((each) => each > to + least) : moments.findLast((each) => each < to - least);
     if (next > from + least) select(timeline, { range: { from, to: next } });
   };
-  if (event.shiftKey && /^Arrow(Left|Right)$/.test(event.key)) { event.preventDefault(); return span(event.key === "ArrowRight" ? 1 : -1); }
+  if (event.shiftKey && /^Arrow(Left|Right)$/.test(event.key)) {
+    event.preventDefault();
+    return span(event.key === "ArrowRight" ? 1 : -1);
+  }
   const keys = {
-    ArrowRight: () => go(around(1)), ArrowLeft: () => go(around(-1)), ArrowDown: () => go(beside(1)), ArrowUp: () => go(beside(-1)),
-    Home: () => go(model.first[rank]), End: () => go(model.first[rank + 1] - 1),
-    n: () => place !== undefined && go(model.waited(place)?.[0] ?? model.needs(place)[0]), p: () => place !== undefined && go(model.gives(place)[0]),
-    "[": () => gap(-1), "]": () => gap(1), "}": () => gap(1, true), "{": () => gap(-1, true),
-    c: () => setLook("critical", !look.critical), a: () => setLook("memory", !look.memory),
-    m: () => place !== undefined && model.microbatch[place] >= 0 && (find.value = `mb ${model.microbatch[place]}`, search(find.value)),
-    "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), w: () => zoom(1.5), s: () => zoom(1 / 1.5), 0: () => zoom(0),
-    d: () => { timeline.scroller.scrollLeft += timeline.width / 4; }, f: () => { const box = state.chosen && timeline.boxOf(state.chosen), beside = state.chosen?.range ? 0.02 : 2; if (box) timeline.show(...[-beside, 1 + beside].map((by) => (box.x + timeline.left + by * box.width) / timeline.scale)); },
-    " ": () => playing(!player.playing), ",": () => play(player.at - 1), ".": () => play(player.at + 1 < moments.length ? player.at + 1 : 0),
-    "/": () => find.focus(), t: () => { const holder = document.getElementById("actions"); holder.open = !holder.open; },
+    ArrowRight: () => go(around(1)),
+    ArrowLeft: () => go(around(-1)),
+    ArrowDown: () => go(beside(1)),
+    ArrowUp: () => go(beside(-1)),
+    Home: () => go(model.first[rank]),
+    End: () => go(model.first[rank + 1] - 1),
+    n: () => place !== undefined && go(model.waited(place)?.[0] ?? model.needs(place)[0]),
+    p: () => place !== undefined && go(model.gives(place)[0]),
+    "[": () => gap(-1),
+    "]": () => gap(1),
+    "}": () => gap(1, true),
+    "{": () => gap(-1, true),
+    c: () => setLook("critical", !look.critical),
+    a: () => setLook("memory", !look.memory),
+    m: () =>
+      place !== undefined &&
+      model.microbatch[place] >= 0 &&
+      ((find.value = `mb ${model.microbatch[place]}`), search(find.value)),
+    "+": () => zoom(1.5),
+    "=": () => zoom(1.5),
+    "-": () => zoom(1 / 1.5),
+    w: () => zoom(1.5),
+    s: () => zoom(1 / 1.5),
+    0: () => zoom(0),
+    d: () => {
+      timeline.scroller.scrollLeft += timeline.width / 4;
+    },
+    f: () => {
+      const box = state.chosen && timeline.boxOf(state.chosen),
+        beside = state.chosen?.range ? 0.02 : 2;
+      if (box)
+        timeline.show(...[-beside, 1 + beside].map((by) => (box.x + timeline.left + by * box.width) / timeline.scale));
+    },
+    " ": () => playing(!player.playing),
+    ",": () => play(player.at - 1),
+    ".": () => play(player.at + 1 < moments.length ? player.at + 1 : 0),
+    "/": () => find.focus(),
+    t: () => {
+      const holder = document.getElementById("actions");
+      holder.open = !holder.open;
+    },
     o: () => nextView(),
     l: () => navigator.clipboard?.writeText(location.href.split("#")[0] + hashOf()),
-    Enter: () => timeline.hovered && select(timeline, timeline.hovered), Escape: () => { if (closeMenu()) return; search(find.value = ""); select(timeline, null); },
+    Enter: () => timeline.hovered && select(timeline, timeline.hovered),
+    Escape: () => {
+      if (closeMenu()) return;
+      search((find.value = ""));
+      select(timeline, null);
+    },
   };
   const act = keys[event.key];
   if (!act) return;
@@ -373,15 +632,26 @@ const find = document.getElementById("find");
 find.addEventListener("input", () => search(find.value));
 find.addEventListener("keydown", (event) => {
   if (event.key === "Enter") nextHit(event.shiftKey ? -1 : 1);
-  if (event.key === "Escape") { search(find.value = ""); find.blur(); }
+  if (event.key === "Escape") {
+    search((find.value = ""));
+    find.blur();
+  }
 });
 document.addEventListener("keydown", key);
 const steps = { in: 1.5, out: 1 / 1.5, fit: 0 };
-document.querySelectorAll("[data-zoom]").forEach((button) =>
-  button.addEventListener("click", () => zoom(steps[button.dataset.zoom])));
-document.querySelectorAll("[data-layer]").forEach((button) => button.addEventListener("click", () => setLook(button.dataset.layer, !look[button.dataset.layer])));
+document
+  .querySelectorAll("[data-zoom]")
+  .forEach((button) => button.addEventListener("click", () => zoom(steps[button.dataset.zoom])));
+document
+  .querySelectorAll("[data-layer]")
+  .forEach((button) =>
+    button.addEventListener("click", () => setLook(button.dataset.layer, !look[button.dataset.layer])),
+  );
 document.getElementById("colour").addEventListener("change", (event) => setLook("colour", event.target.value));
-document.getElementById("moment").addEventListener("input", (event) => { playing(false); play(Number(event.target.value)); });
+document.getElementById("moment").addEventListener("input", (event) => {
+  playing(false);
+  play(Number(event.target.value));
+});
 document.getElementById("play").addEventListener("click", () => playing(!player.playing));
 document.getElementById("actions").addEventListener("toggle", (event) => event.target.open && table(event.target));
 
@@ -391,10 +661,17 @@ function theme(name) {
   palette = null;
   redraw();
 }
-const dark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+const dark = () =>
+  (document.documentElement.dataset.theme ||
+    (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 document.getElementById("theme").addEventListener("click", () => theme(dark() ? "light" : "dark"));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { palette = null; redraw(); });
-addEventListener("message", (event) => { if (["light", "dark"].includes(event.data?.pipelabTheme)) theme(event.data.pipelabTheme); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  palette = null;
+  redraw();
+});
+addEventListener("message", (event) => {
+  if (["light", "dark"].includes(event.data?.pipelabTheme)) theme(event.data.pipelabTheme);
+});
 
 // On paper, all of it is drawn anew for the paper's width.
 addEventListener("beforeprint", () => {
@@ -411,7 +688,13 @@ function show(raw, hash) {
   models = data.traces.map((each) => new Model(each));
   longest = Math.max(...models.map((model) => model.span));
   WORDS = data.kinds;
-  moments = [...models[0].start.slice().sort().filter((each, at, all) => !at || each > all[at - 1]), longest];
+  moments = [
+    ...models[0].start
+      .slice()
+      .sort()
+      .filter((each, at, all) => !at || each > all[at - 1]),
+    longest,
+  ];
   Object.assign(player, { at: moments.length - 1 });
   Object.assign(document.getElementById("moment"), { max: player.at, value: player.at });
   document.getElementById("now").textContent = "";
@@ -434,24 +717,37 @@ function show(raw, hash) {
 
 // What a page around this one sends in place of the data: see `content` in page.py.
 function replace(content) {
-  const [heads, ...rows] = content.table, first = !timelines.length;
+  const [heads, ...rows] = content.table,
+    first = !timelines.length;
   const line = (name, cells) => {
     const made = tag("tr");
     made.append(...cells.map((cell) => tag(name, cell)));
-    if (name === "td") heads.forEach((head, at) => { made.children[at].dataset.head = head; });
+    if (name === "td")
+      heads.forEach((head, at) => {
+        made.children[at].dataset.head = head;
+      });
     return made;
   };
   document.title = document.querySelector("h1").textContent = content.title;
   document.querySelector(".subtitle").textContent = content.subtitle;
-  document.querySelector(".figures table").replaceChildren(line("th", heads), ...rows.map((cells) => line("td", cells)));
+  document
+    .querySelector(".figures table")
+    .replaceChildren(line("th", heads), ...rows.map((cells) => line("td", cells)));
   show(content.data, first ? "" : hashOf());
   if (first) start();
 }
-addEventListener("message", (event) => { if (event.data?.pipelabContent) replace(event.data.pipelabContent); });
+addEventListener("message", (event) => {
+  if (event.data?.pipelabContent) replace(event.data.pipelabContent);
+});
 
 function start() {
-  document.querySelectorAll(".tools[hidden], .hint[hidden]").forEach((each) => { each.hidden = false; });
-  setLook("memory", models.every((model) => model.lanes.length <= 16));
+  document.querySelectorAll(".tools[hidden], .hint[hidden]").forEach((each) => {
+    each.hidden = false;
+  });
+  setLook(
+    "memory",
+    models.every((model) => model.lanes.length <= 16),
+  );
   restore(location.hash);
   addEventListener("hashchange", () => restore(location.hash));
 }

@@ -1,16 +1,27 @@
-// Timelines on paper, and as files: SVG and PNG as on the screen, all actions as CSV, and JSON, which `Trace.load` reads.
+// Timelines on paper, and as files: SVG and PNG as on the screen, all actions as CSV,
+// and JSON, which `Trace.load` reads.
 const BELOW = 44; // pixels below the lanes: ticks, their times, the unit
 const HEADS = 62; // pixels for the names of ranks
 const TITLE = 26; // pixels above each timeline of a picture
-const STYLE = "text{font:12px system-ui,sans-serif}.label,.why,.axis-text{text-anchor:middle}.label,.why{dominant-baseline:central}.why{font-size:11px}.axis-text.first{text-anchor:start}.thin{stroke:none}";
+const STYLE = [
+  "text{font:12px system-ui,sans-serif}",
+  ".label,.why,.axis-text{text-anchor:middle}",
+  ".label,.why{dominant-baseline:central}",
+  ".why{font-size:11px}",
+  ".axis-text.first{text-anchor:start}",
+  ".thin{stroke:none}",
+].join("");
 
 // A whole timeline for paper, `width` pixels wide, in bands so long that a bar has room for its label.
 function printed(line, width) {
-  const { model } = line, sheets = tag("div", "", "print"), crowded = model.count > 4 * FEW;
+  const { model } = line,
+    sheets = tag("div", "", "print"),
+    crowded = model.count > 4 * FEW;
   const bands = crowded ? 1 : Math.max(1, Math.ceil((line.span * 14) / (width * (model.typical || line.span))));
   for (let band = 0; band < bands; band += 1) {
     const view = still(line, { width, left: band * width, zoom: bands, crowded });
-    const svg = element("svg", { viewBox: `${-HEADS} 0 ${width + HEADS + 10} ${view.height + BELOW}`, width: "100%" }), group = element("g");
+    const svg = element("svg", { viewBox: `${-HEADS} 0 ${width + HEADS + 10} ${view.height + BELOW}`, width: "100%" }),
+      group = element("g");
     lay(view, svgPainter(group), 250);
     svg.append(group);
     sheets.append(svg);
@@ -19,21 +30,30 @@ function printed(line, width) {
 }
 
 // A timeline that shows something else than what is on the screen.
-const still = (line, shown) => Object.create(line, Object.fromEntries(Object.entries(shown).map(([name, value]) => [name, { value }])));
+const still = (line, shown) =>
+  Object.create(line, Object.fromEntries(Object.entries(shown).map(([name, value]) => [name, { value }])));
 
 // Paint all that a timeline shows, with the names of its ranks and its axis; shares of time in so many columns.
 function lay(view, painter, columns) {
-  const { width } = view, from = view.left / view.scale, to = (view.left + width) / view.scale;
+  const { width } = view,
+    from = view.left / view.scale,
+    to = (view.left + width) / view.scale;
   if (!view.crowded) view.lanes(painter, from, to, width);
   for (const row of view.rows) {
     if (view.crowded || row.band) {
-      painter.rect({ x: 0, y: row.at * view.pitch + view.strip + view.lane * 0.07, width, height: view.lane * 0.86 }, "--idle", 1, {});
+      painter.rect(
+        { x: 0, y: row.at * view.pitch + view.strip + view.lane * 0.07, width, height: view.lane * 0.86 },
+        "--idle",
+        1,
+        {},
+      );
       view.shares(painter, row, from, to, columns);
     }
     painter.note(2 - HEADS, (row.at + 0.6) * view.pitch, row.head.firstChild.textContent, { class: "print-rank" });
   }
   // What starts where a band ends is in the next one, if there is one.
-  const last = to > (1 - 1e-9) * view.span, y = view.height + 2;
+  const last = to > (1 - 1e-9) * view.span,
+    y = view.height + 2;
   if (!view.crowded) view.bars(painter, view.ranges(from, to + (last ? 1e-9 : -1e-9) * view.span), width);
   if (view.strip) view.memory(painter);
   painter.rect({ x: 0, y, width, height: 1 }, "--soft", 1, {});
@@ -59,7 +79,8 @@ function views() {
 // What the colours mean, beside the unit of time.
 function named(painter, view) {
   let x = 110;
-  const y = view.height + 37, kinds = Object.entries(WORDS).map(([letter, word]) => [`--${letter}0`, `${letter} ${word}`]);
+  const y = view.height + 37,
+    kinds = Object.entries(WORDS).map(([letter, word]) => [`--${letter}0`, `${letter} ${word}`]);
   for (const [colour, text] of [...(look.colour === "kind" || view.crowded ? kinds : []), ["--idle", "idle"]]) {
     painter.rect({ x, y: y - 9, width: 14, height: 10 }, colour, 1, {});
     painter.note(x + 20, y, text, { class: "axis-name" });
@@ -68,9 +89,16 @@ function named(painter, view) {
 }
 
 function asSvg() {
-  const all = views(), last = all[all.length - 1], width = Math.max(...all.map((each) => each.width)), height = last.top + last.height;
+  const all = views(),
+    last = all[all.length - 1],
+    width = Math.max(...all.map((each) => each.width)),
+    height = last.top + last.height;
   const svg = element("svg", { viewBox: `${-HEADS} 0 ${width} ${height}`, width, height, role: "img" });
-  svg.append(element("title", {}, document.title), element("desc", {}, all.map(({ view }) => `${view.model.title}: ${view.summary}`).join("; ")), element("style", {}, `.bar,.idle{stroke:${css("--edge")}}${STYLE}`));
+  svg.append(
+    element("title", {}, document.title),
+    element("desc", {}, all.map(({ view }) => `${view.model.title}: ${view.summary}`).join("; ")),
+    element("style", {}, `.bar,.idle{stroke:${css("--edge")}}${STYLE}`),
+  );
   svg.append(element("rect", { x: -HEADS, width, height, style: "fill:var(--paper)" }));
   for (const { view, top } of all) {
     const group = element("g", { transform: `translate(0 ${top})`, style: "fill:var(--text)" });
@@ -80,12 +108,19 @@ function asSvg() {
     svg.append(group);
   }
   // Outside of the page there are no variables.
-  for (const each of svg.querySelectorAll("[style]")) each.setAttribute("style", each.getAttribute("style").replace(/var\((--[\w-]+)\)/g, (_, name) => css(name)));
+  for (const each of svg.querySelectorAll("[style]"))
+    each.setAttribute(
+      "style",
+      each.getAttribute("style").replace(/var\((--[\w-]+)\)/g, (_, name) => css(name)),
+    );
   return new Blob([new XMLSerializer().serializeToString(svg)], { type: "image/svg+xml" });
 }
 
 function asPng() {
-  const all = views(), last = all[all.length - 1], canvas = tag("canvas"), context = canvas.getContext("2d");
+  const all = views(),
+    last = all[all.length - 1],
+    canvas = tag("canvas"),
+    context = canvas.getContext("2d");
   canvas.width = 2 * Math.max(...all.map((each) => each.width));
   canvas.height = 2 * (last.top + last.height);
   context.fillStyle = css("--paper");
@@ -108,32 +143,87 @@ const plain = (value) => Number(value.toPrecision(7)); // as many digits as the 
 function asCsv({ model }) {
   const lines = ["rank,kind,stage,microbatch,start,end,waited_for,idle_before,reason"];
   for (let at = 0; at < model.count; at += 1) {
-    const last = model.waited(at), before = model.before(at), rank = model.rank[at];
+    const last = model.waited(at),
+      before = model.before(at),
+      rank = model.rank[at];
     const idle = model.half[at] === 2 ? [] : model.idleIn(rank, before < 0 ? 0 : model.end[before], model.start[at]);
-    const longest = idle.reduce((most, each) => (!most || each.end - each.start > most.end - most.start ? each : most), null);
-    const lost = idle.reduce((sum, each) => sum + each.end - each.start, 0), m = model.microbatch[at];
-    lines.push([rank, KINDS[model.kind[at]], model.stage[at], m < 0 ? "" : m, plain(model.start[at]), plain(model.end[at]), last ? model.name(last[0]) : "", plain(lost), longest?.reason ?? ""].join(","));
+    const longest = idle.reduce(
+      (most, each) => (!most || each.end - each.start > most.end - most.start ? each : most),
+      null,
+    );
+    const lost = idle.reduce((sum, each) => sum + each.end - each.start, 0),
+      m = model.microbatch[at];
+    lines.push(
+      [
+        rank,
+        KINDS[model.kind[at]],
+        model.stage[at],
+        m < 0 ? "" : m,
+        plain(model.start[at]),
+        plain(model.end[at]),
+        last ? model.name(last[0]) : "",
+        plain(lost),
+        longest?.reason ?? "",
+      ].join(","),
+    );
   }
   return new Blob([lines.join("\n"), "\n"], { type: "text/csv" });
 }
 
 function asJson({ model }) {
-  const ranks = model.lanes.map((_, rank) => Array.from({ length: model.first[rank + 1] - model.first[rank] }, (_, at) => model.first[rank] + at));
-  const row = (places) => places.filter((at) => model.half[at] !== 2).map((at) => (model.half[at] ? `(${model.name(at)};${model.name(at + 1)})OVERLAP_F_B` : model.name(at))).join(" ");
-  const transfers = ranks.flat().filter((at) => model.kind[at] < 4).flatMap((at) => model.needs(at).filter((giver) => model.rank[giver] !== model.rank[at])
-    .map((giver) => [model.rank[giver], model.rank[at], model.name(giver), model.name(at), plain(model.end[giver]), plain(model.arrives(giver, at))]));
+  const ranks = model.lanes.map((_, rank) =>
+    Array.from({ length: model.first[rank + 1] - model.first[rank] }, (_, at) => model.first[rank] + at),
+  );
+  const row = (places) =>
+    places
+      .filter((at) => model.half[at] !== 2)
+      .map((at) => (model.half[at] ? `(${model.name(at)};${model.name(at + 1)})OVERLAP_F_B` : model.name(at)))
+      .join(" ");
+  const transfers = ranks
+    .flat()
+    .filter((at) => model.kind[at] < 4)
+    .flatMap((at) =>
+      model
+        .needs(at)
+        .filter((giver) => model.rank[giver] !== model.rank[at])
+        .map((giver) => [
+          model.rank[giver],
+          model.rank[at],
+          model.name(giver),
+          model.name(at),
+          plain(model.end[giver]),
+          plain(model.arrives(giver, at)),
+        ]),
+    );
   const times = (of) => ranks.map((places) => places.map((at) => plain(of[at])));
-  return new Blob([JSON.stringify({
-    format: "pipelab-trace", version: 1, ...model.about, stages: model.depth, microbatches: model.microbatches,
-    rows: ranks.map(row), starts: times(model.start), ends: times(model.end), lanes: model.lanes.map((lane) => lane.lane).filter(Boolean), transfers,
-  })], { type: "application/json" });
+  return new Blob(
+    [
+      JSON.stringify({
+        format: "pipelab-trace",
+        version: 1,
+        ...model.about,
+        stages: model.depth,
+        microbatches: model.microbatches,
+        rows: ranks.map(row),
+        starts: times(model.start),
+        ends: times(model.end),
+        lanes: model.lanes.map((lane) => lane.lane).filter(Boolean),
+        transfers,
+      }),
+    ],
+    { type: "application/json" },
+  );
 }
 
 async function save(kind) {
-  const timeline = state.timeline ?? timelines[0], makers = { svg: asSvg, png: asPng, csv: asCsv, json: asJson };
-  const address = URL.createObjectURL(await makers[kind](timeline)), anchor = tag("a");
+  const timeline = state.timeline ?? timelines[0],
+    makers = { svg: asSvg, png: asPng, csv: asCsv, json: asJson };
+  const address = URL.createObjectURL(await makers[kind](timeline)),
+    anchor = tag("a");
   anchor.href = address;
-  anchor.download = `${(/csv|json/.test(kind) ? timeline.model.title : document.title).replace(/[^\w.-]+/g, "_").slice(0, 60)}.${kind === "csv" ? "events.csv" : kind}`;
+  const title = /csv|json/.test(kind) ? timeline.model.title : document.title;
+  const suffix = kind === "csv" ? "events.csv" : kind;
+  anchor.download = `${title.replace(/[^\w.-]+/g, "_").slice(0, 60)}.${suffix}`;
   anchor.click();
   setTimeout(() => URL.revokeObjectURL(address), 10000);
   closeMenu();
@@ -142,11 +232,14 @@ async function save(kind) {
 
 // Close the menu, if it is open; who was in it is back at its name.
 function closeMenu() {
-  const menu = document.querySelector(".save"), open = menu.open;
+  const menu = document.querySelector(".save"),
+    open = menu.open;
   if (menu.contains(document.activeElement)) menu.firstElementChild.focus();
   menu.open = false;
   return open;
 }
 
 addEventListener("click", (event) => document.querySelector(".save").contains(event.target) || closeMenu());
-document.querySelectorAll("[data-save]").forEach((button) => button.addEventListener("click", () => save(button.dataset.save)));
+document
+  .querySelectorAll("[data-save]")
+  .forEach((button) => button.addEventListener("click", () => save(button.dataset.save)));

@@ -36,7 +36,7 @@ class Timeline {
     const section = tag("section");
     if (models.length > 1) section.append(tag("h2", model.title));
     section.append(ledgerOf(this));
-    const grid = this.grid = tag("div", "", "timeline");
+    const grid = (this.grid = tag("div", "", "timeline"));
     this.gutter = tag("div", "", "gutter");
     const heads = tag("div", "", "heads");
     heads.append(tag("span"), tag("span", "busy"), tag("span", "peak"));
@@ -45,7 +45,10 @@ class Timeline {
     this.scroller = tag("div", "", "scroller");
     this.scroller.tabIndex = 0;
     this.scroller.setAttribute("role", "application");
-    this.scroller.setAttribute("aria-label", `timeline of ${model.title}; arrow keys go from action to action, brackets from idle time to idle time`);
+    this.scroller.setAttribute(
+      "aria-label",
+      `timeline of ${model.title}; arrow keys go from action to action, brackets from idle time to idle time`,
+    );
     this.spacer = tag("div", "", "spacer");
     this.canvas = tag("canvas");
     this.canvas.setAttribute("aria-hidden", "true");
@@ -64,19 +67,29 @@ class Timeline {
     section.append(grid);
     document.getElementById("timelines").append(section);
 
-    this.scroller.addEventListener("scroll", () => { this.move(); this.hooks.moved(this); });
+    this.scroller.addEventListener("scroll", () => {
+      this.move();
+      this.hooks.moved(this);
+    });
     gestures(this);
-    new ResizeObserver(() => { this.spacer.style.width = `${this.width * this.zoom}px`; this.redraw(); }).observe(this.scroller);
+    new ResizeObserver(() => {
+      this.spacer.style.width = `${this.width * this.zoom}px`;
+      this.redraw();
+    }).observe(this.scroller);
   }
 
   // A row for each rank; of very many ranks, one for each band, and those of the ranks of open bands below it.
   arrange() {
-    const { lanes } = this.model, count = lanes.length, size = count > MOST_LANES ? BAND : 1;
+    const { lanes } = this.model,
+      count = lanes.length,
+      size = count > MOST_LANES ? BAND : 1;
     this.rows = [];
     for (let first = 0; first < count; first += size) {
-      const last = Math.min(first + size, count), band = { first, last };
+      const last = Math.min(first + size, count),
+        band = { first, last };
       if (size > 1) this.rows.push({ band, first, last });
-      if (size === 1 || this.open.has(first)) for (let rank = first; rank < last; rank += 1) this.rows.push({ first: rank, last: rank + 1 });
+      if (size === 1 || this.open.has(first))
+        for (let rank = first; rank < last; rank += 1) this.rows.push({ first: rank, last: rank + 1 });
     }
     this.rowOf = new Int32Array(count);
     this.rows.forEach((row, at) => {
@@ -88,7 +101,9 @@ class Timeline {
   }
 
   headOf({ band, first: rank, last }) {
-    const row = tag("div", "", "rank"), lane = this.model.lanes[rank], name = tag("button", band ? `ranks ${rank}–${last - 1}` : `rank ${rank}`);
+    const row = tag("div", "", "rank"),
+      lane = this.model.lanes[rank],
+      name = tag("button", band ? `ranks ${rank}–${last - 1}` : `rank ${rank}`);
     name.type = "button";
     if (band) {
       name.title = "their mean; click to show each";
@@ -101,7 +116,11 @@ class Timeline {
     name.dataset.rank = rank;
     name.title = lane.lane || "dim this rank";
     name.setAttribute("aria-pressed", String(!look.hidden.has(`rank ${rank}`)));
-    name.addEventListener("click", () => { toggle(look.hidden, `rank ${rank}`); name.setAttribute("aria-pressed", String(!look.hidden.has(`rank ${rank}`))); this.hooks.moved(this); });
+    name.addEventListener("click", () => {
+      toggle(look.hidden, `rank ${rank}`);
+      name.setAttribute("aria-pressed", String(!look.hidden.has(`rank ${rank}`)));
+      this.hooks.moved(this);
+    });
     row.append(name, tag("span", lane.busy), tag("span", lane.peak));
     return row;
   }
@@ -112,16 +131,32 @@ class Timeline {
     this.redraw();
   }
 
-  shut(rank) { return Boolean(this.rows[this.rowOf[rank]].band); }
+  shut(rank) {
+    return Boolean(this.rows[this.rowOf[rank]].band);
+  }
 
-  get summary() { return equation(this.model.span * this.model.lanes.length, totalOf(this.model.sums())); }
+  get summary() {
+    return equation(this.model.span * this.model.lanes.length, totalOf(this.model.sums()));
+  }
 
-  get width() { return this.scroller.clientWidth; }
-  get scale() { return (this.width * this.zoom) / this.span; } // pixels per unit of time
-  get left() { return this.scroller.scrollLeft; }
-  get strip() { return (look.memory ? STRIP : 0) + rise(this); }
-  get pitch() { return this.lane + this.strip; }
-  get height() { return this.pitch * this.rows.length; }
+  get width() {
+    return this.scroller.clientWidth;
+  }
+  get scale() {
+    return (this.width * this.zoom) / this.span;
+  } // pixels per unit of time
+  get left() {
+    return this.scroller.scrollLeft;
+  }
+  get strip() {
+    return (look.memory ? STRIP : 0) + rise(this);
+  }
+  get pitch() {
+    return this.lane + this.strip;
+  }
+  get height() {
+    return this.pitch * this.rows.length;
+  }
 
   // Zoom, keeping the time at `x` pixels from the left edge where it is; by default the chosen action's, if it shows.
   setZoom(zoom, x = null) {
@@ -130,7 +165,10 @@ class Timeline {
       x = box && box.x < this.width && box.x + box.width > 0 ? box.x + box.width / 2 : this.width / 2;
     }
     const at = (this.left + x) / this.scale;
-    const most = Math.max(1, Math.min(8e6 / this.width, (200 * this.span) / ((this.model.typical || this.span) * this.width)));
+    const most = Math.max(
+      1,
+      Math.min(8e6 / this.width, (200 * this.span) / ((this.model.typical || this.span) * this.width)),
+    );
     this.zoom = Math.min(Math.max(zoom, 1), most);
     this.spacer.style.width = `${this.width * this.zoom}px`;
     this.scroller.scrollLeft = at * this.scale - x;
@@ -158,7 +196,10 @@ class Timeline {
 
   move() {
     clearTimeout(this.moving);
-    this.moving = setTimeout(() => { this.moving = null; this.redraw(); }, 150);
+    this.moving = setTimeout(() => {
+      this.moving = null;
+      this.redraw();
+    }, 150);
     this.redraw();
   }
 
@@ -166,13 +207,24 @@ class Timeline {
   redraw() {
     if (this.dirty) return;
     this.dirty = true;
-    requestAnimationFrame(() => { this.dirty = false; this.draw(); });
+    requestAnimationFrame(() => {
+      this.dirty = false;
+      this.draw();
+    });
   }
 
   // The box of an action or an idle time in pixels, relative to what is visible.
   boxOf({ place, idle, range }) {
-    if (range) return { x: range.from * this.scale - this.left, y: 0, width: (range.to - range.from) * this.scale, height: this.height };
-    return idle ? this.box(idle.start, idle.end, idle.rank, 0) : this.box(this.model.start[place], this.model.end[place], this.model.rank[place], this.model.half[place]);
+    if (range)
+      return {
+        x: range.from * this.scale - this.left,
+        y: 0,
+        width: (range.to - range.from) * this.scale,
+        height: this.height,
+      };
+    return idle
+      ? this.box(idle.start, idle.end, idle.rank, 0)
+      : this.box(this.model.start[place], this.model.end[place], this.model.rank[place], this.model.half[place]);
   }
 
   box(start, end, rank, half) {
@@ -182,7 +234,10 @@ class Timeline {
   }
 
   colour(place) {
-    const { model } = this, letter = KINDS[model.kind[place]], m = Math.max(model.microbatch[place], 0), changed = shade(this, place);
+    const { model } = this,
+      letter = KINDS[model.kind[place]],
+      m = Math.max(model.microbatch[place], 0),
+      changed = shade(this, place);
     if (changed) return changed;
     if (look.colour === "micro-batch") return `--hue${m % HUES}`;
     if (look.colour === "stage") return `--hue${model.stage[place] % HUES}`;
@@ -190,7 +245,9 @@ class Timeline {
     return `--${letter}${m % 2}`;
   }
 
-  ink(place) { return `${this.colour(place)}-ink`; }
+  ink(place) {
+    return `${this.colour(place)}-ink`;
+  }
 
   // How visible an action is: what is selected, filtered out or still to come makes others fade.
   opacity(place, model = this.model) {
@@ -202,11 +259,15 @@ class Timeline {
   }
 
   draw() {
-    const width = this.width, left = this.left;
+    const width = this.width,
+      left = this.left;
     if (!width) return;
     draws.count += 1;
     // Asked once: the browser lays out the page for each answer.
-    Object.defineProperties(this, { width: { value: width, configurable: true }, left: { value: left, configurable: true } });
+    Object.defineProperties(this, {
+      width: { value: width, configurable: true },
+      left: { value: left, configurable: true },
+    });
     this.paint(width, left / this.scale, (left + width) / this.scale);
     delete this.width;
     delete this.left;
@@ -221,12 +282,15 @@ class Timeline {
       row.head.style.paddingTop = `${this.strip}px`;
       row.head.classList.toggle("off", look.hidden.has(`rank ${row.first}`) && !row.band);
     }
-    const ranges = this.ranges(from, to + 1e-9 * this.span), visible = ranges.reduce((sum, [low, high]) => sum + high - low, 0);
-    const few = visible <= (this.moving ? FEW_MOVING : FEW), bands = this.rows.filter((row) => row.band);
+    const ranges = this.ranges(from, to + 1e-9 * this.span),
+      visible = ranges.reduce((sum, [low, high]) => sum + high - low, 0);
+    const few = visible <= (this.moving ? FEW_MOVING : FEW),
+      bands = this.rows.filter((row) => row.band);
     const crowded = this.crowded;
     this.crowded = !few && (model.typical || this.span) * this.scale < 2;
     this.canvas.hidden = few && !bands.length;
-    const group = element("g"), pixels = this.canvas.hidden ? null : this.pixels.begin(width, this.height);
+    const group = element("g"),
+      pixels = this.canvas.hidden ? null : this.pixels.begin(width, this.height);
     const painter = few ? svgPainter(group) : pixels;
     for (const row of bands) this.shares(pixels, row, from, to);
     if (this.crowded) for (const row of this.rows) row.band || this.shares(pixels, row, from, to);
@@ -252,7 +316,8 @@ class Timeline {
   ranges(from, to) {
     const { model } = this;
     return model.lanes.map((_, rank) => {
-      const low = model.first[rank], high = model.first[rank + 1];
+      const low = model.first[rank],
+        high = model.first[rank + 1];
       return this.shut(rank) ? [low, low] : [above(model.end, from, low, high), above(model.start, to, low, high)];
     });
   }
@@ -265,7 +330,11 @@ class Timeline {
         const box = this.box(idle.start, idle.end, rank, 0);
         painter.rect(box, "--idle", 1, { class: "idle", "data-idle": `${rank}:${idle.start}` });
         if (box.width <= 40 || this.lane < 20) continue;
-        const text = [`${number(idle.end - idle.start)} ${idle.reason}`, idle.reason, number(idle.end - idle.start)].find((each) => each.length * 6.6 + 6 <= box.width);
+        const text = [
+          `${number(idle.end - idle.start)} ${idle.reason}`,
+          idle.reason,
+          number(idle.end - idle.start),
+        ].find((each) => each.length * 6.6 + 6 <= box.width);
         if (text) painter.text(box, text, "--idle-ink", 1, { class: "why" }, right);
       }
     }
@@ -294,47 +363,75 @@ class Timeline {
   }
 
   bar(painter, box, place, short, right) {
-    const { model } = this, opacity = this.opacity(place);
+    const { model } = this,
+      opacity = this.opacity(place);
     const running = look.now !== null && model.start[place] < look.now && look.now <= model.end[place];
-    const marks = `${box.width < 4 ? " thin" : ""}${look.critical && model.critical.has(place) ? " critical" : ""}${running ? " running" : ""}${look.found.has(place) ? " found" : ""}`;
-    painter.rect(box, this.colour(place), opacity, { class: `bar${marks}`, "data-action": model.name(place) });
+    const marks = ["bar"];
+    if (box.width < 4) marks.push("thin");
+    if (look.critical && model.critical.has(place)) marks.push("critical");
+    if (running) marks.push("running");
+    if (look.found.has(place)) marks.push("found");
+    painter.rect(box, this.colour(place), opacity, { class: marks.join(" "), "data-action": model.name(place) });
     const text = short && model.kind[place] < 4 ? String(model.microbatch[place]) : model.label(place);
     if (box.width >= 8) painter.text(box, text, this.ink(place), opacity, { class: "label" }, right);
   }
 
   // A row as each column's shares of time: by kind from the bottom, idle time on top; of a band, the mean of its ranks.
   shares(painter, { at, first, last }, from, to, columns = this.width) {
-    const { start, end, kind, half, first: places } = this.model, inverse = columns / (to - from), shares = new Float64Array(5 * columns);
+    const { start, end, kind, half, first: places } = this.model,
+      inverse = columns / (to - from),
+      shares = new Float64Array(5 * columns);
     for (let rank = first; rank < last; rank += 1) {
       const high = above(start, to, places[rank], places[rank + 1]);
       for (let place = above(end, from, places[rank], places[rank + 1]); place < high; place += 1) {
-        const begin = Math.max(0, (start[place] - from) * inverse), until = Math.min(columns, (end[place] - from) * inverse);
+        const begin = Math.max(0, (start[place] - from) * inverse),
+          until = Math.min(columns, (end[place] - from) * inverse);
         const weight = (half[place] ? 0.5 : 1) / (last - first);
         const only = Math.floor(begin);
         if (until <= only + 1) shares[5 * only + kind[place]] += weight * (until - begin);
-        else for (let column = only; column < until; column += 1) {
-          shares[5 * column + kind[place]] += weight * (Math.min(until, column + 1) - Math.max(begin, column));
-        }
+        else
+          for (let column = only; column < until; column += 1) {
+            shares[5 * column + kind[place]] += weight * (Math.min(until, column + 1) - Math.max(begin, column));
+          }
       }
     }
-    painter.columns(shares, columns, { y: at * this.pitch + this.strip + this.lane * 0.07, height: this.lane * 0.86 }, this.width);
+    painter.columns(
+      shares,
+      columns,
+      { y: at * this.pitch + this.strip + this.lane * 0.07, height: this.lane * 0.86 },
+      this.width,
+    );
   }
 
   // Above each lane, how many activations the rank holds, in one scale for all ranks; in a pixel, the most of its time.
   memory(painter) {
     this.model.lanes.forEach((lane, rank) => {
-      const steps = this.shut(rank) ? [] : this.model.memory(rank), from = this.left / this.scale;
-      let at = 0, high = steps.length;
-      while (at < high) { const middle = (at + high) >> 1; if (steps[middle][0] > from) high = middle; else at = middle + 1; }
+      const steps = this.shut(rank) ? [] : this.model.memory(rank),
+        from = this.left / this.scale;
+      let at = 0,
+        high = steps.length;
+      while (at < high) {
+        const middle = (at + high) >> 1;
+        if (steps[middle][0] > from) high = middle;
+        else at = middle + 1;
+      }
       at = Math.max(0, at - 1);
-      let x = at < steps.length ? steps[at][0] * this.scale - this.left : 0, held = 0;
+      let x = at < steps.length ? steps[at][0] * this.scale - this.left : 0,
+        held = 0;
       for (; at < steps.length && x <= this.width; at += 1) {
         if (steps[at + 1]?.[0] === steps[at][0]) continue; // of changes at once, the last counts
         held = Math.max(held, steps[at][1]);
-        const until = (steps[at + 1]?.[0] ?? this.span) * this.scale - this.left, width = until - x;
+        const until = (steps[at + 1]?.[0] ?? this.span) * this.scale - this.left,
+          width = until - x;
         if (width < 1 && at + 1 < steps.length) continue;
         const height = (held / this.most) * (STRIP - 1);
-        if (held) painter.rect({ x, y: this.rowOf[rank] * this.pitch + STRIP - height, width, height }, held === lane.peak ? "--memory-top" : "--memory", 1, { class: "memory", "data-held": held });
+        if (held)
+          painter.rect(
+            { x, y: this.rowOf[rank] * this.pitch + STRIP - height, width, height },
+            held === lane.peak ? "--memory-top" : "--memory",
+            1,
+            { class: "memory", "data-held": held },
+          );
         x = until;
         held = 0;
       }
@@ -343,21 +440,26 @@ class Timeline {
 
   // The times to write on an axis, each at its x.
   ticks(from, to) {
-    const step = niceStep(90 / this.scale), found = [];
-    for (let count = Math.ceil(from / step - 1e-9); count * step <= to + 1e-9 * step; count += 1) found.push([count * step * this.scale - this.left, number(count * step)]);
+    const step = niceStep(90 / this.scale),
+      found = [];
+    for (let count = Math.ceil(from / step - 1e-9); count * step <= to + 1e-9 * step; count += 1)
+      found.push([count * step * this.scale - this.left, number(count * step)]);
     return found;
   }
 
   drawAxes(from, to, width) {
     const range = this.spanning ?? this.chosen?.range;
     for (const axis of this.axes) {
-      axis.replaceChildren(...this.ticks(from, to).map(([x, name]) => {
-        const made = tag("span", x + name.length * 4 <= width ? name : "", x < 8 ? "first" : "");
-        made.style.left = `${x}px`;
-        return made;
-      }));
+      axis.replaceChildren(
+        ...this.ticks(from, to).map(([x, name]) => {
+          const made = tag("span", x + name.length * 4 <= width ? name : "", x < 8 ? "first" : "");
+          made.style.left = `${x}px`;
+          return made;
+        }),
+      );
       if (!range) continue;
-      const made = tag("i"), box = this.boxOf({ range });
+      const made = tag("i"),
+        box = this.boxOf({ range });
       Object.assign(made.style, { left: `${box.x}px`, width: `${Math.max(box.width, 1)}px` });
       axis.append(made);
     }
@@ -365,17 +467,33 @@ class Timeline {
 
   // The action or idle time under the pointer; null outside of the lanes.
   at(event) {
-    const { model } = this, bounds = this.svg.getBoundingClientRect();
-    const x = event.clientX - bounds.left, y = event.clientY - bounds.top, row = this.rows[Math.floor(y / this.pitch)];
+    const { model } = this,
+      bounds = this.svg.getBoundingClientRect();
+    const x = event.clientX - bounds.left,
+      y = event.clientY - bounds.top,
+      row = this.rows[Math.floor(y / this.pitch)];
     if (!row || x < 0) return null;
     if (row.band) return row;
     const rank = row.first;
-    const moment = (x + this.left) / this.scale, reach = 2 / this.scale;
-    const low = model.first[rank], high = model.first[rank + 1];
+    const moment = (x + this.left) / this.scale,
+      reach = 2 / this.scale;
+    const low = model.first[rank],
+      high = model.first[rank + 1];
     let place = above(model.start, moment, low, high) - 1;
-    if (place > low && model.half[place] === 2 && y - this.rowOf[rank] * this.pitch - this.strip < this.lane / 2) place -= 1;
-    for (const [candidate, slack] of [[place, 0], [place, reach], [place + 1, reach]]) {
-      if (candidate >= low && candidate < high && model.start[candidate] - slack <= moment && moment <= model.end[candidate] + slack) return { place: candidate };
+    if (place > low && model.half[place] === 2 && y - this.rowOf[rank] * this.pitch - this.strip < this.lane / 2)
+      place -= 1;
+    for (const [candidate, slack] of [
+      [place, 0],
+      [place, reach],
+      [place + 1, reach],
+    ]) {
+      if (
+        candidate >= low &&
+        candidate < high &&
+        model.start[candidate] - slack <= moment &&
+        moment <= model.end[candidate] + slack
+      )
+        return { place: candidate };
     }
     const [idle] = model.idleIn(rank, moment, moment + 1e-12 * this.span);
     return idle ? { idle } : null;
@@ -401,25 +519,48 @@ class Timeline {
     const range = this.spanning ?? this.chosen?.range;
     if (range) return box({ range }, "range");
     if (!this.chosen) return;
-    const { place, idle } = this.chosen, { model } = this;
+    const { place, idle } = this.chosen,
+      { model } = this;
     if (idle) {
-      const next = model.next(idle.rank, idle.end), last = next < 0 ? null : model.waited(next);
-      if (last) { box({ place: last[0] }, "needs"); this.arrow(last[0], next, "needs"); }
+      const next = model.next(idle.rank, idle.end),
+        last = next < 0 ? null : model.waited(next);
+      if (last) {
+        box({ place: last[0] }, "needs");
+        this.arrow(last[0], next, "needs");
+      }
     } else {
-      for (const giver of this.linked(model.needs(place))) { box({ place: giver }, "needs"); this.arrow(giver, place, "needs"); }
-      for (const needer of this.linked(model.gives(place))) { box({ place: needer }, "gives"); this.arrow(place, needer, "gives"); }
+      for (const giver of this.linked(model.needs(place))) {
+        box({ place: giver }, "needs");
+        this.arrow(giver, place, "needs");
+      }
+      for (const needer of this.linked(model.gives(place))) {
+        box({ place: needer }, "gives");
+        this.arrow(place, needer, "gives");
+      }
     }
     box(this.chosen, "chosen");
   }
 
-  linked(places) { return places.length > 24 ? [] : places; } // an all-reduce needs every gradient of its stage
+  linked(places) {
+    return places.length > 24 ? [] : places;
+  } // an all-reduce needs every gradient of its stage
 
   arrow(giver, needer, name) {
-    const from = this.boxOf({ place: giver }), to = this.boxOf({ place: needer });
-    const x1 = from.x + from.width, y1 = from.y + from.height / 2, x2 = to.x, y2 = to.y + to.height / 2;
+    const from = this.boxOf({ place: giver }),
+      to = this.boxOf({ place: needer });
+    const x1 = from.x + from.width,
+      y1 = from.y + from.height / 2,
+      x2 = to.x,
+      y2 = to.y + to.height / 2;
     if (Math.max(x1, x2) < -400 || Math.min(x1, x2) > this.width + 400) return;
     const bend = Math.max(12, Math.min(40, Math.abs(x2 - x1) / 2));
-    this.mark.append(element("path", { class: `arrow ${name}`, d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, "marker-end": `url(#${name})` }));
+    this.mark.append(
+      element("path", {
+        class: `arrow ${name}`,
+        d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`,
+        "marker-end": `url(#${name})`,
+      }),
+    );
   }
 
   // Scroll so that an action or an idle time is visible.
@@ -435,13 +576,20 @@ class Timeline {
   drawMap() {
     this.map.hidden = this.zoom <= 1;
     if (this.map.hidden) return;
-    const { width, model } = this, height = 24, context = this.map.getContext("2d"), { whole } = this;
+    const { width, model } = this,
+      height = 24,
+      context = this.map.getContext("2d"),
+      { whole } = this;
     if (whole.shown !== palette || whole.found !== look.found || whole.width !== width) {
       Object.assign(whole, { shown: palette, found: look.found, width });
       whole.begin(width, height);
       whole.rect({ x: 0, y: 0, width, height }, "--idle", 1);
-      this.busyShares(Math.round(width)).forEach((share, column) => share > 0 && whole.rect({ x: column, y: height * (1 - share), width: 1, height: height * share }, "--F0", 1));
-      for (const place of look.found) whole.rect({ x: (model.start[place] / this.span) * width, y: 0, width: 2, height }, "--text", 1);
+      this.busyShares(Math.round(width)).forEach(
+        (share, column) =>
+          share > 0 && whole.rect({ x: column, y: height * (1 - share), width: 1, height: height * share }, "--F0", 1),
+      );
+      for (const place of look.found)
+        whole.rect({ x: (model.start[place] / this.span) * width, y: 0, width: 2, height }, "--text", 1);
       whole.end();
       Object.assign(this.map, { width: whole.wide, height: whole.high });
     }
@@ -456,19 +604,26 @@ class Timeline {
   // For each column of the map, the share of all ranks' time that is work.
   busyShares(columns) {
     if (this.shown?.length === columns) return this.shown;
-    const { model } = this, busy = new Float64Array(columns), step = this.span / columns;
+    const { model } = this,
+      busy = new Float64Array(columns),
+      step = this.span / columns;
     for (let place = 0; place < model.count; place += 1) {
-      for (let column = Math.floor(model.start[place] / step); column < columns && column * step < model.end[place]; column += 1) {
+      for (
+        let column = Math.floor(model.start[place] / step);
+        column < columns && column * step < model.end[place];
+        column += 1
+      ) {
         const part = Math.min(model.end[place], (column + 1) * step) - Math.max(model.start[place], column * step);
-        busy[column] += (model.half[place] ? 0.5 : 1) * part / step / model.lanes.length;
+        busy[column] += ((model.half[place] ? 0.5 : 1) * part) / step / model.lanes.length;
       }
     }
     return (this.shown = busy);
   }
-
 }
 
-function atLeast(box, width) { return box.width >= width ? box : { ...box, x: box.x - (width - box.width) / 2, width }; }
+function atLeast(box, width) {
+  return box.width >= width ? box : { ...box, x: box.x - (width - box.width) / 2, width };
+}
 
 // Make the elements of a holder anew: the one that had the focus has it afterwards, found by its text.
 function keepFocus(holder, change) {
@@ -477,4 +632,6 @@ function keepFocus(holder, change) {
   if (name) [...holder.querySelectorAll("button")].find((each) => each.textContent === name)?.focus();
 }
 
-function toggle(set, value) { if (!set.delete(value)) set.add(value); }
+function toggle(set, value) {
+  if (!set.delete(value)) set.add(value);
+}

@@ -22,6 +22,9 @@ _GZIP = b"\x1f\x8b"
 _MOST_BYTES = 1 << 30
 """The trace of the largest plan has about half as many."""
 
+_MOST_TIMES = 100
+"""How many times as large a packed file may become: traces and profiles become 5 to 20 times as large."""
+
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:
     """Return the text of a file in UTF-8, whatever the locale; unpacked, if it is a gzip file.
@@ -38,8 +41,10 @@ def text_of(file: BinaryIO, path: str | os.PathLike[str], most_bytes: int = _MOS
 
     It raises what `read_text` raises.
     """
-    data = file.read(most_bytes + 1)
+    data, unpacked = file.read(most_bytes + 1), ""
     if data.startswith(_GZIP):
+        most_bytes = min(most_bytes, (1 << 20) + _MOST_TIMES * len(data))  # JSON of a few kB could fill the memory
+        unpacked = f" unpacked from {len(data):,}"
         try:
             with gzip.open(io.BytesIO(data)) as packed:
                 data = packed.read(most_bytes + 1)
@@ -47,7 +52,7 @@ def text_of(file: BinaryIO, path: str | os.PathLike[str], most_bytes: int = _MOS
             raise FormatError(f"{path} is a gzip file, and broken: {error}") from error
     if len(data) > most_bytes:
         raise FormatError(
-            f"{path} has more than {most_bytes:,} bytes, which pipelab does not read: is it the right file?"
+            f"{path} has more than {most_bytes:,} bytes{unpacked}, which pipelab does not read: is it the right file?"
         )
     try:
         return data.decode("utf-8-sig")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from pipelab.errors import CostError
-from pipelab.plan.actions import finite
+from pipelab.plan.actions import FINITE, finite
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import readable, shorten
 
@@ -83,7 +83,7 @@ class Memory:
             several = isinstance(value, Sequence) and each.name != "outputs"
             sizes = [finite(size) for size in (value if several else (value,))]
             if not sizes or None in sizes:
-                raise CostError(f"{each.name}={shorten(value)}: expected finite numbers of bytes, 0 or more")
+                raise CostError(f"{each.name}={shorten(value)}: expected numbers of bytes, {FINITE}")
             whole = tuple(round(size or 0) for size in sizes)
             object.__setattr__(self, each.name, whole if several else whole[0])
 

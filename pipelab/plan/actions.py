@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import reprlib
-import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -158,6 +157,8 @@ class Pair:
 
 
 Item = Action | Pair
+FINITE = "0 or between 1e-30 and 1e+30"
+"""How large a time or a size may be: so sums, products and ratios of them are finite too."""
 """What a row of a plan holds."""
 
 
@@ -219,17 +220,17 @@ def whole(number: Any) -> Any:
 
 
 def finite(value: Any) -> float | None:
-    """Return a finite number, 0 or more, as Python's, if it is NumPy's; `None` if it is none.
+    """Return a number in `FINITE` as Python's, if it is NumPy's; `None` if it is none.
 
     Example:
-        >>> finite(3), finite(-1), finite("3")
-        (3, None, None)
+        >>> finite(3), finite(-1), finite("3"), finite(1e31)
+        (3, None, None, None)
     """
     if not isinstance(value, (int, float)):
         value = whole(value)
     if not isinstance(value, int):
         value = float(value) if isinstance(value, Real) else -1.0
-    return value if 0 <= value <= sys.float_info.max else None
+    return value if value == 0 or 1e-30 <= value <= 1e30 else None
 
 
 def parse_item(text: str, where: str) -> Item:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import Kind, finite
+from pipelab.plan.actions import FINITE, Kind, finite
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
@@ -111,8 +111,9 @@ class Cost:
         17.5
 
     Raises:
-        CostError: if a number is negative or not finite, or a cost is of another type; if there are `links` and a
-            latency or bandwidth too, or a transport that is not buffered and a busy sender or a slow-down.
+        CostError: if a number is neither 0 nor between 1e-30 and 1e+30, or a cost is of another type; if there are
+            `links` and a latency or bandwidth too; if a transport is not buffered and there is a busy sender or a
+            slow-down.
     """
 
     forward: PerSlot = 1
@@ -151,7 +152,7 @@ class Cost:
             numbers = tuple(map(finite, value if several else (value,)))
             if not numbers or None in numbers:
                 function = ", or a function of (microbatch, stage)" * (name in _PER_ROW)
-                raise CostError(f"{name}={shorten(value)}: expected finite numbers, 0 or more{function}")
+                raise CostError(f"{name}={shorten(value)}: expected numbers, {FINITE}{function}")
             object.__setattr__(self, name, numbers if several else numbers[0])
         self._refuse()
 
@@ -401,7 +402,7 @@ def _asked(name: str, function: Callable[[int, int], float], plan: Plan) -> Iter
             number = finite(answer)
             if number is None:
                 raise CostError(
-                    f"{name}(microbatch={microbatch}, stage={stage}) returned {shorten(answer)}: expected a finite "
-                    "number, 0 or more"
+                    f"{name}(microbatch={microbatch}, stage={stage}) returned {shorten(answer)}: expected a "
+                    f"number, {FINITE}"
                 )
             yield float(number)

@@ -8,7 +8,7 @@ from math import ceil, log2
 from typing import Literal
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import finite
+from pipelab.plan.actions import FINITE, finite
 from pipelab.plan.fault import shorten
 
 Link = tuple[float, float | None]
@@ -54,7 +54,7 @@ class Links:
             numbers = tuple(None if each is None else finite(each) for each in pair)
             if len(pair) != 2 or numbers[0] is None or (numbers[1] is None) != (pair[1] is None):
                 raise CostError(
-                    f"{name}={shorten(link)}: expected (latency, bandwidth), two finite numbers, 0 or more; the "
+                    f"{name}={shorten(link)}: expected (latency, bandwidth), two numbers, {FINITE}; the "
                     "bandwidth None if size does not matter"
                 )
             if numbers[1] == 0:
@@ -131,7 +131,7 @@ def all_reduce_time(
     size, alpha, speed = map(finite, given.values())
     if size is None or alpha is None or not speed:
         names = ", ".join(f"{name}={shorten(value)}" for name, value in given.items())
-        raise CostError(f"{names}: expected finite numbers, 0 or more, and a bandwidth above 0")
+        raise CostError(f"{names}: expected numbers, {FINITE}, and a bandwidth above 0")
     if replicas == 1:
         return 0.0
     return float(_ALL_REDUCES[algorithm](replicas, alpha, 0.0 if bandwidth is None else size / speed))

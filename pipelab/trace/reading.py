@@ -13,7 +13,7 @@ from typing import Any
 from pipelab.checking.checker import require_legal
 from pipelab.errors import FormatError, ScheduleError, UsageError
 from pipelab.files import read_text
-from pipelab.plan.actions import Action
+from pipelab.plan.actions import FINITE, Action, finite
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Transfer
@@ -21,8 +21,6 @@ from pipelab.trace.events import Transfer
 FORMAT = "pipelab-trace"
 VERSION = 1
 
-_LEAST, _MOST = 1e-30, 1e30
-"""How near to 0 and how far from it a time is, unless it is 0: sums and scales of such times are numbers too."""
 _SOURCES = ("simulated", "measured")
 _PARTS = ("source", "target", "giver", "needer", "start", "end")
 _BEHIND = ("queued", "giver", "needer")
@@ -196,6 +194,6 @@ def time_of(value: Any, where: str) -> float:
         FormatError: if it is none.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not (value == 0 or _LEAST <= abs(value) <= _MOST):  # nor is NaN
-        raise FormatError(f"{where} is {shorten(value)}: expected a time, 0 or between {_LEAST:g} and {_MOST:g}")
+    if not number or finite(abs(value)) is None:  # nor is NaN
+        raise FormatError(f"{where} is {shorten(value)}: expected a time, {FINITE}")
     return float(value)

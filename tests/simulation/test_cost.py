@@ -143,6 +143,32 @@ def test_a_comparison_says_that_stage_0_ran_as_pytorch_runs_it():
     assert "stage 0" not in names[0]
 
 
+@pytest.mark.parametrize("number", [1e308, 1.1e30, 9e-31, 5e-324], ids=str)
+def test_a_number_whose_sums_or_ratios_could_overflow_is_refused_as_traces_refuse_it(number):
+    for given_ in ({"forward": number}, {"backward": [1, number]}, {"latency": number}, {"bandwidth": number}):
+        with pytest.raises(CostError, match=r"1e-30 .* 1e\+30"):
+            Cost(**given_)
+    with pytest.raises(CostError, match=r"forward\(microbatch=0, stage=0\) returned .* 1e-30 .* 1e\+30"):
+        simulate(SPLIT, Cost(forward=lambda m, s: number))
+    with pytest.raises(CostError, match=r"inside=.* 1e-30 .* 1e\+30"):
+        pipelab.Links(2, inside=(number, None), between=(1, None))
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        Cost(forward=1e30, backward=1e30, latency=1e30, slowdown=1e30),
+        Cost(activation_bytes=1e30, boundary_gradient_bytes=1e30, bandwidth=1e-30, slowdown=1e30),
+        Cost(forward=1e-30, backward=1e-30, latency=1e-30),
+    ],
+    ids=["long", "long on the way", "short"],
+)
+def test_the_largest_and_smallest_costs_are_drawn(cost, tmp_path):
+    trace = simulate(pipelab.OneFOneB(4, 8), cost)
+    assert "rank 3" in str(trace)
+    assert trace.save(tmp_path / "page.html").stat().st_size > 0
+
+
 # Functions of (micro-batch, stage)
 
 

@@ -20,6 +20,7 @@ from traces import assert_obeys
 import pipelab
 from pipelab import Trace, compare, what_if
 from pipelab.errors import FormatError, UsageError
+from pipelab.files import read_text
 from pipelab.trace.waits import half
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -290,6 +291,23 @@ def test_a_missing_action_is_named(tmp_path):
         each["traceEvents"] = [event for event in each["traceEvents"] if event.get("name") not in names]
     with pytest.raises(FormatError, match="micro-batch 3 .*stage 0"):
         Trace.load(written(tmp_path, first, second))
+
+
+def test_a_small_file_that_unpacks_to_a_huge_one_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    path = tmp_path / "rank0.json.gz"
+    path.write_bytes(gzip.compress(b"[" + b"[]," * (1 << 21) + b"[]]"))
+    monkeypatch.setattr(json, "loads", lambda text: pytest.fail(f"made objects of {len(text)} characters"))
+    with pytest.raises(FormatError, match=rf"unpacked from {path.stat().st_size:,}"):
+        Trace.load(path)
+
+
+def test_a_trace_that_packs_as_well_as_any_is_read(tmp_path):
+    trace = pipelab.simulate(pipelab.GPipe(8, 2048), pipelab.Cost(forward=0, backward=0))
+    text = trace.save(tmp_path / "trace.json").read_text()
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    assert len(text) > 1 << 20
+    assert read_text(path) == text
 
 
 def test_broken_and_foreign_files_are_refused(tmp_path):

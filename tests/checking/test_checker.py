@@ -801,6 +801,15 @@ def test_a_row_as_long_as_it_may_be_is_not_endless():
     assert "endless" in codes(Plan([[*row, F(0)]], 1, 1))
 
 
+def test_what_an_ambiguous_action_may_be_is_not_missing_on_its_rank():
+    assert codes(Plan([[F(0), F(0, 1), B(0, 1), B(0, 0)]], 2, 1, lambda m, s: 0)) == ["ambiguous-stage"]
+
+
+def test_what_several_ranks_lack_is_told_on_the_lowest_of_them():
+    plan = Plan([[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]], 1, 4, lambda m, s: m % 2)
+    assert [(fault.code, fault.rank) for fault in check(plan)] == [("missing", 0)] * 2
+
+
 # The drawing of the place
 
 

@@ -9,10 +9,14 @@ from typing import get_args
 import networkx
 import oracle
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from pipelab import Action, B, F, I, Pair, Plan, R, W, schedules
 from pipelab.plan.transfers import Order, Transport
+
+OF_EACH = settings(max_examples=settings.default.max_examples // 4)
+"""For a property that every schedule is tried with: a quarter of the examples, with each of them."""
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in range(1, 13)]
 """Every size up to 6 ranks and 12 micro-batches."""

@@ -9,7 +9,7 @@ import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import costs, legal_cases, sizes
+from strategies import OF_EACH, costs, legal_cases, sizes
 
 import pipelab
 from pipelab import B, Cost, F, I, Plan, R, ScheduleError, W, check, replicate, schedules, simulate
@@ -116,6 +116,7 @@ def test_the_drawing_in_the_docstring_is_what_simulate_gives():
 
 
 @every_schedule
+@OF_EACH
 @given(size=sizes(), replicas=st.integers(1, 3))
 def test_every_schedule_can_be_replicated_and_runs_every_microbatch_once(name, size, replicas):
     if schedules[name].refusal(*size) is not None:
@@ -135,6 +136,7 @@ def test_every_schedule_can_be_replicated_and_runs_every_microbatch_once(name, s
 
 
 @every_schedule
+@OF_EACH
 @given(size=sizes(), replicas=st.integers(2, 3), forward=costs(), backward=costs(), reduce=costs())
 def test_replicas_take_as_long_as_one_pipeline_and_an_all_reduce_on_each_rank(
     name, size, replicas, forward, backward, reduce
@@ -155,6 +157,7 @@ def test_replicas_take_as_long_as_one_pipeline_and_an_all_reduce_on_each_rank(
 
 
 @every_schedule
+@OF_EACH
 @given(size=sizes(), replicas=st.integers(2, 3))
 def test_without_a_cost_of_the_all_reduce_replicas_are_as_quick_as_one(name, size, replicas):
     if schedules[name].refusal(*size) is None:
@@ -256,6 +259,7 @@ def alike(schedule, cost, replicas):
 
 
 @every_schedule
+@OF_EACH
 @given(
     sizes(), costs(), costs(), st.sampled_from([0, 0.5, 7]), st.sampled_from([0, 0.5]), st.none() | costs(),
     st.integers(2, 4),

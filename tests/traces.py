@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 
@@ -25,3 +26,8 @@ def assert_obeys(trace, plan, slack=0.0):
     assert trace.start == 0
     assert trace.unit == "ms"
     assert trace.source == "measured"
+
+
+def threads_of(trace):
+    """Return the thread that each lane names."""
+    return [re.fullmatch(r"cpu, thread (\d+)", lane).group(1) for lane in trace.lanes]

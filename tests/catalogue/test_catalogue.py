@@ -13,7 +13,7 @@ import oracle
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import SIZES, costs, sizes
+from strategies import OF_EACH, SIZES, costs, sizes
 
 import pipelab
 from pipelab import Cost, ScheduleError, schedules, simulate
@@ -101,6 +101,7 @@ def test_every_schedule_runs_each_microbatch_once_through_each_stage(name):
 
 
 @every_schedule
+@OF_EACH
 @given(size=sizes(), forward=costs(), backward=costs(), latency=st.sampled_from([0, 0.5, 3]))
 def test_every_schedule_is_simulated_within_every_dependency(name, size, forward, backward, latency):
     if schedules[name].refusal(*size) is not None:
@@ -117,6 +118,7 @@ def test_every_schedule_is_simulated_within_every_dependency(name, size, forward
 
 
 @every_schedule
+@OF_EACH
 @given(size=sizes(), forward=costs(), backward=costs())
 def test_every_schedule_does_the_same_work(name, size, forward, backward):
     if schedules[name].refusal(*size) is not None:

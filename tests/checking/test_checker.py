@@ -801,15 +801,24 @@ def test_a_row_as_long_as_it_may_be_is_not_endless():
     assert "endless" in codes(Plan([[*row, F(0)]], 1, 1))
 
 
+def test_what_an_ambiguous_action_may_be_is_not_missing_on_its_rank():
+    assert codes(Plan([[F(0), F(0, 1), B(0, 1), B(0, 0)]], 2, 1, lambda m, s: 0)) == ["ambiguous-stage"]
+
+
+def test_what_several_ranks_lack_is_told_on_the_lowest_of_them():
+    plan = Plan([[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)]], 1, 4, lambda m, s: m % 2)
+    assert [(fault.code, fault.rank) for fault in check(plan)] == [("missing", 0)] * 2
+
+
 # The drawing of the place
 
 
-def test_the_excerpt_is_short_in_a_plan_of_64_ranks_and_4096_microbatches():
-    rows = [[] for _ in range(63)] + [[Pair(F(4095, 63), B(4095, 63))] * 8191]
+def test_the_excerpt_is_short_in_a_plan_of_4096_microbatches():
+    rows = [[], [Pair(F(4095, 1), B(4095, 1))] * 8191]
     places = [0, 1, 5, 4095, 8190]
     for at in places:
-        rows[63][at] = "no action at all, but a long text" * 3
-    faults = [fault for fault in check(Plan(rows, 64, 4096)) if fault.code == "not-an-action"]
+        rows[1][at] = "no action at all, but a long text" * 3
+    faults = [fault for fault in check(Plan(rows, 2, 4096)) if fault.code == "not-an-action"]
     assert [fault.position for fault in faults] == places
     for fault in faults:
         line, mark = fault.excerpt.splitlines()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import oracle
 import pytest
+from strategies import SIZES
 
 import pipelab
 from pipelab import Pair, schedules
 from pipelab.catalogue.bases import Looped
 from pipelab.conformance.recording import NATIVE, NativeRefusalError, executed
-
-SIZES = list(product(range(1, 7), range(1, 17)))
 
 
 def uneven_rounds(ranks, microbatches):

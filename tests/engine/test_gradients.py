@@ -1,4 +1,4 @@
-"""The master test: whatever the schedule, the gradients are those of plain training."""
+"""The master test: whatever the schedule, the gradients are those of plain training, and the trace is the plan's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import EVERY_SCHEDULE, in_order, legal_cases
 from torch import nn
+from traces import assert_obeys, threads_of
 
 from pipelab import B, F, Pipeline, Plan, schedules
 
@@ -16,19 +17,25 @@ mse = nn.functional.mse_loss
 
 
 @pytest.mark.parametrize(("kind", "ranks", "microbatches"), EVERY_SCHEDULE)
-def test_gradients_are_those_of_the_plain_loop(kind, ranks, microbatches):
+def test_gradients_are_those_of_the_plain_loop_and_the_trace_obeys_the_plan(kind, ranks, microbatches):
     plan = kind(ranks, microbatches).plan()
     model = plain.mlp(2 * plan.stages)
     x, y = plain.batch(2 * microbatches + 1)  # rows that the micro-batches do not divide
     loss = plain.one_after_another(model, mse, x, y, microbatches)
     expected = plain.taken(model)
+    threads = []
     with Pipeline(model, plan, mse) as pipe:
-        step = pipe.step(x, y)
-    gradients = plain.taken(model)
-    if in_order(plan):
-        assert plain.equal(gradients, expected)
-    assert plain.difference(gradients, expected) <= 1e-6
-    torch.testing.assert_close(step.loss, loss)
+        for _ in range(2):
+            step = pipe.step(x, y)
+            gradients = plain.taken(model)
+            if in_order(plan):
+                assert plain.equal(gradients, expected)
+            assert plain.difference(gradients, expected) <= 1e-6
+            torch.testing.assert_close(step.loss, loss)
+            assert_obeys(step.trace, plan)
+            threads.append(threads_of(step.trace))
+    assert threads[0] == threads[1]
+    assert len(set(threads[0])) == ranks
     plain.at_once(model, mse, x, y)
     assert plain.difference(gradients, plain.taken(model)) <= 1e-6
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import weakref
 
@@ -10,30 +9,14 @@ import plain
 import pytest
 import torch
 from hypothesis import given, settings
-from strategies import EVERY_SCHEDULE, legal_cases, near
+from strategies import legal_cases, near
 from torch import nn
-from traces import assert_obeys
+from traces import assert_obeys, threads_of
 
 import pipelab
 from pipelab import Cost, GPipe, OneFOneB, Pipeline, Plan, compare, emulated, schedules, simulate
 
 mse = nn.functional.mse_loss
-
-
-def threads_of(trace):
-    """Return the thread that each lane names."""
-    return [re.fullmatch(r"cpu, thread (\d+)", lane).group(1) for lane in trace.lanes]
-
-
-@pytest.mark.parametrize(("kind", "ranks", "microbatches"), EVERY_SCHEDULE)
-def test_a_measured_trace_obeys_the_plans_graph(kind, ranks, microbatches):
-    plan = kind(ranks, microbatches).plan()
-    with Pipeline(plain.mlp(2 * plan.stages), plan, mse) as pipe:
-        traces = [pipe.step(*plain.batch(2 * microbatches)).trace for _ in range(3)]
-    for trace in traces:
-        assert_obeys(trace, plan)
-        assert len(set(threads_of(trace))) == ranks
-    assert threads_of(traces[0]) == threads_of(traces[1])
 
 
 @settings(max_examples=60)

@@ -236,22 +236,14 @@ def test_a_pairs_slot_waits_for_the_transfers_of_both_halves():
 # What a cost may be
 
 
+TIMES = ["forward", "backward", "input_grad", "weight_grad", "pair", "all_reduce", "latency", "bandwidth"]
+BYTES = ["activation_bytes", "boundary_gradient_bytes"]
+IMPOSSIBLE = [float("nan"), float("inf"), "1", "", 1j, object(), [1, -1], [1, None], [[1]]]
+
+
 @pytest.mark.parametrize(
-    "field",
-    [
-        "forward",
-        "backward",
-        "input_grad",
-        "weight_grad",
-        "pair",
-        "all_reduce",
-        "latency",
-        "bandwidth",
-        "activation_bytes",
-        "boundary_gradient_bytes",
-    ],
+    ("field", "value"), [(field, -1) for field in TIMES + BYTES] + [("forward", value) for value in IMPOSSIBLE]
 )
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1", "", 1j, object(), [1, -1], [1, None], [[1]]])
 def test_what_cannot_be_a_time_or_a_size_is_refused(field, value):
     with pytest.raises(CostError, match=f"^{field}="):
         Cost(**{field: value})

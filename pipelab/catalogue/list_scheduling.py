@@ -125,7 +125,7 @@ class _Simulation:
 
     def _offer(self, code: int) -> None:
         """Add an action to those that its rank may choose."""
-        offers = self.forwards if self.codes.kind[code] == "F" else self.others
+        offers = self.forwards if self.codes.forward[code] else self.others
         offers[self._rank(code)][code] = self.codes.action(code)
 
     def _choose(self, rank: int, now: float) -> None:
@@ -166,7 +166,7 @@ class _Simulation:
                 continue
             waiting = self.codes.action(min(forwards))
             last: Kind = "W" if self.split else "B"
-            releases = [replace(done, kind=last) for done in self.started[rank] if done.kind == "F"]
+            releases = [replace(done, kind=last) for done in self.started[rank] if done.traits.forward]
             release = next(each for each in releases if each not in self.started[rank])
             count = f"{self.held[rank]} activation{'s' * (self.held[rank] > 1)}"
             limited = f"rank {rank} holds {count} (memory_cap {self.caps[rank]})"

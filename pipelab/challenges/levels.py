@@ -12,7 +12,7 @@ from typing import Any
 from pipelab.catalogue import schedules
 from pipelab.checking.checker import check
 from pipelab.errors import PipelabError, UsageError
-from pipelab.plan.actions import Action, Kind
+from pipelab.plan.actions import HALVES, TRAITS, Action, Kind
 from pipelab.plan.codes import Codes
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
@@ -206,7 +206,7 @@ def _against_the_rules(level: Level, plan: Plan) -> str | None:
     for rank, row in enumerate(plan.bound.rows):
         for code in row:
             action = plan.bound.codes.action(code)
-            if action.kind == "R" or (action.kind in "IW" and not level.split):
+            if action.kind not in _KINDS[level.split]:
                 return f"{action} on rank {rank}: this level has {'F, B, I and W' if level.split else 'F and B'} only"
             home = level.rank_of(action.stage or 0)
             if home != rank:
@@ -265,11 +265,11 @@ def board(level: Level, rows: Sequence[Sequence[str]]) -> Board:
     begun |= {codes.sibling(code, kind) for code in begun for kind in _INSTEAD.get(codes.kind[code], ())}
     ready = []
     for rank, row in enumerate(listed):
-        held = sum((codes.kind[code] == "F") - codes.releases[code] for code in row)
+        held = sum(codes.held[code] for code in row)
         full = level.cap is not None and held >= level.cap
         first: dict[tuple[str, int], int] = {}
         for kind in _KINDS[level.split]:
-            for code in () if full and kind == "F" else codes.of_kind[kind]:
+            for code in () if full and TRAITS[kind].in_flight > 0 else codes.of_kind[kind]:
                 here = level.rank_of(codes.stage[code]) == rank
                 if here and code not in begun and there.keys() >= set(codes.needs(code)):
                     first.setdefault((kind, codes.stage[code]), code)
@@ -280,7 +280,11 @@ def board(level: Level, rows: Sequence[Sequence[str]]) -> Board:
 
 def _code(codes: Codes, word: str) -> int:
     action = Action.parse(word)
-    if action.kind == "R" or (action.stage or 0) >= codes.stages or (action.microbatch or 0) >= codes.microbatches:
+    if (
+        action.traits.collective
+        or (action.stage or 0) >= codes.stages
+        or (action.microbatch or 0) >= codes.microbatches
+    ):
         raise UsageError(f"{word} is not in this level: {codes.stages} stages, {codes.microbatches} micro-batches")
     return codes.code(action)
 
@@ -315,6 +319,6 @@ def _run(
 
 def _length(level: Level, kind: Kind, rank: int) -> float:
     """Return how long an action takes."""
-    given = level.forward if kind == "F" else level.backward
+    given = level.forward if TRAITS[kind].forward else level.backward
     time = given if isinstance(given, (int, float)) else given[rank]
-    return time / level.stages_per_rank / (2 if kind in "IW" else 1)
+    return time / level.stages_per_rank / (2 if kind in HALVES else 1)

@@ -21,7 +21,7 @@ from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import complete, misplaced, missing
 from pipelab.checking.transfers import transfer_deadlocks
 from pipelab.errors import ScheduleError, clean, require_caps
-from pipelab.plan.actions import Action
+from pipelab.plan.actions import HALVES, Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
 from pipelab.plan.csv_notation import is_plan
@@ -195,7 +195,7 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, order: Order, tr
     incomplete = [fault for fault in incomplete if not unread or fault.rank not in (*unread, None)]
     walk = traverse(bound, given=missing_values)
     disorder: list[Fault] = []
-    if walk.stuck or bound.written_reduces:
+    if walk.stuck or bound.needs_aside:
         disorder, excused = _unordered(bound)
         if excused:
             walk = traverse(bound, given=missing_values, excused=excused)
@@ -229,7 +229,7 @@ def require_legal(plan: Plan) -> Traversal:
         return bound.walk
     if not bound.faults and not misplaced(bound) and complete(bound):
         walk = traverse(bound)
-        if not walk.stuck and not (bound.written_reduces and _unordered(bound)[0]):
+        if not walk.stuck and not (bound.needs_aside and _unordered(bound)[0]):
             bound.walk = walk
             return walk
     raise ScheduleError(check(plan), plan.name)
@@ -300,7 +300,7 @@ def _late_gradients(codes: Codes, row: Sequence[int]) -> dict[int, int]:
     late: dict[int, int] = {}
     for code in reversed(row):
         stage = codes.stage[code]
-        if codes.kind[code] == "R":
+        if codes.collective[code]:
             if stage in lowest:
                 late[code] = lowest[stage]
         elif codes.releases[code]:
@@ -343,7 +343,7 @@ def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory 
         hint = _how_to_hold_less(bound.codes, row[: index + 1], action, rank)
         if memory is not None:
             message = f"{action} would make rank {rank} hold {held[index]:,} bytes (cap {cap:,})"
-            if in_flight[index] == (action.kind in "FI"):  # it holds no other activation
+            if in_flight[index] == bool(action.traits.holds):  # it holds no other activation
                 hint = f"no order holds less: raise the cap, or give rank {rank} smaller stages or micro-batches"
         faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
     return faults
@@ -353,10 +353,10 @@ def _how_to_hold_less(codes: Codes, until: Sequence[int], action: Action, rank: 
     """Return how to release an activation before an action: with a delayed weight gradient, or with a backward."""
     done = set(until)
     for code in until:
-        if codes.kind[code] == "I" and (weights := codes.sibling(code, "W")) not in done:
+        if codes.kind[code] in HALVES and (weights := codes.sibling(code, "W")) not in done:
             late = codes.action(weights)
             return f"run {late} before {action} on rank {rank}: an activation is held until its weight gradient is made"
-    if action.kind != "F":
+    if not action.traits.forward:
         return f"begin with fewer forwards on rank {rank}"
     return f"let a backward come before {action} on rank {rank}, or begin with fewer forwards"
 

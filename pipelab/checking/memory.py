@@ -104,16 +104,17 @@ class Memory:
         leaves = activations if self.for_weight_grad is None else self._of("for_weight_grad", stages)
         without_gradients = set(range(stages))
         for code in bound.rows[rank]:
-            kind, stage = codes.kind[code], codes.stage[code]
-            kept, left = activations[stage], leaves[stage]
-            first = kind in "BW" and stage in without_gradients
+            traits, stage = codes.traits(code), codes.stage[code]
+            sizes = {"": 0, "activations": activations[stage], "for_weight_grad": leaves[stage]}
+            more = sizes[traits.holds] - sizes[traits.releases]
+            first = traits.gives_weight_gradient and stage in without_gradients
             if first:
                 without_gradients.remove(stage)
             yield Change(
                 gradients=gradients[stage] if first else 0,
-                activations={"F": kept, "I": max(0, left - kept)}.get(kind, 0),
-                outputs=int(self.outputs) if kind == "F" and stage == stages - 1 else 0,
-                freed={"B": kept, "I": max(0, kept - left), "W": left}.get(kind, 0),
+                activations=max(0, more),
+                outputs=int(self.outputs) if traits.forward and stage == stages - 1 else 0,
+                freed=max(0, -more),
             )
 
     def held(self, bound: BoundPlan, rank: int) -> list[int]:

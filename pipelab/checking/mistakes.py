@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, get_args
 
-from pipelab.plan.actions import KINDS, Action, Kind, Pair
+from pipelab.plan.actions import PER_MICROBATCH, Action, Pair
 from pipelab.plan.binding import NO_RANK, ask, within
+from pipelab.plan.codes import GIVERS
 from pipelab.plan.fault import Code, Fault, line_of_function, ranges
 from pipelab.plan.plan import Plan
 
@@ -85,7 +86,9 @@ def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
 
 def _names_both(action: object) -> TypeGuard[Action]:
     """Return whether something is an action of one micro-batch on one stage."""
-    return isinstance(action, Action) and action.kind in KINDS[:4] and None not in (action.microbatch, action.stage)
+    return (
+        isinstance(action, Action) and action.kind in PER_MICROBATCH and None not in (action.microbatch, action.stage)
+    )
 
 
 def _swapped(action: Action) -> Action:
@@ -100,7 +103,7 @@ def _right_if_swapped(plan: Plan, rank: int | None, action: object) -> bool:
     code = bound.codes.code(meant)
     if bound.rank_of_slot[bound.codes.slot[code]] not in (rank, NO_RANK) or bound.rank_of[code] == rank:
         return False
-    instead: tuple[Kind, ...] = ("I", "W") if meant.kind == "B" else ("B",) if meant.kind in ("I", "W") else ()
+    instead = {kind for value in meant.traits.gives for kind in GIVERS[value]} - {meant.kind}
     return all(bound.rank_of[bound.codes.code(replace(meant, kind=kind))] == NO_RANK for kind in instead)
 
 
@@ -114,7 +117,7 @@ def _swap_fault(shown: Sequence[Fault]) -> Fault:
         ranks = sorted({fault.rank for fault in shown if fault.rank is not None})
         message = (
             f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, micro-batch and stage of "
-            f"{' and '.join(sorted(kinds, key='FBIW'.index))} are swapped; the first: {message}"
+            f"{' and '.join(sorted(kinds, key=PER_MICROBATCH.index))} are swapped; the first: {message}"
         )
     meant = _swapped(first.action)
     hint = (

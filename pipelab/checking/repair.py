@@ -270,9 +270,9 @@ def _descriptions(trials: _Trials, moves: list[Move]) -> Iterable[Repair | None]
 
 def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> Repair | None:
     """Return the order in which some ranks run all forwards first, if the plan then runs."""
-    kind = trials.bound.codes.kind
+    forward = trials.bound.codes.forward
     rows = [
-        sorted(row, key=lambda code: kind[code] != "F") if rank in ranks else row
+        sorted(row, key=lambda code: not forward[code]) if rank in ranks else row
         for rank, row in enumerate(trials.bound.rows)
     ]
     if trials.stuck(rows):
@@ -341,11 +341,11 @@ class _FreeWalk:
 
     def wanted(self, free: Collection[int]) -> int | None:
         """Return an action of a free rank that can run now and that a stuck rank waits for, preferably a forward."""
-        kind, giver = self.bound.codes.kind, self.bound.giver
+        forward, giver = self.bound.codes.forward, self.bound.giver
         backward = None
-        for rank in sorted(self.waits_for, key=lambda rank: (kind[giver(self.waits_for[rank])] != "F", rank)):
+        for rank in sorted(self.waits_for, key=lambda rank: (not forward[giver(self.waits_for[rank])], rank)):
             code = self._source(rank, free)
-            if code is not None and kind[code] == "F":
+            if code is not None and forward[code]:
                 return code
             backward = backward or code
         return backward

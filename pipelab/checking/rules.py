@@ -7,21 +7,14 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from pipelab.checking.repair import as_yielded
-from pipelab.plan.actions import Action, Kind
+from pipelab.plan.actions import HALVES, PER_MICROBATCH, TRAITS, Action, Kind
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.codes import PER_MICROBATCH
+from pipelab.plan.codes import GIVERS
 from pipelab.plan.fault import Fault, ranges
 
-_KINDS: dict[str, tuple[Kind, ...]] = {
-    "forward": ("F",),
-    "backward": ("B",),
-    "backward in halves": ("I", "W"),
-    "input gradient (I)": ("I",),
-    "weight gradient (W)": ("W",),
-}
-"""What a stage may lack, and the kinds of action that provide it."""
-_BACKWARDS = PER_MICROBATCH[1:]
+_NEEDED = ("out(m,s)", "gin(m,s)", "gw(m,s)")
+"""The values that exactly one action gives for every micro-batch and stage."""
 _MOST_KEPT = 1_000
 """For how many micro-batches a fault keeps what is missing: a picture shows fewer."""
 
@@ -29,8 +22,10 @@ _MOST_KEPT = 1_000
 def complete(bound: BoundPlan) -> bool:
     """Return whether every stage has its forwards and backwards; for a plan with `F` and `B` only, that is quick."""
     every = len(bound.rank_of_slot)
-    absent = [bound.ranks_of(kind).count(NO_RANK) for kind in PER_MICROBATCH]
-    return (absent == [0, 0, every, every] and not bound.written_reduces) or not missing(bound)[0]
+    absent = {kind: bound.ranks_of(kind).count(NO_RANK) for kind in PER_MICROBATCH}
+    given = [value for kind, count in absent.items() if not count for value in TRAITS[kind].gives]
+    regular = set(absent.values()) <= {0, every} and all(given.count(value) == 1 for value in _NEEDED)
+    return (regular and not bound.written_reduces) or not missing(bound)[0]
 
 
 def misplaced(bound: BoundPlan) -> list[Fault]:
@@ -42,7 +37,7 @@ def misplaced(bound: BoundPlan) -> list[Fault]:
     verb = "is placed on" if bound.names_ranks else "went forward on"
     for rank, row in enumerate(bound.rows):
         for index, code in enumerate(row):
-            right = rank if codes.kind[code] == "R" else bound.rank_of_slot[codes.slot[code]]
+            right = rank if codes.collective[code] else bound.rank_of_slot[codes.slot[code]]
             if right not in (rank, NO_RANK):
                 action = codes.action(code)
                 what = f"micro-batch {action.microbatch} of stage {action.stage}"
@@ -74,40 +69,39 @@ def _misplaced_reduces(bound: BoundPlan) -> list[Fault]:
 def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     """Find actions that no rank lists; return the faults, and the values that no action gives."""
     codes = bound.codes
-    lacking: dict[tuple[int, str], list[int]] = defaultdict(list)
+    lacking: dict[tuple[int, Kind], list[int]] = defaultdict(list)
     values: set[int] = set()
     both: list[Fault] = []
     index_of = cache(bound.index_of)
     for slot, ranks in enumerate(zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True)):
-        forward, backward, inputs, weights = (rank != NO_RANK for rank in ranks)
-        full = backward and not (inputs or weights)
-        split = inputs and weights and not backward
-        if forward and (full or split):
-            continue
-        code = codes.of_kind["F"][slot]
-        microbatch, stage = codes.microbatch[code], codes.stage[code]
-        if not forward:
-            lacking[stage, "forward"].append(microbatch)
-            values.add(codes.gives[code])
-        if backward and (inputs or weights):
-            both.append(_repeated_backward(bound, codes.sibling(code, "I" if inputs else "W"), index_of))
-        elif not backward and inputs != weights:
-            lacking[stage, "weight gradient (W)" if inputs else "input gradient (I)"].append(microbatch)
-        elif not backward and not inputs:
-            lacking[stage, "backward"].append(microbatch)
-        if not backward and not inputs:
-            values.add(codes.gives[codes.sibling(code, "B")])
+        lacks, absent, twice = _wrong(tuple(rank != NO_RANK for rank in ranks))
+        for kind in lacks:
+            lacking[codes.stage[slot], kind].append(codes.microbatch[slot])
+        values.update(codes.of_value(value)[slot] for value in absent)
+        if twice:
+            both.append(_repeated_backward(bound, codes.of_kind[twice][slot], index_of))
     faults = _missing_faults(bound, lacking) if lacking else []
     return both + faults + _missing_reduces(bound), values
 
 
-def _missing_faults(bound: BoundPlan, lacking: dict[tuple[int, str], list[int]]) -> list[Fault]:
+@cache
+def _wrong(listed: tuple[bool, ...]) -> tuple[list[Kind], list[str], Kind | None]:
+    """Return what a slot lacks, as kinds and as values, and which kind repeats another; by which kinds it has."""
+    there = [kind for kind, has in zip(PER_MICROBATCH, listed, strict=True) if has]
+    givers = {value: [kind for kind in there if kind in GIVERS[value]] for value in _NEEDED}
+    absent = [value for value in _NEEDED if not givers[value]]
+    at = _NEEDED[0] in absent
+    lacks = [kind for kind in PER_MICROBATCH if TRAITS[kind].gives in (tuple(absent[:at]), tuple(absent[at:]))]
+    return lacks, absent, next((kinds[1] for kinds in givers.values() if len(kinds) > 1), None)
+
+
+def _missing_faults(bound: BoundPlan, lacking: dict[tuple[int, Kind], list[int]]) -> list[Fault]:
     """Return one fault for each stage and what it lacks for some micro-batches."""
     name = cache(partial(as_yielded, bound))  # one look at the rank's row, not one for each fault
     is_split = _halved(bound)
     return [
-        _missing_fault(bound, stage, what, microbatches, name, is_split)
-        for (stage, what), microbatches in sorted(lacking.items())
+        _missing_fault(bound, stage, kind, microbatches, name, is_split)
+        for (stage, kind), microbatches in sorted(lacking.items())
     ]
 
 
@@ -143,7 +137,7 @@ def _repeated_backward(bound: BoundPlan, half: int, index_of: Callable[[int], di
 def _missing_fault(
     bound: BoundPlan,
     stage: int,
-    what: str,
+    lacks: Kind,
     microbatches: list[int],
     name: Callable[[int | None], Callable[[int], str]],
     is_split: Callable[[int], bool],
@@ -153,7 +147,8 @@ def _missing_fault(
     known = [rank for rank in ranks if rank != NO_RANK]
     where = f" (rank{'s' if len(known) > 1 else ''} {ranges(known)})" if known else ""
     many = len(microbatches) > 1
-    kinds = _KINDS["backward in halves" if what == "backward" and is_split(stage) else what]
+    kinds = HALVES if len(TRAITS[lacks].gives) > 1 and is_split(stage) else (lacks,)
+    what = TRAITS[lacks].word + f" ({lacks})" * (lacks in HALVES)
     write = name(known[0] if known else None)
     actions = " and ".join(write(codes.table[kind][microbatches[0]][stage]) for kind in kinds)
     more = f"{',' * (len(kinds) - 1)} and so on" if many else ""
@@ -171,12 +166,13 @@ def _missing_fault(
 def _halved(bound: BoundPlan) -> Callable[[int], bool]:
     """Return a function: whether a stage's backwards are all in halves; if it has none, whether the plan's are."""
     codes, rank_of = bound.codes, bound.rank_of
-    everywhere = {kind for kind in bound.kinds if kind in _BACKWARDS}
+    backwards = {kind for value in _NEEDED[1:] for kind in GIVERS[value]}
+    everywhere = backwards.intersection(bound.kinds)
 
     def is_split(stage: int) -> bool:
-        own = {kind: codes.of_kind[kind][stage :: codes.stages] for kind in _BACKWARDS}
+        own = {kind: codes.of_kind[kind][stage :: codes.stages] for kind in backwards}
         here = {kind for kind, listed in own.items() if any(rank_of[code] != NO_RANK for code in listed)}
         kinds = here or everywhere
-        return bool(kinds) and "B" not in kinds
+        return bool(kinds) and kinds <= set(HALVES)
 
     return is_split

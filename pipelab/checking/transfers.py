@@ -179,7 +179,7 @@ class Hang:
                 return Wait(rank, name, f"has to meet {meets}", meets, behind)
             return self._wait_for_giver(rank, name, value)
         code = next(each for each in step[1] if self.wire.job[each] not in self._done)
-        if self.bound.codes.kind[code] == "R":
+        if self.bound.codes.collective[code]:
             absent = next(each for each in self.bound.reduces[code] if self._step[each] != step)
             return Wait(rank, name, f"needs rank {absent} to reach it too", name, absent)
         value = self._needed[code]

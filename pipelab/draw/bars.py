@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pipelab.plan.actions import KINDS, Action, Kind
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind
 from pipelab.trace.waits import Half, half
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Lanes:
         """Return how many characters the longest label of a kind has."""
         plan = self.trace.plan
         stage = len(str(plan.stages - 1)) if self.names_stages else 0
-        return stage + 1 + (0 if kind == "R" else len(str(plan.microbatches - 1)))
+        return stage + 1 + (0 if TRAITS[kind].collective else len(str(plan.microbatches - 1)))
 
     def typical(self, ranks: Iterable[int]) -> dict[Kind, float]:
         """Return, for each kind, the lower quartile of its actions' times.
@@ -98,7 +98,7 @@ class Lanes:
             row, starts, ends = bound.rows[rank], self.trace.starts[rank], self.trace.ends[rank]
             for code, start, end in zip(row, starts, ends, strict=True):
                 lasting[bound.codes.kind[code]].append(end - start)
-        every = [time for kind, times in lasting.items() for time in times if time > 0 and kind != "R"]
+        every = [time for kind, times in lasting.items() for time in times if time > 0 and kind in PER_MICROBATCH]
         least = median(every or [0.0]) * _NEXT_TO_NOTHING
         counted = {kind: sorted(time for time in times if time > least) for kind, times in lasting.items()}
         return {kind: times[len(times) // 4] for kind, times in counted.items() if times}

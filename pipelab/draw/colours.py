@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pipelab.plan.actions import Action, Kind
+from pipelab.plan.actions import TRAITS
 
-PALETTE: dict[Kind, tuple[str, str]] = {
-    "F": ("#0072B2", "#005F96"),
-    "B": ("#E69F00", "#EFB23A"),
-    "I": ("#F0E442", "#F3E85C"),
-    "W": ("#009E73", "#24AE86"),
-    "R": ("#5C2650", "#5C2650"),
-}
-"""For each kind, the colours of even and of odd micro-batches, so that neighbours differ and the kind stays obvious."""
+if TYPE_CHECKING:
+    from pipelab.plan.actions import Action
+
+PALETTE = {kind: traits.colours for kind, traits in TRAITS.items()}
+"""For each kind, the colours of even and of odd micro-batches."""
 
 IDLE = "#F1F1F1"
 IDLE_LINES = "#D3D3D3"

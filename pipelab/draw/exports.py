@@ -49,8 +49,8 @@ def perfetto(trace: Trace) -> dict[str, Any]:
                 args["waited for"] = str(action(wait.giver))
             about = {"ph": "X", "name": str(each), "cat": each.word, **thread, "ts": begin, "dur": last, "args": args}
             found.append(about)
-            if each.kind in "FBW":
-                at = begin if each.kind == "F" else begin + last
+            if each.traits.in_flight:
+                at = begin if each.traits.in_flight > 0 else begin + last
                 counter = f"activations of rank {rank}"
                 found.append({"ph": "C", "name": counter, "pid": 0, "ts": at, "args": {"held": count}})
     for number, transfer in enumerate(trace.transfers):

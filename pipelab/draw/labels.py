@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours
+from pipelab.plan.actions import PER_MICROBATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -84,8 +85,8 @@ def fitting(lanes: Lanes, bars: Iterable[tuple[int, Bar]], ax: Axes) -> Iterator
 
 def _typical(lanes: Lanes) -> dict[Kind, float]:
     typical = lanes.typical(range(lanes.trace.ranks))
-    typical.pop("R", None)  # it stands once at the end of a row and does not set the size of the others
-    return typical
+    # An all-reduce stands once at the end of a row and does not set the size of the others.
+    return {kind: time for kind, time in typical.items() if kind in PER_MICROBATCH}
 
 
 def _widest(lanes: Lanes, kind: Kind) -> str:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipelab.draw.wording import number
+from pipelab.plan.actions import PER_MICROBATCH, TRAITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -197,7 +198,7 @@ class _Cell:
 
     def is_legible(self, scale: float, forward: float) -> bool:
         """Return whether the label fits; a forward, whose order is obvious, needs only `forward` columns."""
-        return scale * self.time >= (forward if self.kind == "F" else self.label)
+        return scale * self.time >= (forward if TRAITS[self.kind].forward else self.label)
 
 
 def _usual_cells(lanes: Sequence[Lanes], ranks: Sequence[int]) -> list[_Cell]:
@@ -206,7 +207,7 @@ def _usual_cells(lanes: Sequence[Lanes], ranks: Sequence[int]) -> list[_Cell]:
         _Cell(kind, each.longest_label(kind), time)
         for each in lanes
         for kind, time in each.typical(rank for rank in ranks if rank < each.trace.ranks).items()
-        if kind != "R"
+        if kind in PER_MICROBATCH
     ]
 
 

@@ -107,7 +107,7 @@ class _Watch:
     def __call__(self, rank: int, stage: Stage, action: Action, kept: dict[int, Any], made: Any) -> None:
         """Look at a rank after an action."""
         self._kept[rank][stage.index] = kept
-        if action.kind == "F" and stage.is_last:
+        if action.traits.forward and stage.is_last:
             self._outputs[rank] += tensors_of(made)
         self.seen[rank].append((action, self._held(rank)))
 

@@ -84,9 +84,8 @@ class StepState:
     @property
     def has_added(self) -> bool:
         """Whether an action that adds to the gradients of parameters has begun."""
-        return any(
-            action.kind in "BWR" for each in self.ranks for action in each.actions[: each.position + each.computing]
-        )
+        begun = (action.traits for each in self.ranks for action in each.actions[: each.position + each.computing])
+        return any(each.gives_weight_gradient or each.collective for each in begun)
 
 
 def run_action(
@@ -104,7 +103,7 @@ def run_action(
     rank.computing = True
     here.began = mark()
     rank.begun.append(here.began)
-    if step.caller.autocast and action.kind != "F":
+    if step.caller.autocast and not action.traits.forward:
         with step.caller.autocast_off():
             made = act(microbatch, given, kept, step.loss)
     else:
@@ -112,7 +111,7 @@ def run_action(
     rank.ended.append(mark())
     if step.watch_nan:
         named = rank.actions[rank.position]  # as the whole plan numbers it
-        value = None if step.loss is None or action.kind == "R" else step.loss.values[microbatch]
+        value = None if step.loss is None or action.traits.collective else step.loss.values[microbatch]
         _refuse_nan(rank.rank, named, stage, made, value, had_nan=had_nan)
     rank.computing = False
     rank.position += 1
@@ -225,14 +224,14 @@ class Step:
 
 def _batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
     """Return whether the batch has NaN already, before the first stage writes into it."""
-    return action.kind == "F" and stage.is_first and any(bool(tensor.isnan().any()) for tensor in tensors_of(given))
+    return action.traits.forward and stage.is_first and any(bool(tensor.isnan().any()) for tensor in tensors_of(given))
 
 
 def _refuse_nan(
     rank: int, action: Action, stage: Stage, made: Any, loss: torch.Tensor | None, *, had_nan: bool
 ) -> None:
     """Refuse NaN or infinity in the output, the loss or the gradients of an action; name the first."""
-    if action.kind == "F":
+    if action.traits.forward:
         looked_at = [("output", made), ("loss", loss if stage.is_last else None)]
     else:
         named = ((stage.names.get(name, name), each) for name, each in stage.module.named_parameters())
@@ -263,7 +262,7 @@ def _source(action: Action, stage: Stage, *, had_nan: bool) -> str:
     """Return whether a forward's NaN was in the batch or in a parameter before."""
     if had_nan:
         return f"\n  there was NaN in its input: in the rows of x of micro-batch {action.microbatch}"
-    if action.kind == "F":
+    if action.traits.forward:
         for name, parameter in stage.module.named_parameters():
             if bool(parameter.isnan().any()):
                 full = stage.names.get(name, name)

@@ -14,25 +14,99 @@ from functools import lru_cache
 from numbers import Real
 from operator import index
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pipelab.errors import FormatError
 from pipelab.plan.fault import readable
 
 Kind = Literal["F", "B", "I", "W", "R"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_WORDS: dict[Kind, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "R": "all-reduce",
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What holds for every action of one kind. Other code asks for these, not for the letter.
+
+    Attributes:
+        word: the kind in a word.
+        needs: the values that it needs: at most one of its own stage, and one of a neighbour.
+        gives: the values that it gives. Other actions wait for the first; a second one only its own rank needs.
+        holds: the size of `Memory` that its rank holds from its start on.
+        releases: the size of `Memory` that its rank holds no more from its end on.
+        method: the method of a `Stage` that runs it.
+        cost: the field of `Cost` that says how long it takes; without one, it takes no time.
+        colours: its colours for even and for odd micro-batches, so that neighbours differ and the kind stays obvious.
+        notation: PyTorch's word for it, if that is not the letter.
+    """
+
+    word: str
+    needs: tuple[str, ...]
+    gives: tuple[str, ...]
+    holds: str = ""
+    releases: str = ""
+    method: str = ""
+    cost: str = ""
+    colours: tuple[str, str] = ("#7A7A7A", "#8C8C8C")
+    notation: str = ""
+
+    @property
+    def collective(self) -> bool:
+        """Whether it gives nothing, and runs once for all micro-batches, on all ranks of its stage together."""
+        return not self.gives
+
+    @property
+    def forward(self) -> bool:
+        """Whether it gives a stage's output."""
+        return "out(m,s)" in self.gives
+
+    @property
+    def gives_input_gradient(self) -> bool:
+        """Whether the stage before waits for it."""
+        return "gin(m,s)" in self.gives
+
+    @property
+    def gives_weight_gradient(self) -> bool:
+        """Whether it adds to the gradients of the stage's weights."""
+        return "gw(m,s)" in self.gives
+
+    @property
+    def in_flight(self) -> int:
+        """How many activations more its rank holds after it: one, none, or one less."""
+        return bool(self.holds) - bool(self.releases)
+
+
+# Okabe and Ito's hues; what the lightnesses are for, `draw/colours.py` says.
+_BLUE, _ORANGE, _YELLOW = ("#0072B2", "#005F96"), ("#E69F00", "#EFB23A"), ("#F0E442", "#F3E85C")
+_GREEN, _PURPLE = ("#009E73", "#24AE86"), ("#5C2650", "#5C2650")
+_KEPT, _LEFT = "activations", "for_weight_grad"
+# fmt: off
+TRAITS: dict[Kind, Traits] = {
+    "F": Traits("forward", needs=("out(m,s-1)",), gives=("out(m,s)",), holds=_KEPT,
+                method="forward", cost="forward", colours=_BLUE),
+    "B": Traits("backward", needs=("out(m,s)", "gin(m,s+1)"), gives=("gin(m,s)", "gw(m,s)"), releases=_KEPT,
+                method="backward", cost="backward", colours=_ORANGE),
+    "I": Traits("input gradient", needs=("out(m,s)", "gin(m,s+1)"), gives=("gin(m,s)",), holds=_LEFT, releases=_KEPT,
+                method="backward_input", cost="input_grad", colours=_YELLOW),
+    "W": Traits("weight gradient", needs=("gin(m,s)",), gives=("gw(m,s)",), releases=_LEFT,
+                method="backward_weight", cost="weight_grad", colours=_GREEN),
+    "R": Traits("all-reduce", needs=("gw(m,s)",), gives=(),
+                cost="all_reduce", colours=_PURPLE, notation="REDUCE_GRAD"),
 }
+# fmt: on
+"""The kinds of action, each a row: a new one is a row, and the method of `Stage` that it names."""
+# The collective ones last, as in `Codes`.
+KINDS = tuple(sorted(TRAITS, key=lambda kind: TRAITS[kind].collective))
+PER_MICROBATCH = tuple(kind for kind in KINDS if not TRAITS[kind].collective)
+"""The kinds that run once for each micro-batch and stage: all but `R`."""
+HALVES = tuple(kind for kind in KINDS if TRAITS[kind].gives_input_gradient != TRAITS[kind].gives_weight_gradient)
+"""The kinds of the halves of a split backward: `I` and `W`."""
+
 _USUAL = {(str, microbatch, stage) for microbatch in (int, NoneType) for stage in (int, NoneType)}
 """The types of an action's parts, unless a student made it of something else."""
 _NUMBER = "[0-9]{1,4300}"  # Python reads no more digits
-_NOTATION = re.compile(rf"(?P<stage>{_NUMBER})?(?:(?P<kind>[FBIW])(?P<microbatch>{_NUMBER})|(?P<reduce>R|REDUCE_GRAD))")
+_WHOLE = {word: kind for kind, each in TRAITS.items() if each.collective for word in (kind, each.notation)}
+_NOTATION = re.compile(
+    rf"(?P<stage>{_NUMBER})?(?:(?P<kind>[{''.join(PER_MICROBATCH)}])(?P<microbatch>{_NUMBER})|(?P<whole>{'|'.join(_WHOLE)}))"
+)
 _LOWERED = re.compile(r"[0-9]*(UNSHARD|RESHARD|(SEND|RECV)_[FB])[0-9]*")
 """What PyTorch adds when it lowers a plan."""
 
@@ -80,7 +154,12 @@ class Action:
     @property
     def word(self) -> str:
         """The action's kind in a word, such as `"forward"`."""
-        return _WORDS[self.kind]
+        return self.traits.word
+
+    @property
+    def traits(self) -> Traits:
+        """What holds for every action of this kind."""
+        return TRAITS[self.kind]
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -102,9 +181,9 @@ class Action:
                 f"such as 2F0, 2B0, 2I0, 2W0 or 2R{_try(text)}"
             )
         stage = None if match["stage"] is None else int(match["stage"])
-        if match["reduce"]:
-            return cls("R", None, stage)
-        kind: Kind = match["kind"]  # type: ignore[assignment]  # the pattern admits F, B, I and W only
+        if match["whole"]:
+            return cls(_WHOLE[match["whole"]], None, stage)
+        kind: Kind = match["kind"]  # type: ignore[assignment]  # the pattern admits the kinds of the table only
         return cls(kind, int(match["microbatch"]), stage)
 
     def __str__(self) -> str:

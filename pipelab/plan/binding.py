@@ -8,8 +8,8 @@ from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
-from pipelab.plan.actions import KINDS, Action, Pair, whole
-from pipelab.plan.codes import PER_MICROBATCH, Codes
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, Action, Pair, whole
+from pipelab.plan.codes import Codes
 from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
 
@@ -111,11 +111,11 @@ def bind_action(rank: int, position: int, item: object, codes: Codes, stages_of_
 
 def _refused_microbatch(rank: int, item: Action, microbatches: int) -> Refusal | None:
     """Return why an action's micro-batch is not one of the plan's; `None` if it is."""
-    if item.kind == "R" and item.microbatch is not None:
+    if item.traits.collective and item.microbatch is not None:
         number = shorten(item.microbatch)
         message = f"{shorten(item)} on rank {rank} names micro-batch {number}; an all-reduce concerns all of them"
         return "out-of-range", message, "yield R(), or R(stage) if the rank has several stages"
-    if item.kind == "R" or within(item.microbatch, microbatches):
+    if item.traits.collective or within(item.microbatch, microbatches):
         return None
     return _out_of_range(rank, item, f"micro-batch {_described(item.microbatch, int)}", microbatches)
 
@@ -152,7 +152,7 @@ def _written(action: Action) -> str:
 
 def _choices(item: Action, stages_of_rank: StagesOfRank) -> tuple[int, ...]:
     """Return the stages that an action without a stage could mean."""
-    if item.kind != "R":
+    if not item.traits.collective:
         known = stages_of_rank.get(item.microbatch, ())
         return known if isinstance(known, tuple) else (known,)
     every: set[int] = set()

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pipelab.errors import MOST_SLOTS
-from pipelab.plan.actions import KINDS, Action, Item, Kind, Pair
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Item, Kind, Pair
 from pipelab.plan.binding import (
     NO_RANK,
     Place,
@@ -24,7 +24,7 @@ from pipelab.plan.binding import (
     stages_by_placement,
     within,
 )
-from pipelab.plan.codes import PER_MICROBATCH, Codes
+from pipelab.plan.codes import ASIDE, Codes
 from pipelab.plan.fault import Fault
 
 if TYPE_CHECKING:
@@ -161,6 +161,12 @@ class BoundPlan:
         return self.reduces.keys() - self.automatic
 
     @property
+    def needs_aside(self) -> bool:
+        """Whether an action needs a value that walks take as given: its place in the row is still to be checked."""
+        kinds = (kind for kind in PER_MICROBATCH if not ASIDE.isdisjoint(TRAITS[kind].needs))
+        return bool(self.written_reduces) or any(max(self.ranks_of(kind)) != NO_RANK for kind in kinds)
+
+    @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of action that some rank lists."""
         return tuple(kind for kind in KINDS if any(rank != NO_RANK for rank in self.ranks_of(kind)))
@@ -199,8 +205,8 @@ class BoundPlan:
 
         A forward adds one. The full backward releases it, or the weight gradient if the backward is split.
         """
-        kind, releases = self.codes.kind, self.codes.releases
-        return list(accumulate((kind[code] == "F") - releases[code] for code in self.rows[rank]))
+        held = self.codes.held
+        return list(accumulate(held[code] for code in self.rows[rank]))
 
     def index_of(self, rank: int) -> dict[int, int]:
         """Return, by code, its index among a rank's codes."""
@@ -286,7 +292,7 @@ class BoundPlan:
         code = self.codes.code(action)
         first = self.rank_of[code]
         # Every rank of its group lists an R once; rows are bound in order, so rank_of holds the last rank that did.
-        reduces = action.kind == "R"
+        reduces = action.traits.collective
         if first == rank or (first != NO_RANK and not reduces):
             return _repeated(rank, position, action, first)
         self.rank_of[code] = rank
@@ -298,7 +304,7 @@ class BoundPlan:
 def _repeated(rank: int, position: int, action: Action, first: int) -> Refusal:
     """Return why an action may not stand there: a rank lists it already."""
     message = f"{action} appears again on rank {rank}, position {position}; it was first on rank {first}"
-    each = " on each rank" if action.kind == "R" else ""
+    each = " on each rank" if action.traits.collective else ""
     return "duplicate", message, f"remove one of the two: every action runs exactly once{each}"
 
 

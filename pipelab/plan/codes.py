@@ -6,12 +6,7 @@ action that a plan may hold has a *code*, and every value that an action gives h
     codes     0 ... F ... n ... B ... 2n ... I ... 3n ... W ... 4n ... R ... 4n + S        n = M * S slots
     values    0 .. out .. n .. gin .. 2n .. gw .. 3n    and 3n itself, "always there": the batch, or the loss
 
-    F(m,s) needs out(m,s-1)              gives out(m,s)
-    B(m,s) needs out(m,s), gin(m,s+1)    gives gin(m,s), gw(m,s)
-    I(m,s) needs out(m,s), gin(m,s+1)    gives gin(m,s)
-    W(m,s) needs gin(m,s)                gives gw(m,s)
-    R(s)   needs every gw(m,s)           (kept apart: it waits for ranks, not for one or two values)
-
+`TRAITS` says which kind needs and gives which values. `R` is kept apart: it waits for ranks, not for one or two values.
 Only this module knows these numbers. All others read the tables of `Codes`.
 """
 
@@ -20,13 +15,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from pipelab.plan.actions import KINDS, Action, Kind
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind, Traits
 
-PER_MICROBATCH = KINDS[:4]
-"""The kinds that run once for each micro-batch and stage: all but `R`."""
+VALUES = tuple(dict.fromkeys(value for kind in KINDS for value in TRAITS[kind].gives))
+"""The values of one slot: `out(m,s)` and all others that the table of kinds names."""
+GIVERS = {value: tuple(kind for kind in KINDS if value in TRAITS[kind].gives) for value in VALUES}
+"""By value, the kinds of action that may give it."""
+ASIDE = {value for kind in PER_MICROBATCH for value in TRAITS[kind].gives[1:]}
+"""The values that some kind of action gives beside another one."""
+_NEIGHBOURS = {"s-1": -1, "s": 0, "s+1": 1}
 
-_VALUES = ("out", "gin", "gw")
-_GIVERS: tuple[tuple[Kind, ...], ...] = (("F",), ("B", "I"), ("B", "W"))
+
+def _needed(text: str) -> tuple[int, int]:
+    """Return which of `VALUES` a kind of action needs, and of which stage: `-1` is the one before its own."""
+    name, stage = text.removesuffix(")").split("(m,")
+    return VALUES.index(f"{name}(m,s)"), _NEIGHBOURS[stage]
+
+
+_NEEDS = {kind: [_needed(text) for text in TRAITS[kind].needs] for kind in KINDS}
+_NEEDERS = [
+    [(kind, -shift) for kind in PER_MICROBATCH for family, shift in _NEEDS[kind] if VALUES[family] == value]
+    for value in VALUES
+]
 
 
 class Codes:
@@ -41,9 +51,13 @@ class Codes:
         stage: by code, its stage.
         microbatch: by code, its micro-batch; -1 for `R`.
         slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R`.
+        held: by code, how many activations more its rank holds after the action: 1, 0 or -1.
+        forward: by code, whether the action is a forward.
         releases: by code, whether the action releases its stage's activation: `B`, or `W` if the backward is split.
-        first_need: by code, a value that the action needs, or `always`. For all but `R`, as the two that follow.
+        collective: by code, whether it is an `R`, which all ranks of its group start together.
+        first_need: by code, a value that the action needs, or `always`. For all but `R`, as the three that follow.
         second_need: by code, another one, or `always`.
+        comes: by code, which of the two another stage gives, or `always`.
         gives: by code, the value that waiting ranks get from the action. `B` gives a second one, `gw`, which only the
             `R` of its own rank needs.
         always: the value that is there from the start.
@@ -60,8 +74,12 @@ class Codes:
     __slots__ = (
         "_slots",
         "always",
+        "collective",
+        "comes",
         "first_need",
+        "forward",
         "gives",
+        "held",
         "kind",
         "microbatch",
         "microbatches",
@@ -79,43 +97,65 @@ class Codes:
         self.stages = stages
         self.microbatches = microbatches
         slots = self._slots = stages * microbatches
+        many = len(PER_MICROBATCH)
         self.of_kind = {kind: range(at * slots, (at + 1) * slots) for at, kind in enumerate(PER_MICROBATCH)}
         self.table = {
             kind: [codes[first : first + stages] for first in range(0, slots, stages)]
             for kind, codes in self.of_kind.items()
         }
-        self.of_kind["R"] = range(4 * slots, 4 * slots + stages)
+        for at, kind in enumerate(KINDS[many:]):
+            self.of_kind[kind] = range(many * slots + at * stages, many * slots + (at + 1) * stages)
 
         self.kind = cast("Sequence[Kind]", "".join(kind * len(codes) for kind, codes in self.of_kind.items()))
-        self.stage = list(range(stages)) * (4 * microbatches + 1)
-        self.microbatch = [microbatch for microbatch in range(microbatches) for _ in range(stages)] * 4
-        self.microbatch += [-1] * stages
-        self.releases = b"".join(bytes([kind in "BW"]) * len(codes) for kind, codes in self.of_kind.items())
+        self.stage = list(range(stages)) * (len(self.kind) // stages)
+        self.microbatch = [microbatch for microbatch in range(microbatches) for _ in range(stages)] * many
+        self.microbatch += [-1] * (len(self.kind) - len(self.microbatch))
+        self.slot = list(range(slots)) * many
+        rows = [(TRAITS[kind], len(codes)) for kind, codes in self.of_kind.items()]
+        self.held = [each for traits, count in rows for each in [traits.in_flight] * count]
+        self.forward = b"".join(bytes([traits.forward]) * count for traits, count in rows)
+        self.releases = b"".join(bytes([traits.in_flight < 0]) * count for traits, count in rows)
+        self.collective = b"".join(bytes([traits.collective]) * count for traits, count in rows)
 
-        out, gin, gw, always = 0, slots, 2 * slots, 3 * slots
-        self.always = always
-        before = list(range(out - 1, out + slots - 1))  # out(m, s-1)
-        before[::stages] = [always] * microbatches
-        after = list(range(gin + 1, gin + slots + 1))  # gin(m, s+1)
-        after[stages - 1 :: stages] = [always] * microbatches
-        own_out = list(range(out, out + slots))
-        own_gin = list(range(gin, gin + slots))
-        nothing = [always] * slots
-        self.slot = own_out * 4
-        self.first_need = [*before, *own_out, *own_out, *own_gin]
-        self.second_need = [*nothing, *after, *after, *nothing]
-        self.gives = [*own_out, *own_gin, *own_gin, *range(gw, gw + slots)]
+        self.always = len(VALUES) * slots
+        self.first_need: list[int] = []
+        self.second_need: list[int] = []
+        self.comes: list[int] = []
+        self.gives: list[int] = []
+        for kind in PER_MICROBATCH:
+            listed = [(self._needed(family, shift), shift) for family, shift in _NEEDS[kind]]
+            nothing = [self.always] * slots
+            first, second = [*(values for values, _ in listed), nothing, nothing][:2]
+            self.first_need += first
+            self.second_need += second
+            self.comes += next((values for values, shift in listed if shift), nothing)
+            self.gives += self.of_value(TRAITS[kind].gives[0])
+
+    def _needed(self, family: int, shift: int) -> list[int]:
+        """Return, by slot, the value of its stage or of a neighbour; `always` where there is no such stage."""
+        values = list(range(family * self._slots + shift, (family + 1) * self._slots + shift))
+        if shift:
+            values[0 if shift < 0 else self.stages - 1 :: self.stages] = [self.always] * self.microbatches
+        return values
+
+    def of_value(self, name: str) -> range:
+        """Return, by slot, the numbers of a value, such as `gin(m,s)`."""
+        family = VALUES.index(name)
+        return range(family * self._slots, (family + 1) * self._slots)
 
     def code(self, action: Action) -> int:
         """Return the code of an action that is bound to a stage and in range."""
         stage, microbatch = action.stage, action.microbatch
         assert stage is not None
-        return self.of_kind["R"][stage] if microbatch is None else self.table[action.kind][microbatch][stage]
+        return self.of_kind[action.kind][stage] if microbatch is None else self.table[action.kind][microbatch][stage]
 
     def action(self, code: int) -> Action:
         """Return the action with this code."""
-        kind = self.kind[code]
-        return Action(kind, None if kind == "R" else self.microbatch[code], self.stage[code])
+        return Action(self.kind[code], None if self.collective[code] else self.microbatch[code], self.stage[code])
+
+    def traits(self, code: int) -> Traits:
+        """Return what holds for every action of this code's kind."""
+        return TRAITS[self.kind[code]]
 
     def sibling(self, code: int, kind: Kind) -> int:
         """Return the code of another kind of action for the same micro-batch and stage, such as the `W` of an `I`."""
@@ -123,45 +163,44 @@ class Codes:
 
     def needs(self, code: int) -> list[int]:
         """Return the values that must be there before the action may start (none for `R`)."""
-        if self.kind[code] == "R":
+        if self.collective[code]:
             return []
         both = (self.first_need[code], self.second_need[code])
         return [value for value in both if value != self.always]
 
     def all_needs(self, code: int) -> Sequence[int]:
         """Return the values that an action needs; for `R`, every `gw` of its stage."""
-        if self.kind[code] != "R":
+        if not self.collective[code]:
             return self.needs(code)
-        return range(2 * self._slots + self.stage[code], 3 * self._slots, self.stages)
+        return self.of_value(self.traits(code).needs[0])[self.stage[code] :: self.stages]
+
+    def all_gives(self, code: int) -> list[int]:
+        """Return the values that an action gives; `B` gives two."""
+        return [self.of_value(name)[self.slot[code]] for name in self.traits(code).gives]
 
     def givers(self, value: int) -> tuple[int, ...]:
         """Return the codes of the actions that may give a value: F; B or I; B or W."""
         family, slot = divmod(value, self._slots)
-        return tuple(self.of_kind[kind][slot] for kind in _GIVERS[family])
+        return tuple(self.of_kind[kind][slot] for kind in GIVERS[VALUES[family]])
 
     def needers(self, value: int) -> tuple[int, ...]:
         """Return the codes of the actions that may need a value: F, B, I an `out`; B, I, W a `gin`. `R` is left out."""
         family, slot = divmod(value, self._slots)
-        stage, of_kind = self.stage[slot], self.of_kind
-        if family == 0:
-            onward = (of_kind["F"][slot + 1],) if stage < self.stages - 1 else ()
-            return *onward, of_kind["B"][slot], of_kind["I"][slot]
-        if family == 1:
-            back = (of_kind["B"][slot - 1], of_kind["I"][slot - 1]) if stage else ()
-            return *back, of_kind["W"][slot]
-        return ()
+        stage = self.stage[slot]
+        listed = ((self.of_kind[kind], shift) for kind, shift in _NEEDERS[family])
+        return tuple(codes[slot + shift] for codes, shift in listed if 0 <= stage + shift < self.stages)
 
     def value_name(self, value: int) -> str:
         """Return a value's name as `needs` and `gives` are written: `out(micro-batch, stage)`."""
         family, slot = divmod(value, self._slots)
-        return f"{_VALUES[family]}({self.microbatch[slot]}, {self.stage[slot]})"
+        return f"{VALUES[family].split('(')[0]}({self.microbatch[slot]}, {self.stage[slot]})"
 
     def by_code(self, times: Mapping[Kind, Sequence[float]]) -> list[float]:
         """Return, by code, the times of each kind, given by stage or by slot; those of `R` are given by stage."""
         listed: list[float] = []
-        for kind in PER_MICROBATCH:
-            listed += self.by_slot(times[kind])
-        return listed + list(times["R"])
+        for kind in KINDS:
+            listed += self.by_slot(times[kind]) if kind in PER_MICROBATCH else times[kind]
+        return listed
 
     def by_value(self, outputs: Sequence[float], gradients: Sequence[float]) -> list[float]:
         """Return, by value, the number given for the `out` or `gin` of its stage or slot; 0 for all others."""

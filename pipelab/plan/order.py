@@ -14,6 +14,7 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipelab.plan.bound import BoundPlan
+from pipelab.plan.codes import ASIDE
 
 _NOBODY = -1
 
@@ -46,7 +47,7 @@ def traverse(
             both values at its end.
     """
     codes, rows = bound.codes, bound.rows
-    kind, first_need, second_need, gives = codes.kind, codes.first_need, codes.second_need, codes.gives
+    collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
     pairs = bound.pairs if atomic_pairs else frozenset()
     there = at_start(bound, given)
     at = [0] * len(rows)
@@ -63,7 +64,7 @@ def traverse(
         length = len(row)
         while index < length:
             code = row[index]
-            if kind[code] == "R":
+            if collective[code]:
                 arrived.setdefault(code, []).append(rank)
                 if len(arrived[code]) < len(bound.reduces[code]):
                     waits_for[rank] = None
@@ -99,6 +100,9 @@ def at_start(bound: BoundPlan, given: Collection[int]) -> bytearray:
     """Return, by value, whether it is there before any rank has moved."""
     there = bytearray(bound.codes.always + 1)
     there[bound.codes.always] = 1
+    for name in ASIDE:  # only the giver's own rank needs them, whose order `check` has looked at
+        numbers = bound.codes.of_value(name)
+        there[numbers.start : numbers.stop] = b"\1" * len(numbers)
     for value in given:
         there[value] = 1
     return there

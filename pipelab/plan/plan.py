@@ -212,7 +212,7 @@ class Plan:
         names = {code: codes.action(code) for row in bound.rows for code in row}
         for rank, row in enumerate(bound.rows):
             for code in row:
-                if codes.kind[code] == "R":
+                if codes.collective[code]:
                     graph.add_node(names[code], ranks=tuple(bound.reduces[code]))
                 else:
                     graph.add_node(names[code], rank=rank)

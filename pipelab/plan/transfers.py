@@ -105,7 +105,7 @@ class Lowering:
         if word in (*_TRANSFERS, "WAIT_SEND"):
             crossing = self.crossings[numbers[0]]
             action = codes.action(crossing.needer if word == "RECV" else crossing.giver)
-            letter = "F" if codes.kind[crossing.giver] == "F" else "B"
+            letter = "F" if codes.forward[crossing.giver] else "B"
             return f"{action.stage}{word}_{letter}{action.microbatch}"
         return f"{numbers[0]}{word}"
 
@@ -199,7 +199,7 @@ def _as_early_as_sent(
 
 def _gives(bound: BoundPlan, item: Sequence[int], crossings: Container[int]) -> list[int]:
     """Return the values that an item gives to stages on other ranks."""
-    given = (bound.codes.gives[code] for code in item if bound.codes.kind[code] in "FBI")
+    given = (bound.codes.gives[code] for code in item if not bound.codes.collective[code])
     return [value for value in given if value in crossings]
 
 
@@ -315,7 +315,7 @@ def _with_waits(bound: BoundPlan, row: Sequence[Step]) -> list[Step]:
         if word == "SEND":
             pending[numbers[0]] = None
         for code in numbers if word == "run" else ():
-            value = codes.gives[codes.sibling(code, "F")] if codes.kind[code] in "BI" else -1
+            value = codes.gives[codes.sibling(code, "F")] if codes.traits(code).gives_input_gradient else -1
             if value in pending:
                 del pending[value]
                 steps.append(("WAIT_SEND", (value,)))

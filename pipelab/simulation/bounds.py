@@ -187,13 +187,13 @@ def _laid_out(
 ) -> Work:
     bound, codes = plan.bound, plan.bound.codes
     if not paired:  # micro-batch after micro-batch, so that lines and caps, too, lead from earlier to later jobs
-        order = sorted(order, key=lambda code: (codes.kind[code] == "R", codes.microbatch[code]))
+        order = sorted(order, key=lambda code: (codes.collective[code], codes.microbatch[code]))
     jobs: list[Job] = []
     job_of: dict[int, int] = {}
     for both in units(order, paired):
         code = both[0]
         needs = [need for each in both for need in _needs(bound, each, job_of, delays)]
-        ranks = tuple(bound.reduces[code]) if codes.kind[code] == "R" else (bound.rank_of[code],)
+        ranks = tuple(bound.reduces[code]) if codes.collective[code] else (bound.rank_of[code],)
         job_of.update(dict.fromkeys(both, len(jobs)))
         jobs.append(Job(tuple(both), ranks, paired.get(code, lasts[code]), tuple(needs)))
     activations: list[list[tuple[int, int]]] = [[] for _ in bound.rows]
@@ -207,7 +207,7 @@ def _laid_out(
 
 def _needs(bound: BoundPlan, code: int, job_of: dict[int, int], delays: Sequence[float]) -> list[tuple[int, float]]:
     """Return the jobs that an action waits for, and how long their values travel."""
-    if bound.codes.kind[code] == "R":
+    if bound.codes.collective[code]:
         givers = (giver for value in bound.codes.all_needs(code) for giver in bound.codes.givers(value))
         return [(job_of[giver], 0.0) for giver in givers if giver in job_of]
     rank = bound.rank_of[code]
@@ -222,7 +222,7 @@ def _lines(plan: Plan, jobs: Sequence[Job]) -> tuple[tuple[int, ...], ...]:
     of_microbatch: dict[int, dict[tuple[str, int], int]] = {}
     for index, job in enumerate(jobs):
         (code,) = job.codes
-        if codes.kind[code] != "R":
+        if not codes.collective[code]:
             of_microbatch.setdefault(codes.microbatch[code], {})[codes.kind[code], codes.stage[code]] = index
     alike: dict[tuple[object, ...], list[dict[tuple[str, int], int]]] = {}
     for found in of_microbatch.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
 from pipelab.errors import ScheduleError, require_size
+from pipelab.plan.actions import HALVES
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import traverse
@@ -72,7 +73,7 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, re
         [[ended[code] for code in row] for row in bound.rows],
         cost.unit,
         delay=delay.__getitem__ if any(delay) else None,
-        note="stage 0 as run" if cost.first_stage == "as-run" and "I" in bound.kinds else "",
+        note="stage 0 as run" if cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds) else "",
     )
 
 
@@ -93,7 +94,7 @@ def _clock(
 ) -> tuple[list[float], list[float], list[float]]:
     """Return the start and end of every code, and the travel time of every value."""
     codes, rank_of = bound.codes, bound.rank_of
-    kind, first_need, second_need, gives = codes.kind, codes.first_need, codes.second_need, codes.gives
+    collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
     lasts, delay = cost.lengths(plan)
     first_lag, second_lag = _lags(bound, delay)
 
@@ -103,7 +104,7 @@ def _clock(
     ended = [0.0] * len(lasts)
     slot_of: dict[int, float] = {}  # backward of a pair -> start of the slot it shares
     for at, code in enumerate(order):
-        if kind[code] == "R":
+        if collective[code]:
             group = bound.reduces[code]
             start = max(free[rank] for rank in group)
             end = start + lasts[code]
@@ -146,10 +147,7 @@ def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float
     first, second = list(none), list(none)
     for row in bound.rows:
         for code in row:
-            if codes.kind[code] in "WR":  # they need nothing from another stage
-                continue
-            lags, need = (first, codes.first_need) if codes.kind[code] == "F" else (second, codes.second_need)
-            value = need[code]
+            value = codes.always if codes.collective[code] else codes.comes[code]
             if value != codes.always and rank_of[bound.giver(value)] != rank_of[code]:
-                lags[code] = delay[value]
+                (first if value == codes.first_need[code] else second)[code] = delay[value]
     return first, second

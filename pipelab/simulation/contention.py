@@ -92,7 +92,7 @@ class _Clock:
         if not self._free(rank):
             return
         slot = rank.row[rank.at]
-        group = self.bound.reduces[slot[0]] if codes.kind[slot[0]] == "R" else [number]
+        group = self.bound.reduces[slot[0]] if codes.collective[slot[0]] else [number]
         members = [self.ranks[each] for each in group]
         if not all(self._free(each) and each.row[each.at] == slot for each in members):
             return
@@ -112,7 +112,7 @@ class _Clock:
 
     def _speed(self, rank: _Rank) -> float:
         """Return how much longer than alone a rank's work takes now; communication does not slow down an `R`."""
-        reduces = self.bound.codes.kind[rank.row[rank.at][0]] == "R"
+        reduces = self.bound.codes.collective[rank.row[rank.at][0]]
         return self.cost.slowdown if rank.moving and not reduces else 1.0
 
     def _foresee(self, number: int, now: float) -> None:
@@ -127,7 +127,7 @@ class _Clock:
         rank.running, rank.at = False, rank.at + 1
         for code in slot:
             self.ended[code] = now
-            if codes.kind[code] == "R":
+            if codes.collective[code]:
                 continue
             value = codes.gives[code]
             if value not in self.target:

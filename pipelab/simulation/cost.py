@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import FINITE, Kind, finite
+from pipelab.plan.actions import FINITE, KINDS, TRAITS, Kind, finite
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
@@ -326,7 +326,9 @@ class Cost:
         if self.first_stage == "as-run":
             inputs[:: plan.stages] = [0.0] * (longest // plan.stages)
             weights[:: plan.stages] = backward[:: plan.stages]
-        return {"F": forward, "B": backward, "I": inputs, "W": weights, "R": self._each("all_reduce", plan, share)}
+        found = {"forward": forward, "backward": backward, "input_grad": inputs, "weight_grad": weights}
+        found |= {"all_reduce": self._each("all_reduce", plan, share), "": [0.0] * plan.stages}
+        return {kind: found[TRAITS[kind].cost] for kind in KINDS}
 
     def transfer_times(self, plan: Plan) -> tuple[list[float], list[float]]:
         """Return how long the output and the input gradient of every stage travel to another rank.

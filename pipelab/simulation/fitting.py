@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import finite
+from pipelab.plan.actions import HALVES, finite
 from pipelab.plan.fault import shorten
 from pipelab.trace import replay
 from pipelab.trace.trace import Trace
@@ -51,8 +51,8 @@ def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | Non
     if isinstance(split, (Trace, list, tuple)):
         halved = listed(split)
         spans, _ = _pooled(halved, first, "trace and split")
-        times = {each: time for each, time in times.items() if each[0] not in "IW"}
-        times |= (halves := {each: middle(took) for each, took in spans.items() if each[0] in "IW"})
+        times = {each: time for each, time in times.items() if each[0] not in HALVES}
+        times |= (halves := {each: middle(took) for each, took in spans.items() if each[0] in HALVES})
         if not halves:
             raise CostError(
                 f"split is a trace of {halved[0].name}, which has no I and W: run one that splits backwards, such as "
@@ -149,14 +149,14 @@ def _transfers(trace: Trace) -> tuple[Spans, float]:
     found = Spans(list)
     if trace.source == "simulated":
         for each in trace.transfers:
-            found["F" if each.giver.kind == "F" else "B", each.giver.stage or 0].append(each.end - each.start)
+            found["F" if each.giver.traits.forward else "B", each.giver.stage or 0].append(each.end - each.start)
         return found, 0.0
     codes = trace.plan.bound.codes
     between = []
     for _, start, before, inputs in _actions(trace):
         left, giver, away = max(inputs, default=(-inf, 0, False))
         if away and left > before:
-            found["F" if codes.kind[giver] == "F" else "B", codes.stage[giver]].append(start - left)
+            found["F" if codes.forward[giver] else "B", codes.stage[giver]].append(start - left)
         elif before > -inf and not any(away for _, _, away in inputs):
             between.append(start - before)
     usual = median(between) if between else 0.0
@@ -172,7 +172,7 @@ def _actions(trace: Trace) -> Iterator[tuple[int, float, float, list[tuple[float
     for rank, row in enumerate(bound.rows):
         before = -inf
         for code, start, end in zip(row, trace.starts[rank], trace.ends[rank], strict=True):
-            if bound.codes.kind[code] != "R":
+            if not bound.codes.collective[code]:
                 givers = (giver for _, giver in bound.inputs(code))
                 yield code, start, before, [(ended[giver], giver, bound.rank_of[giver] != rank) for giver in givers]
             before = end

@@ -175,7 +175,7 @@ def _drawn(
     last = zero
     for slot in units(traverse(bound, atomic_pairs=bool(pairs)).order, pairs):
         code = slot[0]
-        group = bound.reduces[code] if codes.kind[code] == "R" else [bound.rank_of[code]]
+        group = bound.reduces[code] if codes.collective[code] else [bound.rank_of[code]]
         inputs = [(value, giver) for each in slot for value, giver in bound.inputs(each)]
         starts = [free[rank] for rank in group]
         starts += [ready[value] + delay[value] for value, giver in inputs if bound.rank_of[giver] != group[0]]
@@ -191,7 +191,7 @@ def _drawn(
         for rank in group:
             busy[rank] += work
             free[rank] = end
-        if codes.kind[code] != "R":
+        if not codes.collective[code]:
             for each in slot:
                 value = codes.gives[each]
                 ready[value] = end

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from pipelab.errors import UsageError, clean
+from pipelab.plan.actions import HALVES
 from pipelab.plan.fault import shorten
 from pipelab.trace.replay import Order, listed
 from pipelab.trace.trace import Trace
@@ -99,7 +100,7 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
         kind = "pair" if len(slot) > 1 else kinds[slot[0]]
         took = sum(times.durations[action] + times.lates[action] for action in slot)
         # PyTorch splits nothing on the first stage: I is empty, and W all of B.
-        unsplit = kind in "IW" and stages[slot[0]] == 0 and trace.source == "measured"
+        unsplit = kind in HALVES and stages[slot[0]] == 0 and trace.source == "measured"
         if holders[slot[0]] == rank:
             own[kind, stages[slot[0]]].append((slot, took))
         elif not unsplit:

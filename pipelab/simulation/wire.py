@@ -16,6 +16,7 @@ from typing import Literal
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.transfers import Wire, transfer_deadlocks
 from pipelab.errors import ScheduleError, UsageError
+from pipelab.plan.actions import HALVES
 from pipelab.plan.csv_notation import write_rows
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
@@ -214,7 +215,7 @@ def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
         behind = None if other is None else (action(other.giver), action(other.needer))
         ends = action(crossing.giver), action(crossing.needer), left, ended[wire.transfer(value)]
         transfers.append(Transfer(crossing.source, crossing.target, *ends, left - made, behind))
-    as_run = cost.first_stage == "as-run" and "I" in bound.kinds
+    as_run = cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds)
     words = ["stage 0 as run"] * as_run + [f"order {cost.order}"] * (cost.order != "pytorch")
     return Trace(
         plan,

@@ -164,7 +164,7 @@ def _ran(file: File) -> Iterator[Ran]:
                 arrived[moved[3], int(moved[4]), int(moved[1])] = _received(file, start, end)
         elif computed := _COMPUTED.fullmatch(name):
             actions = tuple(Action.parse(text) for text in computed.groups() if text)
-            keys = [("B" if each.kind == "I" else each.kind, each.microbatch, each.stage) for each in actions]
+            keys = [("F" if each.traits.forward else "B", each.microbatch, each.stage) for each in actions]
             yield _timed(file, actions, start, end, tuple(arrived.pop(key, None) for key in keys))
     if spans["label"]:
         return
@@ -242,7 +242,7 @@ def whole_steps(file: File) -> list[list[Ran]]:
         if any(action in each.actions for each in step for action in ran.actions):
             steps.append(step := [])
             begun.clear()
-        begun |= {(each.stage, mb) for each in ran.actions if each.kind == "F" for mb in (each.microbatch, None)}
+        begun |= {(each.stage, mb) for each in ran.actions if each.traits.forward for mb in (each.microbatch, None)}
         step.append(ran)
         if not begun.issuperset((each.stage, each.microbatch) for each in ran.actions):
             steps[-1] = []  # the profiler began after this action's forward

@@ -81,7 +81,7 @@ def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
             needs = found.needs(rank, index)
             last = max(needs, key=lambda need: need.there, default=None)
             who = (action(row[index]), action(last.giver) if last is not None and last.there > free else None)
-            reduces = trace.plan.bound.codes.kind[row[index]] == "R"
+            reduces = trace.plan.bound.codes.collective[row[index]]
             parts: list[tuple[Reason, float]]
             if before_slot(trace, rank, index) < 0:
                 parts = [("fill", start)]

@@ -127,8 +127,8 @@ def _require_ends(files: Sequence[File]) -> None:
     ends = (files[0], "recv", "receives its input", "before"), (files[-1], "send", "sends its output", "after")
     for each, what, does, side in ends:
         step = each.steps[0]
-        forwards = [ran.called for ran in step if ran.actions[0].kind == "F"]
-        backward = next(ran.called for ran in step if ran.actions[0].kind == "B")
+        forwards = [ran.called for ran in step if ran.actions[0].traits.forward]
+        backward = next(ran.called for ran in step if not ran.actions[0].traits.forward)
         until = backward if what == "send" else forwards[min(1, len(forwards) - 1)]
         if any(forwards[0] <= start < until for start, _, _ in each.spans[what]):
             raise FormatError(

@@ -32,9 +32,9 @@ def listed(trace: Trace) -> dict[int, tuple[int, int]]:
         >>> list(listed(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1))).values())
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
-    kind = trace.plan.bound.codes.kind
+    collective = trace.plan.bound.codes.collective
     return {
-        code + (rank + 1) * len(kind) if kind[code] == "R" else code: (rank, index)
+        code + (rank + 1) * len(collective) if collective[code] else code: (rank, index)
         for rank, row in enumerate(trace.plan.bound.rows)
         for index, code in enumerate(row)
     }
@@ -82,7 +82,7 @@ class Order:
         self._turn_of = [[-1] * len(row) for row in bound.rows]
         where = listed(trace)
         for code in (walk if shares else traverse(bound)).order:
-            if codes.kind[code] == "R":
+            if codes.collective[code]:
                 places = [where[code + (rank + 1) * count] for rank in bound.reduces[code]]
                 for rank, index in places:
                     number_here = number[code + (rank + 1) * count]
@@ -127,7 +127,7 @@ class Order:
         end = self._trace.ends[rank][indices[0]]
         for index in indices:
             code = bound.rows[rank][index]
-            self._made[codes.gives[code]] = len(self.turns), rank, code, end
+            self._made |= dict.fromkeys(codes.all_gives(code), (len(self.turns), rank, code, end))
         self._append(rank, indices, numbers, after)
 
     def _append(self, rank: int, indices: list[int], numbers: list[int], after: list[Step]) -> None:

@@ -143,7 +143,7 @@ class Waits:
 
     def _arrivals(self, code: int) -> list[Wait]:
         """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
-        if self.bound.codes.kind[code] != "R":
+        if not self.bound.codes.collective[code]:
             return [self._arrival(giver, code) for _, giver in self.bound.inputs(code)]
         rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
         before = ((rank, row, row.index(code) - 1) for rank, row in rows)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipelab.draw import colours, differences, text, wording
 from pipelab.draw.bars import Lanes
 from pipelab.errors import clean
-from pipelab.plan.actions import KINDS, Action
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, Action
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.ledger import MEANINGS, REASONS
 from pipelab.trace.waits import critical_path, half, waits
@@ -235,7 +235,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "span": round(trace.makespan / tick),
         "microbatches": trace.plan.microbatches,
         "namesStages": lanes.names_stages,
-        "typical": min((time for kind, time in typical.items() if kind != "R"), default=0),
+        "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
         "critical": _places(trace),
         "ranks": [
             _row(bound, row, ticks(trace.starts[rank]), ticks(trace.ends[rank]))

@@ -85,14 +85,17 @@ class Generators:
 class _WatchedStage:
     """Runs the first micro-batch of each step as a stage does, and refuses random numbers under a checkpoint."""
 
-    __slots__ = ("_generators", "_refuses", "_shared", "_stage", "forward")
+    __slots__ = ("_generators", "_refuses", "_shared", "_stage")
 
     def __init__(self, stage: Stage, shared: set[torch.device], generators: Generators) -> None:
-        self.forward = stage.forward
         self._stage = stage
         self._shared = shared
         self._generators = generators
         self._refuses = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method that draws no number in a backward, such as `forward`, from the stage."""
+        return getattr(self._stage, name)
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch backward (`B`)."""

@@ -18,9 +18,6 @@ from pipelab.plan.bound import BoundPlan
 Watch = Callable[[int, Stage, Action, dict[int, Any], Any], None]
 """Called on a rank's thread after each of its actions: with rank, stage, action, what the stage keeps, and output."""
 
-_ACTS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-"""The method of a stage that runs an action."""
-
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
@@ -141,14 +138,14 @@ def instructions(
             action = codes.action(code)
             assert action.stage is not None
             runner = runners[action.stage, rank]
-            if action.kind == "R":
+            if codes.collective[code]:
                 if backward:
                     group = bound.replicas[action.stage]
                     part = AllReduce(rank, group, [runners[action.stage, each] for each in group], streams[rank])
                     listed.append(Instruction(action, False, -1, runner, part.act, all_reduce=part))  # noqa: FBT003
-            elif backward or action.kind == "F":
+            elif backward or codes.forward[code]:
                 runs = runner if action.microbatch else first.get((action.stage, rank), runner)
-                act = getattr(runs, _ACTS[action.kind]) if backward else runner.evaluate
+                act = getattr(runs, action.traits.method) if backward else runner.evaluate
                 listed.append(_of_a_slot(bound, code, action, rank, runner, act))
         rows.append(Row(listed))
     return rows
@@ -161,11 +158,9 @@ def _of_a_slot(bound: BoundPlan, code: int, action: Action, rank: int, stage: St
     What `W` needs its own `I` has kept, and what it gives stays on the rank.
     """
     codes = bound.codes
-    made = Instruction(action, action.kind == "F", codes.microbatch[code], stage, act)
-    if action.kind == "W":
-        return made
-    need = codes.first_need[code] if made.forward else codes.second_need[code]
-    inner, value = need != codes.always, codes.gives[code]
+    made = Instruction(action, bool(codes.forward[code]), codes.microbatch[code], stage, act)
+    need, value = codes.comes[code], codes.gives[code]
+    inner = need != codes.always
     onward = [needer for needer in codes.needers(value) if codes.stage[needer] != action.stage]
     return replace(
         made,

@@ -155,7 +155,7 @@ class TorchEngine(DistributedModel):
                 place = (self._replica, self._place, self._runners, self._stream, self._connections.pipeline)
                 self._metas[shapes] = learn_metas(*place, own, counts, learning=learning)
             # [3] PyTorch's runtime runs this rank's order
-            row = [action for action in self._row if learning or action.kind == "F"]
+            row = [action for action in self._row if learning or action.traits.forward]
             step = ProcessStep(
                 own,
                 None if loss is None else loss.some(self._replica.microbatches),

@@ -222,7 +222,7 @@ def lowered(
     """
     action = plan.bound.codes.action
     rows = [[action(code) for code in row] for row in plan.bound.rows]
-    computing = {each: [str(action) for action in row if action.kind != "R"] for each, row in enumerate(rows)}
+    computing = {each: [str(action) for action in row if not action.traits.collective] for each, row in enumerate(rows)}
     return order_runner(stages, plan.microbatches, computing, _reduces(rows[rank]), receiving)
 
 
@@ -231,7 +231,7 @@ def _reduces(row: Sequence[Action]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     before = 0
     for action in row:
-        if action.kind != "R":
+        if not action.traits.collective:
             before += 1
         elif action.stage is not None:
             found.setdefault(before, []).append(action.stage)

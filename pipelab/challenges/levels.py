@@ -265,7 +265,7 @@ def board(level: Level, rows: Sequence[Sequence[str]]) -> Board:
     begun |= {codes.sibling(code, kind) for code in begun for kind in _INSTEAD.get(codes.kind[code], ())}
     ready = []
     for rank, row in enumerate(listed):
-        held = sum(codes.held[code] for code in row)
+        held = sum(codes.holds[code] - codes.releases[code] for code in row)
         full = level.cap is not None and held >= level.cap
         first: dict[tuple[str, int], int] = {}
         for kind in _KINDS[level.split]:

@@ -18,7 +18,7 @@ from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.memory import Memory
 from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
-from pipelab.checking.rules import complete, misplaced, missing
+from pipelab.checking.rules import misplaced, missing
 from pipelab.checking.transfers import transfer_deadlocks
 from pipelab.errors import ScheduleError, clean, require_caps
 from pipelab.plan.actions import HALVES, Action
@@ -227,7 +227,7 @@ def require_legal(plan: Plan) -> Traversal:
     bound = plan.bound
     if bound.walk is not None:
         return bound.walk
-    if not bound.faults and not misplaced(bound) and complete(bound):
+    if not bound.faults and not misplaced(bound) and not missing(bound)[0]:
         walk = traverse(bound)
         if not walk.stuck and not (bound.needs_aside and _unordered(bound)[0]):
             bound.walk = walk

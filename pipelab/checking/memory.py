@@ -107,7 +107,7 @@ class Memory:
             traits, stage = codes.traits(code), codes.stage[code]
             sizes = {"": 0, "activations": activations[stage], "for_weight_grad": leaves[stage]}
             more = sizes[traits.holds] - sizes[traits.releases]
-            first = traits.gives_weight_gradient and stage in without_gradients
+            first = "gw(m,s)" in traits.gives and stage in without_gradients
             if first:
                 without_gradients.remove(stage)
             yield Change(

@@ -19,13 +19,12 @@ _MOST_KEPT = 1_000
 """For how many micro-batches a fault keeps what is missing: a picture shows fewer."""
 
 
-def complete(bound: BoundPlan) -> bool:
-    """Return whether every stage has its forwards and backwards; for a plan with `F` and `B` only, that is quick."""
+def _complete(bound: BoundPlan) -> bool:
+    """Return whether every stage has its forwards and backwards, all of them whole or all in halves: that is quick."""
     every = len(bound.rank_of_slot)
     absent = {kind: bound.ranks_of(kind).count(NO_RANK) for kind in PER_MICROBATCH}
     given = [value for kind, count in absent.items() if not count for value in TRAITS[kind].gives]
-    regular = set(absent.values()) <= {0, every} and all(given.count(value) == 1 for value in _NEEDED)
-    return (regular and not bound.written_reduces) or not missing(bound)[0]
+    return set(absent.values()) <= {0, every} and all(given.count(value) == 1 for value in _NEEDED)
 
 
 def misplaced(bound: BoundPlan) -> list[Fault]:
@@ -73,7 +72,8 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     values: set[int] = set()
     both: list[Fault] = []
     index_of = cache(bound.index_of)
-    for slot, ranks in enumerate(zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True)):
+    slots = () if _complete(bound) else enumerate(zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True))
+    for slot, ranks in slots:
         lacks, absent, twice = _wrong(tuple(rank != NO_RANK for rank in ranks))
         for kind in lacks:
             lacking[codes.stage[slot], kind].append(codes.microbatch[slot])

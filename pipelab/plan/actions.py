@@ -59,16 +59,6 @@ class Traits:
         return "out(m,s)" in self.gives
 
     @property
-    def gives_input_gradient(self) -> bool:
-        """Whether the stage before waits for it."""
-        return "gin(m,s)" in self.gives
-
-    @property
-    def gives_weight_gradient(self) -> bool:
-        """Whether it adds to the gradients of the stage's weights."""
-        return "gw(m,s)" in self.gives
-
-    @property
     def in_flight(self) -> int:
         """How many activations more its rank holds after it: one, none, or one less."""
         return bool(self.holds) - bool(self.releases)
@@ -97,7 +87,7 @@ TRAITS: dict[Kind, Traits] = {
 KINDS = tuple(sorted(TRAITS, key=lambda kind: TRAITS[kind].collective))
 PER_MICROBATCH = tuple(kind for kind in KINDS if not TRAITS[kind].collective)
 """The kinds that run once for each micro-batch and stage: all but `R`."""
-HALVES = tuple(kind for kind in KINDS if TRAITS[kind].gives_input_gradient != TRAITS[kind].gives_weight_gradient)
+HALVES = tuple(kind for kind in KINDS if TRAITS[kind].gives in (("gin(m,s)",), ("gw(m,s)",)))
 """The kinds of the halves of a split backward: `I` and `W`."""
 
 _USUAL = {(str, microbatch, stage) for microbatch in (int, NoneType) for stage in (int, NoneType)}

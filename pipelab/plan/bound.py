@@ -205,8 +205,8 @@ class BoundPlan:
 
         A forward adds one. The full backward releases it, or the weight gradient if the backward is split.
         """
-        held = self.codes.held
-        return list(accumulate(held[code] for code in self.rows[rank]))
+        holds, releases = self.codes.holds, self.codes.releases
+        return list(accumulate(holds[code] - releases[code] for code in self.rows[rank]))
 
     def index_of(self, rank: int) -> dict[int, int]:
         """Return, by code, its index among a rank's codes."""

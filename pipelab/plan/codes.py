@@ -51,7 +51,7 @@ class Codes:
         stage: by code, its stage.
         microbatch: by code, its micro-batch; -1 for `R`.
         slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R`.
-        held: by code, how many activations more its rank holds after the action: 1, 0 or -1.
+        holds: by code, whether the rank holds an activation more after the action: `F`.
         forward: by code, whether the action is a forward.
         releases: by code, whether the action releases its stage's activation: `B`, or `W` if the backward is split.
         collective: by code, whether it is an `R`, which all ranks of its group start together.
@@ -71,27 +71,6 @@ class Codes:
         ['out(1, 0)', 'gin(1, 1)']
     """
 
-    __slots__ = (
-        "_slots",
-        "always",
-        "collective",
-        "comes",
-        "first_need",
-        "forward",
-        "gives",
-        "held",
-        "kind",
-        "microbatch",
-        "microbatches",
-        "of_kind",
-        "releases",
-        "second_need",
-        "slot",
-        "stage",
-        "stages",
-        "table",
-    )
-
     def __init__(self, stages: int, microbatches: int) -> None:
         """Lay out the tables for `stages` x `microbatches`."""
         self.stages = stages
@@ -110,9 +89,8 @@ class Codes:
         self.stage = list(range(stages)) * (len(self.kind) // stages)
         self.microbatch = [microbatch for microbatch in range(microbatches) for _ in range(stages)] * many
         self.microbatch += [-1] * (len(self.kind) - len(self.microbatch))
-        self.slot = list(range(slots)) * many
         rows = [(TRAITS[kind], len(codes)) for kind, codes in self.of_kind.items()]
-        self.held = [each for traits, count in rows for each in [traits.in_flight] * count]
+        self.holds = b"".join(bytes([traits.in_flight > 0]) * count for traits, count in rows)
         self.forward = b"".join(bytes([traits.forward]) * count for traits, count in rows)
         self.releases = b"".join(bytes([traits.in_flight < 0]) * count for traits, count in rows)
         self.collective = b"".join(bytes([traits.collective]) * count for traits, count in rows)
@@ -122,21 +100,24 @@ class Codes:
         self.second_need: list[int] = []
         self.comes: list[int] = []
         self.gives: list[int] = []
+        numbers = [self.always, *range(self.always + 1)]  # one object for each: value -1, then 0 and on
+
+        def by_slot(family: int, shift: int) -> list[int]:
+            first = family * slots + shift + 1
+            values = numbers[first : first + slots]
+            if shift:  # there is no stage before the first one, and none after the last one
+                values[0 if shift < 0 else stages - 1 :: stages] = [self.always] * microbatches
+            return values
+
+        nothing = [self.always] * slots
+        self.slot: list[int] = numbers[1 : slots + 1] * many
         for kind in PER_MICROBATCH:
-            listed = [(self._needed(family, shift), shift) for family, shift in _NEEDS[kind]]
-            nothing = [self.always] * slots
-            first, second = [*(values for values, _ in listed), nothing, nothing][:2]
+            needs = [by_slot(*need) for need in _NEEDS[kind]]
+            first, second = [*needs, nothing, nothing][:2]
             self.first_need += first
             self.second_need += second
-            self.comes += next((values for values, shift in listed if shift), nothing)
-            self.gives += self.of_value(TRAITS[kind].gives[0])
-
-    def _needed(self, family: int, shift: int) -> list[int]:
-        """Return, by slot, the value of its stage or of a neighbour; `always` where there is no such stage."""
-        values = list(range(family * self._slots + shift, (family + 1) * self._slots + shift))
-        if shift:
-            values[0 if shift < 0 else self.stages - 1 :: self.stages] = [self.always] * self.microbatches
-        return values
+            self.comes += next((needs[at] for at, (_, shift) in enumerate(_NEEDS[kind]) if shift), nothing)
+            self.gives += by_slot(VALUES.index(TRAITS[kind].gives[0]), 0)
 
     def of_value(self, name: str) -> range:
         """Return, by slot, the numbers of a value, such as `gin(m,s)`."""

@@ -147,7 +147,7 @@ def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Itera
     if fits:
         yield given
     tails = work.tails(work.edges(caps))
-    backward = [codes.traits(job.codes[0]).gives_input_gradient for job in work.jobs]
+    backward = ["gin(m,s)" in codes.traits(job.codes[0]).gives for job in work.jobs]
     for urgency in (tails, list(zip(backward, tails, strict=True))):
         order = _dispatched(work, caps, urgency)
         if order is not None:

@@ -46,31 +46,16 @@ TESTS = {
 }
 """The tests of each module, beside its own doctests."""
 
-OTHERS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.Add: (ast.Sub,),
-    ast.Sub: (ast.Add,),
-    ast.And: (ast.Or,),
-    ast.Or: (ast.And,),
-    ast.Continue: (ast.Break,),
-    ast.Break: (ast.Continue,),
-}
-"""What may take the place of an operator, or of a statement that is one word."""
+PAIRS = "Lt LtE, Gt GtE, Lt GtE, Gt LtE, Eq NotEq, In NotIn, Is IsNot, Add Sub, And Or, Continue Break"
+SWAPS = [tuple(getattr(ast, name) for name in pair.split()) for pair in PAIRS.split(", ")]
+"""What may take each other's place: operators, and statements of one word."""
 
 
 def instead(node: ast.AST) -> Iterator[ast.AST]:
     """Yield what may take a node's place."""
-    for kind in OTHERS.get(type(node), ()):
-        yield kind()
+    for one, other in SWAPS:
+        if type(node) in (one, other):
+            yield other() if type(node) is one else one()
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             yield from (ast.Constant(number + 1), ast.Constant(number - 1))

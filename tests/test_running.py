@@ -32,8 +32,8 @@ def test_one_line_for_each_need_counts_the_skipped_tests_of_all_runs(bare_pytest
     dot = "not run: 3 tests (needs Graphviz: sudo apt install graphviz)"
     said, _ = bare_pytest("tests/draw/test_graph.py::test_graphviz_draws_it")
     assert said[-2] == dot
-    said, _ = bare_pytest("tests/labs/test_hw3.py", "-m", "gpu")
-    assert said[-3:-1] == [dot, "not run: 1 test (needs a GPU that PyTorch can use)"]
+    said, _ = bare_pytest("tests/test_playground.py::test_a_site_without_python_says_why_beside_the_picture")
+    assert said[-3:-1] == [dot, "not run: 1 test (needs Chromium: sudo apt install chromium)"]
 
 
 def test_what_was_not_run_can_be_run_alone(bare_pytest, tmp_path: Path) -> None:

@@ -784,6 +784,7 @@ def test_an_endless_generator_is_cut_off():
 
     (fault,) = [fault for fault in check(Plan([forever()], 1, 2)) if fault.code == "endless"]
     assert (fault.rank, fault.position) == (0, 8 * 1 * 2 + 64)
+    assert "more than 80 actions, where 4 per stage are enough" in fault.message
 
 
 def test_an_endless_generator_is_cut_off_even_where_no_size_was_given():

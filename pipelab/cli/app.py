@@ -61,6 +61,7 @@ from pipelab.cli.printing import (
     write_any_letter,
     wrote,
 )
+from pipelab.cli.student_file import existing
 from pipelab.cli.sweeping import Cell, sweep, table_of
 from pipelab.draw import text
 from pipelab.errors import NO_TORCH, PipelabError, UsageError
@@ -271,9 +272,7 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="arguments for your script", show_default=False)] = None,
 ) -> None:
     """Run a script in several processes on this machine, one per rank, as torchrun does, open to no other machine."""
-    if not Path(script).is_file():
-        beside = ", ".join(sorted(found.name for found in Path(script).parent.glob("*.py"))[:8])
-        raise UsageError(f"there is no file {script}" + (f"; beside it: {beside}" if beside else ""))
+    existing(script)
     from pipelab.engine.torchrun.launch import run_processes
 
     if failed := run_processes(script, ranks, arguments or []):

@@ -50,14 +50,18 @@ def existing(path: str) -> Path:
     file = Path(path)
     if file.exists() and not file.is_file():
         what = "a folder" if file.is_dir() else "a pipe or a device"
-        raise UsageError(f"{path} is {what}, not a file: name a file, my_file.py:MySchedule, plan.csv or trace.json")
+        raise UsageError(f"{path} is {what}, not a file: name a file, such as my_file.py, plan.csv or trace.json")
     if not file.is_file():
-        here = {found.name.lower(): found.name for found in sorted(file.parent.glob(f"*{file.suffix}"))}
+        found = [each.name for each in sorted(file.parent.glob(f"*{file.suffix}")) if each.is_file()]
+        here = {name.lower(): name for name in found}
         close = [here[name] for name in get_close_matches(file.name.lower(), here, n=1)]
         beside = f"; beside it: {', '.join([*here.values()][:8])}" if here else ""
-        raise UsageError(
-            f"there is no file {path}" + (f"; did you mean {file.with_name(close[0])}?" if close else beside)
+        fact = (
+            f"{path} is a link to {file.readlink()}, which is no file"
+            if file.is_symlink()
+            else f"there is no file {path}"
         )
+        raise UsageError(fact + (f"; did you mean {file.with_name(close[0])}?" if close else beside))
     return file
 
 

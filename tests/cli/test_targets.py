@@ -162,6 +162,20 @@ def test_what_is_not_there_is_told_with_what_is(pipelab_command, folder):
     assert "write class x(pipelab.Schedule)" in pipelab_command("check", "empty.py:x")[2]
 
 
+@pytest.mark.parametrize("points_to", ["mine.py", "gone.py"])
+@pytest.mark.parametrize(
+    "command", [("check", "mine.py"), ("launch", "mine.py", "--ranks", "2")], ids=lambda each: each[0]
+)
+def test_a_link_that_leads_to_no_file_is_named_as_such_and_not_suggested(pipelab_command, folder, command, points_to):
+    Path("mine.py").symlink_to(points_to)
+    Path("other.py").write_text(RIGHT)
+    code, _, error = pipelab_command(*command)
+    assert code == 1
+    assert f"mine.py is a link to {points_to}" in error
+    assert "did you mean" not in error
+    assert "beside it: other.py" in error
+
+
 @pytest.mark.parametrize(("suffix", "words"), [("html", "a picture"), ("svg", "a picture"), ("pt", "a saved state")])
 def test_a_picture_is_no_schedule_and_a_script_of_its_name_does_not_run(pipelab_command, folder, suffix, words):
     Path("mine.py").write_text("print('it runs')")

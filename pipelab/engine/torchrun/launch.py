@@ -26,7 +26,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from pipelab.engine.torchrun.store import end_with
-from pipelab.plan.fault import line_of
+from pipelab.errors import ScheduleError
+from pipelab.plan.fault import line_of, ranges
 
 _HOST = "127.0.0.1"
 _LAUNCHER = "PIPELAB_LAUNCHER"
@@ -53,7 +54,11 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
             processes.close(stopped.sigval)
             raise SystemExit(128 + stopped.sigval) from None
         if ended and ended.failures:
-            return f"{str(ChildFailedError(script, ended.failures)).strip()}\n\n{decisive(ended.failures)}"
+            report = decisive(ended.failures)
+            for failure in ended.failures.values():
+                if (error := _error(failure)) and report.endswith(f"\n{error}"):
+                    failure.message = "see below"
+            return f"{str(ChildFailedError(script, ended.failures)).strip()}\n\n{report}"
     return None
 
 
@@ -130,7 +135,8 @@ def decisive(failures: Mapping[int, ProcessFailure]) -> str:
         return f"pipelab: rank {first} ended first, {_how(failures[first].exitcode)}"
     if error.startswith("StepTimeoutError: "):  # it names the rank that hangs, which is another one than its own
         return f"pipelab: a call timed out:\n{error}"
-    return f"pipelab: rank {first} {'says' if error.startswith('RankError: ') else 'failed first'}:\n{error}"
+    ranks = ranges([rank for rank in sorted(errors) if errors[rank] == error])
+    return f"pipelab: rank {ranks} {'says' if error.startswith('RankError: ') else 'failed first'}:\n{error}"
 
 
 def _error(failure: ProcessFailure) -> str:
@@ -154,4 +160,7 @@ def _how(code: int) -> str:
 
 
 if __name__ == "__main__":
-    run_script()
+    try:
+        run_script()
+    except ScheduleError:  # most often in every process: the launcher prints it once
+        sys.exit(1)

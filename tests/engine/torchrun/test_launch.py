@@ -38,6 +38,12 @@ def test_the_first_error_of_a_process_itself_is_repeated(failure):
     assert decisive(failures) == f"pipelab: rank 2 failed first:\n{STAGE}"
 
 
+def test_an_error_that_several_processes_raised_is_repeated_once_with_their_ranks(failure):
+    words = "NameError: name 'modell' is not defined"
+    same = {rank: failure(rank, code, words, second=99 + rank) for rank, code in ((0, -15), (1, 1), (3, 1))}
+    assert decisive(same | {2: failure(2, -15)}) == f"pipelab: rank 0, 1, 3 failed first:\n{words}"
+
+
 @pytest.mark.parametrize(
     ("code", "how"),
     [
@@ -121,3 +127,21 @@ def test_launch_repeats_at_the_end_what_failed(tmp_path, end, last):
     assert "pipelab: rank 1 " in found.stderr
     assert "FAILED" in found.stderr  # torchrun's own report stands above
     assert "elastic_launch(" not in found.stderr  # but not torchrun's own traceback
+
+
+@pytest.mark.dist
+def test_a_schedule_that_every_process_refuses_is_explained_once(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import pipelab, torch\n"
+        "plan = pipelab.Plan.parse(['0B0 0F0', '1F0 1B0'])\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
+        "pipelab.Pipeline(model, plan, torch.nn.MSELoss(), engine='torch')\n"
+    )
+    command = [sys.executable, "-m", "pipelab", "launch", str(script), "--ranks", "2"]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=processes.environment(), check=False
+    )
+    assert found.returncode == 1
+    assert (found.stdout + found.stderr).count("unordered: 0B0 on rank 0") == 1, found.stderr
+    assert f"{script}, line 4" in found.stderr.partition("failed first:\nScheduleError: 1 fault")[2]

@@ -86,13 +86,18 @@ def mlp(draw: random.Random, width: int, stages: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def plan_of(draw: random.Random) -> Plan:
+    """Return a small plan of any schedule."""
+    schedule = schedules[draw.choice(sorted(schedules))]
+    sizes = [(ranks, many) for ranks in range(1, 5) for many in range(1, 10) if schedule.refusal(ranks, many) is None]
+    return schedule(*draw.choice(sizes)).plan()
+
+
 def case_of(seed: int) -> Case:
     """Return a random case."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    schedule = schedules[draw.choice(sorted(schedules))]
-    sizes = [(ranks, many) for ranks in range(1, 5) for many in range(1, 10) if schedule.refusal(ranks, many) is None]
-    plan = schedule(*draw.choice(sizes)).plan()
+    plan = plan_of(draw)
     kind, width = (
         draw.choice(["random", "teacher", "teacher", "one", "words", "attention", "traced"]),
         draw.choice(WIDTHS),

@@ -226,6 +226,22 @@ def test_hooks_on_a_stages_input_and_on_what_it_returns_run_as_in_plain_training
     assert verified.largest_difference < 1e-6
 
 
+def test_hooks_of_two_stages_on_one_tensor_are_found_where_their_order_matters():
+    class Clips(nn.Linear):
+        def forward(self, x):
+            made = super().forward(x)
+            made.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            return made
+
+    torch.manual_seed(0)
+    stages = [Clips(6, 6), Reaches(hooks)]
+    with (
+        Pipeline(stages, GPipe(2, 4), mse) as pipe,
+        pytest.raises(VerificationError, match=r"0\.weight .*differs"),
+    ):
+        pipe.verify(*plain.batch(8))
+
+
 class Warms(nn.Module):
     """Counts its calls, and computes something else after many of them."""
 

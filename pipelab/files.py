@@ -22,9 +22,6 @@ _GZIP = b"\x1f\x8b"
 _MOST_BYTES = 1 << 30
 """The trace of the largest plan has about half as many."""
 
-_MOST_TIMES = 100
-"""How many times as large a packed file may become: traces and profiles become 5 to 20 times as large."""
-
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:
     """Return the text of a file in UTF-8, whatever the locale; unpacked, if it is a gzip file.
@@ -43,7 +40,7 @@ def text_of(file: BinaryIO, path: str | os.PathLike[str], most_bytes: int = _MOS
     """
     data, unpacked = file.read(most_bytes + 1), ""
     if data.startswith(_GZIP):
-        most_bytes = min(most_bytes, (1 << 20) + _MOST_TIMES * len(data))  # JSON of a few kB could fill the memory
+        most_bytes = min(most_bytes, (1 << 20) + 100 * len(data))  # traces unpack to 5 to 20 times their size
         unpacked = f" unpacked from {len(data):,}"
         try:
             with gzip.open(io.BytesIO(data)) as packed:

@@ -56,12 +56,9 @@ def existing(path: str) -> Path:
         here = {name.lower(): name for name in found}
         close = [here[name] for name in get_close_matches(file.name.lower(), here, n=1)]
         beside = f"; beside it: {', '.join([*here.values()][:8])}" if here else ""
-        fact = (
-            f"{path} is a link to {file.readlink()}, which is no file"
-            if file.is_symlink()
-            else f"there is no file {path}"
-        )
-        raise UsageError(fact + (f"; did you mean {file.with_name(close[0])}?" if close else beside))
+        link = f": it is a link to {file.readlink()}" if file.is_symlink() else ""
+        move = f"; did you mean {file.with_name(close[0])}?" if close else beside
+        raise UsageError(f"there is no file {path}{link}{move}")
     return file
 
 

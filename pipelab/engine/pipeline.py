@@ -239,8 +239,7 @@ class Pipeline:
             try:
                 self._running = True
                 with self.engine.runners.running(modules, learning=loss is not None):
-                    watch_nan = self.watch_nan and loss is not None
-                    return self.engine.run(inputs, loss, self.caller(), watch_nan=watch_nan)
+                    return self.engine.run(inputs, loss, self.caller(), watch_nan=self.watch_nan and loss is not None)
             finally:
                 self._running = False
 

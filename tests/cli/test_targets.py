@@ -171,7 +171,7 @@ def test_a_link_that_leads_to_no_file_is_named_as_such_and_not_suggested(pipelab
     Path("other.py").write_text(RIGHT)
     code, _, error = pipelab_command(*command)
     assert code == 1
-    assert f"mine.py is a link to {points_to}" in error
+    assert f"there is no file mine.py: it is a link to {points_to}" in error
     assert "did you mean" not in error
     assert "beside it: other.py" in error
 

@@ -72,8 +72,8 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     values: set[int] = set()
     both: list[Fault] = []
     index_of = cache(bound.index_of)
-    slots = () if _complete(bound) else enumerate(zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True))
-    for slot, ranks in slots:
+    looked_at = () if _complete(bound) else enumerate(zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True))
+    for slot, ranks in looked_at:
         lacks, absent, twice = _wrong(tuple(rank != NO_RANK for rank in ranks))
         for kind in lacks:
             lacking[codes.stage[slot], kind].append(codes.microbatch[slot])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -206,7 +207,8 @@ class Pipeline:
         warn_of_ignored(self.loss_fn, self.reduction, targets, counts)
         even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
         loss = Loss(self.loss_fn, targets, weights, even, scale)
-        return self._run(inputs, modules, loss), loss
+        with self._alone(modules, learning=True):
+            return self.engine.run(inputs, loss, self.caller(), watch_nan=self.watch_nan), loss
 
     def forward(self, x: Any) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
@@ -226,10 +228,13 @@ class Pipeline:
         self.stages.require_no_lost_hooks()
         inputs = split_batch(x, counts)
         modules = self.stages.ready(inputs, counts)
-        return join(self._run(inputs, modules, None).outputs)
+        with self._alone(modules, learning=False):
+            state = self.engine.run(inputs, None, self.caller())
+        return join(state.outputs)
 
-    def _run(self, inputs: list[Any], modules: Sequence[nn.Module], loss: Loss | None) -> StepState:
-        """Run the micro-batches, forward only if there is no loss, once no other thread runs some."""
+    @contextmanager
+    def _alone(self, modules: Sequence[nn.Module], *, learning: bool) -> Iterator[None]:
+        """Return a context in which no other thread runs micro-batches, nor a signal handler of this one."""
         with self._one_at_a_time:
             if self._running:
                 raise UsageError(
@@ -238,8 +243,8 @@ class Pipeline:
                 )
             try:
                 self._running = True
-                with self.engine.runners.running(modules, learning=loss is not None):
-                    return self.engine.run(inputs, loss, self.caller(), watch_nan=self.watch_nan and loss is not None)
+                with self.engine.runners.running(modules, learning=learning):
+                    yield
             finally:
                 self._running = False
 

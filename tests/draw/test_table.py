@@ -40,7 +40,7 @@ def test_a_csv_file_holds_all_values_in_full(tmp_path):
 
 
 def test_letters_with_a_meaning_are_escaped(tmp_path):
-    assert r"c\|<d>" in LONG.save(tmp_path / "t.md").read_text()
+    assert r"c\|\<d>" in LONG.save(tmp_path / "t.md").read_text()
     tex = LONG.save(tmp_path / "t.tex").read_text()
     assert r"a\_b & 2 & 30 & 50.0 \% \\" in tex
     assert r"50 \% is much." in tex

@@ -146,7 +146,8 @@ def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Itera
     fits = caps is None or all(peak <= cap for peak, cap in zip(given.peak_activations, caps, strict=True))
     if fits:
         yield given
-    tails = work.tails(work.edges(caps))
+    network, lags = work.network(work.edges(caps))
+    tails = network.rests([job.time for job in work.jobs], lags)
     backward = ["gin(m,s)" in codes.traits(job.codes[0]).gives for job in work.jobs]
     for urgency in (tails, list(zip(backward, tails, strict=True))):
         order = _dispatched(work, caps, urgency)

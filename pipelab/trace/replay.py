@@ -84,7 +84,7 @@ class Order:
                 if what != NOTHING:
                     needs = codes.second_need if what % 2 else codes.first_need
                     ended = trace.start + self._spans[giver][1]
-                    arrived = arrivals.get((bound.giver(needs[what // 2]), what // 2), ended)
+                    arrived = arrivals.get((bound.giver_of[needs[what // 2]], what // 2), ended)
                     self.times.lags[what], self.travels[what] = arrived - ended, ended >= free
             for key in keys:
                 self.times.durations[number[key]] = (end - start) / len(keys)

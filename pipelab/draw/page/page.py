@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipelab.draw import colours, differences, text, wording
 from pipelab.draw.bars import Lanes
 from pipelab.errors import clean
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, Action
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.ledger import MEANINGS, REASONS
 from pipelab.trace.waits import Waits, critical_path, half, waits
@@ -110,6 +110,7 @@ def content(shown: Trace | Comparison) -> dict[str, Any]:
         "reasons": REASONS,
         "meanings": MEANINGS,
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
+        "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in TRAITS.items()],
         "view": "stack",
         "diffs": [] if alone else _diffs(comparison),
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],

@@ -39,9 +39,7 @@ class Wait:
         return max(0.0, self.transfer.start - max(free, self.transfer.start - self.transfer.queued))
 
 
-def crossings(
-    bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable[[int], float]
-) -> tuple[Transfer, ...]:
+def crossings(bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable[[int], float]) -> tuple[Transfer, ...]:
     """Return the transfers of a plan: each value that one rank gives and another needs.
 
     Args:

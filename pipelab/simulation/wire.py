@@ -119,6 +119,16 @@ class LoweredPlan:
         write_rows(path, self.plan.rows, rows)
         return Path(path)
 
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the rows: as `csv` for the installed PyTorch, see `to_csv`, or as `txt`. Return the path.
+
+        Raises:
+            FormatError: if the suffix is another one.
+        """
+        from pipelab import draw
+
+        return draw.save(draw.LOWERED, self, path)
+
     def __str__(self) -> str:
         """Return the rows, one line per rank."""
         return "\n".join(f"rank {rank} | {' '.join(row)}" for rank, row in enumerate(self.rows))

@@ -154,7 +154,7 @@ class Diff(Sequence[Change]):
         """
         from pipelab import draw
 
-        return draw.save_diff(self, pathlib.Path(path))
+        return draw.save(draw.DIFF, self, path)
 
     def __len__(self) -> int:
         """Return the number of actions."""

@@ -265,7 +265,7 @@ class Trace:
         path = Path(path)
         from pipelab import draw
 
-        return draw.save(self, path, width)
+        return draw.save(draw.TRACE, self, path, width)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: int | None = None) -> Trace:

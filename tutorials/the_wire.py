@@ -20,7 +20,7 @@
 # %%
 import pipelab
 
-rows = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), "at-use").rows
+rows = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), order="at-use").rows
 for rank, row in enumerate(rows):
     print(f"rank {rank} | {' '.join(row)}")
 
@@ -118,7 +118,7 @@ for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB, pipelab.Eager1F1B, 
 # before it computes `B0`, so that rank 0 gets rid of it.
 
 # %%
-early = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), "pytorch").rows
+early = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), order="pytorch").rows
 for rank, row in enumerate(early):
     print(f"rank {rank} | {' '.join(row)}")
 assert run(early)[1] == []

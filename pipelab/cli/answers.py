@@ -20,7 +20,10 @@ from pipelab.errors import UsageError
 
 
 def schedules() -> None:
-    """List the schedules that come with pipelab, the sizes that they accept, and their sources."""
+    """List the schedules that come with pipelab.
+
+    With the sizes that they accept, and their sources.
+    """
     table = Columns("name", "what it does, which sizes it accepts, and its source", box=None, pad_edge=False)
     for name, kind in pipelab.schedules.items():
         table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0])
@@ -46,7 +49,9 @@ def why(
     delays: Annotated[bool, typer.Option("--delays", help="for each rank, what it costs that it is slow")] = False,
     save: SaveTable = None,
 ) -> None:
-    """Say why ranks are idle: a table of reasons, one rank's idle times, or one of them back to its root.
+    """Say why ranks are idle.
+
+    By default a table of reasons; with --rank one rank's idle times, with --at one of them back to its root.
 
     For example: pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8; pipelab why "rank*.json.gz" --delays
     """
@@ -77,7 +82,10 @@ def optimum(
     seconds: Annotated[float, typer.Option(help="how long the solver may take at most")] = 10,
     save: Save = None,
 ) -> None:
-    """Find the quickest order of a schedule's actions, and say whether it is proven to be the quickest."""
+    """Find the quickest order of a schedule's actions.
+
+    It says whether the order is proven to be the quickest.
+    """
     require_writable(save, TIMELINE)
     best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap=memory_cap, seconds=seconds)
     echo(text.timeline(best.trace))

@@ -101,7 +101,10 @@ def check(
     transport: TransportWord = "buffered",
     save: SaveFaults = None,
 ) -> None:
-    """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
+    """Find and explain every fault of a schedule.
+
+    The exit code is 1 if there is one.
+    """
     require_writable(save, FAULTS)
     subject = untimed(sizes.find(target))
     faults = pipelab.check(subject, memory_cap=memory_cap, order=order, transport=transport)
@@ -148,7 +151,9 @@ def draw(
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
 ) -> None:
-    """Draw a schedule's or a saved trace's timeline, or the dependency graph, to files; or write the plan.
+    """Draw a schedule, or write its plan.
+
+    The timeline of a schedule or of a saved trace, or the dependency graph, to files; or the plan as CSV.
 
     Without --save, the timeline is printed. Of a schedule with faults, the files show how far it runs and why no
     further, and the exit code is 1.
@@ -176,7 +181,9 @@ def compare(
     bound: Annotated[bool, typer.Option("--bound", help="how far each is above what any order must take")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="of two: why the second takes longer, action by action")] = False,
 ) -> None:
-    """Simulate schedules with the same costs and show them side by side; or say why one of two takes longer.
+    """Show schedules side by side, or why one takes longer.
+
+    All are simulated with the same costs.
 
     Several numbers of micro-batches (`-m 2,4,8`) make a table. Its times are for the whole batch, the same in every
     column.
@@ -209,7 +216,9 @@ def compare(
 @app.command()
 @grouped
 def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> None:
-    """Run schedules on real tensors on this machine, verify their gradients, and show the measured times.
+    """Run schedules on real tensors, and measure them.
+
+    On this machine; their gradients are verified.
 
     There are two ranks by default, so that a laptop has a core for each, and four with `--emulate`, which needs no
     cores. Several numbers of micro-batches (`-m 2,4,8`) make a table over one batch.
@@ -271,7 +280,10 @@ def launch(
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="processes, one for each rank of the plan")],
     arguments: Annotated[list[str] | None, typer.Argument(help="arguments for your script", show_default=False)] = None,
 ) -> None:
-    """Run a script in several processes on this machine, one per rank, as torchrun does, open to no other machine."""
+    """Run your script in one process per rank.
+
+    On this machine, as torchrun does, but open to no other machine.
+    """
     existing(script)
     from pipelab.engine.torchrun.launch import run_processes
 
@@ -285,13 +297,16 @@ def demo(
     folder: Annotated[Path, typer.Option("--folder", "-o", help="where the pictures go")] = Path("pipelab-demo"),
     steps: Annotated[int, typer.Option(min=2, help="training steps of each kind")] = 12,
 ) -> None:
-    """Train a language model plainly and with three schedules, in about a minute."""
+    """Train a language model with three schedules.
+
+    And plainly, in about a minute.
+    """
     from pipelab.cli.showing import show_demo
 
     show_demo(folder, steps)
 
 
-@app.command()
+@app.command(rich_help_panel="For maintainers")
 def conformance(
     schedules: Annotated[
         list[str] | None, typer.Argument(help="schedules' names; by default, all", show_default=False)
@@ -310,7 +325,10 @@ def conformance(
     ] = False,
     save: Annotated[Path | None, typer.Option("--save", "-o", help="write the table to this file, as Markdown")] = None,
 ) -> None:
-    """Compare with the installed PyTorch. The exit code is 1 if anything differs or nothing could be compared."""
+    """Compare every schedule with the installed PyTorch.
+
+    The exit code is 1 if anything differs or nothing could be compared.
+    """
     from pipelab.cli.conformance import show_conformance
     from pipelab.conformance.references import Grid
 
@@ -332,7 +350,10 @@ def docs(
     port: Annotated[int, typer.Option(min=0, max=65535, help="where to listen; 0: any free port")] = 8484,
     browser: Annotated[bool, typer.Option(help="open it in the web browser")] = True,
 ) -> None:
-    """Show the documentation, which came with pipelab, at an address of this machine alone. Ctrl-C ends it."""
+    """Show the documentation.
+
+    It came with pipelab, and is shown at an address of this machine alone. Ctrl-C ends it.
+    """
     package = Path(pipelab.__file__).parent
     folder = next(
         (each for each in (package / "site", package.parent / "site") if (each / "index.html").is_file()), None

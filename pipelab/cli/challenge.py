@@ -31,7 +31,9 @@ def challenge(
     hint: Annotated[int, typer.Option(min=0, max=3, help="show so many hints")] = 0,
     sheet: Annotated[bool, typer.Option("--sheet", help="all levels with answers, as Markdown, for a teacher")] = False,
 ) -> None:
-    """Levels with a par: write the order that reaches it. The exit code of a refused attempt is 1.
+    """Write the order that reaches a level's par.
+
+    The exit code of a refused attempt is 1.
 
     For example: pipelab challenge; pipelab challenge four; pipelab challenge four my_file.py:MySchedule
     """

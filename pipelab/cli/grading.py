@@ -64,7 +64,9 @@ def grade_command(
     classroom50: _Classroom = None,
     save: _Tables = None,
 ) -> None:
-    """Grade homework 4, or a schedule against its pars: by what it runs, never by what it prints.
+    """Grade homework 4, or a schedule against its pars.
+
+    By what it runs, never by what it prints.
 
     The exit code is 0 if everything passed, 1 if something failed, and 2 if something could not be graded or Ctrl-C
     stopped it. The submission runs in a process with limits; on Linux, in a sandbox if bubblewrap is installed.

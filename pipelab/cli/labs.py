@@ -17,11 +17,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import grouped, whole_numbers
 from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, show, wrote
+from pipelab.draw.table import Column, Table
 from pipelab.errors import PipelabError, UsageError
-from pipelab.labs.grading.tasks import HOMEWORK, start_homework
+from pipelab.labs.grading.tasks import HOMEWORK, HOMEWORK4, start_homework
 
 if TYPE_CHECKING:
-    from pipelab.draw.table import Table
     from pipelab.labs.hybrid import Hybrid
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
@@ -100,7 +100,9 @@ def practical9(
     real: Annotated[bool, typer.Option("--real", help="real layers, even with fewer cores than ranks")] = False,
     save: SaveTable = None,
 ) -> None:
-    """Compare naive, GPipe, the single loop and true 1F1B: the table, and the eight questions answered from it.
+    """Compare naive, GPipe, the single loop and true 1F1B.
+
+    The table, and the eight questions answered from it.
 
     Emulated times are those of the whole batch. If there are fewer cores than ranks, the default is `--emulate 20 40`.
     """
@@ -149,7 +151,9 @@ def hw3(
     steps: Annotated[int, typer.Option(min=1, help="steps to measure; the median is shown")] = 5,
     save: SaveTable = None,
 ) -> None:
-    """Split a stack of linear layers by hand: which layer lands where, what `.to()` moves, time and memory.
+    """Split a stack of linear layers by hand.
+
+    Which layer lands where, what `.to()` moves, time and memory.
 
     Each depth runs in two halves (`i < depth // 2`), and spread evenly over each number of devices. Where there are no
     GPUs, each device is a thread of the processor.
@@ -182,7 +186,10 @@ def report(
     save: SaveWords = None,
     save_figures: SaveFigures = None,
 ) -> None:
-    """Check the report on a hybrid-parallel simulator, claim by claim: each reading, the right value, the verdict."""
+    """Check the report on a hybrid-parallel simulator.
+
+    Claim by claim: each reading, the right value, the verdict.
+    """
     require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
     from pipelab.labs.report import claim as course
@@ -219,7 +226,9 @@ def hybrid(
     save: SaveWords = None,
     save_figures: SaveFigures = None,
 ) -> None:
-    """Run pipelines times replicas: the timeline of each device, gradients around a ring, training, and the figures.
+    """Run pipelines times replicas.
+
+    The timeline of each device, gradients around a ring, training, and the figures.
 
     Each stage has 120 parameters, and really trains; the times are simulated.
     """
@@ -265,9 +274,15 @@ def hw4(
     folder: Annotated[Path, typer.Argument(help="where to; it is made if need be", show_default=False)] = Path(),
     start: Annotated[bool, typer.Option("--start", help="write the file with its three holes")] = False,
 ) -> None:
-    """Homework 4, write 1F1B yourself: `--start` writes pipeline_homework.py. It never overwrites yours."""
+    """Homework 4: write 1F1B yourself.
+
+    Without --start, what it asks for, with the points. With it, the file; it never overwrites yours.
+    """
     if not start:
-        raise UsageError(f"pipelab lab hw4 --start writes {HOMEWORK}; pipelab grade {HOMEWORK} grades it")
+        rows = [{"task": each.name, "points": each.points} for each in HOMEWORK4]
+        show(Table(rows, [Column("task"), Column("points")]), None)
+        say(f"pipelab lab hw4 --start writes {HOMEWORK} with three holes, and pipelab grade {HOMEWORK} grades it.")
+        return
     path = start_homework(folder)
     echo(f"wrote {path}\n\n  python {path}         runs it\n  pipelab grade {path}  grades what it runs")
 
@@ -295,7 +310,9 @@ def hw1(
     timeout: Annotated[float, typer.Option(min=1, help="seconds that each run may take")] = 600,
     save: SaveTable = None,
 ) -> None:
-    """Measure data parallelism: DDP over 1, 2 and 4 processes, Amdahl's law, and DataParallel against DDP.
+    """Measure data parallelism.
+
+    DDP over 1, 2 and 4 processes, Amdahl's law, and DataParallel against DDP.
 
     All processes share one batch. Times are those of rank 0.
     """

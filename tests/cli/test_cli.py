@@ -257,3 +257,21 @@ def test_a_warning_is_printed_without_the_line_of_code_that_gave_it():
     code = "import warnings; from pipelab.cli import app; app.app = lambda: warnings.warn('noisy'); app.main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stderr == "warning: noisy\n"
+
+
+@pytest.mark.parametrize("command", [[], ["lab"]])
+def test_every_command_is_one_line_of_the_help(pipelab_command, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = pipelab_command(*command, "--help")[1]
+    listed = re.findall(r"^│ (\S+) {2,}\S.*│$", shown, re.MULTILINE)
+    panels = shown.split("╭─ ")[2:]
+    assert len(listed) > 5
+    assert sum(panel.count("│\n") for panel in panels) == len([each for each in listed if not each.startswith("-")])
+
+
+def test_what_homework_4_asks_for_is_told_before_it_is_begun(pipelab_command, folder):
+    code, shown, _ = pipelab_command("lab", "hw4")
+    assert (code, list(folder.iterdir())) == (0, [])
+    points = [int(line.split()[-1]) for line in shown.splitlines() if re.search(r" \d+$", line)]
+    assert sum(points) == 100
+    assert "pipelab lab hw4 --start" in shown

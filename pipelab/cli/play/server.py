@@ -67,7 +67,9 @@ def play_command(
     seconds: Annotated[float, typer.Option(min=0.1, help="how long a file may take to give its schedule")] = 10,
     browser: Annotated[bool, typer.Option(help="open the page in the web browser")] = True,
 ) -> None:
-    """Show a page with sliders that draws a schedule again when its file is saved. Ctrl-C ends it.
+    """Show a page that follows your file, with sliders.
+
+    The schedule is drawn again whenever the file is saved. Ctrl-C ends it.
 
     For example: pipelab play my_file.py:MySchedule
     """

@@ -22,7 +22,7 @@ from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.split_backward import Branch
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Step
-from pipelab.engine.threads.engine import ThreadsEngine
+from pipelab.engine.threads import ThreadsEngine
 from pipelab.engine.verify.reference import restored
 from pipelab.errors import UsageError
 from pipelab.plan.actions import Action

@@ -90,8 +90,7 @@ from pipelab.trace.trace import Trace
 from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:
-    from pipelab.engine.collectives.hooks import codec_hook
-    from pipelab.engine.collectives.ring import RingResult, ring_all_reduce
+    from pipelab.engine.collectives.ring import RingResult, codec_hook, ring_all_reduce
     from pipelab.engine.device.devices import devices
     from pipelab.engine.emulation import emulated
     from pipelab.engine.model.split import split
@@ -187,7 +186,7 @@ _TORCH_HALF = {
     "Pipeline": "pipelab.engine.pipeline",
     "RingResult": "pipelab.engine.collectives.ring",
     "Step": "pipelab.engine.step",
-    "codec_hook": "pipelab.engine.collectives.hooks",
+    "codec_hook": "pipelab.engine.collectives.ring",
     "devices": "pipelab.engine.device.devices",
     "diagnose": "pipelab.engine.verify.diagnose",
     "emulated": "pipelab.engine.emulation",

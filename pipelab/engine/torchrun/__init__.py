@@ -10,8 +10,7 @@
 - `replicas`: the sum of a stage's gradients over its replicas
 - `results`: losses, outputs and traces gathered, on one clock
 - `model_state`: the full model gathered from the processes that hold its stages
-- `supervisor`: a step that hangs, or loses a process, ends with an error
-- `failures`: the first failure, announced to all processes
+- `supervisor`: a step that hangs, or loses a process, ends with an error, in all processes
 - `store`: the store that all processes share, and its thread
 - `launch`: starts the processes on one machine, with a short report of failures
 """

@@ -28,7 +28,6 @@ from pipelab.engine.stage.replicas import require_replicable
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.tied import ties_of
 from pipelab.engine.torchrun.engine import TorchEngine
-from pipelab.engine.torchrun.failures import Failures
 from pipelab.engine.torchrun.groups import (
     Connections,
     PipelineReplica,
@@ -42,7 +41,7 @@ from pipelab.engine.torchrun.groups import (
 )
 from pipelab.engine.torchrun.stage import fsdp_modules
 from pipelab.engine.torchrun.store import AnsweringStore, duration, open_store, prefix_store
-from pipelab.engine.torchrun.supervisor import Status, Supervisor
+from pipelab.engine.torchrun.supervisor import Failures, Status, Supervisor
 from pipelab.errors import EngineError, RankError
 from pipelab.plan.plan import Plan
 

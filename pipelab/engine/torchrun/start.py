@@ -27,6 +27,7 @@ from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.replicas import require_replicable
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.tied import ties_of
+from pipelab.engine.torchrun.agreement import few_numbers
 from pipelab.engine.torchrun.engine import TorchEngine
 from pipelab.engine.torchrun.groups import (
     Connections,
@@ -47,8 +48,6 @@ from pipelab.plan.plan import Plan
 
 _MARGIN_SECONDS = 30.0
 """How much longer PyTorch's own timeouts are: pipelab's come first, and say more."""
-_SAMPLE = 16
-"""How many numbers of each parameter the digest of the weights covers: another seed changes them all."""
 _SAME = ("pipelab", "torch", "plan", "model", "reduction", "replicated_buffers")
 
 _made = 0
@@ -85,17 +84,16 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
         "replicated_buffers": settings.replicated_buffers,
     }
     # [2] compare with the others
-    # A wait for one key of a store blocks all other users of its connection, so the supervisor and the communication
-    # thread each have one.
-    stores = open_store(rank, size, settings.timeout)
-    store, watched, meeting = (prefix_store(each, str(_made)) for each in stores)
-    everyone = introduce(AnsweringStore(store, settings.timeout), rank, size, info, settings.timeout)
+    # A wait for one key of a store blocks all other users of its connection, so the caller and the communication thread
+    # each have one.
+    callers, meeting = (prefix_store(each, str(_made)) for each in open_store(rank, size, settings.timeout))
+    store = AnsweringStore(callers, settings.timeout)
+    everyone = introduce(store, rank, size, info, settings.timeout)
     if rank == 0:
         warn_of_other_weights([each["weights"] for each in everyone])
     # [3] connect, supervised
     threads = settings.intra_op_threads or torch.get_num_threads()
-    failures = Failures(AnsweringStore(watched, settings.timeout), rank, everyone)
-    supervisor = Supervisor(rank, failures, settings.timeout, threads)
+    supervisor = Supervisor(rank, Failures(store, rank, everyone), settings.timeout, threads)
     held = [stage for stage, ranks in plan.replicas.items() if place in ranks]
     for stage in held:
         stages.place_stage(stage, device)
@@ -115,11 +113,8 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
                     _copy_first_replica(stages.modules[stage], connections)
             return connections
 
-    hint = (
-        " (on several machines GLOO_SOCKET_IFNAME may be needed)"
-        if len({each["host"] for each in everyone}) > 1
-        else ""
-    )
+    several = len({each["host"] for each in everyone}) > 1
+    hint = " (on several machines GLOO_SOCKET_IFNAME may be needed)" if several else ""
     connections = supervisor.run(meet, Status(lambda: f"waits for all processes to connect{hint}"))
     supervisor.abort = connections.abort
     # [4] the engine
@@ -140,17 +135,15 @@ def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             require_replicable(stage, stages.modules[stage], ranks, settings.replicated_buffers)
-    last = plan.replicas[plan.stages - 1]
-    parameters = (
-        settings.loss_fn.named_parameters() if isinstance(settings.loss_fn, nn.Module) and len(last) > 1 else ()
-    )
-    for name, parameter in parameters:
-        if parameter.requires_grad:
-            raise EngineError(
-                f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}, which "
-                "would train different copies: only the gradients of stages are summed over replicas\n"
-                "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
-            )
+    last, loss = plan.replicas[plan.stages - 1], settings.loss_fn
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    name = next((name for name, each in named if each.requires_grad), "")
+    if name and len(last) > 1:
+        raise EngineError(
+            f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}, which "
+            "would train different copies: only the gradients of stages are summed over replicas\n"
+            "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
+        )
 
 
 def _require_spreadable(plan: Plan, stages: Stages, replicas: Sequence[PipelineReplica], settings: Settings) -> None:
@@ -299,9 +292,7 @@ def _digest_of_weights(modules: Sequence[nn.Module]) -> str | None:
         plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
         if parameter.is_meta or not plain:  # another class may be spread over several processes
             return None
-        flat: Any = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous()
-        digest.update(bytes(sample.view(torch.uint8).tolist()))
+        digest.update(few_numbers(parameter))
     return digest.hexdigest()
 
 

@@ -166,12 +166,13 @@ def meta_of(value: Any, giver: str) -> ValueMeta:
             f"{giver} returned an object of class {type(stranger).__name__}: between processes a stage sends tensors "
             "only, in tuples, lists and dicts\n  try: make it a tensor; or engine='threads'"
         )
-    if any(hasattr(part, "to_local") for part in parts):
+    there = [part for part in parts if part is not None]
+    if any(hasattr(part, "to_local") for part in there):
         raise EngineError(
             f"{giver} returned a DTensor: between processes a stage sends plain tensors only\n"
             "  try: end it with RowwiseParallel(), or PrepareModuleOutput(..., use_local_output=True)"
         )
-    if not all(part is None or _is_plain(part) for part in parts):
+    if any(part.layout != torch.strided or part.is_nested or part.is_quantized for part in there):
         raise EngineError(
             f"{giver} returned a sparse, nested or quantized tensor: between processes a stage sends dense ones only\n"
             "  try: to_dense(), to_padded_tensor() or dequantize(); or engine='threads'"
@@ -183,10 +184,6 @@ def meta_of(value: Any, giver: str) -> ValueMeta:
         for part in parts
     ]
     return ValueMeta(spec, tuple(metas))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def _fits(part: Any, expected: TensorMeta | None) -> bool:

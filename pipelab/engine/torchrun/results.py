@@ -141,7 +141,8 @@ def share(
         state.outputs = _outputs(group, holders, step)
         return state
     longest = max(map(len, plan.bound.rows))
-    begun, ended = (_readings(step, marks, clock) for marks in (step.mine.begun, step.mine.ended))
+    read = step.clocks[0].nanoseconds
+    begun, ended = ([each - clock.ahead_ns for each in read(marks)] for marks in (step.mine.begun, step.mine.ended))
     own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((begun, ended, step.waited)):
         own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
@@ -177,10 +178,6 @@ def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep
     return outputs
 
 
-def _readings(step: ProcessStep, marks: list[Any], clock: Clock) -> list[int]:
-    return [reading - clock.ahead_ns for reading in step.clocks[0].nanoseconds(marks)]
-
-
 def _losses(plan: Plan, part: PipelineReplica, step: ProcessStep) -> torch.Tensor:
     """Return the type of this process's losses, then the bits of each as a 64-bit number; 0 for unknown ones."""
     assert step.loss is not None
@@ -193,7 +190,6 @@ def _losses(plan: Plan, part: PipelineReplica, step: ProcessStep) -> torch.Tenso
 
 
 def _set_losses(loss: Loss, numbers: torch.Tensor, holders: Sequence[int], device: torch.device) -> None:
-    """Set the losses of all micro-batches, each from the process that computed it."""
     for microbatch, holder in enumerate(holders):
         kind = _LOSS_TYPES[int(numbers[holder, 0])]
         loss.values[microbatch] = numbers[holder, microbatch + 1].view(torch.float64).to(device, kind)

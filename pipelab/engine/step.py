@@ -230,7 +230,6 @@ def _batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
 def _refuse_nan(
     rank: int, action: Action, stage: Stage, made: Any, loss: torch.Tensor | None, *, had_nan: bool
 ) -> None:
-    """Refuse NaN or infinity in the output, the loss or the gradients of an action; name the first."""
     if action.traits.forward:
         looked_at = [("output", made), ("loss", loss if stage.is_last else None)]
     else:

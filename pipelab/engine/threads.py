@@ -97,7 +97,6 @@ class ThreadsEngine(Engine):
         self._closer = weakref.finalize(self, _end, self._workers)
 
     def _start(self, ranks: Iterable[int]) -> None:
-        """Start a worker for each of these ranks."""
         for rank in ranks:
             worker = Worker(f"pipelab-rank-{rank}", self.intra_op_threads)
             self._workers[rank : rank + 1] = [worker]
@@ -226,7 +225,6 @@ class ThreadsEngine(Engine):
         return stage_error(error, str(action), *where, remark=remark)
 
     def _status(self, step: ThreadsStep, lead: str) -> str:
-        """Return what every rank was doing, or waiting for."""
         lines = [lead]
         for state, worker in zip(step.ranks, self._workers, strict=True):
             action = state.actions[state.position] if state.position < len(state.actions) else None
@@ -552,7 +550,6 @@ class AllReduce:
         barrier.meet(self._rank, self._stream)
 
     def _add_up(self) -> None:
-        """Add the gradients of the other ranks to the model's own, in the order of the ranks."""
         own, *copies = (list(stage.module.parameters()) for stage in self._stages)
         for parameter, *others in zip(own, *copies, strict=True):
             for other in others:

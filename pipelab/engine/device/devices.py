@@ -90,7 +90,6 @@ def devices(n: int) -> list[torch.device | RankDevice]:
 
 
 def _partitioned(ranks: list[RankDevice]) -> list[RankDevice]:
-    """Return the ranks of one GPU, each with a partition of it."""
     if len(ranks) == 1:
         return ranks
     pairs = zip(ranks, partitions_of(ranks[0].device, len(ranks)), strict=True)

@@ -235,7 +235,6 @@ class _Traced(Stages):
         return self.modules
 
     def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
-        """Return the layers and parameters of the model, of whose modules the tracer makes others."""
         return _parts_of(self.model)
 
     def _present_modes(self) -> tuple[bool | torch.dtype | None, ...]:

@@ -189,7 +189,6 @@ class TorchEngine(Engine):
             self._clock = set_clocks(self.group)
 
     def _go(self, step: ProcessStep) -> None:
-        """Run this rank's order."""
         self._step = step
         with ExitStack() as stack:
             for stage in self._stages:
@@ -367,7 +366,6 @@ class TorchEngine(Engine):
             torch.cuda.current_stream(device).synchronize()
 
     def _gather(self, gather: Callable[[nn.Module, dist.ProcessGroup, int, bool], None], call: str) -> None:
-        """Gather something of every stage, together with all processes."""
         sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in self.stages.modules]
 
         def work() -> None:
@@ -470,6 +468,5 @@ def _describe_buffers(module: nn.Module) -> tuple[dict[str, tuple[tuple[int, ...
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the submodule that a parameter or buffer belongs to, and its name there."""
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf

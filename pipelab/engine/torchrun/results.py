@@ -167,7 +167,6 @@ def share(
 
 
 def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep) -> list[Any]:
-    """Return the outputs of all micro-batches, from the processes that hold the last stage."""
     outputs: list[Any] = [None] * len(holders)
     for holder in sorted(set(holders)):
         box: list[Any] = [to_bytes(step.outputs)]

@@ -124,7 +124,6 @@ def default_store() -> Any:
 
 
 def _runtime(found: Native, stages: Sequence[Any], microbatches: int, rows: Mapping[int, Sequence[str]]) -> Any:
-    """Return a runtime that has an order."""
     runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
     runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
         {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}

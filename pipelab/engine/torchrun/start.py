@@ -310,7 +310,6 @@ def warn_of_other_weights(digests: Sequence[str | None]) -> None:
 
 
 def _copy_first_replica(module: nn.Module, connections: Connections) -> None:
-    """Copy the parameters and buffers of a stage from the first replica."""
     assert connections.replicas is not None
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:

@@ -147,7 +147,6 @@ class Supervisor:
         return self._thread.line()
 
     def _wait(self, done: Outcomes, status: Status) -> Outcome:
-        """Wait for the work; check the other processes and the clock now and then."""
         patience = _PATIENCE_SECONDS if self.timeout is None else min(_PATIENCE_SECONDS, self.timeout / 2)
         publish_at = time.monotonic() + patience
         for outcome, quiet in outcomes(done, status.progress, self.timeout):

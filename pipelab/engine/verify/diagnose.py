@@ -235,8 +235,6 @@ def _products(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Case:
-    """All that a diagnosis follows from."""
-
     tables: dict[str, torch.Tensor]  # of each parameter: the inner products
     elements: dict[str, int]
     sizes: Sizes

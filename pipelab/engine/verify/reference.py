@@ -89,7 +89,6 @@ def _through_model(pipe: Pipeline, value: Any) -> Any:
 
 
 def _through_stages(pipe: Pipeline, value: Any) -> Any:
-    """Return what comes out of the stages, each on its device."""
     for stage, (module, device) in enumerate(zip(pipe.stages.modules, pipe.engine.stage_devices, strict=True)):
         value = module(_cloned(pipe, stage, _moved(value, device)))
     return value
@@ -144,7 +143,6 @@ def microbatch_gradients(
 
 
 def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
-    """Return the loss of an output, with the target on the output's device."""
     places = [each.device for each in tensors_of(output)]
     return Loss(loss_fn, [_moved(target, places[0]) if places else target], [1.0]).of(0, output)
 

@@ -79,10 +79,7 @@ def step_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer
 class _Watch:
     """Looks at what each rank holds before its first action, and after every action.
 
-    Args:
-        engine: whose ranks.
-        batch: its memory is the caller's, and does not count.
-        optimizer: whose state counts.
+    The memory of the batch is the caller's, and does not count.
 
     Attributes:
         seen: for each rank, the actions, and the bytes in the order of `Held`.

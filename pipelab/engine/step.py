@@ -121,11 +121,7 @@ def run_action(
 def describe(plan: Plan, rank: RankState, line: str = "", absent: Collection[int] = ()) -> str:
     """Return what a rank is doing, or waiting for, as in "rank 0 was running 1F0 (stage 1, position 0)".
 
-    Args:
-        plan: the plan.
-        rank: how far the rank is.
-        line: the line that its thread runs, if known.
-        absent: for an all-reduce, the ranks that have not reached it.
+    `line` is the line that its thread runs, if known; `absent` are the ranks that have not reached an all-reduce.
     """
     if rank.position >= len(rank.actions):
         return "is done"

@@ -61,13 +61,7 @@ _GRACE_SECONDS = 5.0
 
 
 class ThreadsEngine(Engine):
-    """Runs a legal plan on stages, one worker thread per rank.
-
-    Args:
-        plan: the plan.
-        stages: the model's stages.
-        settings: how to run.
-    """
+    """Runs a legal plan on stages, one worker thread per rank."""
 
     def __init__(self, plan: Plan, stages: Stages, settings: Settings) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:

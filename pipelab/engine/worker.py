@@ -46,9 +46,7 @@ class Worker:
         thread: the thread.
         idle: whether it does no job at present; it may still have one to begin.
 
-    Args:
-        name: the thread's name.
-        threads: how many processor threads each of its operations may use.
+    `threads` is how many processor threads each of its operations may use.
     """
 
     def __init__(self, name: str, threads: int) -> None:

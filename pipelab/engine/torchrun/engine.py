@@ -43,18 +43,7 @@ _CLOCKS_SECONDS = 10.0
 
 
 class TorchEngine(Engine):
-    """Runs one rank of a plan in this process; the other ranks run in others.
-
-    Args:
-        plan: the plan.
-        stages: the model's stages.
-        replica: the pipeline of the plan that this process belongs to: all of it, or a replica.
-        rank: this process's rank.
-        devices: what each rank runs on.
-        connections: to the other processes.
-        supervisor: runs this process's work, and watches the others.
-        settings: how to run.
-    """
+    """Runs one rank of a plan in this process; the other ranks run in others."""
 
     def __init__(
         self,

@@ -182,9 +182,6 @@ def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: in
 def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
     """Return `"nccl"` if every process has a GPU to itself, else `"gloo"`, with a warning for GPUs.
 
-    Args:
-        everyone: every process's info.
-
     Example:
         >>> backend_of([{"gpu": "GPU-1"}, {"gpu": "GPU-2"}]), backend_of([{"gpu": ""}, {"gpu": ""}])
         ('nccl', 'gloo')

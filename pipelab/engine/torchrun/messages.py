@@ -261,16 +261,7 @@ def learn_metas(
 
     For each number of rows, the first such micro-batch runs forward, stage by stage: each process sends its stage's
     output and meta to the next stage's process. Buffers and random state are restored; hooks on the modules run.
-
-    Args:
-        part: the pipeline.
-        place: this process's rank in it.
-        runners: the stages.
-        stream: the stream of this process.
-        group: the pipeline's processes.
-        inputs: the micro-batches.
-        counts: how many rows each has.
-        learning: whether the step computes gradients.
+    `place` is this process's rank in the pipeline, and `counts` are the rows of the micro-batches.
 
     Raises:
         StageError: if a stage raises.

@@ -127,13 +127,7 @@ def share(
 
     The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each.
 
-    Args:
-        group: all processes.
-        plan: the plan.
-        part: the pipeline that this process belongs to.
-        step: the step on this process.
-        loss: the loss of the whole batch, which gets the values of all micro-batches; `None` for an evaluation.
-        clock: the difference between this process's clock and rank 0's.
+    The loss gets the values of all micro-batches; it is `None` for an evaluation.
     """
     holders = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # per micro-batch, the rank of its output
     state = StepState([None] * plan.microbatches, loss, step.watch_nan, step.caller)

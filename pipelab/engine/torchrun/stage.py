@@ -91,15 +91,7 @@ class ProcessStep(StepState):
 
 
 class ProcessStage:
-    """One stage on this process. Its methods have the names that PyTorch's runtime calls.
-
-    Args:
-        runner: the stage.
-        part: the pipeline that this process belongs to.
-        rank: this process's rank in the whole plan.
-        connections: to the other processes.
-        reducer: sums its gradients over its replicas; `None` without replicas.
-    """
+    """One stage on this process. Its methods have the names that PyTorch's runtime calls."""
 
     def __init__(
         self, runner: Stage, part: PipelineReplica, rank: int, connections: Connections, reducer: Reducer | None

@@ -231,13 +231,6 @@ def describe_model(modules: Sequence[nn.Module]) -> list[str]:
 def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any], timeout: float | None) -> list[Any]:
     """Exchange every process's info; return all of them, by rank.
 
-    Args:
-        store: the store that all processes share.
-        rank: this process.
-        size: the number of processes.
-        info: this process's.
-        timeout: seconds to wait for the others.
-
     Raises:
         RankError: if a process makes no pipeline or differs from rank 0; every process raises it.
     """

@@ -71,11 +71,7 @@ class Status:
 class Supervisor:
     """Runs this process's work in a communication thread, and watches the other processes meanwhile.
 
-    Args:
-        rank: this process.
-        failures: what the processes report to each other.
-        timeout: seconds without any progress on this process after which it gives up; `None` waits for ever.
-        threads: how many processor threads each operation may use.
+    After `timeout` seconds without any progress on this process it gives up; `None` waits for ever.
 
     Attributes:
         over: why the pipeline has ended; "" until then.
@@ -259,13 +255,7 @@ class PublishedStatus:
 
 
 class Failures:
-    """Reports this process's failures to the others, and reads theirs.
-
-    Args:
-        store: a part of the store that all processes of a job share.
-        rank: this process.
-        everyone: every process's info.
-    """
+    """Reports this process's failures to the others, and reads theirs."""
 
     def __init__(self, store: AnsweringStore, rank: int, everyone: Sequence[dict[str, Any]]) -> None:
         self._store = store

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.stage.pytree import take_apart, tensors_of
+from pipelab.engine.stage.pytree import described, take_apart, tensors_of
 from pipelab.errors import BatchError
 
 _SAMPLE = 16
@@ -54,14 +54,10 @@ def describe_batch(microbatches: Sequence[Any]) -> str:
     seen: dict[str, int] = {}
     for each in microbatches:
         parts, spec = take_apart(each)
-        words = [_describe(part) if isinstance(part, torch.Tensor) else str(part) for part in parts]
+        words = [described(part) if isinstance(part, torch.Tensor) else str(part) for part in parts]
         text = ", ".join(words) if isinstance(each, torch.Tensor) else f"{', '.join(words)} in {spec}"
         seen[text] = seen.get(text, 0) + 1
     return " and ".join(f"{count} x {text}" for text, count in seen.items())
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def sample_of(microbatches: Sequence[Any]) -> bytes:

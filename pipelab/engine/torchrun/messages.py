@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pipelab.engine.device.streams import RankStream
 from pipelab.engine.stage.errors import stage_error
-from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.pytree import Spec, described, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import unchanged
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.torchrun.groups import PipelineReplica
@@ -71,8 +71,7 @@ class TensorMeta:
 
     def __str__(self) -> str:
         """Return shape and type, such as `[4, 6] float32`."""
-        gradient = "" if self.learns else " without gradient"
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{gradient}"
+        return described(self) + ("" if self.learns else " without gradient")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from pipelab._version import __version__
 from pipelab.engine.device.devices import rank_devices
 from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
+from pipelab.engine.stage.pytree import described
 from pipelab.engine.stage.replicas import require_replicable
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.tied import ties_of
@@ -222,7 +223,7 @@ def describe_plan(plan: Plan) -> list[str]:
 def describe_model(modules: Sequence[nn.Module]) -> list[str]:
     """Return the parameters and buffers of all stages, which must be the same on every process."""
     return [
-        f"{name} of stage {stage}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        f"{name} of stage {stage}: {described(tensor)}"
         for stage, module in enumerate(modules)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     ]

@@ -104,9 +104,9 @@ class Verification:
         return "\n".join([first, *remarks])
 
 
-def whole_batch_difference(
+def _at_once(
     pipe: Pipeline, x: Any, y: Any, reference: Gradients, rewind: Rewind
-) -> tuple[float, bool, str]:
+) -> tuple[tuple[float | None, bool, tuple[str, ...]], str]:
     """Return how far the micro-batches' gradients are from those of the whole batch at once; if too far, also why.
 
     Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
@@ -114,11 +114,18 @@ def whole_batch_difference(
     difference is a fault if it is too large with most of some other weights.
 
     Returns:
-        The difference; whether it is that with other weights; and what is wrong, "" if nothing is.
+        The difference, whether it is that with other weights, and why there is none; and what is wrong, "" if nothing
+        is.
     """
-    difference, wrong = _difference_at_once(pipe, x, y, reference)
+    try:
+        difference, wrong = _difference_at_once(pipe, x, y, reference)
+    except Exception as error:
+        if not isinstance(pipe.stages.model, nn.ModuleList):
+            raise
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
+        return (None, False, (f"the stages, given as a list, do not take the whole batch at once ({why})",)), ""
     if not wrong:
-        return difference, False, ""
+        return (difference, False, ()), ""
     looks: list[tuple[float, str]] = []
     for seed in range(NEARBY):
         with nearby_weights(pipe.stages.modules, seed, far(pipe)):
@@ -130,7 +137,7 @@ def whole_batch_difference(
         if len(alike) > NEARBY // 2:
             break
     difference, wrong = alike[0]
-    return difference, True, wrong
+    return (difference, True, ()), wrong
 
 
 def _difference_at_once(pipe: Pipeline, x: Any, y: Any, reference: Gradients) -> tuple[float, str]:
@@ -265,20 +272,6 @@ def _added_up(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> dict[str, float
             added[name] += norm
         rewind()
     return added
-
-
-def _at_once(
-    pipe: Pipeline, x: Any, y: Any, reference: Gradients, rewind: Rewind
-) -> tuple[tuple[float | None, bool, tuple[str, ...]], str]:
-    """Return the difference from the whole batch, or why there is none; and the explanation if it is too large."""
-    try:
-        difference, nearby, fault = whole_batch_difference(pipe, x, y, reference, rewind)
-    except Exception as error:
-        if not isinstance(pipe.stages.model, nn.ModuleList):
-            raise
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
-        return (None, False, (f"the stages, given as a list, do not take the whole batch at once ({why})",)), ""
-    return (difference, nearby, ()), fault
 
 
 def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:

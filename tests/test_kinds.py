@@ -83,6 +83,16 @@ def test_a_new_kind_is_drawn_in_its_colour_with_its_word(found):
     assert "update" in figure
 
 
+def test_the_page_knows_what_a_new_kind_needs(found, browser):
+    tab = browser.new_page()
+    tab.goto((found["folder"] / "updates.html").as_uri())
+    names = "((places) => places.map((each) => models[0].name(each)))"
+    assert tab.evaluate(f"{names}(models[0].needs(models[0].named('1U0')))") == ["1B0"]
+    assert tab.evaluate(f"{names}(models[0].gives(models[0].named('1B0')))") == ["0B0", "1U0"]
+    assert "U update" in tab.evaluate("document.querySelector('.legend').textContent")
+    tab.close()
+
+
 def test_files_keep_a_new_kind(found):
     assert found["read"]
     assert "1,U,1,0,4.5,7.5" in (found["folder"] / "updates.events.csv").read_text()

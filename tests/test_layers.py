@@ -106,7 +106,6 @@ HIDING_PLACES = {
 
 TORCH_HALF = ("pipelab.engine", "pipelab.conformance", "pipelab.labs")
 HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "ortools", "typer", "IPython", "cuda"}
-HEAVY |= {"starlette", "uvicorn", "watchfiles"}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pipelab.checking.checker import check
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.actions import HALVES, TRAITS, Action, Kind
 from pipelab.plan.codes import Codes
+from pipelab.plan.order import NOTHING, Link, Network
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import simulate
@@ -299,22 +300,24 @@ def _run(
     level: Level, codes: Codes, rows: list[list[int]]
 ) -> tuple[dict[int, tuple[float, float]], dict[int, tuple[float, int]], list[float]]:
     """Return when each action runs, when and where each value was made, and when each rank is free."""
-    spans: dict[int, tuple[float, float]] = {}
-    there: dict[int, tuple[float, int]] = {}
-    free, at = [0.0] * level.ranks, [0] * level.ranks
-    while any(place < len(row) for place, row in zip(at, rows, strict=True)):
-        before = list(at)
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row) and all(value in there for value in codes.needs(row[at[rank]])):
-                code = row[at[rank]]
-                start = _start(level, codes, code, rank, there, free[rank])
-                free[rank] = start + _length(level, codes.kind[code], rank)
-                spans[code], there[codes.gives[code]] = (start, free[rank]), (free[rank], rank)
-                at[rank] += 1
-        if at == before:
-            stuck = next(row[place] for place, row in zip(at, rows, strict=True) if place < len(row))
-            raise UsageError(f"{codes.action(stuck)} has been placed before what it needs")
-    return spans, there, free
+    rank_of = {code: rank for rank, row in enumerate(rows) for code in row}
+    number = {code: at for at, code in enumerate(rank_of)}
+    giver = {codes.gives[code]: code for code in rank_of}
+    follows: list[list[Link]] = []
+    for rank, row in enumerate(rows):
+        for before, code in zip([None, *row], row, strict=False):
+            givers = [giver.get(value, code) for value in codes.needs(code)]  # without a giver, it waits for itself
+            links = [(number[each], NOTHING if rank_of[each] == rank else 0) for each in givers]
+            follows.append(links if before is None else [(number[before], NOTHING), *links])
+    network = Network(follows)
+    stuck = [code for code, at in number.items() if at not in set(network.order)]
+    if stuck:
+        raise UsageError(f"{codes.action(stuck[0])} has been placed before what it needs")
+    lasts = [_length(level, codes.kind[code], rank) for code, rank in rank_of.items()]
+    starts = network.starts(lasts, [level.latency, 0.0])
+    spans = {code: (starts[at], starts[at] + lasts[at]) for code, at in number.items()}
+    there = {value: (spans[code][1], rank_of[code]) for value, code in giver.items()}
+    return spans, there, [spans[row[-1]][1] if row else 0.0 for row in rows]
 
 
 def _length(level: Level, kind: Kind, rank: int) -> float:

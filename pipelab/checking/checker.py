@@ -96,7 +96,7 @@ class Faults(list[Fault]):
         """
         from pipelab import draw
 
-        return draw.save_faults(self, path)
+        return draw.save(draw.FAULTS, self, path)
 
     def __str__(self) -> str:
         """Return what `ScheduleError` says about these faults."""

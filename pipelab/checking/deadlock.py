@@ -184,7 +184,7 @@ def _wait(names: _Names, walk: Traversal, rank: int) -> _RankWait:
         )
         needs = f"needs rank {on} to reach it too"
     else:
-        giver = bound.giver(value)
+        giver = bound.giver_of[value]
         on = bound.rank_of[giver]
         itself = names.of(giver) == names.of(code)
         how = "which it gives itself" if itself else f"given by {names.of(giver)}"

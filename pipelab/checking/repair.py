@@ -341,9 +341,9 @@ class _FreeWalk:
 
     def wanted(self, free: Collection[int]) -> int | None:
         """Return an action of a free rank that can run now and that a stuck rank waits for, preferably a forward."""
-        forward, giver = self.bound.codes.forward, self.bound.giver
+        forward, giver = self.bound.codes.forward, self.bound.giver_of
         backward = None
-        for rank in sorted(self.waits_for, key=lambda rank: (not forward[giver(self.waits_for[rank])], rank)):
+        for rank in sorted(self.waits_for, key=lambda rank: (not forward[giver[self.waits_for[rank]]], rank)):
             code = self._source(rank, free)
             if code is not None and forward[code]:
                 return code
@@ -354,7 +354,7 @@ class _FreeWalk:
         """Follow what a rank waits for back to an action of a free rank that can run now."""
         need = self.waits_for[rank]
         while True:
-            code = self.bound.giver(need)
+            code = self.bound.giver_of[need]
             if self.bound.rank_of[code] not in free:
                 return None
             need = absent(self.bound, code, self.there)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelab.checking.deadlock import Head, Wait, cycle_fault, cycles
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault
-from pipelab.plan.order import Network
+from pipelab.plan.order import NOTHING, Network
 from pipelab.plan.transfers import Lowering, Order, Step, Transport, inbound, lowered
 
 _HINT = 'use pipelab.lower(plan, "by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs'
@@ -76,7 +76,7 @@ class Wire:
                         follows[job] += [self.transfer(each) for each in values[-1:]]
                         self.ends[value].append((rank, queue))
                         values.append(value)
-        self.network = Network(follows)
+        self.network = Network([[(each, NOTHING) for each in before] for before in follows])
 
     @property
     def stuck(self) -> bool:

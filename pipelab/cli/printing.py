@@ -34,12 +34,10 @@ _LAYOUT = "\n\t"
 _PLAIN = dict(zip("│┆▏─┄┬┴┐└┘┤┌▲·…", "|||--+++++++^..", strict=True))
 """What stands for a letter of drawings and messages where the encoding lacks it."""
 
-TIMELINE = ("a timeline", (*draw.TRACE_SUFFIXES, ".csv"))
-RUN = ("a run", (*draw.COMPARISON_SUFFIXES, ".json"))
-COMPARISON = ("a comparison", draw.COMPARISON_SUFFIXES)
-DIFF = ("two compared traces", draw.DIFF_SUFFIXES)
+TIMELINE = ("a timeline", (*draw.FORMATS[draw.TRACE], ".csv"))
+RUN = ("a run", (*draw.FORMATS[draw.COMPARISON], ".json"))
+COMPARISON, DIFF, FAULTS = ((what, list(draw.FORMATS[what])) for what in (draw.COMPARISON, draw.DIFF, draw.FAULTS))
 TABLE = ("a table", table.SUFFIXES)
-FAULTS = ("a list of faults", draw.FAULTS_SUFFIXES)
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 
@@ -106,7 +104,7 @@ def faults_saved(subject: Schedule | Plan, order: Order, transport: Transport, s
         if not faults:  # a cost asks for more than the order: overlapped pairs as one slot
             faults = Faults(error.faults, error.subject, as_plan(subject))
         for path in save:
-            if path.suffix.lower() in draw.FAULTS_SUFFIXES:
+            if path.suffix.lower() in draw.FORMATS[draw.FAULTS]:
                 wrote(faults.save(path))
         raise
 

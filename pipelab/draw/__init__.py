@@ -28,9 +28,10 @@ import os
 import sys
 import tempfile
 import webbrowser
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelab.checking.checker import check
 from pipelab.draw import differences, exports, figure, order_figure, text, wording
@@ -42,56 +43,121 @@ from pipelab.errors import UsageError, clean, require_suffix
 from pipelab.files import write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from pipelab.checking.checker import Faults
-    from pipelab.plan.plan import Plan
     from pipelab.simulation.comparison import Comparison
-    from pipelab.trace.diff import Diff
     from pipelab.trace.trace import Trace
 
-__all__ = [
-    "COMPARISON_SUFFIXES",
-    "DIFF_SUFFIXES",
-    "FAULTS_SUFFIXES",
-    "PLAN_SUFFIXES",
-    "TRACE_SUFFIXES",
-    "comparison_html",
-    "faults_html",
-    "plan_html",
-    "save",
-    "save_comparison",
-    "save_diff",
-    "save_faults",
-    "save_plan",
-    "show",
-    "trace_html",
-]
+__all__ = ["FORMATS", "comparison_html", "faults_html", "plan_html", "save", "show", "trace_html"]
 
+Writer = Callable[..., Path]
+"""Writes a subject, its first argument, to a path, its second; for a figure also to a width."""
 _FIGURES = (".svg", ".png", ".pdf")
-_DRAWN = (".html", *_FIGURES, ".txt")
-TRACE_SUFFIXES = (*_DRAWN, ".json", ".events.csv", ".perfetto.json")
-"""The formats of `Trace.save`."""
-COMPARISON_SUFFIXES = (*_DRAWN, ".csv", ".md", ".tex")
-"""The formats of `Comparison.save`."""
-DIFF_SUFFIXES = (".html", ".txt", ".csv", ".md", ".tex")
-"""The formats of `Diff.save`."""
-FAULTS_SUFFIXES = _DRAWN
-"""The formats of what `check` returns."""
-PLAN_SUFFIXES = (*_DRAWN, ".csv")
-"""The formats of `Plan.save`."""
 
 
-def save(trace: Trace, path: str | Path, width: float | str | None = None) -> Path:
-    """Write a trace to a file; its suffix is one of `TRACE_SUFFIXES`.
+def _page(make: Callable[[Any], str]) -> dict[str, Writer]:
+    return {".html": lambda subject, path: write(path, make(subject))}
+
+
+def _text(make: Callable[[Any], str]) -> dict[str, Writer]:
+    return {".txt": lambda subject, path: write(path, make(subject) + "\n")}
+
+
+def _figures(plot: Callable[..., Axes | Figure]) -> dict[str, Writer]:
+    return dict.fromkeys(_FIGURES, lambda subject, path, **width: figure.write(plot(subject, **width), path))
+
+
+def _tables(make: Callable[[Any], Table]) -> dict[str, Writer]:
+    return dict.fromkeys((".csv", ".md", ".tex"), lambda subject, path: make(subject).save(path))
+
+
+def _json(make: Callable[[Trace], Any]) -> Writer:
+    return lambda trace, path: write(path, json.dumps(make(trace)) + "\n")
+
+
+def _in_full(comparison: Comparison) -> Table:
+    return Table(
+        [{key: value for key, value in asdict(row).items() if value is not None} for row in comparison.rows], []
+    )
+
+
+def _readable(comparison: Comparison) -> Table:
+    heads, *lines = wording.table(comparison)
+    return Table([dict(zip(heads, line, strict=True)) for line in lines], list(map(Column, heads)))
+
+
+def _caption(faults: Faults) -> str:
+    return str(faults) if faults.plan is None else str(faults).splitlines()[0]
+
+
+def _unless_faulty(writers: dict[str, Writer]) -> dict[str, Writer]:
+    """Return writers of a plan that write its faults instead, if it has any."""
+
+    def writer(write_plan: Writer) -> Writer:
+        return lambda plan, path: save(FAULTS, faults, path) if (faults := check(plan)) else write_plan(plan, path)
+
+    return {suffix: writer(each) for suffix, each in writers.items()}
+
+
+TRACE, COMPARISON, DIFF, FAULTS, PLAN, LOWERED = (
+    "a trace", "a comparison", "two compared traces", "a list of faults", "a plan", "a plan with its transfers"
+)  # fmt: skip
+FORMATS: dict[str, dict[str, Writer]] = {
+    TRACE: {
+        **_page(page.page),
+        **_figures(figure.plot),
+        **_text(lambda trace: text.timeline(trace, text.PLAIN_WIDTH, colour=False)),
+        ".json": _json(lambda trace: trace.to_dict()),
+        ".events.csv": lambda trace, path: exports.events(trace).save(path),
+        ".perfetto.json": _json(exports.perfetto),
+    },
+    COMPARISON: {
+        **_page(page.comparison_page),
+        **_figures(figure.plot_comparison),
+        **_text(lambda comparison: text.comparison(comparison, text.PLAIN_WIDTH, colour=False)),
+        **_tables(_readable),
+        ".csv": lambda comparison, path: _in_full(comparison).save(path),
+    },
+    DIFF: {
+        **_page(page.diff_page),
+        ".txt": lambda found, path: differences.table(found).save(path),
+        **_tables(differences.table),
+    },
+    FAULTS: {
+        **_page(faults_page),
+        **_figures(lambda faults: order_figure.plot(drawings(faults), _caption(faults))),
+        **_text(lambda faults: clean(str(faults), keep="\n")),
+    },
+    PLAN: _unless_faulty(
+        {
+            **_page(plan_page),
+            **_figures(lambda plan: order_figure.plot([plan_drawing(plan)], "")),
+            **_text(
+                lambda plan: "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(plan.rows))
+            ),
+        }
+    )
+    | {".csv": lambda plan, path: plan.to_csv(path)},
+    LOWERED: {".csv": lambda low, path: low.to_csv(path), **_text(str)},
+}
+"""For each kind of thing that can be saved, its formats: by suffix, what writes it. Tables have their own."""
+
+
+def save(what: str, subject: object, path: str | os.PathLike[str], width: float | str | None = None) -> Path:
+    """Write something to a file, in the format of its suffix.
+
+    Args:
+        what: what it is: one of `FORMATS`.
+        subject: the trace, comparison, plan or whatever it is.
+        path: the file.
+        width: of a figure: see `Trace.save`.
 
     Example:
         >>> import pipelab
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = save(pipelab.simulate(pipelab.OneFOneB(2, 2)), Path(folder) / "1f1b.txt")
+        ...     path = save("a trace", pipelab.simulate(pipelab.OneFOneB(2, 2)), Path(folder) / "1f1b.txt")
         ...     print(path.read_text(encoding="utf-8").splitlines()[1])
         rank 0 │F0 F1 ······B0─── ···B1───
 
@@ -100,110 +166,16 @@ def save(trace: Trace, path: str | Path, width: float | str | None = None) -> Pa
 
     Raises:
         FormatError: if it has another suffix.
+        UsageError: if there is a width and the format is no figure.
     """
-    path = Path(path)
-    if width is not None and path.suffix.lower() not in _FIGURES:
+    path, writers = Path(path), FORMATS[what]
+    ends = [suffix for suffix in writers if path.name.lower().endswith(suffix)]
+    suffix = max(ends, key=len) if ends else require_suffix(path, what, list(writers))
+    if width is None:
+        return writers[suffix](subject, path)
+    if suffix not in _FIGURES:
         raise UsageError(f"width={width!r}: only figures have one: {' '.join(_FIGURES)}")
-    if path.name.lower().endswith(".events.csv"):
-        return exports.events(trace).save(path)
-    if path.suffix.lower() == ".json":
-        data = exports.perfetto(trace) if path.name.lower().endswith(".perfetto.json") else trace.to_dict()
-        return write(path, json.dumps(data) + "\n")
-    return _write(
-        path,
-        "a trace",
-        TRACE_SUFFIXES,
-        html=lambda: page.page(trace),
-        txt=lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False),
-        picture=lambda: figure.plot(trace, width=width),
-    )
-
-
-def save_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Draw a comparison to a file, or write its table; the suffix is one of `COMPARISON_SUFFIXES`.
-
-    Returns:
-        The path.
-
-    Raises:
-        FormatError: if it has another suffix.
-    """
-    suffix = Path(path).suffix.lower()
-    if suffix == ".csv":
-        rows = [{key: value for key, value in asdict(row).items() if value is not None} for row in comparison.rows]
-        return Table(rows, []).save(path)
-    if suffix in (".md", ".tex"):
-        heads, *lines = wording.table(comparison)
-        return Table([dict(zip(heads, line, strict=True)) for line in lines], list(map(Column, heads))).save(path)
-    return _write(
-        path,
-        "a comparison",
-        COMPARISON_SUFFIXES,
-        html=lambda: page.comparison_page(comparison),
-        txt=lambda: text.comparison(comparison, text.PLAIN_WIDTH, colour=False),
-        picture=lambda: figure.plot_comparison(comparison),
-    )
-
-
-def save_diff(found: Diff, path: Path) -> Path:
-    """Write two compared traces as a page, or as a table; the suffix is one of `DIFF_SUFFIXES`.
-
-    Returns:
-        The path.
-
-    Raises:
-        FormatError: if the suffix is another one.
-    """
-    suffix = require_suffix(path, "two compared traces", DIFF_SUFFIXES)
-    if suffix == ".html":
-        return write(path, page.diff_page(found))
-    return differences.table(found).save(path)
-
-
-def save_faults(faults: Faults, path: str | os.PathLike[str]) -> Path:
-    """Draw faults to a file; its suffix is one of `FAULTS_SUFFIXES`.
-
-    Returns:
-        The path.
-
-    Raises:
-        FormatError: if it has another suffix.
-    """
-    return _write(
-        path,
-        "a list of faults",
-        FAULTS_SUFFIXES,
-        html=lambda: faults_page(faults),
-        txt=lambda: clean(str(faults), keep="\n"),
-        picture=lambda: order_figure.plot(drawings(faults), str(faults) if faults.plan is None else _first(faults)),
-    )
-
-
-def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
-    """Draw a plan's rows to a file, with its faults if it has any; its suffix is one of `PLAN_SUFFIXES`.
-
-    Returns:
-        The path.
-
-    Raises:
-        FormatError: if it has another suffix.
-    """
-    if require_suffix(Path(path), "a plan", PLAN_SUFFIXES) == ".csv":
-        return plan.to_csv(path)
-    if faults := check(plan):
-        return save_faults(faults, path)
-    return _write(
-        path,
-        "a plan",
-        PLAN_SUFFIXES,
-        html=lambda: plan_page(plan),
-        txt=lambda: "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(plan.rows)),
-        picture=lambda: order_figure.plot([plan_drawing(plan)], ""),
-    )
-
-
-def _first(faults: Faults) -> str:
-    return str(faults).splitlines()[0]
+    return writers[suffix](subject, path, width=width)
 
 
 def show(trace: Trace) -> Path | None:
@@ -219,7 +191,7 @@ def show(trace: Trace) -> Path | None:
         return None
     with tempfile.NamedTemporaryFile(prefix="pipelab-", suffix=".html", delete=False) as file:
         path = Path(file.name)
-    save(trace, path)
+    save(TRACE, trace, path)
     if not webbrowser.open(path.as_uri()):
         sys.stdout.write(f"No web browser was found; the timeline is in {path}\n")
     return path
@@ -231,26 +203,3 @@ def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
-
-
-def _write(
-    path: str | os.PathLike[str],
-    what: str,
-    known: Sequence[str],
-    *,
-    html: Callable[[], str],
-    txt: Callable[[], str],
-    picture: Callable[[], Axes | Figure],
-) -> Path:
-    """Write the format of the suffix; nothing else is drawn.
-
-    Raises:
-        FormatError: if the suffix is not known.
-    """
-    path = Path(path)
-    suffix = require_suffix(path, what, known)
-    if suffix == ".html":
-        return write(path, html())
-    if suffix == ".txt":
-        return write(path, txt() + "\n")
-    return figure.write(picture(), path)

@@ -469,7 +469,7 @@ def _of_a_slot(bound: BoundPlan, code: int, action: Action, rank: int, stage: St
     return replace(
         made,
         needs=need if inner else None,
-        receives=inner and bound.rank_of[bound.giver(need)] != rank,
+        receives=inner and bound.rank_of[bound.giver_of[need]] != rank,
         gives=value if onward else None,
         sends=any(bound.rank_of_slot[codes.slot[needer]] != rank for needer in onward),
     )

@@ -102,7 +102,8 @@ class BoundPlan:
     reduces: dict[int, list[int]] = field(default_factory=dict)
     automatic: set[int] = field(default_factory=set)
     walk: Traversal | None = None
-    _stages_of: dict[int, set[int]] | None = None
+    _stages_of: dict[int, set[int]] | None = field(default=None, init=False)
+    _giver_of: list[int] | None = field(default=None, init=False)
 
     @classmethod
     def bind(cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None) -> BoundPlan:
@@ -192,13 +193,23 @@ class BoundPlan:
             items.append(Pair(action, next(listed)[1]) if code in self.pairs else action)
         return tuple(items)
 
-    def giver(self, value: int) -> int:
-        """Return the code of the action that gives a value; some action must."""
-        return next(code for code in self.codes.givers(value) if self.rank_of[code] >= 0)
+    @property
+    def giver_of(self) -> list[int]:
+        """By value, the code of the action that gives it; -1 if no rank lists one."""
+        if self._giver_of is None:
+            self._giver_of = [-1] * (self.codes.always + 1)
+            for kind in reversed(self.kinds):
+                given = [self.codes.of_value(value) for value in TRAITS[kind].gives]
+                for code, rank, *values in zip(self.codes.of_kind[kind], self.ranks_of(kind), *given, strict=True):
+                    if rank != NO_RANK:
+                        for value in values:
+                            self._giver_of[value] = code
+        return self._giver_of
 
     def inputs(self, code: int) -> list[tuple[int, int]]:
-        """Return each value that an action needs and the code of the action that gives it; some action must."""
-        return [(value, self.giver(value)) for value in self.codes.needs(code)]
+        """Return each value that an action needs and the code of the action that gives it."""
+        giver_of = self.giver_of
+        return [(value, giver_of[value]) for value in self.codes.needs(code)]
 
     def in_flight(self, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many stage activations the rank holds after it.

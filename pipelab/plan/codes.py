@@ -188,6 +188,11 @@ class Codes:
         given = self.by_slot(outputs) + self.by_slot(gradients)
         return given + [0.0] * (self.always + 1 - len(given))
 
+    def by_need(self, by_value: Sequence[float]) -> list[float]:
+        """Return the numbers of the two values that each code needs: of code `c` at `2 * c`; the last is 0."""
+        both = zip(self.first_need, self.second_need, strict=True)
+        return [*(by_value[value] for needs in both for value in needs), 0.0]
+
     def by_slot(self, numbers: Sequence[float]) -> list[float]:
         """Return one number per slot, from one per stage or one per slot."""
         return list(numbers) * (self._slots // len(numbers))

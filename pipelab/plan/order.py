@@ -10,8 +10,9 @@ If no rank can move, the ranks that have not finished are stuck. The order of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import ASIDE
@@ -138,11 +139,18 @@ def units(codes: Iterable[int], pairs: Container[int]) -> list[list[int]]:
     return found
 
 
+NOTHING = -1
+"""The number of what travels between two jobs of a `Network` where nothing does."""
+
+Link = tuple[int, int]
+"""A job that another one follows, and the number of what travels between them."""
+
+
 class Network:
-    """Jobs by number, each of which begins when all jobs that it follows have ended.
+    """Jobs by number, each of which begins when all that it follows has ended and has travelled to it.
 
     Args:
-        follows: for each job, those that it follows.
+        follows: for each job, those that it follows, each with the number of what travels from there, or `NOTHING`.
 
     Attributes:
         follows: the same.
@@ -150,22 +158,26 @@ class Network:
             circle, or for one that does.
 
     Example:
-        >>> network = Network([[], [0], [0], [1, 2]])
-        >>> network.starts([1, 5, 2, 1])
-        [0.0, 1.0, 1.0, 6.0]
-        >>> network.rests([1, 5, 2, 1])
-        [7.0, 6.0, 3.0, 1.0]
-        >>> Network([[1], [0], []]).order
+        >>> network = Network([[], [(0, 0)], [(0, NOTHING), (1, NOTHING)]])
+        >>> network.starts([1, 5, 2])
+        [0.0, 1.0, 6.0]
+        >>> network.starts([1, 5, 2], lags=[0.5, 0.0])
+        [0.0, 1.5, 6.5]
+        >>> network.rests([1, 5, 2], lags=[0.5, 0.0])
+        [7.5, 2.0, 0.0]
+        >>> network.path([1, 5, 2], lags=[0.5, 0.0])
+        [(2, -1), (1, 0), (0, -1)]
+        >>> Network([[(1, NOTHING)], [(0, NOTHING)], []]).order
         [2]
     """
 
-    def __init__(self, follows: Sequence[Sequence[int]]) -> None:
+    def __init__(self, follows: Sequence[Sequence[Link]]) -> None:
         """Find the order."""
         self.follows = follows
         after: list[list[int]] = [[] for _ in follows]
         waiting = [len(each) for each in follows]
         for job, before in enumerate(follows):
-            for each in before:
+            for each, _ in before:
                 after[each].append(job)
         self.order = [job for job, count in enumerate(waiting) if not count]
         for job in self.order:  # grows as it is read
@@ -174,21 +186,74 @@ class Network:
                 if not waiting[each]:
                     self.order.append(each)
 
-    def starts(self, lasts: Sequence[float]) -> list[float]:
-        """Return when each job begins at the earliest, given how long each lasts."""
-        starts, ends = [0.0] * len(lasts), [0.0] * len(lasts)
+    def starts(
+        self, lasts: Sequence[Any], lags: Sequence[float] = (0.0,), latest: Callable[[list[Any]], Any] = max
+    ) -> list[Any]:
+        """Return when each job begins at the earliest.
+
+        Args:
+            lasts: how long each job lasts: numbers, or arrays with a number for each of many draws.
+            lags: how long each thing travels, by its number; the last is 0, for `NOTHING`.
+            latest: returns the latest of several times.
+        """
+        starts: list[Any] = [0.0] * len(lasts)
+        ends: list[Any] = [0.0] * len(lasts)
         for job in self.order:
             if before := self.follows[job]:
-                starts[job] = max(ends[each] for each in before)
+                starts[job] = latest([ends[each] + lags[what] for each, what in before])
             ends[job] = starts[job] + lasts[job]
         return starts
 
-    def rests(self, lasts: Sequence[float]) -> list[float]:
-        """Return, for each job, how long it takes from its start to the end of all that comes after it."""
-        rests = list(lasts)
-        longest = [0.0] * len(lasts)  # of what comes after a job
+    def rests(self, lasts: Sequence[float], lags: Sequence[float] = (0.0,)) -> list[float]:
+        """Return, for each job, how long it takes from its end to the end of all that comes after it."""
+        rests = [0.0] * len(lasts)
         for job in reversed(self.order):
-            rests[job] = lasts[job] + longest[job]
-            for each in self.follows[job]:
-                longest[each] = max(longest[each], rests[job])
+            whole = lasts[job] + rests[job]
+            for each, what in self.follows[job]:
+                rests[each] = max(rests[each], lags[what] + whole)
         return rests
+
+    def path(self, lasts: Sequence[float], lags: Sequence[float] = (0.0,)) -> list[Link]:
+        """Return the longest chain of jobs, last to first, each with what travelled to it; of equals, the first one."""
+        ends = [start + last for start, last in zip(self.starts(lasts, lags), lasts, strict=True)]
+        found: list[Link] = []
+        job = max(self.order, key=ends.__getitem__, default=-1)
+        while job >= 0:
+            before, what = max(self.follows[job], key=lambda link: ends[link[0]] + lags[link[1]], default=(-1, NOTHING))
+            found.append((job, what))
+            job = before
+        return found
+
+
+def network_of(bound: BoundPlan, pairs: Collection[int]) -> tuple[list[tuple[int, tuple[int, ...]]], Network]:
+    """Return a legal plan's jobs in its own order, and their network.
+
+    A job is a rank and the code that it runs, or the two codes of a pair that share a slot, if its forward is among
+    `pairs` and pairs can run so; an `R` is one on each rank of its group. It follows the one before it on its rank (an
+    `R`: on each rank of its group), then the givers of what it needs. What travels to code `c` from another rank has
+    the number `2 * c` if it is its first need, else one more: see `Codes.by_need`.
+    """
+    codes = bound.codes
+    jobs: list[tuple[int, tuple[int, ...]]] = []
+    follows: list[list[Link]] = []
+    made: dict[int, int] = {}  # by value, the job that gives it
+    latest: dict[int, int] = {}  # by rank
+    walk = traverse(bound, atomic_pairs=bool(pairs))
+    if walk.stuck:
+        walk, pairs = traverse(bound), ()
+    for unit in units(walk.order, pairs):
+        collective = codes.collective[unit[0]]
+        ranks = bound.reduces[unit[0]] if collective else [bound.rank_of[unit[0]]]
+        before = {rank: latest[rank] for rank in ranks if rank in latest}
+        for rank in ranks:
+            after = [(before[each], NOTHING) for each in sorted(before, key=lambda each: each != rank)]
+            for code in unit:
+                for value in codes.needs(code):
+                    crosses = jobs[made[value]][0] != rank
+                    after.append((made[value], 2 * code + (value != codes.first_need[code]) if crosses else NOTHING))
+            latest[rank] = len(jobs)
+            jobs.append((rank, tuple(unit)))
+            follows.append(after)
+        if not collective:
+            made |= {value: latest[ranks[0]] for code in unit for value in codes.all_gives(code)}
+    return jobs, Network(follows)

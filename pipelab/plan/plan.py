@@ -248,7 +248,7 @@ class Plan:
         """
         from pipelab import draw
 
-        return draw.save_plan(self, path)
+        return draw.save(draw.PLAN, self, path)
 
     def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.

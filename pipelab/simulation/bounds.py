@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.errors import CostError, require_caps
-from pipelab.plan.order import traverse, units
+from pipelab.plan.order import Link, Network, traverse, units
 from pipelab.plan.plan import Plan
 from pipelab.simulation.cost import Cost, as_cost
 from pipelab.trace.trace import Trace
@@ -81,19 +81,12 @@ class Work:
                 found += [(release_of[made][0], later, 0.0) for made, later in zip(line, line[cap:], strict=False)]
         return found
 
-    def heads(self, edges: Sequence[Edge]) -> list[float]:
-        """Return, for each job, when it could start at the earliest."""
-        heads = [0.0] * len(self.jobs)
-        for before, after, lag in sorted(edges, key=lambda edge: edge[1]):
-            heads[after] = max(heads[after], heads[before] + self.jobs[before].time + lag)
-        return heads
-
-    def tails(self, edges: Sequence[Edge]) -> list[float]:
-        """Return, for each job, how long the step lasts at least after its end."""
-        tails = [0.0] * len(self.jobs)
-        for before, after, lag in sorted(edges, key=lambda edge: -edge[0]):
-            tails[before] = max(tails[before], lag + self.jobs[after].time + tails[after])
-        return tails
+    def network(self, edges: Sequence[Edge]) -> tuple[Network, list[float]]:
+        """Return the jobs as a network, and the lags in it."""
+        follows: list[list[Link]] = [[] for _ in self.jobs]
+        for number, (before, after, _) in enumerate(edges):
+            follows[after].append((before, number))
+        return Network(follows), [*(lag for *_, lag in edges), 0.0]
 
 
 def lower_bound(subject: Subject, cost: Cost | None = None, memory_cap: int | Sequence[int] | None = None) -> float:
@@ -132,8 +125,9 @@ def lower_bound(subject: Subject, cost: Cost | None = None, memory_cap: int | Se
     """
     work = work_of(subject, cost)
     caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
-    jobs, edges = work.jobs, work.edges(caps)
-    heads, tails = work.heads(edges), work.tails(edges)
+    jobs, (network, lags) = work.jobs, work.network(work.edges(caps))
+    times = [job.time for job in jobs]
+    heads, tails = network.starts(times, lags), network.rests(times, lags)
     best = max((head + job.time + tail for head, job, tail in zip(heads, jobs, tails, strict=True)), default=0.0)
     on_rank: list[list[tuple[float, float, float]]] = [[] for _ in range(work.plan.ranks)]
     for head, job, tail in zip(heads, jobs, tails, strict=True):

@@ -148,6 +148,6 @@ def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float
     for row in bound.rows:
         for code in row:
             value = codes.always if codes.collective[code] else codes.comes[code]
-            if value != codes.always and rank_of[bound.giver(value)] != rank_of[code]:
+            if value != codes.always and rank_of[bound.giver_of[value]] != rank_of[code]:
                 (first if value == codes.first_need[code] else second)[code] = delay[value]
     return first, second

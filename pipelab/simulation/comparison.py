@@ -89,7 +89,7 @@ class Comparison:
         """
         from pipelab import draw
 
-        return draw.save_comparison(self, Path(path))
+        return draw.save(draw.COMPARISON, self, path)
 
     def __str__(self) -> str:
         """Return the table and the timelines as text, without colour."""

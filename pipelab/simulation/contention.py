@@ -141,7 +141,7 @@ class _Clock:
         for needer in self.bound.codes.needers(value):
             if needer in self.missing and self.bound.rank_of[needer] == self.target[value]:
                 self.missing[needer] -= 1
-        source = self.bound.rank_of[self.bound.giver(value)]
+        source = self.bound.rank_of[self.bound.giver_of[value]]
         self.ranks[source].sends -= self.cost.sender == "busy"
         self._move(value, source, -1, now)
         self._start(source, now)

@@ -100,14 +100,12 @@ def spread(traces: Sequence[Trace], cost: Cost) -> tuple[float, ...]:
         codes = [bound.rows[rank][index] for rank, index in where.values()]
         order = replay.Order(trace, {code: number for number, code in enumerate(where)})
         lasts, delays = cost.lengths(trace.plan)
-        times = replay.Times([lasts[code] for code in codes], [0.0] * len(codes), [0.0] * (2 * len(codes)))
+        lags = bound.codes.by_need(delays)
+        times = replay.Times([lasts[code] for code in codes], [0.0] * len(codes), lags)
         pairs = cost.pair_times(trace.plan) or []
         for pair in (turn for turn in order.turns if pairs and len(turn) == 2):
             for half in pair:
                 times.durations[half] = pairs[codes[pair[0]]] / 2
-        for travel in order.travels:
-            needs = bound.codes.second_need if travel % 2 else bound.codes.first_need
-            times.lags[travel] = delays[needs[codes[travel // 2]]]
         made = order.path(times).length
         longer.append(trace.makespan / made - 1 if made else 0.0)
     return tuple(sorted(longer))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from math import log, sqrt
 from typing import TYPE_CHECKING, Any
 
 from pipelab.checking.checker import ScheduleLike, as_plan
 from pipelab.errors import CostError, UsageError, clean, require_size
 from pipelab.plan.actions import finite
-from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import shorten
-from pipelab.plan.order import traverse, units
+from pipelab.plan.order import NOTHING, Network, network_of
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost, as_cost
@@ -165,36 +166,37 @@ def _drawn(
     bound, codes = plan.bound, plan.bound.codes
     lasts, delay = cost.lengths(plan)
     paired = cost.pair_times(plan) if bound.pairs else None
-    pairs = bound.pairs if paired is not None else frozenset()
     sigma = sqrt(log(1 + spread**2))
-    busy_sender = cost.sender == "busy"
-    zero = numpy.zeros(draws)
-    ready: dict[int, Any] = {codes.always: zero}  # by value
-    free = [zero] * plan.ranks
-    busy = numpy.zeros((plan.ranks, draws))
-    last = zero
-    for slot in units(traverse(bound, atomic_pairs=bool(pairs)).order, pairs):
+    jobs, network = network_of(bound, () if paired is None else bound.pairs)
+    noise: dict[int, Any] = {}  # by code: an all-reduce has the same on all of its ranks
+    works: list[Any] = []
+    for rank, slot in jobs:
         code = slot[0]
-        group = bound.reduces[code] if codes.collective[code] else [bound.rank_of[code]]
-        inputs = [(value, giver) for each in slot for value, giver in bound.inputs(each)]
-        starts = [free[rank] for rank in group]
-        starts += [ready[value] + delay[value] for value, giver in inputs if bound.rank_of[giver] != group[0]]
-        start = starts[0]
-        for other in starts[1:]:
-            start = numpy.maximum(start, other)
+        group = bound.reduces[code] if codes.collective[code] else [rank]
         work = paired[codes.slot[code]] if paired is not None and len(slot) > 1 else lasts[code]
-        work *= max(factors[rank] for rank in group)
-        if spread:
-            work = work * numpy.exp(sigma * random.standard_normal(draws) - sigma**2 / 2)
-        end = start + work
-        last = numpy.maximum(last, end)
-        for rank in group:
-            busy[rank] += work
-            free[rank] = end
-        if not codes.collective[code]:
-            for each in slot:
-                value = codes.gives[each]
-                ready[value] = end
-                if busy_sender and any(bound.rank_of[each] not in (NO_RANK, group[0]) for each in codes.needers(value)):
-                    free[group[0]] = numpy.maximum(free[group[0]], end + delay[value])
+        work *= max(factors[each] for each in group)
+        if spread and code not in noise:
+            noise[code] = numpy.exp(sigma * random.standard_normal(draws) - sigma**2 / 2)
+        works.append(work * noise[code] if spread else numpy.full(draws, work))
+    if cost.sender == "busy":
+        network = _with_held_senders(network)
+    starts = network.starts(works, codes.by_need(delay), lambda times: reduce(numpy.maximum, times))
+    busy = numpy.zeros((plan.ranks, draws))
+    last = numpy.zeros(draws)
+    for (rank, _), start, work in zip(jobs, starts, works, strict=True):
+        busy[rank] += work
+        last = numpy.maximum(last, start + work)
     return last, busy
+
+
+def _with_held_senders(network: Network) -> Network:
+    """Return a network in which a rank goes on when what it sends has arrived."""
+    sends: dict[int, list[int]] = defaultdict(list)
+    for before in network.follows:
+        for job, what in before:
+            if what != NOTHING:
+                sends[job].append(what)
+    held = (
+        [(job, sent) for job, what in before if what == NOTHING for sent in sends[job]] for before in network.follows
+    )
+    return Network([[*before, *more] for before, more in zip(network.follows, held, strict=True)])

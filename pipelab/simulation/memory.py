@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
@@ -85,6 +87,10 @@ class MemoryUse:
         show = "{:,}".format
         columns = [Column("rank"), Column("peak", "peak, bytes", show), *(Column(part, show=show) for part in parts)]
         return Table(rows, columns)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the table; the suffix is the format: see `Table.save`. Return the path."""
+        return self.table.save(path)
 
     def __str__(self) -> str:
         """Return the table as text."""

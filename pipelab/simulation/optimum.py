@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, lcm
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelab.errors import CostError, UsageError, require_caps
@@ -55,6 +57,10 @@ class Optimum:
     def gap(self) -> float:
         """By how much the makespan is above the bound, at most, as a share of the bound: 0 if it is optimal."""
         return max(0.0, self.makespan / self.bound - 1) if self.bound else 0.0
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the best plan found; the suffix is the format: see `Trace.save`. Return the path."""
+        return self.trace.save(path)
 
     def __repr__(self) -> str:
         unit = f" {self.trace.unit}" if self.trace.unit else ""
@@ -146,7 +152,8 @@ def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Itera
     fits = caps is None or all(peak <= cap for peak, cap in zip(given.peak_activations, caps, strict=True))
     if fits:
         yield given
-    tails = work.tails(work.edges(caps))
+    network, lags = work.network(work.edges(caps))
+    tails = network.rests([job.time for job in work.jobs], lags)
     backward = ["gin(m,s)" in codes.traits(job.codes[0]).gives for job in work.jobs]
     for urgency in (tails, list(zip(backward, tails, strict=True))):
         order = _dispatched(work, caps, urgency)

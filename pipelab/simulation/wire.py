@@ -119,6 +119,16 @@ class LoweredPlan:
         write_rows(path, self.plan.rows, rows)
         return Path(path)
 
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the rows: as `csv` for the installed PyTorch, see `to_csv`, or as `txt`. Return the path.
+
+        Raises:
+            FormatError: if the suffix is another one.
+        """
+        from pipelab import draw
+
+        return draw.save(draw.LOWERED, self, path)
+
     def __str__(self) -> str:
         """Return the rows, one line per rank."""
         return "\n".join(f"rank {rank} | {' '.join(row)}" for rank, row in enumerate(self.rows))
@@ -209,7 +219,7 @@ def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
     transfers: list[Transfer] = []
     for value, crossing in low.crossings.items():
         left, made = starts[wire.transfer(value)], ended[wire.made[value]]
-        before = [job for job in wire.network.follows[wire.transfer(value)] if job >= wire.transfer(0)]
+        before = [job for job, _ in wire.network.follows[wire.transfer(value)] if job >= wire.transfer(0)]
         last = max(before, key=ended.__getitem__, default=0)
         other = low.crossings[last - wire.transfer(0)] if left > made else None
         behind = None if other is None else (action(other.giver), action(other.needer))
@@ -258,7 +268,7 @@ def _lowering(plan: Plan, cost: Cost) -> Lowering:
     early = lowered(bound, "pytorch")
     wire = Wire(early, "buffered")
     lasts, starts, _ = _times(wire, plan, cost)
-    rests = wire.network.rests(lasts)
+    rests = [rest + last for rest, last in zip(wire.network.rests(lasts), lasts, strict=True)]
     first = wire.transfer(0)
     crossed = [job - first for job in wire.network.order if job - first in early.crossings]
     wanted = {value: starts[early.crossings[value].needer] for value in crossed}

@@ -154,7 +154,7 @@ class Diff(Sequence[Change]):
         """
         from pipelab import draw
 
-        return draw.save_diff(self, pathlib.Path(path))
+        return draw.save(draw.DIFF, self, path)
 
     def __len__(self) -> int:
         """Return the number of actions."""
@@ -233,8 +233,9 @@ def why_not(before: Trace, after: Trace) -> str:
 class _Effects:
     """What each action adds to the makespan, by part."""
 
-    def __init__(self, count: int) -> None:
-        self.by_part: dict[Part, list[float]] = {part: [0.0] * count for part in PARTS}
+    def __init__(self, number: Mapping[int, int]) -> None:
+        self.number = number
+        self.by_part: dict[Part, list[float]] = {part: [0.0] * len(number) for part in PARTS}
 
     def add_order(self, path: Path, times: Times, weight: float) -> None:
         """Add what a path's actions take, all of it because of the order."""
@@ -242,7 +243,7 @@ class _Effects:
         for action in path.actions:
             order[action] += weight * (times.durations[action] + times.lates[action])
         for travel in path.travels:
-            order[travel // 2] += weight * times.lags[travel]
+            order[self.number[travel // 2]] += weight * times.lags[travel]
 
     def add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
         """Add what changes on a path from some times to others."""
@@ -251,7 +252,7 @@ class _Effects:
             durations[action] += weight * (after.durations[action] - before.durations[action])
             lates[action] += weight * (after.lates[action] - before.lates[action])
         for travel in path.travels:
-            transfers[travel // 2] += weight * (after.lags[travel] - before.lags[travel])
+            transfers[self.number[travel // 2]] += weight * (after.lags[travel] - before.lags[travel])
 
 
 def _changes(before: Trace, after: Trace) -> list[Change]:
@@ -263,8 +264,8 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
     # A value that travels in one order only travels as long with the times of the other trace: the order is to blame.
     for travel in orders[0].travels.keys() ^ orders[1].travels.keys():
         old.lags[travel] = new.lags[travel] = old.lags[travel] + new.lags[travel]
-    effects = _Effects(len(number))
-    if (orders[0].turns, orders[0].after) == (orders[1].turns, orders[1].after):
+    effects = _Effects(number)
+    if (orders[0].turns, orders[0].network.follows) == (orders[1].turns, orders[1].network.follows):
         orders.pop()
     for order in orders:
         for path, share in passed(order, old, new):

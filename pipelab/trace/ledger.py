@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pipelab.plan.actions import Action
@@ -159,10 +161,14 @@ class Ledger(Sequence[Mapping[Reason, float]]):
 
     @property
     def table(self) -> Table:
-        """A row for each rank and one for all, as a table: `ledger.table.save("ledger.csv")`."""
+        """A row for each rank and one for all, as a table."""
         from pipelab.draw import why
 
         return why.ledger_table(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the table; the suffix is the format: see `Table.save`. Return the path."""
+        return self.table.save(path)
 
     def __len__(self) -> int:
         """Return the number of ranks."""

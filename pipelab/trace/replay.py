@@ -13,15 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 
-from pipelab.plan.order import traverse
+from pipelab.plan.order import NOTHING, network_of
 from pipelab.trace.trace import Trace
 from pipelab.trace.waits import half
 
 _WORK = 2_000_000
 """How many actions are replayed, roughly, to follow the critical path from some times to others."""
-
-Step = tuple[int, int]
-"""A turn that another follows and the number of the value that travels between them; -1 where there is none."""
 
 
 def listed(trace: Trace) -> dict[int, tuple[int, int]]:
@@ -42,12 +39,12 @@ def listed(trace: Trace) -> dict[int, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The times of a trace, by the numbers of its actions.
+    """The times of a trace.
 
     Attributes:
-        durations: how long each action takes; two that share a turn take half of it each.
-        lates: how much later it starts than its rank and all that it needs are there.
-        lags: how long values travel: for each action the first that it needs, and the second.
+        durations: how long each action takes, by its number; two that share a turn take half of it each.
+        lates: how much later it starts than its rank and all that it needs are there, by its number.
+        lags: how long values travel, by the number of the travel: see `network_of`. The last is 0, where none does.
     """
 
     durations: list[float]
@@ -60,150 +57,86 @@ class Order:
 
     Attributes:
         turns: the numbers of the actions in each turn: one, or two that overlap. A turn stands after those it follows.
-        after: for each turn, what it follows; first the turn before it on its rank.
+        network: what each turn follows, and what travels between them.
         times: the trace's own times.
-        travels: for the number of each value that travels between ranks, whether the rank was idle when it was given.
+        travels: for each value that travels between ranks, whether the rank was idle when it was given.
     """
 
     def __init__(self, trace: Trace, number: Mapping[int, int]) -> None:
-        bound = trace.plan.bound
-        codes, count = bound.codes, len(bound.codes.kind)
-        walk = traverse(bound, atomic_pairs=bool(bound.pairs))
-        shares = not walk.stuck  # if pairs that share a turn could not run, none of them is one
+        bound, codes, where = trace.plan.bound, trace.plan.bound.codes, listed(trace)
+        rows = enumerate(bound.rows if bound.pairs else ())
+        shared = {code for rank, row in rows for at, code in enumerate(row) if half(trace, rank, at) == "upper"}
+        jobs, self.network = network_of(bound, shared)
         self.turns: list[tuple[int, ...]] = []
-        self.after: list[list[Step]] = []
-        self.times = Times([0.0] * len(number), [0.0] * len(number), [0.0] * (2 * len(number)))
+        self.times = Times([0.0] * len(number), [0.0] * len(number), codes.by_need([0.0] * (codes.always + 1)))
         self.travels: dict[int, bool] = {}
-        self._trace, self._number = trace, number
-        self._arrivals = {(codes.code(each.giver), codes.code(each.needer)): each.end for each in trace.transfers}
-        self._made: dict[int, tuple[int, int, int, float]] = {}  # value -> turn, rank, code and end of its giver
-        self._begun: list[float] = []
-        self._ended: list[float] = []
-        self._turn_of = [[-1] * len(row) for row in bound.rows]
-        where = listed(trace)
-        for code in (walk if shares else traverse(bound)).order:
-            if codes.collective[code]:
-                places = [where[code + (rank + 1) * count] for rank in bound.reduces[code]]
-                for rank, index in places:
-                    number_here = number[code + (rank + 1) * count]
-                    others = [(other, at - 1) for other, at in places if other != rank and at]
-                    self._append(rank, [index], [number_here], [(self._turn_of[other][at], -1) for other, at in others])
-                continue
-            rank, index = where[code]
-            part = half(trace, rank, index) if shares and bound.pairs else "whole"
-            if part != "lower":
-                self._append_needs(rank, [index, index + 1] if part == "upper" else [index])
-
+        self._trace = trace
+        self._places: list[list[tuple[int, int]]] = []  # by turn, the rank and index of each of its actions
+        self._spans: list[tuple[float, float]] = []
+        self._turn_of = {code: turn for turn, (_, slot) in enumerate(jobs) for code in slot}
+        arrivals = {(codes.code(each.giver), codes.code(each.needer)): each.end for each in trace.transfers}
+        for (rank, slot), before in zip(jobs, self.network.follows, strict=True):
+            keys = [code + (rank + 1) * len(codes.kind) if codes.collective[code] else code for code in slot]
+            index = where[keys[0]][1]
+            start, end = trace.starts[rank][index], trace.ends[rank][index]
+            free = trace.ends[rank][index - 1] if index else trace.start
+            for giver, what in before:
+                if what != NOTHING:
+                    needs = codes.second_need if what % 2 else codes.first_need
+                    ended = trace.start + self._spans[giver][1]
+                    arrived = arrivals.get((bound.giver_of[needs[what // 2]], what // 2), ended)
+                    self.times.lags[what], self.travels[what] = arrived - ended, ended >= free
+            for key in keys:
+                self.times.durations[number[key]] = (end - start) / len(keys)
+            self.turns.append(tuple(number[key] for key in keys))
+            self._places.append([where[key] for key in keys])
+            self._spans.append((start - trace.start, end - trace.start))
         self.be_late()
 
     def be_late(self) -> None:
         """Give every turn the late start with which it starts when it did, by the present lags."""
-        for turn, after, begun in zip(self.turns, self.after, self._begun, strict=True):
-            there = [
-                (self._ended[before] if before >= 0 else 0.0) + (self.times.lags[travel] if travel >= 0 else 0.0)
-                for before, travel in after
-            ]
-            self.times.lates[turn[0]] = begun - max(there)
-
-    def _append_needs(self, rank: int, indices: list[int]) -> None:
-        """Append the turn of one action, or of the two halves of a pair, with the values that they need."""
-        bound, numbers = self._trace.plan.bound, []
-        codes = bound.codes
-        after: list[Step] = []
-        free = self._free(rank, indices[0])
-        for index in indices:
-            code = bound.rows[rank][index]
-            numbers.append(self._number[code])
-            for which, value in enumerate((codes.first_need[code], codes.second_need[code])):
-                if value == codes.always:
-                    continue
-                turn, source, giver, ended = self._made[value]
-                travel = -1
-                if source != rank:
-                    travel = 2 * numbers[-1] + which
-                    self.times.lags[travel] = self._arrivals.get((giver, code), ended) - ended
-                    self.travels[travel] = ended >= free
-                after.append((turn, travel))
-        end = self._trace.ends[rank][indices[0]]
-        for index in indices:
-            code = bound.rows[rank][index]
-            self._made |= dict.fromkeys(codes.all_gives(code), (len(self.turns), rank, code, end))
-        self._append(rank, indices, numbers, after)
-
-    def _append(self, rank: int, indices: list[int], numbers: list[int], after: list[Step]) -> None:
-        """Append a turn that follows others."""
-        index, starts, ends = indices[0], self._trace.starts[rank], self._trace.ends[rank]
-        before = self._turn_of[rank][index - 1] if index else -1
-        for action in numbers:
-            self.times.durations[action] = (ends[index] - starts[index]) / len(numbers)
-        self._begun.append(starts[index] - self._trace.start)
-        self._ended.append(ends[index] - self._trace.start)
-        for each in indices:
-            self._turn_of[rank][each] = len(self.turns)
-        self.turns.append(tuple(numbers))
-        self.after.append([(before, -1), *after])
-
-    def _free(self, rank: int, index: int) -> float:
-        """Return when a rank had ended what it ran before an action."""
-        return self._trace.ends[rank][index - 1] if index else self._trace.start
+        lags = self.times.lags
+        for turn, before, (begun, _) in zip(self.turns, self.network.follows, self._spans, strict=True):
+            there = max((self._spans[giver][1] + lags[what] for giver, what in before), default=0.0)
+            self.times.lates[turn[0]] = begun - there
 
     def again(self, times: Times, name: str) -> Trace:
         """Return the trace with other times of its actions and values."""
-        trace, bound = self._trace, self._trace.plan.bound
-        code = bound.codes.code
-        ended, _ = self._replay(times)
-        ends = [[trace.start + ended[turn] for turn in row] for row in self._turn_of]
-        starts = [
-            [
-                end - sum(times.durations[action] for action in self.turns[turn])
-                for end, turn in zip(row, its, strict=True)
-            ]
-            for row, its in zip(ends, self._turn_of, strict=True)
+        trace, codes = self._trace, self._trace.plan.bound.codes
+        lasts = self._lasts(times)
+        ended = [
+            trace.start + start + last
+            for start, last in zip(self.network.starts(lasts, times.lags), lasts, strict=True)
         ]
+        starts, ends = ([[0.0] * len(row) for row in trace.starts] for _ in range(2))
+        for turn, places, end in zip(self.turns, self._places, ended, strict=True):
+            for rank, index in places:
+                starts[rank][index] = end - sum(times.durations[action] for action in turn)
+                ends[rank][index] = end
         moved = []
         for sent in trace.transfers:
-            needer, value = code(sent.needer), bound.codes.gives[code(sent.giver)]
-            left = trace.start + ended[self._made[value][0]]
-            end = left + times.lags[2 * self._number[needer] + (bound.codes.first_need[needer] != value)]
+            needer, giver = codes.code(sent.needer), codes.code(sent.giver)
+            left = ended[self._turn_of[giver]]
+            end = left + times.lags[2 * needer + (codes.first_need[needer] != codes.gives[giver])]
             moved.append(replace(sent, start=left, end=end, queued=0.0, behind=None))
         return Trace(trace.plan, starts, ends, trace.unit, transfers=moved, name=name)
 
     def path(self, times: Times) -> Path:
         """Replay the order with other times; return its critical path."""
-        ends, causes = self._replay(times)
-        at = max(range(len(ends)), key=ends.__getitem__)
-        found = Path(ends[at], [], [])
-        while at >= 0:
-            found.actions.extend(self.turns[at])
-            at, travel = causes[at]
-            if travel >= 0:
-                found.travels.append(travel)
-        return found
+        lasts = self._lasts(times)
+        chain = self.network.path(lasts, times.lags)
+        length = fsum(time for turn, what in chain for time in (lasts[turn], times.lags[what]))
+        actions = [action for turn, _ in chain for action in self.turns[turn]]
+        return Path(length, actions, [what for _, what in chain if what != NOTHING])
 
-    def _replay(self, times: Times) -> tuple[list[float], list[Step]]:
-        """Return when each turn ends, and what it had to wait for last."""
-        ends: list[float] = []
-        causes: list[Step] = []
-        durations, lates, lags = times.durations, times.lates, times.lags
-        for turn, after in zip(self.turns, self.after, strict=True):
-            ready, cause = float("-inf"), after[0]
-            for each in after:
-                turn_before, travel = each
-                there = ends[turn_before] if turn_before >= 0 else 0.0
-                if travel >= 0:
-                    there += lags[travel]
-                if there > ready:
-                    ready, cause = there, each
-            for action in turn:
-                ready += durations[action] + lates[action]
-            ends.append(ready)
-            causes.append(cause)
-        return ends, causes
+    def _lasts(self, times: Times) -> list[float]:
+        """Return how long each turn takes, its late start included."""
+        return [sum(times.durations[each] + times.lates[each] for each in turn) for turn in self.turns]
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A critical path: how long it is, its actions, and the values that travel between them."""
+    """A critical path: how long it is, its actions, and what travels between them."""
 
     length: float
     actions: list[int]

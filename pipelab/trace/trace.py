@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def _no_time(value: int) -> float:  # noqa: ARG001 - as every `delay`
+    return 0.0
+
+
 @dataclass(frozen=True, eq=False, init=False)
 class Trace:
     """When each action of a plan started and ended. Immutable.
@@ -38,7 +42,7 @@ class Trace:
         ends: for each rank, when each of its actions ended.
         unit: the unit of all times, such as `"ms"`; empty for the abstract units of a simulation.
         source: `"simulated"` or `"measured"`.
-        delay: how long a value travels between ranks, as a function of the value's number.
+        delay: how long a value travels between ranks, as a function of the value's number; by default no time.
         transfers: the transfers, if they were measured.
         lanes: what each rank ran on, such as `"cpu, thread 140…"`.
         name: what drawings call the trace; by default, the plan's name.
@@ -53,7 +57,7 @@ class Trace:
     lanes: tuple[str, ...]
     name: str
     note: str
-    _delay: Callable[[int], float] | None
+    delay: Callable[[int], float]
     _transfers: tuple[Transfer, ...] | None
 
     def __init__(
@@ -72,7 +76,7 @@ class Trace:
         """Keep the plan and its times; everything else is derived from them when first read."""
         vars(self).update(plan=plan, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
         vars(self).update(unit=unit, source=source, lanes=tuple(lanes), name=name or plan.name, note=note)
-        vars(self).update(_delay=delay, _transfers=None if transfers is None else tuple(transfers))
+        vars(self).update(delay=delay or _no_time, _transfers=None if transfers is None else tuple(transfers))
 
     @property
     def ranks(self) -> int:
@@ -101,12 +105,12 @@ class Trace:
         """Every value that crosses from one rank to another, in the order of the plan's rows."""
         if self._transfers is not None:
             return self._transfers
-        return crossings(self.plan.bound, self.ends, self._delay)
+        return crossings(self.plan.bound, self.ends, self.delay)
 
     @property
-    def instant(self) -> bool:
-        """Whether each value is there as soon as it is computed; `transfers`, slow to make, then add nothing."""
-        return self._transfers is None and self._delay is None
+    def recorded(self) -> tuple[Transfer, ...]:
+        """The transfers that do not follow from `delay`: those that were measured, or stood behind others."""
+        return self._transfers or ()
 
     @cached_property
     def start(self) -> float:
@@ -182,7 +186,7 @@ class Trace:
             >>> pipelab.simulate(plan, pipelab.Cost(transport="rank")).queued
             (0.0, 6.0, 2.5, 0.0)
         """
-        if not any(each.behind for each in self._transfers or ()):  # without queues, transfers need not be made
+        if not any(each.behind for each in self.recorded):
             return (0.0,) * self.ranks
         return tuple(
             sum(wait.queued(free) for wait, free in zip(row, (self.start, *ends), strict=False) if wait is not None)
@@ -261,7 +265,7 @@ class Trace:
         path = Path(path)
         from pipelab import draw
 
-        return draw.save(self, path, width)
+        return draw.save(draw.TRACE, self, path, width)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: int | None = None) -> Trace:

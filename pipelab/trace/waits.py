@@ -24,7 +24,7 @@ class Wait:
         giver: the code of the action that gives it; for an `R`, of the last action before it on a rank of its group.
         ended: when that action ended.
         there: when the value arrived.
-        transfer: how it came from another rank; `None` if it was made on this rank, if it took no time, or for an `R`.
+        transfer: how it came from another rank, if it may have stood behind others; `None` for all other values.
     """
 
     giver: int
@@ -39,15 +39,13 @@ class Wait:
         return max(0.0, self.transfer.start - max(free, self.transfer.start - self.transfer.queued))
 
 
-def crossings(
-    bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable[[int], float] | None
-) -> tuple[Transfer, ...]:
+def crossings(bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable[[int], float]) -> tuple[Transfer, ...]:
     """Return the transfers of a plan: each value that one rank gives and another needs.
 
     Args:
         bound: the plan, bound to stages.
         ends: for each rank, when each of its actions ended.
-        delay: how long a value travels, by its number; `None` if transfers take no time.
+        delay: how long a value travels, by its number.
     """
     codes, ended = bound.codes, _ended(bound, ends)
     transfers: list[Transfer] = []
@@ -57,7 +55,7 @@ def crossings(
                 source = bound.rank_of[giver]
                 if source != rank:
                     left = ended[giver]
-                    there = left + (delay(value) if delay else 0.0)
+                    there = left + delay(value)
                     transfers.append(Transfer(source, rank, codes.action(giver), codes.action(code), left, there))
     return tuple(transfers)
 
@@ -110,8 +108,7 @@ class Waits:
         code = trace.plan.bound.codes.code
         self.trace, self.bound = trace, trace.plan.bound
         self.ended = _ended(self.bound, trace.ends)
-        moved = () if trace.instant else trace.transfers
-        self.travelled = {(code(each.giver), code(each.needer)): each for each in moved}
+        self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.recorded}
         self.slack = 1e-9 * trace.makespan
 
     def of(self, rank: int, index: int) -> Wait | None:
@@ -144,15 +141,17 @@ class Waits:
     def _arrivals(self, code: int) -> list[Wait]:
         """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
         if not self.bound.codes.collective[code]:
-            return [self._arrival(giver, code) for _, giver in self.bound.inputs(code)]
+            return [self.arrival(value, giver, code) for value, giver in self.bound.inputs(code)]
         rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
         before = ((rank, row, row.index(code) - 1) for rank, row in rows)
         ends = ((row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0)
         return [Wait(code, end, end) for code, end in ends]
 
-    def _arrival(self, giver: int, needer: int) -> Wait:
+    def arrival(self, value: int, giver: int, needer: int) -> Wait:
         """Return when a value was computed and when it arrived."""
         ended, moved = self.ended[giver], self.travelled.get((giver, needer))
+        if moved is None and self.bound.rank_of[giver] != self.bound.rank_of[needer]:
+            return Wait(giver, ended, ended + self.trace.delay(value))
         return Wait(giver, ended, ended if moved is None else moved.end, moved)
 
 

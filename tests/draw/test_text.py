@@ -12,7 +12,7 @@ import pytest
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R
-from pipelab.draw import save, text
+from pipelab.draw import FORMATS, TRACE, text
 from pipelab.draw.bars import Lanes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -55,7 +55,7 @@ def one_f_one_b():
 
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_saved_timeline_is_the_golden_one(name, tmp_path):
-    drawn = save(DRAWINGS[name](), tmp_path / "drawn.txt").read_text(encoding="utf-8")
+    drawn = DRAWINGS[name]().save(tmp_path / "drawn.txt").read_text(encoding="utf-8")
     assert drawn == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
@@ -298,6 +298,20 @@ def test_an_unknown_suffix_lists_the_known_ones(one_f_one_b, tmp_path):
         one_f_one_b.save(tmp_path / "timeline.gif")
     with pytest.raises(pipelab.PipelabError, match=r"without a suffix; use one of \.html"):
         pipelab.compare(one_f_one_b).save(tmp_path / "timeline")
+
+
+def test_a_row_of_the_table_of_formats_is_a_format(one_f_one_b, tmp_path, monkeypatch):
+    monkeypatch.setitem(FORMATS[TRACE], ".words", lambda trace, path: path.write_text(trace.name) and path)
+    assert one_f_one_b.save(tmp_path / "TIMELINE.Words").read_text() == one_f_one_b.name
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".txt"])
+def test_whatever_is_made_can_be_saved(one_f_one_b, tmp_path, suffix):
+    memory = pipelab.Memory(weights=10, activations=1)
+    shown = (one_f_one_b.ledger, pipelab.memory_use(one_f_one_b, memory), pipelab.lower(one_f_one_b.plan))
+    for number, each in enumerate(shown):
+        text = each.save(tmp_path / f"{number}{suffix}").read_text()
+        assert len(text.splitlines()) >= one_f_one_b.ranks
 
 
 def test_an_action_shorter_than_a_character_is_a_thin_line_that_is_explained():

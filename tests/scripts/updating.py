@@ -20,6 +20,7 @@ folder = Path(sys.argv[1])
 plan = pipelab.Plan.parse(LATE)
 trace = pipelab.simulate(plan, pipelab.Cost(forward=1, backward=2, weight_grad=3, latency=0.5))
 trace.save(folder / "updates.svg")
+trace.save(folder / "updates.html")
 trace.save(folder / "updates.events.csv")
 plan.to_csv(folder / "plan.csv")
 

@@ -26,8 +26,8 @@ def shaken(trace, seed, share=0.3):
     for travel in sorted(order.travels):
         times.lags[travel] += chance.random() * share
     ends, begun = [], {}
-    for slot, after in zip(order.turns, order.after, strict=True):
-        start = max((ends[at] if at >= 0 else 0) + (times.lags[lag] if lag >= 0 else 0) for at, lag in after)
+    for slot, after in zip(order.turns, order.network.follows, strict=True):
+        start = max((ends[at] + times.lags[lag] for at, lag in after), default=0)
         start += sum(times.lates[each] for each in slot)
         ends.append(start + sum(times.durations[each] for each in slot))
         begun |= dict.fromkeys(slot, (start, ends[-1]))
@@ -39,7 +39,7 @@ def shaken(trace, seed, share=0.3):
     for each in trace.transfers:
         giver, needer = codes.code(each.giver), codes.code(each.needer)
         (which,) = (at for at, value in enumerate(codes.needs(needer)) if giver in codes.givers(value))
-        left, lag = begun[number[giver]][1], times.lags[2 * number[needer] + which]
+        left, lag = begun[number[giver]][1], times.lags[2 * needer + which]
         moved.append(Transfer(each.source, each.target, each.giver, each.needer, left, left + lag))
     return Trace(trace.plan, *rows, unit=trace.unit, source="measured", transfers=moved)
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 import json
 import linecache
 import os
 import re
 import secrets
+import select
 import signal
-import socket
 import sys
 import threading
+import time
 import traceback
 import webbrowser
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from subprocess import PIPE, Popen
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
+from urllib.parse import parse_qsl, urlsplit
 
 import typer
 
@@ -34,12 +36,6 @@ from pipelab.errors import UsageError, clean
 from pipelab.plan.fault import line_of
 from pipelab.simulation.clock import simulate
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
-    from watchfiles import Change
-
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -52,6 +48,10 @@ _NAMES = ("127.0.0.1", "localhost")
 _MOST_PORTS = 100
 _GRACE_SECONDS = 60
 """The process ends a drawing itself. So much later, and so long after its own start, it is taken to be stuck."""
+_LOOK_SECONDS = 0.1
+"""How often the files are looked at."""
+_ALIVE_SECONDS = 15
+"""How often an open page is told that nothing has changed: so it is noticed that it was closed."""
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
@@ -73,48 +73,19 @@ def play_command(
     """
     if not hasattr(os, "fork"):
         raise UsageError("pipelab play needs Linux or macOS; on Windows, run it in WSL")
-    try:
-        import uvicorn
-        import watchfiles  # noqa: F401 - missing, it is named here
-        from starlette.applications import Starlette  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"pipelab play needs three packages ({error})\n  try: pip install starlette uvicorn watchfiles"
-        ) from error
-    file = file_of(target) if target is not None else None
-    token = secrets.token_urlsafe(16)
-    listening = _listening(port)
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
+    stage = _Stage(target, file_of(target) if target is not None else None, seconds)
+    server = _listening(port, stage)
+    url = f"http://127.0.0.1:{server.server_address[1]}/{server.token}/"
     echo(clean(f"pipelab play: {target or 'all schedules'} at {url} (Ctrl-C ends it)"))
     if browser:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:  # asyncio.run ends all at once; uvicorn would wait for open pages
-            yield
-
-    async def serve() -> None:
-        stage = _Stage(target, file, seconds)
-        config = uvicorn.Config(
-            _app(stage, token), log_level="critical", lifespan="off", ws="none", server_header=False
-        )
-        try:
-            await asyncio.gather(Server(config).serve([listening]), stage.watch())
-        finally:
-            stage.stop()
-
+    threading.Thread(target=stage.watch, daemon=True).start()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(KeyboardInterrupt), listening:
-        asyncio.run(serve())
-
-
-def _listening(port: int) -> socket.socket:
-    """Return a socket at this port of this machine's own address, or at the next that is free."""
-    for each in range(port, min(port + _MOST_PORTS, 65536)):
-        with suppress(OSError):
-            return socket.create_server(("127.0.0.1", each))
-    raise UsageError(f"the {_MOST_PORTS} ports from {port} on are all taken: give another, --port 9000")
+    try:
+        with suppress(KeyboardInterrupt), server:
+            server.serve_forever(poll_interval=0.1)
+    finally:
+        stage.stop()
 
 
 class _Stage:
@@ -123,49 +94,36 @@ class _Stage:
     def __init__(self, target: str | None, file: Path | None, seconds: float) -> None:
         self.target, self.file, self.seconds = target, file, seconds
         self.version = 0
-        self._saved = asyncio.Event()
-        self._turn = asyncio.Lock()
+        self.saved = threading.Condition()
+        self._turn = threading.Lock()
         self._process: Popen[bytes] | None = None
 
-    async def watch(self) -> None:
+    def watch(self) -> None:
         """Count the file's versions. A Python file beside it may be one that it imports."""
         if self.file is None:
             return
-        import watchfiles
-
-        file = self.file
-
-        def concerns(_: Change, path: str) -> bool:
-            return path.endswith(".py") or Path(path).name in (file.name, file.resolve().name)
-
-        folders = {file.absolute().parent, file.resolve().parent}
-        async for _ in watchfiles.awatch(*folders, watch_filter=concerns, debounce=400, step=20, recursive=False):
-            self.version += 1
-            if self._process is not None and self._turn.locked():
-                self._process.send_signal(signal.SIGUSR1)  # what is being drawn is out of date, and may not end
-            self._saved.set()
-            self._saved = asyncio.Event()
-
-    async def versions(self) -> AsyncIterator[int]:
-        """Yield the version now, and each that follows."""
+        before = _files_beside(self.file)
         while True:
-            saved = self._saved
-            yield self.version
-            await saved.wait()
+            time.sleep(_LOOK_SECONDS)
+            now = _files_beside(self.file)
+            if now == before:
+                continue
+            before = now
+            with self.saved:
+                self.version += 1
+                self.saved.notify_all()
+            process = self._process
+            if process is not None and self._turn.locked():
+                process.send_signal(signal.SIGUSR1)  # what is being drawn is out of date, and may not end
 
-    async def draw(self, asked: dict[str, str]) -> dict[str, str]:
+    def draw(self, asked: dict[str, str]) -> dict[str, str]:
         """Return the `page` of a schedule as its file is now, or its `fault` in words."""
         while True:
-            async with self._turn:
+            with self._turn:
                 version = self.version
                 if self._process is None or self._process.poll() is not None:
                     self._process = self._started()
-                try:
-                    said = await asyncio.wait_for(
-                        asyncio.to_thread(_asked, self._process, asked), self.seconds + _GRACE_SECONDS
-                    )
-                except TimeoutError:
-                    said = b""
+                said = _asked(self._process, asked, self.seconds + _GRACE_SECONDS)
                 if not said.endswith(b"\0"):
                     self.stop()
             if version == self.version:
@@ -204,56 +162,111 @@ class _Stage:
         return clean(f"{name} was stopped after {self.seconds:g} s{where}\n  try: {move}", keep="\n\t")
 
 
-def _asked(process: Popen[bytes], asked: dict[str, str]) -> bytes:
-    """Return what a process answers, up to a zero byte; without one, the process has ended."""
+def _files_beside(file: Path) -> set[tuple[str, int, int, int]]:
+    """Return what changes when a file or a Python file beside it, or beside what it is a link to, is saved."""
+    found = set()
+    for folder in {file.absolute().parent, file.resolve().parent}:
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".py") or entry.name in (file.name, file.resolve().name):
+                    with suppress(OSError):  # it has just been removed
+                        stat = entry.stat()
+                        found.add((entry.path, stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    return found
+
+
+def _asked(process: Popen[bytes], asked: dict[str, str], seconds: float) -> bytes:
+    """Return what a process answers, up to a zero byte; without one, the process has ended or takes too long."""
     assert process.stdin is not None
     assert process.stdout is not None
-    said = b""
+    answers, deadline, said = process.stdout.fileno(), time.monotonic() + seconds, b""
     with suppress(OSError):
         process.stdin.write(json.dumps(asked).encode() + b"\n")
         process.stdin.flush()
-        while not said.endswith(b"\0") and (more := os.read(process.stdout.fileno(), 1 << 16)):
+        while not said.endswith(b"\0") and select.select([answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            more = os.read(answers, 1 << 16)
+            if not more:
+                break
             said += more
     return said
 
 
-def _app(stage: _Stage, token: str) -> ASGIApp:
-    """Return what answers: the page, the picture in it, and the stream of versions."""
-    from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
-    from starlette.routing import Route
+class _Server(ThreadingTCPServer):
+    """What listens; a thread for each question."""
 
-    async def page(request: Request) -> Response:
-        name = request.query_params.get("schedule", "")
-        if name in schedules or (not name and stage.target is not None and "gallery" not in request.query_params):
-            return HTMLResponse(_player(name, stage), headers=_HEADERS)
-        return HTMLResponse(await asyncio.to_thread(_gallery, stage.target), headers=_HEADERS)
+    allow_reuse_address, daemon_threads = True, True
 
-    async def draw(request: Request) -> Response:
-        asked = dict(request.query_params)
-        asked["schedule"] = name if (name := asked.get("schedule", "")) in schedules else stage.target or ""
-        answer = await stage.draw(asked)
-        shown = answer.get("page") or _fault(answer["fault"])
-        return HTMLResponse(shown, headers=_HEADERS)
+    def __init__(self, port: int, stage: _Stage) -> None:
+        super().__init__(("127.0.0.1", port), _Answer)
+        self.stage, self.token = stage, secrets.token_urlsafe(16)
 
-    async def versions(_: Request) -> Response:
-        lines = (f"data: {version}\n\n" async for version in stage.versions())
-        return StreamingResponse(lines, media_type="text/event-stream", headers=_HEADERS)
 
-    paths = {"": page, "draw": draw, "versions": versions}
-    app = Starlette(routes=[Route(f"/{token}/{path}", endpoint) for path, endpoint in paths.items()])
+def _listening(port: int, stage: _Stage) -> _Server:
+    """Return a server at this port of this machine's own address, or at the next that is free."""
+    for each in range(port, min(port + _MOST_PORTS, 65536)):
+        with suppress(OSError):
+            return _Server(each, stage)
+    raise UsageError(f"the {_MOST_PORTS} ports from {port} on are all taken: give another, --port 9000")
 
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+
+class _Answer(BaseHTTPRequestHandler):
+    """What answers: the page, the picture in it, and the stream of versions."""
+
+    server: _Server
+
+    def do_GET(self) -> None:
         """Refuse who has no token, and whoever's browser was led here by another name or from another page."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get("host", ""), headers.get("origin")
-        knows = secrets.compare_digest(scope["path"].partition("/")[2].partition("/")[0].encode(), token.encode())
-        if knows and re.sub(r":\d+$", "", host) in _NAMES and origin in (None, f"http://{host}"):
-            await app(scope, receive, send)
-        else:
-            await PlainTextResponse("pipelab play prints the address to open", 403)(scope, receive, send)
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        address = urlsplit("/" + self.path.lstrip("/"))
+        token, _, path = address.path.removeprefix("/").partition("/")
+        asked = dict(parse_qsl(address.query, keep_blank_values=True))
+        answers = {"": self._page, "draw": self._draw, "versions": self._versions}
+        with suppress(ConnectionError):  # the page was closed
+            if (
+                not secrets.compare_digest(token.encode(), self.server.token.encode())
+                or re.sub(r":\d+$", "", host) not in _NAMES
+                or origin not in (None, f"http://{host}")
+            ):
+                self._send("pipelab play prints the address to open", 403, "text/plain")
+            elif path in answers:
+                answers[path](asked)
+            else:
+                self._send("there is no such page", 404, "text/plain")
 
-    return guarded
+    def _page(self, asked: dict[str, str]) -> None:
+        """Answer with the page around the picture, or with all schedules."""
+        stage, name = self.server.stage, asked.get("schedule", "")
+        if name in schedules or (not name and stage.target is not None and "gallery" not in asked):
+            self._send(_player(name, stage))
+        else:
+            self._send(_gallery(stage.target))
+
+    def _draw(self, asked: dict[str, str]) -> None:
+        """Answer with the picture."""
+        stage, name = self.server.stage, asked.get("schedule", "")
+        answer = stage.draw(asked | {"schedule": name if name in schedules else stage.target or ""})
+        self._send(answer.get("page") or _fault(answer["fault"]))
+
+    def _versions(self, _: dict[str, str]) -> None:
+        """Answer with the version now, and each that follows."""
+        self._begin(200, "text/event-stream")
+        stage, told = self.server.stage, -1
+        while True:
+            with stage.saved:
+                stage.saved.wait_for(lambda: stage.version != told, timeout=_ALIVE_SECONDS)  # noqa: B023 - it ends here
+            line = ":" if told == stage.version else f"data: {stage.version}"
+            told = stage.version
+            self.wfile.write(f"{line}\n\n".encode())
+
+    def _send(self, text: str, status: int = 200, kind: str = "text/html") -> None:
+        self._begin(status, kind)
+        self.wfile.write(text.encode())
+
+    def _begin(self, status: int, kind: str) -> None:
+        self.send_response_only(status)
+        for name, value in (_HEADERS | {"Content-Type": f"{kind}; charset=utf-8"}).items():
+            self.send_header(name, value)
+        self.end_headers()
 
 
 def _filled(file: str, **parts: str) -> str:

@@ -19,7 +19,7 @@ class Differences {
     this.effects = new Map(raw.effects.map(([place, ...values]) => [place, values]));
     for (let place = 0; place < model.count; place += 1) {
       const same =
-        model.kind[place] === 4
+        model.collective(place)
           ? base.reduces.get(model.stage[place]).find((each) => base.rank[each] === model.rank[place])
           : base.named(model.name(place));
       const change = model.end[place] - model.start[place] - (base.end[same] - base.start[same]);

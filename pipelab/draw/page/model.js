@@ -3,7 +3,29 @@
 // What Python put in (see _trace in page.py), unpacked: every action has a place, a whole number, and each of its
 // properties is a list by place. The actions of a rank lie side by side, in its order.
 let data, models; // `show` in panel.js sets them
-const KINDS = "FBIWR";
+
+// The table of kinds: their letters, and by kind, which values it needs, who gives them and who needs its own.
+let KINDS, TRAITS;
+
+function readKinds(rows) {
+  KINDS = rows.map(([letter]) => letter).join("");
+  // "gin(m,s+1)" is the value gin of the next stage.
+  const read = (text) => {
+    const [, value, shift] = /^(\w+)\(m,s([+-]1)?\)$/.exec(text);
+    return { value, shift: Number(shift ?? 0) };
+  };
+  const given = rows.map(([, , gives]) => gives.map((text) => read(text).value));
+  TRAITS = rows.map(([, needs, gives, held]) => ({ held, collective: !gives.length, givers: [], needers: [] }));
+  rows.forEach(([, needs], needer) => {
+    for (const { value, shift } of needs.map(read)) {
+      given.forEach((values, giver) => {
+        if (!values.includes(value)) return;
+        TRAITS[needer].givers.push({ kind: giver, shift });
+        TRAITS[giver].needers.push({ kind: needer, shift: -shift });
+      });
+    }
+  });
+}
 
 // Runs of a number are written as [number, count].
 const unpack = (list) => list.flatMap((each) => (Array.isArray(each) ? new Array(each[1]).fill(each[0]) : each));
@@ -30,14 +52,14 @@ class Model {
     this.end = new Float64Array(count);
     this.half = new Uint8Array(count); // 1: the upper half of a slot, 2: the lower
     const depth = raw.ranks.reduce((most, rank) => unpack(rank.stage).reduce((a, b) => Math.max(a, b), most), 0) + 1;
-    this.places = new Int32Array(4 * depth * raw.microbatches).fill(-1); // by kind, stage and micro-batch
+    this.places = new Int32Array(KINDS.length * depth * raw.microbatches).fill(-1); // by kind, stage and micro-batch
     this.depth = depth;
     this.reduces = new Map(); // stage -> places of its all-reduce
     let place = 0;
     raw.ranks.forEach((rank, r) => {
       this.first.push(place);
-      const before = [0, 0, 0, 0, 0],
-        last = [0, 0, 0, 0, 0];
+      const before = TRAITS.map(() => 0),
+        last = TRAITS.map(() => 0);
       const [kept, numbers, gaps, lasts] = ["stage", "microbatches", "gaps", "lasts"].map((name) => unpack(rank[name]));
       const reasons = unpack(rank.idle),
         idle = [];
@@ -63,14 +85,14 @@ class Model {
         this.kind[place] = kind;
         this.stage[place] = kept[index];
         before[kind] += numbers[index];
-        this.microbatch[place] = kind === 4 ? -1 : before[kind];
+        this.microbatch[place] = TRAITS[kind].collective ? -1 : before[kind];
         time += gaps[index];
         idleUntil(time);
         this.start[place] = time * raw.tick;
         time += last[kind] += lasts[index];
         this.end[place] = time * raw.tick;
         free = Math.max(free, time);
-        if (kind < 4) this.places[this.slot(kind, this.stage[place], before[kind])] = place;
+        if (!TRAITS[kind].collective) this.places[this.slot(kind, this.stage[place], before[kind])] = place;
         else this.reduces.set(this.stage[place], [...(this.reduces.get(this.stage[place]) ?? []), place]);
       }
       idleUntil(raw.span);
@@ -95,11 +117,15 @@ class Model {
       if (!lags.length) return;
       for (let place = this.first[r]; place < this.first[r + 1]; place += 1) {
         for (const giver of this.needs(place)) {
-          if (this.rank[giver] !== r && this.kind[place] < 4)
+          if (this.rank[giver] !== r && !this.collective(place))
             this.lags.set(giver * this.count + place, lags[at++] * raw.tick);
         }
       }
     });
+  }
+
+  collective(place) {
+    return TRAITS[this.kind[place]].collective;
   }
 
   slot(kind, stage, microbatch) {
@@ -141,7 +167,7 @@ class Model {
   }
 
   name(place) {
-    return `${this.stage[place]}${KINDS[this.kind[place]]}${this.kind[place] === 4 ? "" : this.microbatch[place]}`;
+    return `${this.stage[place]}${KINDS[this.kind[place]]}${this.collective(place) ? "" : this.microbatch[place]}`;
   }
 
   label(place) {
@@ -149,39 +175,35 @@ class Model {
   }
 
   named(name) {
-    const parts = /^(\d+)([FBIWR])(\d*)$/i.exec(name);
+    const parts = new RegExp(`^(\\d+)([${KINDS}])(\\d*)$`, "i").exec(name);
     if (!parts) return -1;
     const kind = KINDS.indexOf(parts[2].toUpperCase());
-    if (kind === 4) return this.reduces.get(Number(parts[1]))?.[0] ?? -1;
+    if (TRAITS[kind].collective) return this.reduces.get(Number(parts[1]))?.[0] ?? -1;
     return this.find(kind, Number(parts[1]), Number(parts[3]));
   }
 
   // The places of the actions whose values an action needs.
   needs(place) {
-    const kind = this.kind[place],
-      s = this.stage[place],
-      m = this.microbatch[place];
-    const either = (stage, micro) => [this.find(1, stage, micro), this.find(2, stage, micro)];
-    let found = [];
-    if (kind === 0) found = [this.find(0, s - 1, m)];
-    else if (kind === 1 || kind === 2) found = [this.find(0, s, m), ...either(s + 1, m)];
-    else if (kind === 3) found = [this.find(2, s, m)];
-    else
-      for (let micro = 0; micro < this.microbatches; micro += 1)
-        found.push(this.find(1, s, micro), this.find(3, s, micro));
-    return found.filter((giver) => giver >= 0);
+    const found = [],
+      [stage, microbatch] = [this.stage[place], this.microbatch[place]];
+    const [from, to] = this.collective(place) ? [0, this.microbatches] : [microbatch, microbatch + 1];
+    for (let each = from; each < to; each += 1)
+      for (const { kind, shift } of TRAITS[this.kind[place]].givers) {
+        const giver = this.find(kind, stage + shift, each);
+        if (giver >= 0) found.push(giver);
+      }
+    return found;
   }
 
   gives(place) {
-    const kind = this.kind[place],
-      s = this.stage[place],
-      m = this.microbatch[place];
-    let found = [];
-    if (kind === 0) found = [this.find(0, s + 1, m), this.find(1, s, m), this.find(2, s, m)];
-    else if (kind === 2) found = [this.find(3, s, m), this.find(1, s - 1, m), this.find(2, s - 1, m)];
-    else if (kind === 1) found = [this.find(1, s - 1, m), this.find(2, s - 1, m)];
-    if (kind === 1 || kind === 3) found.push(...(this.reduces.get(s) ?? []));
-    return found.filter((needer) => needer >= 0);
+    const found = [],
+      [stage, microbatch] = [this.stage[place], this.microbatch[place]];
+    for (const { kind, shift } of TRAITS[this.kind[place]].needers) {
+      if (TRAITS[kind].collective) found.push(...(this.reduces.get(stage) ?? []));
+      else if (this.find(kind, stage + shift, microbatch) >= 0)
+        found.push(this.find(kind, stage + shift, microbatch));
+    }
+    return found;
   }
 
   arrives(giver, place) {
@@ -201,7 +223,7 @@ class Model {
       givers = givers.concat(this.needs(place + 1).map((giver) => [giver, this.arrives(giver, place + 1)]));
     if (this.half[place] === 2)
       givers = givers.concat(this.needs(place - 1).map((giver) => [giver, this.arrives(giver, place - 1)]));
-    if (this.kind[place] === 4) {
+    if (this.collective(place)) {
       const lasts = this.reduces
         .get(this.stage[place])
         .map((each) => this.before(each))
@@ -243,8 +265,8 @@ class Model {
     if (this.held[rank]) return this.held[rank];
     const changes = [];
     for (let place = this.first[rank]; place < this.first[rank + 1]; place += 1) {
-      if (this.kind[place] === 0) changes.push([this.start[place], 1]);
-      if (this.kind[place] === 1 || this.kind[place] === 3) changes.push([this.end[place], -1]);
+      const { held } = TRAITS[this.kind[place]];
+      if (held) changes.push([held > 0 ? this.start[place] : this.end[place], held]);
     }
     changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     let held = 0;

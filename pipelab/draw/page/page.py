@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from pipelab.draw import colours, differences, text, wording
 from pipelab.draw.bars import Lanes
 from pipelab.errors import clean
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, Action
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.ledger import MEANINGS, REASONS
-from pipelab.trace.waits import critical_path, half, waits
+from pipelab.trace.waits import Waits, critical_path, half, waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -110,6 +110,7 @@ def content(shown: Trace | Comparison) -> dict[str, Any]:
         "reasons": REASONS,
         "meanings": MEANINGS,
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
+        "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in TRAITS.items()],
         "view": "stack",
         "diffs": [] if alone else _diffs(comparison),
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
@@ -224,9 +225,8 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         return [round((time - trace.start) / tick) for time in times]
 
     typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
-    moved = () if trace.instant else trace.transfers
-    lags = _lags(trace, tick) if any(each.end > each.start for each in moved) else []
-    waited = waits(trace) if any(each.behind for each in moved) else []
+    lags = _lags(trace, tick)
+    waited = waits(trace) if any(each.behind for each in trace.recorded) else []
     return {
         "name": clean(name),
         "about": {"name": trace.name, "source": trace.source, "unit": trace.unit, "note": trace.note},
@@ -241,7 +241,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
             _row(bound, row, ticks(trace.starts[rank]), ticks(trace.ends[rank]))
             | {
                 "halves": [at for at in range(len(row) if bound.pairs else 0) if half(trace, rank, at) == "upper"],
-                "lags": _runs(lags[rank]) if lags else [],
+                "lags": _runs(lags[rank]) if any(map(any, lags)) else [],
                 "idle": _runs(idle[rank]),
                 "behind": _behind(trace, waited[rank]) if waited else {},
                 "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
@@ -276,16 +276,12 @@ def _row(bound: BoundPlan, row: Sequence[int], starts: Sequence[int], ends: Sequ
 
 def _lags(trace: Trace, tick: float) -> list[list[int]]:
     """Return, for each rank, how long each value from another rank travelled, in the order of the actions' needs."""
-    bound, code = trace.plan.bound, trace.plan.bound.codes.code
-    arrived = {(code(each.giver), code(each.needer)): each.end for each in trace.transfers}
-    ended = {
-        code: end for row, ends in zip(bound.rows, trace.ends, strict=True) for code, end in zip(row, ends, strict=True)
-    }
+    bound, found = trace.plan.bound, Waits(trace)
     return [
         [
-            round((arrived[giver, code] - ended[giver]) / tick)
+            round((found.arrival(value, giver, code).there - found.ended[giver]) / tick)
             for code in row
-            for _, giver in bound.inputs(code)
+            for value, giver in bound.inputs(code)
             if bound.rank_of[giver] != rank
         ]
         for rank, row in enumerate(bound.rows)

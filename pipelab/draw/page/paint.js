@@ -64,7 +64,7 @@ function svgPainter(group) {
       [...KINDS].forEach((letter, kind) => {
         let path = "";
         for (let column = 0; column < columns; column += 1) {
-          const high = Math.min(shares[5 * column + kind], 1 - below[column]);
+          const high = Math.min(shares[KINDS.length * column + kind], 1 - below[column]);
           if (high <= 0) continue;
           below[column] += high;
           const top = y + height * (1 - below[column]);
@@ -154,8 +154,9 @@ class Pixels {
       const left = from + Math.round(column * step),
         right = from + Math.round((column + 1) * step);
       let filled = 0;
-      for (let kind = 0; kind < 6; kind += 1) {
-        const until = kind === 5 ? rows : Math.min(rows, filled + shares[5 * column + kind] * rows),
+      for (let kind = 0; kind <= KINDS.length; kind += 1) {
+        const share = kind < KINDS.length ? shares[KINDS.length * column + kind] : 1,
+          until = Math.min(rows, filled + share * rows),
           full = Math.floor(until);
         if (until <= filled) continue;
         let row = Math.floor(filled),

@@ -336,7 +336,7 @@ function search(text) {
     gaps = [];
   const word = /^(mb|micro-batch|rank|stage)\s*(\d+)$/i.exec(query),
     idle = /^idle\s*>\s*([\d.]+)$/i.exec(query),
-    kind = /^([FBIWR])(\d+)$/i.exec(query);
+    kind = new RegExp(`^([${KINDS}])(\\d+)$`, "i").exec(query);
   const lists = { mb: model.microbatch, "micro-batch": model.microbatch, rank: model.rank, stage: model.stage };
   if (idle) gaps.push(...model.idle.filter((each) => each.end - each.start > Number(idle[1])));
   else if (word)
@@ -505,7 +505,7 @@ function restoreSelection(text) {
     if (from >= 0 && to > from && to <= model.span * (1 + near)) select(timeline, { range: { from, to } });
   } else if (chosen[6]) {
     const found = model.named(chosen[6]),
-      all = found >= 0 && model.kind[found] === 4 ? model.reduces.get(model.stage[found]) : [found];
+      all = found >= 0 && model.collective(found) ? model.reduces.get(model.stage[found]) : [found];
     const place = all.find((each) => each >= 0 && model.rank[each] === Number(chosen[7]));
     if (place !== undefined) select(timeline, { place });
   } else {
@@ -685,6 +685,7 @@ function show(raw, hash) {
   if (timelines.length) select(timelines[0], null);
   playing(false);
   data = raw;
+  readKinds(data.traits);
   models = data.traces.map((each) => new Model(each));
   longest = Math.max(...models.map((model) => model.span));
   WORDS = data.kinds;

@@ -181,7 +181,7 @@ function asJson({ model }) {
       .join(" ");
   const transfers = ranks
     .flat()
-    .filter((at) => model.kind[at] < 4)
+    .filter((at) => !model.collective(at))
     .flatMap((at) =>
       model
         .needs(at)

@@ -372,7 +372,7 @@ class Timeline {
     if (running) marks.push("running");
     if (look.found.has(place)) marks.push("found");
     painter.rect(box, this.colour(place), opacity, { class: marks.join(" "), "data-action": model.name(place) });
-    const text = short && model.kind[place] < 4 ? String(model.microbatch[place]) : model.label(place);
+    const text = short && !model.collective(place) ? String(model.microbatch[place]) : model.label(place);
     if (box.width >= 8) painter.text(box, text, this.ink(place), opacity, { class: "label" }, right);
   }
 
@@ -380,7 +380,7 @@ class Timeline {
   shares(painter, { at, first, last }, from, to, columns = this.width) {
     const { start, end, kind, half, first: places } = this.model,
       inverse = columns / (to - from),
-      shares = new Float64Array(5 * columns);
+      shares = new Float64Array(KINDS.length * columns);
     for (let rank = first; rank < last; rank += 1) {
       const high = above(start, to, places[rank], places[rank + 1]);
       for (let place = above(end, from, places[rank], places[rank + 1]); place < high; place += 1) {
@@ -388,10 +388,11 @@ class Timeline {
           until = Math.min(columns, (end[place] - from) * inverse);
         const weight = (half[place] ? 0.5 : 1) / (last - first);
         const only = Math.floor(begin);
-        if (until <= only + 1) shares[5 * only + kind[place]] += weight * (until - begin);
+        if (until <= only + 1) shares[KINDS.length * only + kind[place]] += weight * (until - begin);
         else
           for (let column = only; column < until; column += 1) {
-            shares[5 * column + kind[place]] += weight * (Math.min(until, column + 1) - Math.max(begin, column));
+            const part = Math.min(until, column + 1) - Math.max(begin, column);
+            shares[KINDS.length * column + kind[place]] += weight * part;
           }
       }
     }

@@ -111,7 +111,7 @@ def _travel(plan: Plan, ranks: Sequence[RankState], waited: Sequence[Sequence[in
         free = 0
         for index, code in enumerate(row):
             for value in codes.needs(code):
-                giver = bound.giver(value)
+                giver = bound.giver_of[value]
                 if rank_of[giver] != rank:
                     late = ended[giver] >= free or waited[rank][index] > _ARRIVED_NS
                     there = ranks[rank].begun[index] if late else free

@@ -70,6 +70,7 @@ DISPLAYS = {
     "pipelab.trace.trace:Trace._repr_html_",
     "pipelab.simulation.comparison:Comparison.plot",
     "pipelab.simulation.comparison:Comparison.save",
+    "pipelab.simulation.wire:LoweredPlan.save",
     "pipelab.simulation.comparison:Comparison.__str__",
     "pipelab.simulation.comparison:Comparison._repr_svg_",
     "pipelab.simulation.comparison:Comparison._repr_html_",

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab._version import __version__
-from pipelab.engine.device.devices import rank_devices
 from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.pytree import described
@@ -71,9 +70,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     rank, size = identify(plan.ranks, settings.group)
     members = list(range(size)) if settings.group is None else dist.get_process_group_ranks(settings.group)
     place = members.index(rank)
-    if isinstance(settings.devices, str) or (settings.devices is not None and len(settings.devices) != plan.ranks):
-        rank_devices(settings.devices, plan.ranks)  # raises
-    device = device_of(settings.devices, place)
+    device = device_of(settings.devices, place, plan.ranks)
     info = process_info() | {
         "group": members,
         "runs_on": str(device),

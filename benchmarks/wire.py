@@ -28,7 +28,7 @@ def measure(quick: bool = False) -> dict[str, object]:
                     hangs = bool(pipelab.check(plan, order=order, transport=transport))
                     cost = pipelab.Cost(order=order, transport=transport, per="stage")
                     predicted = None if hangs else pipelab.simulate(plan, cost).makespan
-                    lowered = pipelab.lower(plan, order, transport=transport).rows
+                    lowered = pipelab.lower(plan, order=order, transport=transport).rows
                     found = []
                     for _ in range(1 if hangs else times):
                         job = {"rows": lowered, "how": how, "unit": unit}

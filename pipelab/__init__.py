@@ -78,25 +78,23 @@ from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.simulation.cost import Cost
-from pipelab.simulation.jitter import Jitter, jitter
+from pipelab.simulation.jitter import jitter
 from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.memory import MemoryUse, memory_use
-from pipelab.simulation.optimum import Optimum, optimum
-from pipelab.simulation.what_if import WhatIf, what_if
-from pipelab.simulation.wire import LoweredPlan, lower
-from pipelab.trace.diff import Change, Diff, diff
-from pipelab.trace.events import Event, Transfer
+from pipelab.simulation.optimum import optimum
+from pipelab.simulation.what_if import what_if
+from pipelab.simulation.wire import lower
+from pipelab.trace.diff import Diff, diff
 from pipelab.trace.trace import Trace
-from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:
-    from pipelab.engine.collectives.ring import RingResult, codec_hook, ring_all_reduce
+    from pipelab.engine.collectives.ring import codec_hook, ring_all_reduce
     from pipelab.engine.device.devices import devices
     from pipelab.engine.emulation import emulated
     from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
     from pipelab.engine.step import Step
-    from pipelab.engine.verify.diagnose import Diagnosis, diagnose
+    from pipelab.engine.verify.diagnose import diagnose
 
 __all__ = [
     "ZBH1",
@@ -105,20 +103,17 @@ __all__ = [
     "Action",
     "B",
     "BatchError",
-    "Change",
     "Column",
     "Comparison",
     "Cost",
     "CostError",
     "DelayedBackward",
     "DeviceError",
-    "Diagnosis",
     "Diff",
     "DualPipe",
     "DualPipeV",
     "Eager1F1B",
     "EngineError",
-    "Event",
     "F",
     "Fault",
     "FormatError",
@@ -127,23 +122,19 @@ __all__ = [
     "I",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
-    "Jitter",
     "Links",
     "LoopedBFS",
     "LossError",
-    "LoweredPlan",
     "Memory",
     "MemoryUse",
     "Naive",
     "OneFOneB",
-    "Optimum",
     "Pair",
     "PipelabError",
     "Pipeline",
     "Plan",
     "R",
     "RankError",
-    "RingResult",
     "Schedule",
     "ScheduleError",
     "SplitError",
@@ -152,17 +143,14 @@ __all__ = [
     "StepTimeoutError",
     "Table",
     "Trace",
-    "Transfer",
     "UsageError",
     "VerificationError",
     "W",
-    "WhatIf",
     "__version__",
     "all_reduce_time",
     "check",
     "codec_hook",
     "compare",
-    "critical_path",
     "devices",
     "diagnose",
     "diff",
@@ -182,9 +170,7 @@ __all__ = [
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
 _TORCH_HALF = {
-    "Diagnosis": "pipelab.engine.verify.diagnose",
     "Pipeline": "pipelab.engine.pipeline",
-    "RingResult": "pipelab.engine.collectives.ring",
     "Step": "pipelab.engine.step",
     "codec_hook": "pipelab.engine.collectives.ring",
     "devices": "pipelab.engine.device.devices",

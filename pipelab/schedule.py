@@ -364,7 +364,7 @@ class Replicated(Schedule):
         return f"replicate({name}, {self.replicas})"
 
 
-def replicate(schedule: Schedule | Plan, replicas: int) -> Replicated:
+def replicate(plan: Schedule | Plan, replicas: int) -> Replicated:
     """Return a schedule of several copies of a pipeline that share the batch: data parallelism over pipelines.
 
     Replica `d` of `D` has the ranks `d * P` to `d * P + P - 1` and the micro-batches `d`, `d + D`, `d + 2 * D` and so
@@ -377,7 +377,7 @@ def replicate(schedule: Schedule | Plan, replicas: int) -> Replicated:
         rank 3 |    F1 B1 F3 B3 R
 
     Args:
-        schedule: the pipeline to copy: a schedule, or a plan.
+        plan: the pipeline to copy: a schedule, or a plan.
         replicas: how many copies.
 
     Example:
@@ -394,4 +394,4 @@ def replicate(schedule: Schedule | Plan, replicas: int) -> Replicated:
         UsageError: if `replicas` is not a positive whole number.
         TypeError: if the first argument is neither a schedule nor a plan.
     """
-    return Replicated(schedule, replicas)
+    return Replicated(plan, replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import subprocess
@@ -113,3 +114,17 @@ def test_no_line_of_a_script_is_longer_than_120_columns() -> None:
         if len(line) > 120
     ]
     assert long == []
+
+
+def test_public_functions_name_and_order_their_arguments_alike():
+    order = ["plan", "cost", "memory_cap", "order", "transport", "memory"]
+    for name in pipelab.__all__:
+        function = getattr(pipelab, name)
+        if not inspect.isfunction(function):
+            continue
+        arguments = inspect.signature(function).parameters
+        shared = [each for each in arguments if each in order]
+        assert shared == sorted(shared, key=order.index), name
+        assert "memory_cap" not in arguments or arguments["memory_cap"].kind is inspect.Parameter.KEYWORD_ONLY, name
+        takes_a_plan = any("ScheduleLike" in str(each.annotation) for each in arguments.values())
+        assert not takes_a_plan or name == "compare" or next(iter(arguments)) == "plan", name

@@ -73,7 +73,7 @@ four
 # makes the step as long as it is:
 
 # %%
-path = pipelab.critical_path(four)
+path = four.critical_path
 print(" ".join(str(event.action) for event in path[:18]), "…")
 assert [str(event.action) for event in path[5:13]] == ["3B0", "2B0", "1B0", "0B0", "0F2", "1F2", "2F2", "3F2"]
 assert [str(event.action) for event in path[13:21]] == ["3B1", "2B1", "1B1", "0B1", "0F3", "1F3", "2F3", "3F3"]

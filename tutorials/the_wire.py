@@ -20,7 +20,7 @@
 # %%
 import pipelab
 
-rows = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), "at-use").rows
+rows = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), order="at-use").rows
 for rank, row in enumerate(rows):
     print(f"rank {rank} | {' '.join(row)}")
 
@@ -103,7 +103,7 @@ assert [fault.code for fault in faults] == ["transfer-deadlock"]
 
 # %%
 for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB, pipelab.Eager1F1B, pipelab.DelayedBackward):
-    late = pipelab.lower(kind(4, 8), "at-use").rows
+    late = pipelab.lower(kind(4, 8), order="at-use").rows
     time, stuck = run(late)
     assert bool(stuck) == bool(pipelab.check(kind(4, 8), order="at-use", transport="rank"))
     print(f"{kind.__name__:16} {'hangs at ' + stuck[0] if stuck else f'{time:g} units'}")
@@ -118,7 +118,7 @@ for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB, pipelab.Eager1F1B, 
 # before it computes `B0`, so that rank 0 gets rid of it.
 
 # %%
-early = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), "pytorch").rows
+early = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), order="pytorch").rows
 for rank, row in enumerate(early):
     print(f"rank {rank} | {' '.join(row)}")
 assert run(early)[1] == []
@@ -133,8 +133,8 @@ assert run(early)[1] == []
 my_second_prediction = None  # two numbers: GPipe, 1F1B
 
 # %% tags=["answer"]
-gpipe = run(pipelab.lower(pipelab.GPipe(4, 8), "pytorch").rows)
-one_f_one_b = run(pipelab.lower(pipelab.OneFOneB(4, 8), "pytorch").rows)
+gpipe = run(pipelab.lower(pipelab.GPipe(4, 8), order="pytorch").rows)
+one_f_one_b = run(pipelab.lower(pipelab.OneFOneB(4, 8), order="pytorch").rows)
 print(f"predicted {my_second_prediction}; GPipe {gpipe[0]:g}, 1F1B {one_f_one_b[0]:g}")
 assert (gpipe, one_f_one_b) == ((33, []), (45, []))
 
@@ -178,7 +178,7 @@ for transport, order in best.items():
 
 # %% [markdown]
 # `by-time` is an order of the same transfers that pipelab works out. PyTorch runs it as it is, from the file that
-# `pipelab.lower(plan, "by-time").to_csv("plan.csv")` writes.
+# `pipelab.lower(plan, order="by-time").to_csv("plan.csv")` writes.
 #
 # ## Exercise: one order for the wire
 #
@@ -204,7 +204,7 @@ def reaches_par(answer):
     """Print how far an answer is from par; return whether it reaches both pars."""
     reached = []
     for ranks, par in ((2, 27), (4, 33)):
-        given = [list(row) for row in pipelab.lower(pipelab.OneFOneB(ranks, 8), "at-use").rows]
+        given = [list(row) for row in pipelab.lower(pipelab.OneFOneB(ranks, 8), order="at-use").rows]
         mine = [list(answer(list(row))) for row in given]
         for rank, (row, before) in enumerate(zip(mine, given, strict=True)):
             if (problem := what_is_wrong(row, before)) is not None:

@@ -108,7 +108,7 @@ def _shown(subject: Any, settings: dict[str, Any]) -> dict[str, Any]:
         return _faults(subject)
     cap = settings.get("cap")
     plan = subject.plan if isinstance(subject, pipelab.Trace) else subject
-    if cap is not None and (faults := pipelab.check(plan, cap)):
+    if cap is not None and (faults := pipelab.check(plan, memory_cap=cap)):
         return _faults(faults)
     if isinstance(subject, pipelab.Trace):
         return {"content": content(subject)}

@@ -110,9 +110,9 @@ class Faults(list[Fault]):
 
 
 def check(
-    plan_or_schedule: Plan | ScheduleLike,
-    memory_cap: int | Sequence[int] | None = None,
+    plan: Plan | ScheduleLike,
     *,
+    memory_cap: int | Sequence[int] | None = None,
     order: Order = "pytorch",
     transport: Transport = "buffered",
     memory: Memory | None = None,
@@ -122,7 +122,7 @@ def check(
     `print` shows the list in words, a notebook as a picture, and `check(plan).save("why.html")` writes the picture.
 
     Args:
-        plan_or_schedule: the plan or schedule.
+        plan: the plan or schedule.
         memory_cap: how many stage activations a rank may hold at once, or how many bytes if there is a `memory`: one
             number, or one per rank.
         order: in which order each rank posts its sends and receives: see `Cost.order`.
@@ -153,7 +153,7 @@ def check(
           0SEND_F1 (rank 0) has to meet 1RECV_F1
           1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0
           0RECV_B0 comes after 0SEND_F1 on rank 0
-          try: use pipelab.lower(plan, "by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs
+          try: use pipelab.lower(plan, order="by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs
             rank 0 | F0 F1 B0 F2 B1 F3 …
                         ^^
 
@@ -164,7 +164,7 @@ def check(
     """
     require_words(order, transport)
     try:
-        plan = as_plan(plan_or_schedule)
+        plan = as_plan(plan)
     except ScheduleError as error:
         return Faults(error.faults, error.subject)
     judge = partial(_faults, memory_cap=memory_cap if memory is None else None, order=order, transport=transport)
@@ -235,22 +235,22 @@ def require_legal(plan: Plan) -> Traversal:
     raise ScheduleError(check(plan), plan.name)
 
 
-def as_plan(plan_or_schedule: Plan | ScheduleLike) -> Plan:
+def as_plan(plan: Plan | ScheduleLike) -> Plan:
     """Return a plan unchanged, and a schedule's draft.
 
     Raises:
         TypeError: if it is neither.
         ScheduleError: if the schedule cannot write a plan at all.
     """
-    if isinstance(plan_or_schedule, Plan):
-        return plan_or_schedule
-    if isinstance(plan_or_schedule, type):
-        name = plan_or_schedule.__name__
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, type):
+        name = plan.__name__
         example = f"{name}(ranks=4, microbatches=8)"
         raise TypeError(f"expected a plan or a schedule, got the class {name}: make a schedule with {example}")
-    if isinstance(plan_or_schedule, ScheduleLike):
-        return plan_or_schedule.draft()
-    raise TypeError(f"expected a plan or a schedule, got {_how_to_make(plan_or_schedule)}")
+    if isinstance(plan, ScheduleLike):
+        return plan.draft()
+    raise TypeError(f"expected a plan or a schedule, got {_how_to_make(plan)}")
 
 
 def _how_to_make(other: object) -> str:

@@ -8,7 +8,7 @@ from pipelab.plan.fault import Fault
 from pipelab.plan.order import NOTHING, Network
 from pipelab.plan.transfers import Lowering, Order, Step, Transport, inbound, lowered
 
-_HINT = 'use pipelab.lower(plan, "by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs'
+_HINT = 'use pipelab.lower(plan, order="by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs'
 _PAIR_HINT = (
     "yield the halves of one of these pairs one after the other: a pair's receives come before both of its halves, and "
     "its sends after both"

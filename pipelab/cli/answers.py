@@ -79,7 +79,7 @@ def optimum(
 ) -> None:
     """Find the quickest order of a schedule's actions, and say whether it is proven to be the quickest."""
     require_writable(save, TIMELINE)
-    best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap, seconds)
+    best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap=memory_cap, seconds=seconds)
     echo(text.timeline(best.trace))
     unit = wording.unit(best.trace)
     if best.proven:

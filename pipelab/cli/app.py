@@ -104,7 +104,7 @@ def check(
     """Find and explain every fault of a schedule. The exit code is 1 if there is one."""
     require_writable(save, FAULTS)
     subject = untimed(sizes.find(target))
-    faults = pipelab.check(subject, memory_cap, order=order, transport=transport)
+    faults = pipelab.check(subject, memory_cap=memory_cap, order=order, transport=transport)
     for path in save or []:
         wrote(faults.save(path))
     name = subject.name if isinstance(subject, Plan) else repr(subject)

@@ -12,7 +12,6 @@ from pipelab.files import write
 from pipelab.plan.actions import KINDS
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
-from pipelab.trace.waits import critical_path
 
 if TYPE_CHECKING:
     import os
@@ -54,7 +53,7 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
     import graphviz
 
     trace = simulate(plan, cost)
-    path = [event.action for event in critical_path(trace)]
+    path = [event.action for event in trace.critical_path]
     drawing = graphviz.Digraph(graphviz.escape(clean(plan.name)))
     drawing.attr(label=graphviz.escape(_caption(trace)) + "\\n ", labelloc="t", labeljust="l", fontname="Helvetica")
     drawing.attr(layout="neato", inputscale="72", splines="true", outputorder="edgesfirst")

@@ -313,7 +313,7 @@ def _of_transfers(plan: Plan, fault: Fault, faults: Faults) -> list[Drawing]:
     if "by-time" not in fault.hint or size > _MOST_ACTIONS:
         return [before]
     known = {name: cell for row in rows for cell in row for name in cell.names[:1]}
-    ordered = [[replace(known[word], state="ran") for word in row] for row in lower(plan, "by-time").rows]
+    ordered = [[replace(known[word], state="ran") for word in row] for row in lower(plan, order="by-time").rows]
     return [replace(before, hint=""), Drawing(f"try: {fault.hint}", _moved(ordered, rows), after=True)]
 
 

@@ -89,7 +89,7 @@ class Work:
         return Network(follows), [*(lag for *_, lag in edges), 0.0]
 
 
-def lower_bound(subject: Subject, cost: Cost | None = None, memory_cap: int | Sequence[int] | None = None) -> float:
+def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Sequence[int] | None = None) -> float:
     """Return a time that no order of a plan's actions on its ranks can undercut.
 
     It holds for every plan with the same actions on the same ranks, whatever their order. For each rank it adds up the
@@ -98,7 +98,7 @@ def lower_bound(subject: Subject, cost: Cost | None = None, memory_cap: int | Se
     how far a schedule is from the best order, at most. `pipelab.optimum` finds that order.
 
     Args:
-        subject: a plan or a schedule, whose order does not matter; or a trace, simulated or measured, whose actions
+        plan: a plan or a schedule, whose order does not matter; or a trace, simulated or measured, whose actions
             then take as long as they took there. Measured transfers count as free.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
         memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
@@ -121,9 +121,9 @@ def lower_bound(subject: Subject, cost: Cost | None = None, memory_cap: int | Se
         ScheduleError: if the plan has faults.
         CostError: if a trace comes with a cost, or if a list of the cost does not have one number per stage.
         UsageError: if `memory_cap` is not a positive whole number, or one per rank.
-        TypeError: if the subject is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
+        TypeError: if `plan` is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
     """
-    work = work_of(subject, cost)
+    work = work_of(plan, cost)
     caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
     jobs, (network, lags) = work.jobs, work.network(work.edges(caps))
     times = [job.time for job in jobs]

@@ -16,14 +16,14 @@ from pipelab.simulation.wire import on_the_wire
 from pipelab.trace.trace import Trace
 
 
-def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, replicas: int = 1) -> Trace:
+def simulate(plan: Plan | ScheduleLike, cost: Cost | None = None, replicas: int = 1) -> Trace:
     """Return when each action would start and end if every rank ran its row as soon as it can.
 
     Each rank runs its row in order and waits for the values that it needs. The time that this takes is linear in the
     number of actions.
 
     Args:
-        plan_or_schedule: the plan or schedule.
+        plan: the plan or schedule.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers. With
             `Cost(transport=...)`, transfers also wait for each other.
         replicas: how many copies of the pipeline share the batch, each with as many micro-batches as the plan has. All
@@ -48,7 +48,7 @@ def simulate(plan_or_schedule: Plan | ScheduleLike, cost: Cost | None = None, re
         UsageError: if `replicas` is not a positive whole number.
         TypeError: if `cost` is not a `Cost`.
     """
-    plan = as_plan(plan_or_schedule)
+    plan = as_plan(plan)
     if require_size("replicas", replicas) > 1:
         plan = _first_replica(plan, replicas)
     cost = as_cost(cost)

@@ -82,7 +82,7 @@ class Jitter:
 
 
 def jitter(
-    plan_or_schedule: Plan | ScheduleLike,
+    plan: Plan | ScheduleLike,
     cost: Cost | None = None,
     *,
     spread: float = 0.1,
@@ -97,7 +97,7 @@ def jitter(
     then comes late in some draws and not early enough in others, so the mean makespan grows.
 
     Args:
-        plan_or_schedule: the plan or schedule.
+        plan: the plan or schedule.
         cost: how long actions and transfers take undisturbed; by default forward 1, backward 2 and free transfers.
         spread: the standard deviation of an action's time, as a share of it; 0 for no noise.
         slow: by rank, how many times as long its actions take.
@@ -120,7 +120,7 @@ def jitter(
             depends on the draw.
     """
     cost = as_cost(cost)
-    plan = as_plan(plan_or_schedule)
+    plan = as_plan(plan)
     factors = [1.0] * plan.ranks
     for rank, factor in (slow or {}).items():
         number = finite(factor)

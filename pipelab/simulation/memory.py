@@ -97,7 +97,7 @@ class MemoryUse:
         return str(self.table)
 
 
-def memory_use(subject: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUse:
+def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUse:
     """Return how many bytes every rank holds over time, predicted from the bytes of its stages.
 
     The peaks depend on the order of a rank's actions only, not on how long they take. What an operation needs while it
@@ -105,7 +105,7 @@ def memory_use(subject: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUs
     share, as at the turn of a V, counts twice.
 
     Args:
-        subject: a trace, simulated or measured; or a plan or schedule, which is simulated first.
+        plan: a trace, simulated or measured; or a plan or schedule, which is simulated first.
         memory: the bytes of each stage.
 
     Example:
@@ -125,7 +125,7 @@ def memory_use(subject: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUs
         CostError: if a list of the sizes does not have one number per stage.
         ScheduleError: if a plan has faults.
     """
-    trace = subject if isinstance(subject, Trace) else simulate(subject)
+    trace = plan if isinstance(plan, Trace) else simulate(plan)
     return MemoryUse(trace, tuple(_curve(trace, rank, memory) for rank in range(trace.ranks)))
 
 

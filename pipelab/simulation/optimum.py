@@ -69,8 +69,9 @@ class Optimum:
 
 
 def optimum(
-    plan_or_schedule: Plan | ScheduleLike,
+    plan: Plan | ScheduleLike,
     cost: Cost | None = None,
+    *,
     memory_cap: int | Sequence[int] | None = None,
     seconds: float = 10.0,
 ) -> Optimum:
@@ -86,7 +87,7 @@ def optimum(
     The solver is OR-tools, an extra: `pip install ortools`, or `pip install -e ".[optimum]"` in pipelab's folder.
 
     Args:
-        plan_or_schedule: the plan or schedule. Overlapped pairs may be taken apart, unless the cost has a `pair`.
+        plan: the plan or schedule. Overlapped pairs may be taken apart, unless the cost has a `pair`.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
         memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
             number.
@@ -116,9 +117,9 @@ def optimum(
     """
     if not (isinstance(seconds, (int, float)) and 0 < seconds < float("inf")):
         raise UsageError(f"seconds={seconds!r}: expected how long the solver may take, a positive number")
-    work = work_of(plan_or_schedule, cost)
+    work = work_of(plan, cost)
     caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
-    bound = lower_bound(work.plan, cost, memory_cap)
+    bound = lower_bound(work.plan, cost, memory_cap=memory_cap)
     best: Trace | None = None
     for guess in _guesses(work, caps, cost):
         best = guess if best is None or guess.makespan < best.makespan else best

@@ -161,20 +161,20 @@ def _lookahead(given: Lookahead, ranks: int) -> Sequence[int]:
 
 
 def lower(
-    plan_or_schedule: Plan | ScheduleLike,
-    order: Order | None = None,
-    *,
-    transport: Transport | None = None,
+    plan: Plan | ScheduleLike,
     cost: Cost | None = None,
+    *,
+    order: Order | None = None,
+    transport: Transport | None = None,
 ) -> LoweredPlan:
     """Return a plan with its sends and receives, in the order that PyTorch gives them or in another one.
 
     Args:
-        plan_or_schedule: the plan or schedule.
+        plan: the plan or schedule.
+        cost: how long actions and transfers take, for `"by-time"`; by default forward 1, backward 2, free transfers.
         order: where sends and receives are: see `Cost.order`. By default the cost's, which is PyTorch's by default.
         transport: for which transport `"by-time"` is to be quick: see `Cost.transport`. By default the cost's; where
             nothing queues, one queue for each rank.
-        cost: how long actions and transfers take, for `"by-time"`; by default forward 1, backward 2, free transfers.
 
     Example:
         >>> import pipelab
@@ -196,7 +196,7 @@ def lower(
         CostError: if `order` or `transport` is none of the words.
         TypeError: if `cost` is not a `Cost`.
     """
-    plan, cost = as_plan(plan_or_schedule), as_cost(cost, order, transport)
+    plan, cost = as_plan(plan), as_cost(cost, order, transport)
     require_legal(plan)
     _refuse(plan, "by-time", "rank")  # a deadlock of transfers can be lowered, to be looked at
     low = _lowering(plan, cost)

@@ -20,7 +20,7 @@ from pipelab.trace.kineto import is_profile
 from pipelab.trace.ledger import Idle, Ledger, idle_times
 from pipelab.trace.profiles import read_profiles
 from pipelab.trace.reading import FORMAT, VERSION, found_files, read, read_json
-from pipelab.trace.waits import crossings, waits
+from pipelab.trace.waits import critical_path, crossings, waits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -216,6 +216,22 @@ class Trace:
             {'fill': 2.0, 'dependency': 3.0, 'drain': 4.0}
         """
         return Ledger.of(self)
+
+    @cached_property
+    def critical_path(self) -> tuple[Event, ...]:
+        """The chain of actions that determines the makespan, first to last.
+
+        From the last action, each step back goes to what the action waited for longest: the action before it on its
+        rank, or the giver of a value that it needs, with its transfer. If both were ready at once, it goes to the
+        former. If the transfer stood behind another one, the step goes to the giver of that one.
+
+        Example:
+            >>> import pipelab
+            >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))
+            >>> [event.action for event in trace.critical_path]
+            [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
+        """
+        return critical_path(self)
 
     def why(self, rank: int, at: float, lines: int = 5) -> str:
         """Return why a rank is idle at a time, followed back to its root; or what it is running, and why not earlier.

@@ -75,18 +75,7 @@ def waits(trace: Trace) -> list[list[Wait | None]]:
 
 
 def critical_path(trace: Trace) -> tuple[Event, ...]:
-    """Return the chain of actions that determines the makespan, first to last.
-
-    From the last action, each step back goes to what the action waited for longest: the action before it on its rank,
-    or the giver of a value that it needs, with its transfer. If both were ready at once, it goes to the former. If the
-    transfer stood behind another one, the step goes to the giver of that one.
-
-    Example:
-        >>> import pipelab
-        >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))
-        >>> [event.action for event in critical_path(trace)]
-        [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
-    """
+    """Return the chain of actions that determines the makespan: see `Trace.critical_path`."""
     bound, found = trace.plan.bound, Waits(trace)
     where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
     path: list[Event] = []

@@ -21,7 +21,8 @@ def test_the_cycle_through_sends_and_receives_is_explained_step_by_step():
         "  0SEND_F1 (rank 0) has to meet 1RECV_F1\n"
         "  1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0\n"
         "  0RECV_B0 comes after 0SEND_F1 on rank 0\n"
-        '  try: use pipelab.lower(plan, "by-time"): it cannot hang, and its to_csv writes a file that PyTorch runs\n'
+        '  try: use pipelab.lower(plan, order="by-time"): it cannot hang, and its to_csv writes a file that '
+        "PyTorch runs\n"
         "    rank 0 | 0F0 0F1 0B0 0B1\n"
         "                 ^^^"
     )
@@ -49,7 +50,7 @@ def test_other_faults_come_first_and_a_memory_cap_beside():
     broken = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1")
     wire = {"order": "at-use", "transport": "rank"}
     assert [fault.code for fault in check(broken, **wire)] == ["missing"]
-    assert [fault.code for fault in check(HANGS, 1, **wire)] == ["transfer-deadlock", "memory-cap"]
+    assert [fault.code for fault in check(HANGS, memory_cap=1, **wire)] == ["transfer-deadlock", "memory-cap"]
 
 
 def test_replicas_hang_each_for_itself():
@@ -69,7 +70,7 @@ def test_a_pair_that_needs_what_comes_of_its_own_output_hangs_on_every_wire():
         assert fault.message.endswith("1F0, which needs (0F0;0B0)OVERLAP_F_B")
         assert "halves" in fault.hint
     with pytest.raises(ScheduleError):
-        lower(plan, "at-use")
+        lower(plan, order="at-use")
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
@@ -109,7 +110,7 @@ def test_on_gloo_blocking_sends_hang_there_and_posted_ones_nowhere():
     with processes("gloo_rows.py") as real:
         for order in ("pytorch", "at-use"):
             for how, transport in ON_GLOO.items():
-                hangs = on_gloo(real, lower(plan, order).rows, how) is None
+                hangs = on_gloo(real, lower(plan, order=order).rows, how) is None
                 assert hangs is bool(check(plan, order=order, transport=transport)), (order, how)
 
 

@@ -102,7 +102,7 @@ def test_the_best_order_is_shown_saved_and_said_to_be_proven(pipelab_command, fo
     assert code == 0
     assert "makespan 39 units" in output
     assert "proven" in output
-    assert pipelab.check(pipelab.Plan.from_csv("best.csv"), 3) == []
+    assert pipelab.check(pipelab.Plan.from_csv("best.csv"), memory_cap=3) == []
     assert pipelab.Trace.load("best.json").makespan == 39
     code, _, error = pipelab_command("optimum", "zbv", "--memory-cap", "1")
     assert code == 1

@@ -59,8 +59,8 @@ def test_every_row_is_pytorchs(name, options, order):
                 rows = theirs(kind, plan, **theirs_too)
             except ValueError:  # no order of waits keeps to the number of sends
                 with pytest.raises(UsageError):
-                    lower(plan, order).for_runtime(**given)
+                    lower(plan, order=order).for_runtime(**given)
                 continue
-            assert lower(plan, order).for_runtime(**given) == rows, f"{kind}: {plan.name}, {theirs_too}"
+            assert lower(plan, order=order).for_runtime(**given) == rows, f"{kind}: {plan.name}, {theirs_too}"
             compared += 1
     assert compared or options.get("max_outstanding_sends") == 1

@@ -102,7 +102,7 @@ def test_a_schedule_that_pytorch_cannot_run_is_shown_with_the_reason_and_no_figu
 def test_a_receive_elsewhere_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     def deferred(rows, ranks_of_stages):
         plan = Plan(rows, stages=len(ranks_of_stages))
-        return [list(row) for row in lower(plan, "at-use").rows]
+        return [list(row) for row in lower(plan, order="at-use").rows]
 
     monkeypatch.setattr(native, "add_send_recv", deferred)
     report = conformance(["1f1b"], Grid(ranks=(2,), microbatches=(4,)))

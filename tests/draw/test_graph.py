@@ -52,12 +52,12 @@ def test_data_edges_carry_their_value_and_order_edges_are_dashed(plan):
 def test_the_critical_path_is_bold_and_nothing_else(plan):
     drawn = edges(graph.dot(plan))
     bold = {edge for edge, look in drawn.items() if "penwidth=3" in look}
-    path = [str(event.action) for event in pipelab.critical_path(pipelab.simulate(plan))]
+    path = [str(event.action) for event in pipelab.simulate(plan).critical_path]
     assert bold == set(itertools.pairwise(path))
 
 
 def test_the_cost_decides_the_critical_path(plan):
-    path = [event.action for event in pipelab.critical_path(pipelab.simulate(plan, Cost(forward=[9, 1], backward=1)))]
+    path = [event.action for event in pipelab.simulate(plan, Cost(forward=[9, 1], backward=1)).critical_path]
     bold = {
         edge for edge, look in edges(graph.dot(plan, Cost(forward=[9, 1], backward=1))).items() if "penwidth=3" in look
     }

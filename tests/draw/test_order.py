@@ -168,7 +168,7 @@ def test_a_mistake_is_drawn_beside_what_was_meant():
 def test_the_order_by_time_is_the_second_picture_of_transfers():
     before, after = drawings(check(pipelab.OneFOneB(2, 4), order="at-use", transport="rank"))
     assert [[cell.names[0] for cell in row] for row in after.rows] == [
-        list(row) for row in pipelab.lower(pipelab.OneFOneB(2, 4), "by-time").rows
+        list(row) for row in pipelab.lower(pipelab.OneFOneB(2, 4), order="by-time").rows
     ]
     assert {cell.label for _, cell in cells(before) if cell.state == "blocked"} == {
         "0SEND_F1",

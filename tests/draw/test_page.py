@@ -279,7 +279,7 @@ def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opene
     held = tab.evaluate("models[0].lanes.map((_, rank) => Math.max(...models[0].memory(rank).map(each => each[1])))")
     assert tuple(held) == trace.peak_activations
     path = tab.evaluate("[...models[0].critical].map(at => models[0].name(at))")
-    assert path == [str(event.action) for event in pipelab.critical_path(trace)]
+    assert path == [str(event.action) for event in trace.critical_path]
     slack = tab.evaluate("[...models[0].slack]")
     assert [slack[names.index(name)] for name in path if "R" not in name] == pytest.approx(
         [0] * len([n for n in path if "R" not in n]), abs=1e-5

@@ -122,7 +122,7 @@ def fuzz_gloo(number: int) -> str | None:
     order = Random(number).choice(WIRES)["order"]
     if plan.bound.pairs:
         return None
-    rows, wrong = lower(plan, order).rows, []
+    rows, wrong = lower(plan, order=order).rows, []
     with processes("gloo_rows.py") as real:
         for how, transport in ON_GLOO.items():
             if how == "blocking" and plan.bound.reduces:

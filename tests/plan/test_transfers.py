@@ -50,7 +50,7 @@ def test_a_pair_receives_before_both_halves_and_sends_after_both():
 @pytest.mark.parametrize("order", ["pytorch", "at-use", "deferred", "by-time"])
 def test_every_lowered_row_has_its_plans_actions_and_each_transfer_twice(name, order):
     plan = near(name, 3, 5)
-    found = lower(plan, order)
+    found = lower(plan, order=order)
     low = lowered(plan.bound, found.order, found.values)
     assert [[code for word, item in row if word == "run" for code in item] for row in low.rows] == plan.bound.rows
     both = sorted(value for values in Wire(low, "rank").queues.values() for value in values)
@@ -124,7 +124,7 @@ def test_no_rank_has_more_sends_under_way_than_it_may(name, most):
 def test_rows_with_few_sends_under_way_run_to_their_end_through_all_reduces(seed, order):
     plan = legal_plan(seed)
     try:
-        rows = lower(plan, order).for_runtime("2.15", max_outstanding_sends=1)
+        rows = lower(plan, order=order).for_runtime("2.15", max_outstanding_sends=1)
     except UsageError:  # no order of waits keeps to it
         return
     at, done = [0] * len(rows), set()

@@ -53,7 +53,8 @@ def test_no_random_plan_of_the_same_actions_is_below_the_bound(case, data, rando
         assert at_most(bound, trace.makespan)
         assert lower_bound(plan, cost) == pytest.approx(bound)
         assert lower_bound(trace) == pytest.approx(bound)
-        assert at_most(lower_bound(plan, cost, [max(1, peak) for peak in trace.peak_activations]), trace.makespan)
+        peaks = [max(1, peak) for peak in trace.peak_activations]
+        assert at_most(lower_bound(plan, cost, memory_cap=peaks), trace.makespan)
 
 
 @given(legal_cases(), st.data(), costs())
@@ -65,7 +66,7 @@ def test_no_plan_with_pairs_in_one_slot_is_below_the_bound(case, data, pair):
         assume(False)
     peaks = [max(1, peak) for peak in trace.peak_activations]
     assert at_most(lower_bound(case.plan, cost), trace.makespan)
-    assert at_most(lower_bound(case.plan, cost, peaks), trace.makespan)
+    assert at_most(lower_bound(case.plan, cost, memory_cap=peaks), trace.makespan)
     assert at_most(lower_bound(trace, memory_cap=peaks), trace.makespan)
 
 
@@ -75,18 +76,18 @@ def test_no_schedule_and_no_order_of_its_actions_is_below_the_bound(plan, data, 
     bound = lower_bound(plan, cost)
     trace = simulate(plan, cost)
     assert at_most(bound, trace.makespan)
-    assert at_most(lower_bound(plan, cost, trace.peak_activations), trace.makespan)
+    assert at_most(lower_bound(plan, cost, memory_cap=trace.peak_activations), trace.makespan)
     if plan.stages * plan.microbatches <= 24:
         other = simulate(reordered(plan, random), cost)
         assert at_most(bound, other.makespan)
-        assert at_most(lower_bound(plan, cost, other.peak_activations), other.makespan)
+        assert at_most(lower_bound(plan, cost, memory_cap=other.peak_activations), other.makespan)
 
 
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 8), st.booleans(), st.sampled_from([0, 0.5, 3]))
 def test_no_order_of_a_greedy_policy_is_below_the_bound_of_its_memory_cap(ranks, count, cap, split, latency):
     cost = Cost(latency=latency)
     plan = pipelab.Greedy(ranks, count, memory_cap=cap, cost=cost, split=split).plan()
-    assert at_most(lower_bound(plan, cost, cap), simulate(plan, cost).makespan)
+    assert at_most(lower_bound(plan, cost, memory_cap=cap), simulate(plan, cost).makespan)
 
 
 @pytest.mark.parametrize("name", sorted(set(schedules) - {"naive", "delayed"}))
@@ -108,7 +109,7 @@ def test_the_bound_is_exact_for_the_catalogues_schedules_without_latency(name):
     ],
 )
 def test_the_bound_of_known_optima(schedule, cost, cap, bound):
-    assert lower_bound(schedule, cost, cap) == bound
+    assert lower_bound(schedule, cost, memory_cap=cap) == bound
 
 
 def test_a_lower_cap_never_lowers_the_bound():

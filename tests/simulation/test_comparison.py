@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from strategies import catalogue_plans, costs, legal_cases, reduced
 
 import pipelab
-from pipelab import Cost, F, Pair, Plan, ScheduleError, Trace, compare, critical_path, simulate
+from pipelab import Cost, F, Pair, Plan, ScheduleError, Trace, compare, simulate
 from pipelab.errors import CostError, UsageError
 
 # The critical path
 
 
 def assert_hangs_together(trace):
-    path = critical_path(trace)
+    path = trace.critical_path
     assert path[0].start == trace.start
     assert path[-1].end == trace.end
     ends = {(transfer.giver, transfer.needer): transfer.end for transfer in trace.transfers}
@@ -60,14 +60,14 @@ def test_the_critical_path_of_every_schedule_is_one_chain(plan, forward, backwar
 
 def test_the_critical_path_of_naive_is_everything():
     trace = simulate(pipelab.Naive(3, 2))
-    assert len(critical_path(trace)) == len(trace.events)
+    assert len(trace.critical_path) == len(trace.events)
 
 
 def test_a_pairs_slot_hangs_on_whichever_half_came_last():
     plan = Plan([[F(0, 0), F(1, 0) & pipelab.B(0, 0), pipelab.B(1, 0)],
                  [F(0, 1), pipelab.B(0, 1), F(1, 1), pipelab.B(1, 1)]])  # fmt: skip
     trace = simulate(plan, Cost(forward=1, backward=2, pair=3))
-    path = critical_path(trace)
+    path = trace.critical_path
     assert [str(event.action) for event in path][:3] == ["0F0", "1F0", "1B0"]
     assert path[3].start == 4
 
@@ -80,7 +80,7 @@ def test_forwards_that_take_no_time_make_no_slots_of_their_pairs(backward):
 
 
 def test_an_empty_trace_hangs_on_nothing():
-    assert critical_path(Trace(Plan([[]], 1, 1), [[]], [[]])) == ()
+    assert Trace(Plan([[]], 1, 1), [[]], [[]]).critical_path == ()
 
 
 # Comparing

@@ -30,7 +30,7 @@ def by_brute_force(plan, cost, cap=None):
     best = inf
     for rows in product(*(permutations(row) for row in plan.rows)):
         other = Plan(rows, plan.stages, plan.microbatches, plan.place)
-        if not check(other, cap):
+        if not check(other, memory_cap=cap):
             best = min(best, simulate(other, cost).makespan)
     return best
 
@@ -47,9 +47,9 @@ def by_brute_force(plan, cost, cap=None):
     ],
 )
 def test_the_known_optima_come_out_proven(schedule, cost, cap, makespan):
-    best = optimum(schedule, cost, cap, seconds=60)
+    best = optimum(schedule, cost, memory_cap=cap, seconds=60)
     assert (best.makespan, best.bound, best.proven, best.gap) == (makespan, makespan, True, 0)
-    assert check(best.plan, cap) == []
+    assert check(best.plan, memory_cap=cap) == []
     assert simulate(best.plan, cost).makespan == makespan
 
 
@@ -67,7 +67,7 @@ def test_the_known_optima_come_out_proven(schedule, cost, cap, makespan):
 @pytest.mark.parametrize("cost", [Cost(), Cost(forward=3, backward=1, latency=2), Cost(weight_grad=3, latency=0.5)])
 def test_the_optimum_is_what_brute_force_finds(schedule, cap, cost):
     plan = schedule.plan()
-    best = optimum(plan, cost, cap)
+    best = optimum(plan, cost, memory_cap=cap)
     assert best.proven
     assert best.makespan == by_brute_force(plan, cost, cap)
 
@@ -82,8 +82,8 @@ def test_the_optimum_of_a_random_plan_is_legal_and_no_slower(case, data):
     cost = Cost(**times, all_reduce=reduce, latency=data.draw(st.sampled_from([0, 0.5])), per="stage")
     trace = simulate(plan, cost)
     peaks = [max(1, peak) for peak in trace.peak_activations]
-    best = optimum(plan, cost, peaks, seconds=5)
-    assert check(best.plan, peaks) == []
+    best = optimum(plan, cost, memory_cap=peaks, seconds=5)
+    assert check(best.plan, memory_cap=peaks) == []
     assert sorted(map(str, best.plan.graph())) == sorted(map(str, plan.graph()))
     assert best.bound <= best.makespan <= trace.makespan
     assert best.makespan == simulate(best.plan, cost).makespan
@@ -107,8 +107,8 @@ def test_an_interrupt_ends_the_search_and_ctrl_c_stays_python_s():
 
 def test_with_no_time_the_result_is_legal_and_says_what_is_not_proven():
     cost = Cost(forward=[1, 1.5, 1, 2], backward=[2, 1.5, 3, 2], latency=0.25)
-    best = optimum(pipelab.ZBH1(4, 12), cost, 3, seconds=1e-3)
-    assert check(best.plan, 3) == []
+    best = optimum(pipelab.ZBH1(4, 12), cost, memory_cap=3, seconds=1e-3)
+    assert check(best.plan, memory_cap=3) == []
     assert not best.proven
     assert best.bound < best.makespan
     assert best.gap == best.makespan / best.bound - 1
@@ -117,20 +117,20 @@ def test_with_no_time_the_result_is_legal_and_says_what_is_not_proven():
 
 def test_times_that_share_no_small_unit_are_rounded_down_and_still_proven():
     cost = Cost(forward=1.2345678, backward=2.3456789, latency=0.1234567)
-    best = optimum(pipelab.OneFOneB(3, 5), cost, [3, 2, 1], seconds=60)
+    best = optimum(pipelab.OneFOneB(3, 5), cost, memory_cap=[3, 2, 1], seconds=60)
     assert best.proven
     assert best.bound <= best.makespan <= best.bound + 1e-4
 
 
 def test_actions_without_length_keep_their_order():
     cost = Cost(first_stage="as-run", weight_grad=0, input_grad=2, latency=0.5)
-    best = optimum(pipelab.ZBH1(3, 4), cost, 3)
-    assert check(best.plan, 3) == []
+    best = optimum(pipelab.ZBH1(3, 4), cost, memory_cap=3)
+    assert check(best.plan, memory_cap=3) == []
 
 
 def test_replicas_all_reduces_and_pairs_are_part_of_the_order():
-    best = optimum(pipelab.replicate(pipelab.GPipe(2, 3), 2), Cost(all_reduce=2), 3)
-    assert check(best.plan, 3) == []
+    best = optimum(pipelab.replicate(pipelab.GPipe(2, 3), 2), Cost(all_reduce=2), memory_cap=3)
+    assert check(best.plan, memory_cap=3) == []
     assert sum(item.kind == "R" for row in best.plan.rows for item in row) == 4
     best = optimum(pipelab.DualPipe(2, 4), Cost(pair=2.5))
     assert any(isinstance(item, pipelab.Pair) for row in best.plan.rows for item in row)
@@ -140,7 +140,7 @@ def test_replicas_all_reduces_and_pairs_are_part_of_the_order():
 def test_a_cap_that_no_order_keeps_is_refused_with_the_least_that_one_does():
     with pytest.raises(UsageError, match=r"memory_cap=1 on rank 0.* 2 activations[\s\S]*at least 2"):
         optimum(pipelab.Interleaved1F1B(3, 4), memory_cap=1)
-    assert check(optimum(pipelab.Interleaved1F1B(3, 4), memory_cap=2, seconds=1).plan, 2) == []
+    assert check(optimum(pipelab.Interleaved1F1B(3, 4), memory_cap=2, seconds=1).plan, memory_cap=2) == []
 
 
 @pytest.mark.parametrize("seconds", [0, -1, inf, float("nan"), "10", None])
@@ -153,7 +153,7 @@ def test_other_bad_input_is_refused():
     with pytest.raises(ScheduleError):
         optimum(Plan.parse("0F0; 1B0"))
     with pytest.raises(CostError, match="forwards must take time"):
-        optimum(pipelab.ZBH1(4, 8), Cost(forward=[0, 1, 1, 1], latency=0.5), 3)
+        optimum(pipelab.ZBH1(4, 8), Cost(forward=[0, 1, 1, 1], latency=0.5), memory_cap=3)
     with pytest.raises(TypeError, match="expected a plan or a schedule"):
         optimum("1f1b")
 

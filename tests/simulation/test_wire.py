@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from strategies import WIRES, costs, legal_cases, near
 
 import pipelab
-from pipelab import Cost, F, Plan, ScheduleError, Trace, check, compare, critical_path, lower, schedules, simulate
+from pipelab import Cost, F, Plan, ScheduleError, Trace, check, compare, lower, schedules, simulate
 from pipelab.checking.transfers import Wire
 from pipelab.draw import wording
 from pipelab.errors import CostError
@@ -183,7 +183,7 @@ def test_time_behind_another_transfer_is_idle_time_of_its_own():
 
 def test_the_critical_path_goes_through_the_transfer_in_front():
     plan = schedules["interleaved-1f1b"](4, 8).plan()
-    path = critical_path(simulate(plan, Cost(transport="rank")))
+    path = simulate(plan, Cost(transport="rank")).critical_path
     idle = sum(after.start - before.end for before, after in pairwise(path))
     assert idle == pytest.approx(0)
     assert path[0].start == 0
@@ -212,12 +212,12 @@ def test_transfers_that_stand_behind_each_other_in_a_file_end():
     one, other = [*one[:5], 50, 40, *other[2:4]], [*other[:5], 50, 40, *one[2:4]]
     data["transfers"][:2] = [one, other]
     trace = Trace.from_dict(data)
-    assert critical_path(trace)
+    assert trace.critical_path
     assert len(trace.queued) == 2
 
 
 def test_lowered_rows_are_written_for_pytorch_with_its_words(tmp_path):
-    low = lower(schedules["1f1b"](2, 2), "at-use")
+    low = lower(schedules["1f1b"](2, 2), order="at-use")
     path = low.to_csv(tmp_path / "plan.csv", "2.13")
     assert path.read_text().splitlines()[1] == ",".join(low.for_runtime("2.13")[1])
     assert low.for_runtime("2.13")[1][:3] == ("1UNSHARD", "1RECV_F0", "1F0")
@@ -231,7 +231,7 @@ def test_pytorchs_runtime_reads_the_file_and_runs_its_actions_in_the_plans_order
     from pipelab.conformance import native, recording
 
     plan = schedules["zbv"](2, 4).plan()
-    path = lower(plan, order, cost=Cost(latency=0.1)).to_csv(tmp_path / "plan.csv")
+    path = lower(plan, order=order, cost=Cost(latency=0.1)).to_csv(tmp_path / "plan.csv")
     for rank in range(2):
         record = []
         stages = [[0, 3], [1, 2]]
@@ -257,7 +257,7 @@ def test_unknown_transfers_are_refused(wrong):
         Cost(transport=wrong)
     if wrong is not None:
         with pytest.raises(CostError, match="by-time"):
-            lower(schedules["1f1b"](2, 4), wrong)
+            lower(schedules["1f1b"](2, 4), order=wrong)
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"

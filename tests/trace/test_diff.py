@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from strategies import catalogue_plans, costs, legal_cases
 
 import pipelab
-from pipelab import B, Cost, F, Plan, Trace, Transfer
+from pipelab import B, Cost, F, Plan, Trace
+from pipelab.trace.events import Transfer
 from pipelab.trace.replay import Order, listed, passed
 
 

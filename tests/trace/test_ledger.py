@@ -12,6 +12,7 @@ from strategies import EVERY_SCHEDULE, costs, legal_cases
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R
+from pipelab.trace.events import Transfer
 from pipelab.trace.ledger import REASONS
 
 
@@ -65,8 +66,8 @@ def test_a_transfer_is_told_from_what_is_not_computed():
 
 def test_a_transfer_that_waits_for_another_is_a_reason_of_its_own():
     plan = Plan([[F(0, 0), B(0, 0)], [F(0, 1), B(0, 1)]], stages=2, microbatches=1)
-    behind = pipelab.Transfer(1, 0, B(0, 1), B(0, 0), 5.0, 6.0)
-    there = pipelab.Transfer(0, 1, F(0, 0), F(0, 1), 1.0, 1.0)
+    behind = Transfer(1, 0, B(0, 1), B(0, 0), 5.0, 6.0)
+    there = Transfer(0, 1, F(0, 0), F(0, 1), 1.0, 1.0)
     trace = pipelab.Trace(plan, [[0, 6], [1, 2]], [[1, 8], [2, 4]], transfers=[there, behind])
     assert trace.ledger[0] == {"dependency": 3.0, "behind another transfer": 1.0, "transfer": 1.0}
     assert "stands behind another" in trace.why(0, 4.5)

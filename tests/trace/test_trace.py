@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from strategies import catalogue_plans, costs, legal_cases
 
 import pipelab
-from pipelab import B, Cost, F, Plan, R, Trace, Transfer, simulate
+from pipelab import B, Cost, F, Plan, R, Trace, simulate
 from pipelab.errors import FormatError
+from pipelab.trace.events import Transfer
 
 ROWS = Plan.parse(["0F0 0B0", "1F0 1B0"])
 

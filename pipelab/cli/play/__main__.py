@@ -42,7 +42,7 @@ def drawn(asked: dict[str, str]) -> str:
     except ValueError as error:
         raise UsageError(f"a size or a time is not a number: {error}") from error
     subject = untimed(Sizes(**whole, sets=sets).find(asked["schedule"]))
-    if cap is not None and (faults := check(subject, cap)):
+    if cap is not None and (faults := check(subject, memory_cap=cap)):
         raise ScheduleError(faults, subject.name if isinstance(subject, Plan) else repr(subject))
     return page(simulate(subject, Times(**times, costs=costs).cost()))
 

@@ -23,7 +23,7 @@ from pipelab.errors import clean
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.ledger import MEANINGS, REASONS
-from pipelab.trace.waits import Waits, critical_path, half, waits
+from pipelab.trace.waits import Waits, half, waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -325,4 +325,4 @@ def _places(trace: Trace) -> list[tuple[int, int]]:
     """Return rank and index of every action on the critical path."""
     code = trace.plan.bound.codes.code
     where = [trace.plan.bound.index_of(rank) for rank in range(trace.ranks)]
-    return [(event.rank, where[event.rank][code(event.action)]) for event in critical_path(trace)]
+    return [(event.rank, where[event.rank][code(event.action)]) for event in trace.critical_path]

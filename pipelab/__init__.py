@@ -88,8 +88,7 @@ from pipelab.trace.diff import Diff, diff
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from pipelab.engine.collectives.hooks import codec_hook
-    from pipelab.engine.collectives.ring import ring_all_reduce
+    from pipelab.engine.collectives.ring import codec_hook, ring_all_reduce
     from pipelab.engine.device.devices import devices
     from pipelab.engine.emulation import emulated
     from pipelab.engine.model.split import split
@@ -173,7 +172,7 @@ __all__ = [
 _TORCH_HALF = {
     "Pipeline": "pipelab.engine.pipeline",
     "Step": "pipelab.engine.step",
-    "codec_hook": "pipelab.engine.collectives.hooks",
+    "codec_hook": "pipelab.engine.collectives.ring",
     "devices": "pipelab.engine.device.devices",
     "diagnose": "pipelab.engine.verify.diagnose",
     "emulated": "pipelab.engine.emulation",

@@ -208,10 +208,10 @@ def test_exactly_the_display_methods_import_what_is_above_them():
 def test_the_rule_sees_an_upward_import_a_sideways_one_and_one_inside_a_function():
     assert points_up(Import("pipelab.plan.plan", "pipelab.checking.checker", ""))
     assert points_up(Import("pipelab.draw.text", "pipelab.engine.pipeline", ""))
-    assert points_up(Import("pipelab.engine.threads.engine", "pipelab.draw", ""))
+    assert points_up(Import("pipelab.engine.threads", "pipelab.draw", ""))
     assert points_up(Import("pipelab.engine.device.clocks", "pipelab.engine.stage.stage", "code"))
     assert points_up(Import("pipelab.simulation.clock", "pipelab", ""))
-    assert not points_up(Import("pipelab.engine.threads.engine", "pipelab.engine.stage.stage", ""))
+    assert not points_up(Import("pipelab.engine.threads", "pipelab.engine.stage.stage", ""))
     assert not points_up(Import("pipelab.cli.app", "pipelab.catalogue", ""))
 
 

@@ -6,8 +6,8 @@
 - `step`: one step of the ranks in this process, how an action runs, and the step's result
 - `worker`: the threads in which both engines compute, and the loop in which a caller waits
 - `stage`: one stage, forward and backward: shared by both engines
-- `threads`: one worker thread per rank, in one process
-- `torchrun`: one process per rank, on PyTorch's pipelining runtime
+- `threads`: the engine with one worker thread per rank, in one process; its instructions and its all-reduce
+- `torchrun`: the engine with one process per rank, on PyTorch's pipelining runtime
 - `collectives`: the ring all-reduce, and codecs for its messages
 - `model`: the model cut into stages
 - `device`: which device a rank runs on, and its clock

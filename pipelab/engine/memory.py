@@ -22,7 +22,7 @@ from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.split_backward import Branch
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Step
-from pipelab.engine.threads.engine import ThreadsEngine
+from pipelab.engine.threads import ThreadsEngine
 from pipelab.engine.verify.reference import restored
 from pipelab.errors import UsageError
 from pipelab.plan.actions import Action
@@ -79,10 +79,7 @@ def step_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer
 class _Watch:
     """Looks at what each rank holds before its first action, and after every action.
 
-    Args:
-        engine: whose ranks.
-        batch: its memory is the caller's, and does not count.
-        optimizer: whose state counts.
+    The memory of the batch is the caller's, and does not count.
 
     Attributes:
         seen: for each rank, the actions, and the bytes in the order of `Held`.

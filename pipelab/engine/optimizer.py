@@ -95,7 +95,6 @@ def load_optimizer_state(
 def _parameters(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> Iterator[tuple[int, nn.Parameter]]:
-    """Yield every parameter with the number of its group."""
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:

@@ -26,7 +26,7 @@ from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss, warn_of_ignored
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.step import Step, StepState
-from pipelab.engine.threads.engine import ThreadsEngine
+from pipelab.engine.threads import ThreadsEngine
 from pipelab.engine.torchrun.start import start
 from pipelab.engine.verify.verify import Verification, verify
 from pipelab.errors import BatchError, UsageError, require_size

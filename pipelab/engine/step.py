@@ -121,11 +121,7 @@ def run_action(
 def describe(plan: Plan, rank: RankState, line: str = "", absent: Collection[int] = ()) -> str:
     """Return what a rank is doing, or waiting for, as in "rank 0 was running 1F0 (stage 1, position 0)".
 
-    Args:
-        plan: the plan.
-        rank: how far the rank is.
-        line: the line that its thread runs, if known.
-        absent: for an all-reduce, the ranks that have not reached it.
+    `line` is the line that its thread runs, if known; `absent` are the ranks that have not reached an all-reduce.
     """
     if rank.position >= len(rank.actions):
         return "is done"
@@ -230,7 +226,6 @@ def _batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
 def _refuse_nan(
     rank: int, action: Action, stage: Stage, made: Any, loss: torch.Tensor | None, *, had_nan: bool
 ) -> None:
-    """Refuse NaN or infinity in the output, the loss or the gradients of an action; name the first."""
     if action.traits.forward:
         looked_at = [("output", made), ("loss", loss if stage.is_last else None)]
     else:

@@ -21,7 +21,7 @@ from torch import nn
 
 import pipelab
 from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, ScheduleError, schedules
-from pipelab.engine.threads import engine
+from pipelab.engine import threads
 from pipelab.errors import (
     BatchError,
     EngineError,
@@ -420,7 +420,7 @@ def test_without_the_watch_a_nan_passes_as_in_plain_training():
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    monkeypatch.setattr(engine, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(threads, "_GRACE_SECONDS", 1.0)
 
 
 class Hang:
@@ -454,9 +454,9 @@ def test_a_stage_that_never_returns_is_told_with_who_waits_for_whom(short_grace)
 
 def test_a_stage_that_hangs_is_given_up_soon_after_the_timeout(monkeypatch):
     waited = []
-    halt = engine.ThreadsEngine._halt
+    halt = threads.ThreadsEngine._halt
     monkeypatch.setattr(
-        engine.ThreadsEngine,
+        threads.ThreadsEngine,
         "_halt",
         lambda self, step, running, grace: waited.append(grace) or halt(self, step, running, grace),
     )

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import pipelab
-from pipelab.engine.threads import engine
+from pipelab.engine import threads
 from pipelab.engine.worker import Worker
 
 
@@ -34,7 +34,7 @@ def test_an_interrupt_while_the_workers_start_leaves_no_thread(monkeypatch, at):
                 raise KeyboardInterrupt
 
     before = ranks()
-    monkeypatch.setattr(engine, "Worker", Interrupted)
+    monkeypatch.setattr(threads, "Worker", Interrupted)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     with pytest.raises(KeyboardInterrupt) as interrupt:
         pipelab.Pipeline(model, pipelab.GPipe(4, 2), nn.MSELoss(), devices=["cpu"] * 4)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipelab import OneFOneB, PipelabError, Pipeline
-from pipelab.engine.threads import engine
+from pipelab.engine import threads
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
@@ -42,7 +42,7 @@ elif situation == "a failed step whose error is kept":
     except PipelabError as error:
         kept = error
 elif hangs:
-    engine._GRACE_SECONDS = 0.1
+    threads._GRACE_SECONDS = 0.1
     sleeper.seconds = 1000
     try:
         pipe.step(x, y)

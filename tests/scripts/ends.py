@@ -7,8 +7,7 @@ import sys
 
 import torch.distributed as dist
 
-from pipelab.engine.torchrun.failures import Failures
-from pipelab.engine.torchrun.supervisor import Supervisor
+from pipelab.engine.torchrun.supervisor import Failures, Supervisor
 
 info = {"pid": os.getpid(), "host": "node-a", "processes": "pid:[1]"}
 failures = Failures(dist.FileStore(sys.argv[1], 2), 1, [info, info])

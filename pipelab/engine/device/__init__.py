@@ -1,7 +1,6 @@
 """The devices of ranks, their streams and clocks.
 
-- `devices`: `devices`: a device for each rank
+- `devices`: a device for each rank; one GPU cut into partitions that run side by side
 - `streams`: how a rank computes, sends and receives values, on CPU and CUDA
 - `clocks`: when an action ran, on CPU and CUDA
-- `green_contexts`: one GPU cut into partitions that run side by side
 """

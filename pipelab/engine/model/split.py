@@ -235,7 +235,6 @@ class _Traced(Stages):
         return self.modules
 
     def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
-        """Return the layers and parameters of the model, of whose modules the tracer makes others."""
         return _parts_of(self.model)
 
     def _present_modes(self) -> tuple[bool | torch.dtype | None, ...]:
@@ -349,8 +348,6 @@ def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any) -> S
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
     bounds = cut(_weights(layers, by, lambda: layer_times(layers, example)), into)
-    if any(hasattr(nn.Sequential, name) for name, _ in named):  # a name that it would refuse
-        named = [(str(index), layer) for index, layer in enumerate(layers)]
     # A slice would be of the model's own class. The layers have the model's names, for errors that name a layer.
     modules = [nn.Sequential(OrderedDict(named[start:stop])) for start, stop in bounds]
     return Stages(model, modules, [len(module) for module in modules])

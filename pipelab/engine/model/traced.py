@@ -359,7 +359,6 @@ class TracedStages:
         return map_tensors(partial(torch.Tensor.to, device=devices.pop()), example) if len(devices) == 1 else example
 
     def _run(self, example: Any = None) -> Any:
-        """Run the model once on an example and return its output; restore random state and buffers."""
         example = self._placed(example)
         with torch.enable_grad(), unchanged([self._model]):
             before = RandomSnapshot()

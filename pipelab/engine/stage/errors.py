@@ -33,14 +33,8 @@ def stage_error(
 ) -> StageError:
     """Return an error with its place; the original one is its cause.
 
-    Args:
-        error: the original error.
-        action: the action that was running, such as `"1F0"`.
-        rank: on which rank.
-        stage: in which stage.
-        microbatch: for which micro-batch; `None` for an all-reduce.
-        runs_on: the rank's device.
-        remark: what the caller should know besides, such as that gradients are partial.
+    `action` is the one that was running, such as `"1F0"`; `remark` is what the caller should know besides, such as that
+    gradients are partial.
     """
     fact, more = str(error), ""
     if not isinstance(error, PipelabError):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.batch import Reduction
-from pipelab.engine.stage.pytree import tensors_of
+from pipelab.engine.stage.pytree import described, tensors_of
 from pipelab.errors import LossError
 
 _IGNORED = -100
@@ -195,10 +195,7 @@ def _share(target: torch.Tensor, ignored: int, weight: torch.Tensor | None) -> f
 
 
 def _sizes(value: Any) -> str:
-    """Return the shapes and types of an argument of the loss: `"[4, 16] float32"`."""
-    tensors = tensors_of(value)
-    words = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors]
-    return ", ".join(words) or f"without tensors ({type(value).__name__})"
+    return ", ".join(map(described, tensors_of(value))) or f"without tensors ({type(value).__name__})"
 
 
 def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,11 @@ def rebuild(leaves: list[Any], spec: Spec) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
+def described(tensor: Any) -> str:
+    """Return the shape and type of a tensor, or of what has both: `"[4, 16] float32"`."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def local_part(tensor: Any) -> Any:
     """Return this process's part of a DTensor, in the same memory; any other tensor as it is."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor

@@ -36,12 +36,8 @@ _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 class Runners:
     """The runners of all stages on all their ranks.
 
-    Args:
-        modules: one per stage.
-        replicas: by stage, its ranks, the lowest first.
-        devices: the device of each rank.
-        buffers: the policy for buffers that replicated stages write into.
-        here: the stages that learn in this process; by default, all.
+    `replicas` are each stage's ranks, the lowest first; `here` has the stages that learn in this process: by default,
+    all.
 
     Attributes:
         of: by stage and rank, the runner.

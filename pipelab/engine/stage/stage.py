@@ -34,6 +34,8 @@ _RETURNED = -1
 _HANDED_ON = -2
 """The key in `kept` of the checksums of what the stage has handed on, by micro-batch."""
 
+RETURN_A_CLONE = "return a clone of any tensor that the stage writes into again"
+
 _NEVER: tuple[Callable[[], Any], int] = (lambda: None, 0)
 
 
@@ -119,7 +121,6 @@ class Stage:
         return made
 
     def _call(self, entry: Any) -> Any:
-        """Run the module; an error names the layer in which it was raised."""
         try:
             output = self.module(entry)
         except Exception as error:
@@ -154,8 +155,8 @@ class Stage:
         if sums is not None and sums != _checksums(output):
             raise EngineError(
                 "the stage's output was written into after the stage had returned it, so another stage may have read "
-                "other numbers\n  try: return a clone of any tensor that the stage writes into again; or, if the next "
-                "stage writes into its input, let it write into a clone"
+                f"other numbers\n  try: {RETURN_A_CLONE}; or, if the next stage writes into its input, let it write "
+                "into a clone"
             )
         return leaves, output
 
@@ -190,7 +191,7 @@ def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any],
             if before != version and place and memory() is not None:  # still the same memory: nobody has freed it
                 raise EngineError(
                     "the stage wrote into its output for an earlier micro-batch, which another stage may not have read "
-                    "yet\n  try: return a clone of any tensor that the stage writes into again"
+                    f"yet\n  try: {RETURN_A_CLONE}"
                 )
             now[place] = (weakref.ref(tensor.untyped_storage()), version)
     returned.update(now)

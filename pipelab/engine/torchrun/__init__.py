@@ -1,6 +1,6 @@
 """The torch engine: every rank is a process, on PyTorch's pipelining runtime.
 
-- `engine`: this process's part of a plan
+- `engine`: this process's part of a plan; the full model, gathered from the processes that hold its stages
 - `runtime`: PyTorch's private names, all in one place
 - `stage`: one step on this process, and a stage with the methods that PyTorch's runtime calls
 - `messages`: the shapes of values, and values as messages
@@ -9,9 +9,7 @@
 - `agreement`: whether all processes make the same call with the same batch
 - `replicas`: the sum of a stage's gradients over its replicas
 - `results`: losses, outputs and traces gathered, on one clock
-- `model_state`: the full model gathered from the processes that hold its stages
-- `supervisor`: a step that hangs, or loses a process, ends with an error
-- `failures`: the first failure, announced to all processes
+- `supervisor`: a step that hangs, or loses a process, ends with an error, in all processes
 - `store`: the store that all processes share, and its thread
 - `launch`: starts the processes on one machine, with a short report of failures
 """

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.stage.pytree import take_apart, tensors_of
+from pipelab.engine.stage.pytree import described, take_apart, tensors_of
 from pipelab.errors import BatchError
 
 _SAMPLE = 16
-"""How many numbers of a row are looked at."""
+"""How many numbers of a row, or of a parameter, are looked at: another seed changes them all."""
 
 
 def agree(group: dist.ProcessGroup, call: str, about: str, sample: bytes = b"", aside: int = 0) -> list[int]:
@@ -54,25 +54,23 @@ def describe_batch(microbatches: Sequence[Any]) -> str:
     seen: dict[str, int] = {}
     for each in microbatches:
         parts, spec = take_apart(each)
-        words = [_describe(part) if isinstance(part, torch.Tensor) else str(part) for part in parts]
+        words = [described(part) if isinstance(part, torch.Tensor) else str(part) for part in parts]
         text = ", ".join(words) if isinstance(each, torch.Tensor) else f"{', '.join(words)} in {spec}"
         seen[text] = seen.get(text, 0) + 1
     return " and ".join(f"{count} x {text}" for text, count in seen.items())
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
 def sample_of(microbatches: Sequence[Any]) -> bytes:
     """Return a few numbers of a batch's first and last row, by which different rows are noticed."""
-    numbers_of_rows: list[int] = []
-    for each, row in ((microbatches[0], 0), (microbatches[-1], -1)):
-        for tensor in tensors_of(each):
-            numbers = tensor[row].detach().flatten()
-            few = numbers[:: max(1, len(numbers) // _SAMPLE)][:_SAMPLE].contiguous().cpu()
-            numbers_of_rows += few.view(torch.uint8).tolist()
-    return bytes(numbers_of_rows)
+    first, last = tensors_of(microbatches[0]), tensors_of(microbatches[-1])
+    return b"".join(few_numbers(row) for row in [*(each[0] for each in first), *(each[-1] for each in last)])
+
+
+def few_numbers(tensor: torch.Tensor) -> bytes:
+    """Return a few numbers of a tensor, from its beginning to its end."""
+    flat = tensor.detach().reshape(-1)
+    few = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous().cpu()
+    return bytes(few.view(torch.uint8).tolist())
 
 
 def _number(data: bytes) -> int:

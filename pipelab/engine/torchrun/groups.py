@@ -170,10 +170,10 @@ def holders_of(tied: Tied, plan: Plan) -> tuple[int, ...]:
     return tuple(sorted({rank for stage in tied.stages for rank in plan.replicas[stage]}))
 
 
-def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: int) -> torch.device:
+def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: int, ranks: int) -> torch.device:
     """Return the device of a process: the wanted one, else a GPU, shared if necessary, else the CPU."""
     if wanted is not None:
-        return rank_devices(wanted[rank : rank + 1], 1)[0].device
+        return rank_devices(wanted, ranks)[rank].device
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
@@ -181,9 +181,6 @@ def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: in
 
 def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
     """Return `"nccl"` if every process has a GPU to itself, else `"gloo"`, with a warning for GPUs.
-
-    Args:
-        everyone: every process's info.
 
     Example:
         >>> backend_of([{"gpu": "GPU-1"}, {"gpu": "GPU-2"}]), backend_of([{"gpu": ""}, {"gpu": ""}])

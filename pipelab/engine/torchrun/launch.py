@@ -116,9 +116,6 @@ def decisive(failures: Mapping[int, ProcessFailure]) -> str:
 
     That is an error that ended a process, or else a signal or an exit code. A `RankError` only repeats a failure of
     another process, and the launcher sends SIGTERM to the remaining ones.
-
-    Args:
-        failures: by rank, how each failed process ended.
     """
     errors = {rank: _error(failure) for rank, failure in failures.items()}
 

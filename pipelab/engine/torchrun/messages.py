@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pipelab.engine.device.streams import RankStream
 from pipelab.engine.stage.errors import stage_error
-from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.pytree import Spec, described, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import unchanged
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.torchrun.groups import PipelineReplica
@@ -71,8 +71,7 @@ class TensorMeta:
 
     def __str__(self) -> str:
         """Return shape and type, such as `[4, 6] float32`."""
-        gradient = "" if self.learns else " without gradient"
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{gradient}"
+        return described(self) + ("" if self.learns else " without gradient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +165,13 @@ def meta_of(value: Any, giver: str) -> ValueMeta:
             f"{giver} returned an object of class {type(stranger).__name__}: between processes a stage sends tensors "
             "only, in tuples, lists and dicts\n  try: make it a tensor; or engine='threads'"
         )
-    if any(hasattr(part, "to_local") for part in parts):
+    there = [part for part in parts if part is not None]
+    if any(hasattr(part, "to_local") for part in there):
         raise EngineError(
             f"{giver} returned a DTensor: between processes a stage sends plain tensors only\n"
             "  try: end it with RowwiseParallel(), or PrepareModuleOutput(..., use_local_output=True)"
         )
-    if not all(part is None or _is_plain(part) for part in parts):
+    if any(part.layout != torch.strided or part.is_nested or part.is_quantized for part in there):
         raise EngineError(
             f"{giver} returned a sparse, nested or quantized tensor: between processes a stage sends dense ones only\n"
             "  try: to_dense(), to_padded_tensor() or dequantize(); or engine='threads'"
@@ -183,10 +183,6 @@ def meta_of(value: Any, giver: str) -> ValueMeta:
         for part in parts
     ]
     return ValueMeta(spec, tuple(metas))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def _fits(part: Any, expected: TensorMeta | None) -> bool:
@@ -264,16 +260,7 @@ def learn_metas(
 
     For each number of rows, the first such micro-batch runs forward, stage by stage: each process sends its stage's
     output and meta to the next stage's process. Buffers and random state are restored; hooks on the modules run.
-
-    Args:
-        part: the pipeline.
-        place: this process's rank in it.
-        runners: the stages.
-        stream: the stream of this process.
-        group: the pipeline's processes.
-        inputs: the micro-batches.
-        counts: how many rows each has.
-        learning: whether the step computes gradients.
+    `place` is this process's rank in the pipeline, and `counts` are the rows of the micro-batches.
 
     Raises:
         StageError: if a stage raises.

@@ -81,13 +81,8 @@ class Reducer:
 class ReplicatedBuffers:
     """The buffers of the stages on this process, which other processes replicate.
 
-    Args:
-        rank: this process's rank.
-        runners: the stages on this process, by number.
-        replicas: by stage, its ranks, the lowest first.
-        group: the processes that hold the same stages.
-        transport_device: the device of the buffers that are sent.
-        policy: whether to refuse writes, or to copy the lowest rank's buffers to all.
+    The policy says whether to refuse writes, or to copy the lowest rank's buffers to all. `replicas` are each stage's
+    ranks, the lowest first.
     """
 
     def __init__(

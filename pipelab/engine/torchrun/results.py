@@ -127,13 +127,7 @@ def share(
 
     The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each.
 
-    Args:
-        group: all processes.
-        plan: the plan.
-        part: the pipeline that this process belongs to.
-        step: the step on this process.
-        loss: the loss of the whole batch, which gets the values of all micro-batches; `None` for an evaluation.
-        clock: the difference between this process's clock and rank 0's.
+    The loss gets the values of all micro-batches; it is `None` for an evaluation.
     """
     holders = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # per micro-batch, the rank of its output
     state = StepState([None] * plan.microbatches, loss, step.watch_nan, step.caller)
@@ -141,7 +135,8 @@ def share(
         state.outputs = _outputs(group, holders, step)
         return state
     longest = max(map(len, plan.bound.rows))
-    begun, ended = (_readings(step, marks, clock) for marks in (step.mine.begun, step.mine.ended))
+    read = step.clocks[0].nanoseconds
+    begun, ended = ([each - clock.ahead_ns for each in read(marks)] for marks in (step.mine.begun, step.mine.ended))
     own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((begun, ended, step.waited)):
         own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
@@ -166,7 +161,6 @@ def share(
 
 
 def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep) -> list[Any]:
-    """Return the outputs of all micro-batches, from the processes that hold the last stage."""
     outputs: list[Any] = [None] * len(holders)
     for holder in sorted(set(holders)):
         box: list[Any] = [to_bytes(step.outputs)]
@@ -175,10 +169,6 @@ def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep
         for microbatch, output in zip(turns, from_bytes(box[0]), strict=True):
             outputs[microbatch] = output
     return outputs
-
-
-def _readings(step: ProcessStep, marks: list[Any], clock: Clock) -> list[int]:
-    return [reading - clock.ahead_ns for reading in step.clocks[0].nanoseconds(marks)]
 
 
 def _losses(plan: Plan, part: PipelineReplica, step: ProcessStep) -> torch.Tensor:
@@ -193,7 +183,6 @@ def _losses(plan: Plan, part: PipelineReplica, step: ProcessStep) -> torch.Tenso
 
 
 def _set_losses(loss: Loss, numbers: torch.Tensor, holders: Sequence[int], device: torch.device) -> None:
-    """Set the losses of all micro-batches, each from the process that computed it."""
     for microbatch, holder in enumerate(holders):
         kind = _LOSS_TYPES[int(numbers[holder, 0])]
         loss.values[microbatch] = numbers[holder, microbatch + 1].view(torch.float64).to(device, kind)

@@ -59,7 +59,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 """By module, the names that the torch engine calls, reads or replaces."""
 
-_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops", "pipeline_order_with_comms", "rank")
+_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops", "pipeline_order_with_comms")
 """Attributes of a runtime that has an order."""
 
 
@@ -123,58 +123,7 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
 
 
-def order_runner(
-    stages: Sequence[Any],
-    microbatches: int,
-    rows: Mapping[int, Sequence[str]],
-    reduces: Mapping[int, Sequence[int]],
-    receiving: Callable[[int, int, list[Any]], None],
-) -> Callable[[list[tuple[Any, ...]] | None], None]:
-    """Lower an order onto PyTorch's runtime; return what runs this process's part of it, given the batch.
-
-    Args:
-        stages: this process's stages, ready to run: the runtime sets nothing up.
-        microbatches: how many there are.
-        rows: every rank's computing actions, as PyTorch writes them.
-        reduces: for this rank, by number of earlier actions, the stages whose gradients are reduced then.
-        receiving: called with a stage, a micro-batch, and its receives from another rank, to wait for them.
-    """
-    found = load()
-    found.schedules.logger.addFilter(_quiet)
-    runtime = _runtime(found, stages, microbatches, rows)
-    runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
-    orders, reduce = runtime.pipeline_order_with_comms, found.schedules._ComputationType.REDUCE_GRAD  # noqa: SLF001
-    order: list[Any] = []
-    done = 0
-    for action in orders[runtime.rank]:
-        if action.is_compute_op:
-            order += [found.action(stage, reduce, None) for stage in reduces.get(done, ())]
-            done += 1
-        if action.computation_type.name not in _ADDED_BY_PYTORCH:
-            order.append(action)
-    orders[runtime.rank] = order + [found.action(stage, reduce, None) for stage in reduces.get(done, ())]
-    held = {stage.stage_index: stage for stage in stages}
-    runtime.register_custom_function(reduce, lambda action, _: held[action.stage_index].perform_reduce_grad())
-    runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
-    halted: list[Exception] = []
-
-    def run(inputs: list[tuple[Any, ...]] | None) -> None:
-        try:
-            runtime._step_microbatches(inputs)  # noqa: SLF001 - `step` cuts the batch evenly, or not at all
-        except HaltError as halt:
-            halted.append(halt.args[0])
-        except RuntimeError:  # a send's connection was lost
-            raise
-        except Exception as error:
-            raise unexpected("does not run pipelab's orders", error) from error
-        if halted:
-            raise halted.pop()
-
-    return run
-
-
 def _runtime(found: Native, stages: Sequence[Any], microbatches: int, rows: Mapping[int, Sequence[str]]) -> Any:
-    """Return a runtime that has an order."""
     runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
     runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
         {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}
@@ -217,13 +166,44 @@ def lowered(
     Args:
         plan: the plan of one pipeline: every stage is on one rank, and every rank has an action.
         rank: which rank.
-        stages: the rank's stages, with the methods that PyTorch's runtime calls.
+        stages: the rank's stages, with the methods that PyTorch's runtime calls; it sets nothing up.
         receiving: called with a stage, a micro-batch, and its receives from another rank, to wait for them.
     """
-    action = plan.bound.codes.action
-    rows = [[action(code) for code in row] for row in plan.bound.rows]
+    found = load()
+    found.schedules.logger.addFilter(_quiet)
+    rows = [[plan.bound.codes.action(code) for code in row] for row in plan.bound.rows]
     computing = {each: [str(action) for action in row if not action.traits.collective] for each, row in enumerate(rows)}
-    return order_runner(stages, plan.microbatches, computing, _reduces(rows[rank]), receiving)
+    runtime = _runtime(found, stages, plan.microbatches, computing)
+    runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
+    reduce = found.schedules._ComputationType.REDUCE_GRAD  # noqa: SLF001
+    order, reduces = [], _reduces(rows[rank])
+    done = 0
+    for action in runtime.pipeline_order_with_comms[rank]:
+        if action.is_compute_op:
+            order += [found.action(stage, reduce, None) for stage in reduces.get(done, ())]
+            done += 1
+        if action.computation_type.name not in _ADDED_BY_PYTORCH:
+            order.append(action)
+    order += [found.action(stage, reduce, None) for stage in reduces.get(done, ())]
+    runtime.pipeline_order_with_comms[rank] = order
+    held = {stage.stage_index: stage for stage in stages}
+    runtime.register_custom_function(reduce, lambda action, _: held[action.stage_index].perform_reduce_grad())
+    runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
+    halted: list[Exception] = []
+
+    def run(inputs: list[tuple[Any, ...]] | None) -> None:
+        try:
+            runtime._step_microbatches(inputs)  # noqa: SLF001 - `step` cuts the batch evenly, or not at all
+        except HaltError as halt:
+            halted.append(halt.args[0])
+        except RuntimeError:  # a send's connection was lost
+            raise
+        except Exception as error:
+            raise unexpected("does not run pipelab's orders", error) from error
+        if halted:
+            raise halted.pop()
+
+    return run
 
 
 def _reduces(row: Sequence[Action]) -> dict[int, list[int]]:

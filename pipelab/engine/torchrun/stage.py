@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import nn
 
 from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.stage.errors import stage_error
-from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage
 from pipelab.engine.step import Act, RankState, StepState, awaited_action, run_action
 from pipelab.engine.torchrun.groups import Connections, PipelineReplica
 from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta
@@ -91,15 +91,7 @@ class ProcessStep(StepState):
 
 
 class ProcessStage:
-    """One stage on this process. Its methods have the names that PyTorch's runtime calls.
-
-    Args:
-        runner: the stage.
-        part: the pipeline that this process belongs to.
-        rank: this process's rank in the whole plan.
-        connections: to the other processes.
-        reducer: sums its gradients over its replicas; `None` without replicas.
-    """
+    """One stage on this process. Its methods have the names that PyTorch's runtime calls."""
 
     def __init__(
         self, runner: Stage, part: PipelineReplica, rank: int, connections: Connections, reducer: Reducer | None
@@ -155,7 +147,7 @@ class ProcessStage:
                 raise self._error(
                     microbatch,
                     f"returned a tensor that stage {self.stage_index} wrote into afterwards, before or after it was "
-                    "sent\n  try: return a clone of any tensor that the stage writes into again",
+                    f"sent\n  try: {RETURN_A_CLONE}",
                 )
 
     # --- what the runtime computes
@@ -305,7 +297,6 @@ class ProcessStage:
         return Action(action.kind, self._microbatches[action.microbatch or 0], action.stage)
 
     def _require_meta(self, made: Any, microbatch: int) -> None:
-        """Refuse an output that does not fit the next stage's buffer."""
         meta: ValueMeta = self.step.meta(self.stage_index, microbatch)
         if misfit := meta.misfit(made, f"stage {self.stage_index}", self.step.counts[microbatch]):
             raise HaltError(self._error(microbatch, misfit))
@@ -320,13 +311,10 @@ def fsdp_modules(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if hasattr(part, "set_requires_gradient_sync")]
 
 
-class _Local:
+class _Local(NamedTuple):
     """A value of this rank for another stage of this rank."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab._version import __version__
-from pipelab.engine.device.devices import rank_devices
 from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
+from pipelab.engine.stage.pytree import described
 from pipelab.engine.stage.replicas import require_replicable
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.tied import ties_of
+from pipelab.engine.torchrun.agreement import few_numbers
 from pipelab.engine.torchrun.engine import TorchEngine
-from pipelab.engine.torchrun.failures import Failures
 from pipelab.engine.torchrun.groups import (
     Connections,
     PipelineReplica,
@@ -42,14 +42,12 @@ from pipelab.engine.torchrun.groups import (
 )
 from pipelab.engine.torchrun.stage import fsdp_modules
 from pipelab.engine.torchrun.store import AnsweringStore, duration, open_store, prefix_store
-from pipelab.engine.torchrun.supervisor import Status, Supervisor
+from pipelab.engine.torchrun.supervisor import Failures, Status, Supervisor
 from pipelab.errors import EngineError, RankError
 from pipelab.plan.plan import Plan
 
 _MARGIN_SECONDS = 30.0
 """How much longer PyTorch's own timeouts are: pipelab's come first, and say more."""
-_SAMPLE = 16
-"""How many numbers of each parameter the digest of the weights covers: another seed changes them all."""
 _SAME = ("pipelab", "torch", "plan", "model", "reduction", "replicated_buffers")
 
 _made = 0
@@ -72,9 +70,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     rank, size = identify(plan.ranks, settings.group)
     members = list(range(size)) if settings.group is None else dist.get_process_group_ranks(settings.group)
     place = members.index(rank)
-    if isinstance(settings.devices, str) or (settings.devices is not None and len(settings.devices) != plan.ranks):
-        rank_devices(settings.devices, plan.ranks)  # raises
-    device = device_of(settings.devices, place)
+    device = device_of(settings.devices, place, plan.ranks)
     info = process_info() | {
         "group": members,
         "runs_on": str(device),
@@ -86,17 +82,16 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
         "replicated_buffers": settings.replicated_buffers,
     }
     # [2] compare with the others
-    # A wait for one key of a store blocks all other users of its connection, so the supervisor and the communication
-    # thread each have one.
-    stores = open_store(rank, size, settings.timeout)
-    store, watched, meeting = (prefix_store(each, str(_made)) for each in stores)
-    everyone = introduce(AnsweringStore(store, settings.timeout), rank, size, info, settings.timeout)
+    # A wait for one key of a store blocks all other users of its connection, so the caller and the communication thread
+    # each have one.
+    callers, meeting = (prefix_store(each, str(_made)) for each in open_store(rank, size, settings.timeout))
+    store = AnsweringStore(callers, settings.timeout)
+    everyone = introduce(store, rank, size, info, settings.timeout)
     if rank == 0:
         warn_of_other_weights([each["weights"] for each in everyone])
     # [3] connect, supervised
     threads = settings.intra_op_threads or torch.get_num_threads()
-    failures = Failures(AnsweringStore(watched, settings.timeout), rank, everyone)
-    supervisor = Supervisor(rank, failures, settings.timeout, threads)
+    supervisor = Supervisor(rank, Failures(store, rank, everyone), settings.timeout, threads)
     held = [stage for stage, ranks in plan.replicas.items() if place in ranks]
     for stage in held:
         stages.place_stage(stage, device)
@@ -116,11 +111,8 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
                     _copy_first_replica(stages.modules[stage], connections)
             return connections
 
-    hint = (
-        " (on several machines GLOO_SOCKET_IFNAME may be needed)"
-        if len({each["host"] for each in everyone}) > 1
-        else ""
-    )
+    several = len({each["host"] for each in everyone}) > 1
+    hint = " (on several machines GLOO_SOCKET_IFNAME may be needed)" if several else ""
     connections = supervisor.run(meet, Status(lambda: f"waits for all processes to connect{hint}"))
     supervisor.abort = connections.abort
     # [4] the engine
@@ -141,17 +133,15 @@ def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             require_replicable(stage, stages.modules[stage], ranks, settings.replicated_buffers)
-    last = plan.replicas[plan.stages - 1]
-    parameters = (
-        settings.loss_fn.named_parameters() if isinstance(settings.loss_fn, nn.Module) and len(last) > 1 else ()
-    )
-    for name, parameter in parameters:
-        if parameter.requires_grad:
-            raise EngineError(
-                f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}, which "
-                "would train different copies: only the gradients of stages are summed over replicas\n"
-                "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
-            )
+    last, loss = plan.replicas[plan.stages - 1], settings.loss_fn
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    name = next((name for name, each in named if each.requires_grad), "")
+    if name and len(last) > 1:
+        raise EngineError(
+            f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}, which "
+            "would train different copies: only the gradients of stages are summed over replicas\n"
+            "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
+        )
 
 
 def _require_spreadable(plan: Plan, stages: Stages, replicas: Sequence[PipelineReplica], settings: Settings) -> None:
@@ -230,7 +220,7 @@ def describe_plan(plan: Plan) -> list[str]:
 def describe_model(modules: Sequence[nn.Module]) -> list[str]:
     """Return the parameters and buffers of all stages, which must be the same on every process."""
     return [
-        f"{name} of stage {stage}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        f"{name} of stage {stage}: {described(tensor)}"
         for stage, module in enumerate(modules)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     ]
@@ -238,13 +228,6 @@ def describe_model(modules: Sequence[nn.Module]) -> list[str]:
 
 def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any], timeout: float | None) -> list[Any]:
     """Exchange every process's info; return all of them, by rank.
-
-    Args:
-        store: the store that all processes share.
-        rank: this process.
-        size: the number of processes.
-        info: this process's.
-        timeout: seconds to wait for the others.
 
     Raises:
         RankError: if a process makes no pipeline or differs from rank 0; every process raises it.
@@ -300,9 +283,7 @@ def _digest_of_weights(modules: Sequence[nn.Module]) -> str | None:
         plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
         if parameter.is_meta or not plain:  # another class may be spread over several processes
             return None
-        flat: Any = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous()
-        digest.update(bytes(sample.view(torch.uint8).tolist()))
+        digest.update(few_numbers(parameter))
     return digest.hexdigest()
 
 
@@ -320,7 +301,6 @@ def warn_of_other_weights(digests: Sequence[str | None]) -> None:
 
 
 def _copy_first_replica(module: nn.Module, connections: Connections) -> None:
-    """Copy the parameters and buffers of a stage from the first replica."""
     assert connections.replicas is not None
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:

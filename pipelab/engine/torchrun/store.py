@@ -116,7 +116,7 @@ _opened: list[Any] = []
 
 
 def open_store(rank: int, size: int, timeout: float | None) -> list[Any]:
-    """Return three connections to the store that all processes share: torchrun's, or the present process group's.
+    """Return two new connections to the store that all processes share: torchrun's, or the present process group's.
 
     Raises:
         EngineError: if the environment has no address of it.
@@ -155,7 +155,7 @@ def open_store(rank: int, size: int, timeout: float | None) -> list[Any]:
         _opened.append(stores[0])
         if torchrun_holds_the_store():
             end_with(os.getppid())
-    return stores
+    return stores[1:]
 
 
 def torchrun_holds_the_store() -> bool:

@@ -1,19 +1,34 @@
-"""Run this process's work in a thread, and end it in bounded time if this process or another one fails."""
+"""Run this process's work in a thread, and end it in bounded time if this process or another one fails.
+
+What goes wrong is reported to the other processes through the store that all of them share:
+
+failure        the first failure: which rank, and what happened
+status/<rank>  what this process is doing, written every few seconds while it is in a call
+exit/<rank>    how this process left: it closed its pipeline, or ended
+done/<rank>    this process has read the failure, or has left: it does not need the store any more
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import queue
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from pipelab.engine.torchrun.failures import Failure, Failures, PublishedStatus
-from pipelab.engine.torchrun.store import communication_thread
+from pipelab.engine.torchrun.store import (
+    AnsweringStore,
+    SilentStoreError,
+    communication_thread,
+    torchrun_holds_the_store,
+)
 from pipelab.engine.worker import Outcome, Outcomes, outcomes
 from pipelab.errors import (
     BatchError,
@@ -28,8 +43,8 @@ from pipelab.errors import (
 
 Result = TypeVar("Result")
 
-_POLL_SECONDS = 0.2
-"""How often a process that lost a connection checks whether another one has failed."""
+_POLL_SECONDS = 0.02
+"""How often a process looks whether the others have noticed a failure."""
 _PATIENCE_SECONDS = 5.0
 """How long a process waits before it looks for dead ranks, and how often it publishes its status."""
 _GRACE_SECONDS = 1.0
@@ -56,11 +71,7 @@ class Status:
 class Supervisor:
     """Runs this process's work in a communication thread, and watches the other processes meanwhile.
 
-    Args:
-        rank: this process.
-        failures: what the processes report to each other.
-        timeout: seconds without any progress on this process after which it gives up; `None` waits for ever.
-        threads: how many processor threads each operation may use.
+    After `timeout` seconds without any progress on this process it gives up; `None` waits for ever.
 
     Attributes:
         over: why the pipeline has ended; "" until then.
@@ -132,7 +143,6 @@ class Supervisor:
         return self._thread.line()
 
     def _wait(self, done: Outcomes, status: Status) -> Outcome:
-        """Wait for the work; check the other processes and the clock now and then."""
         patience = _PATIENCE_SECONDS if self.timeout is None else min(_PATIENCE_SECONDS, self.timeout / 2)
         publish_at = time.monotonic() + patience
         for outcome, quiet in outcomes(done, status.progress, self.timeout):
@@ -169,7 +179,9 @@ class Supervisor:
 
     def _explain(self, error: BaseException, status: Status) -> NoReturn:
         """Report an error of the work and raise it; if a connection was lost, raise a `RankError` instead."""
-        if not _is_lost_connection(error):
+        connections = ("gloo/transport", "NCCL error")  # what PyTorch says if it loses one
+        lost = isinstance(error, dist.DistError) or any(word in str(error) for word in connections)
+        if isinstance(error, PipelabError) or not lost:
             message = str(error) if isinstance(error, PipelabError) else f"{type(error).__name__}: {error}"
             self._fail(message if isinstance(error, StageError) else f"rank {self.rank} failed: {message}")
             raise error
@@ -180,10 +192,10 @@ class Supervisor:
             elif time.monotonic() > deadline:
                 rank = status.peer()
                 name = "another process" if rank is None else f"rank {rank}"
-                lost = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
-                failure = self._failures.report(-1 if rank is None else rank, lost)
+                message = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
+                failure = self._failures.report(-1 if rank is None else rank, message)
             else:
-                time.sleep(_POLL_SECONDS / 8)
+                time.sleep(_POLL_SECONDS)
         self._stop(failure, status, error)
 
     def _stop(self, failure: Failure, status: Status, cause: BaseException | None = None) -> NoReturn:
@@ -205,8 +217,130 @@ class Supervisor:
         self.over = f"this pipeline has failed: start all processes anew\n  {message}"
 
 
-def _is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error of gloo or NCCL means that a connection is lost."""
-    if isinstance(error, PipelabError):
+# ── What the processes report to each other ───────────────────────────────────────────────────────────────────────────
+
+
+_LINGERING_SECONDS = 3.0
+"""How long a process that fails waits until the others have read its failure, before it raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure of a rank.
+
+    Attributes:
+        rank: which one; -1 if unknown.
+        message: what happened.
+        alive: whether its process still runs.
+    """
+
+    rank: int
+    message: str
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedStatus:
+    """What a process was doing a few seconds ago.
+
+    Attributes:
+        call: the number of the call it was in.
+        doing: a description of what it was doing.
+        computing: whether it was running an action, rather than waiting.
+    """
+
+    call: int
+    doing: str
+    computing: bool
+
+
+class Failures:
+    """Reports this process's failures to the others, and reads theirs."""
+
+    def __init__(self, store: AnsweringStore, rank: int, everyone: Sequence[dict[str, Any]]) -> None:
+        self._store = store
+        self._rank = rank
+        self._everyone = everyone
+        self._others = [each for each in range(len(everyone)) if each != rank]
+        self._holds_store = rank == 0 and not torchrun_holds_the_store()
+
+    def first_failure(self) -> Failure | None:
+        """Return the first failure; `None` if none is known."""
+        try:
+            return Failure(**json.loads(self._store.get("failure"))) if self._store.check(["failure"]) else None
+        except SilentStoreError as error:
+            return Failure(-1, f"{error}: its host, or the network to it, is gone", alive=False)
+        except RuntimeError:
+            return Failure(0, "the process that holds this job's store is gone: rank 0, or torchrun", alive=False)
+
+    def report(self, rank: int, message: str, *, alive: bool = False) -> Failure:
+        """Record that a rank failed, and wait a little until all others have read it; return the first failure."""
+        failure = Failure(rank, message, alive)
+        with suppress(RuntimeError):  # the store may be gone with the process that held it
+            self._store.compare_set("failure", "", json.dumps(asdict(failure)))  # an earlier failure stays
+            failure = self.first_failure() or failure
+        self.acknowledge(failure)
+        return failure
+
+    def acknowledge(self, failure: Failure) -> None:
+        """Record that this process has read a failure, and wait a little until all have.
+
+        When the first process ends, torchrun kills all others, perhaps before they have raised.
+        """
+        self._finish([rank for rank in self._others if failure.alive or rank != failure.rank])
+
+    def announce_exit(self, how: str) -> None:
+        """Record how this process leaves: `"it closed its pipeline"`. A fork of the process records nothing."""
+        if os.getpid() == self._everyone[self._rank]["pid"]:
+            with suppress(RuntimeError):
+                self._store.set(f"exit/{self._rank}", how)
+            self._finish(self._others if self._holds_store else [])
+
+    def find_dead_rank(self) -> tuple[int, str] | None:
+        """Return a rank that left, or whose process ended, with a message; `None` if none is known."""
+        own = self._everyone[self._rank]
+        for rank in self._others:
+            process = self._everyone[rank]
+            with suppress(RuntimeError):
+                if self._store.check([f"exit/{rank}"]):
+                    return rank, f"rank {rank} is gone: {self._store.get(f'exit/{rank}').decode()}"
+            here = all(process[key] == own[key] for key in ("host", "processes"))
+            if here and not _runs(process["pid"]):
+                return rank, f"rank {rank} is gone: process {process['pid']} on {process['host']} was killed, or ended"
+        return None
+
+    def publish(self, status: PublishedStatus) -> None:
+        """Record what this process is doing."""
+        with suppress(RuntimeError):
+            self._store.set(f"status/{self._rank}", json.dumps(asdict(status)))
+
+    def statuses(self, call: int) -> dict[int, PublishedStatus | None]:
+        """Return the status of each other rank in call number `call`; `None` for a rank without one."""
+        found: dict[int, PublishedStatus | None] = {}
+        with suppress(RuntimeError):
+            for rank in self._others:
+                key = f"status/{rank}"
+                status = PublishedStatus(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+                found[rank] = status if status and status.call >= call else None
+        return found
+
+    def _finish(self, ranks: Sequence[int]) -> None:
+        """Stop using the store; wait a little until these ranks do not need it either."""
+        keys = [f"done/{rank}" for rank in ranks]
+        deadline = time.monotonic() + _LINGERING_SECONDS
+        with suppress(RuntimeError):
+            self._store.set(f"done/{self._rank}", "")
+            while keys and not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process of this machine runs: a zombie does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
         return False
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo/transport", "NCCL error"))
+    except (OSError, IndexError):  # another user's process, or a system without /proc
+        return True
+    return state not in "ZX"

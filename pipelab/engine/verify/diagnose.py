@@ -25,6 +25,7 @@ from pipelab.engine.stage.batch import Reduction, row_counts, rows_of
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, overwrite
 from pipelab.engine.verify.reference import (
+    NEARBY,
     LossFunction,
     caller_of,
     flat,
@@ -32,6 +33,7 @@ from pipelab.engine.verify.reference import (
     in_types,
     microbatch_gradients,
     nearby_weights,
+    relative,
     restored,
     types_of,
     unproven_of,
@@ -45,17 +47,11 @@ cuts its batch otherwise; a micro-batch too many is above it, unless there are a
 _ROUNDING = 1e-5
 """How far gradients may be off by rounding alone, relative to what is added up. Near the targets, it is more."""
 
-_NEARBY = 5
-"""With how many other weights to look how much rounding decides: an input of a ReLU may be within rounding of zero."""
-
 _MOST_ROUNDING = 0.1
 """With a larger tolerance than this, nothing can be named."""
 
 _LEAST = 1e-3
 """A micro-batch whose gradient is a smaller share of the largest one's is not judged: it adds nothing."""
-
-_SMALLEST_SHARE = 1e-2
-"""A parameter whose gradient is a smaller share of the largest one's is measured against that share, as in `verify`."""
 
 _UNCLEAR = 0.05
 """Largest error of a count, as a share of the largest count, with which micro-batches can be told apart."""
@@ -192,7 +188,7 @@ def diagnose(
         sizes = Sizes(counts, shares, replicas, _tokens(y, loss_fn))
         named = sorted(str(each).removeprefix("torch.") for each in types if torch.finfo(each).eps > 1e-6)
         case = _Case(tables, elements, sizes, named, tolerance, remarks, changed)
-        for seed in range(_NEARBY if case.most > tolerance else 0):
+        for seed in range(NEARBY if case.most > tolerance else 0):
             with nearby_weights([model], seed, 0.0):
                 near, _ = again()
             moved = {name: _products([*plain[name], torch.stack(near[name]).sum(0)]) for name in tables}
@@ -239,8 +235,6 @@ def _products(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Case:
-    """All that a diagnosis follows from."""
-
     tables: dict[str, torch.Tensor]  # of each parameter: the inner products
     elements: dict[str, int]
     sizes: Sizes
@@ -360,8 +354,7 @@ class _Case:
         """Return what these counts do not explain of each parameter's gradient, relative to what is added up."""
         norms = {name: _norms(table, counts) for name, table in self.tables.items()}
         added = {name: max(float(each[:-1].sum()), float(each[-1])) for name, each in norms.items()}
-        least = _SMALLEST_SHARE * max(added.values())
-        return {name: _left(self.tables[name], counts) / (max(added[name], least) or 1.0) for name in added}
+        return relative({name: _left(table, counts) for name, table in self.tables.items()}, added)
 
     def _result(self, found: Finding, counts: torch.Tensor | None = None, residual: float = 0.0) -> Diagnosis:
         """Return a diagnosis: the finding, what else is known, and what to try."""

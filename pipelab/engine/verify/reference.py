@@ -89,7 +89,6 @@ def _through_model(pipe: Pipeline, value: Any) -> Any:
 
 
 def _through_stages(pipe: Pipeline, value: Any) -> Any:
-    """Return what comes out of the stages, each on its device."""
     for stage, (module, device) in enumerate(zip(pipe.stages.modules, pipe.engine.stage_devices, strict=True)):
         value = module(_cloned(pipe, stage, _moved(value, device)))
     return value
@@ -144,7 +143,6 @@ def microbatch_gradients(
 
 
 def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
-    """Return the loss of an output, with the target on the output's device."""
     places = [each.device for each in tensors_of(output)]
     return Loss(loss_fn, [_moved(target, places[0]) if places else target], [1.0]).of(0, output)
 
@@ -301,6 +299,10 @@ _MOVE = 0.05
 """How far `nearby_weights` moves weights: far enough that residuals are no rounding errors, near enough that what is
 wrong with the present weights is wrong with those."""
 
+NEARBY = 5
+"""With how many other weights to look again. By chance a ReLU's input is near zero in a few per cent of the largest
+models that a test would verify: with most of five, it is a fault."""
+
 _SMALLEST_SHARE = 1e-2
 """A gradient below this share of the model's largest is measured against that share: of one that ought to be zero (an
 attention's key bias) only rounding is left, and rounding differs from itself by a hundred per cent."""
@@ -310,8 +312,13 @@ def differences(
     ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], norms: dict[str, float]
 ) -> dict[str, float]:
     """Return each gradient's difference, in the 2-norm, relative to these norms."""
+    return relative({name: _norm(gradient - plain[name]) for name, gradient in ours.items()}, norms)
+
+
+def relative(differences: dict[str, float], norms: dict[str, float]) -> dict[str, float]:
+    """Return the norms of differences relative to those of the gradients; see `_SMALLEST_SHARE`."""
     least = _least(norms)
-    return {name: _norm(gradient - plain[name]) / (max(norms[name], least) or 1.0) for name, gradient in ours.items()}
+    return {name: each / (max(norms[name], least) or 1.0) for name, each in differences.items()}
 
 
 def norms_of(gradients: dict[str, torch.Tensor]) -> dict[str, float]:

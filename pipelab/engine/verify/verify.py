@@ -13,7 +13,9 @@ from torch import nn
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot
+from pipelab.engine.verify.diagnose import listed
 from pipelab.engine.verify.reference import (
+    NEARBY,
     differences,
     far,
     full_batch,
@@ -36,13 +38,6 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Gradients = dict[str, torch.Tensor]
 Rewind = Callable[[], None]
-
-_MOST_NAMES = 4
-"""How many parameters without a gradient are named."""
-
-_NEARBY = 5
-"""With how many other weights to look again. By chance a ReLU's input is near zero in a few per cent of the largest
-models that a test would verify: with most of five, it is a fault."""
 
 _WITH_OTHER_WEIGHTS = (
     " with slightly different weights. With the present ones they differ by more, as they do where rounding decides."
@@ -103,14 +98,15 @@ class Verification:
             first += _WITH_OTHER_WEIGHTS if self.nearby else "."
         remarks = [f"not verified: {reason}" for reason in self.unproven]
         if self.idle:
-            named = ", ".join(self.idle[:_MOST_NAMES]) + (", …" if len(self.idle) > _MOST_NAMES else "")
-            remarks.insert(0, f"{len(self.idle)} parameters got no gradient, in plain training either: {named}")
+            remarks.insert(
+                0, f"{len(self.idle)} parameters got no gradient, in plain training either: {listed(self.idle)}"
+            )
         return "\n".join([first, *remarks])
 
 
-def whole_batch_difference(
+def _at_once(
     pipe: Pipeline, x: Any, y: Any, reference: Gradients, rewind: Rewind
-) -> tuple[float, bool, str]:
+) -> tuple[tuple[float | None, bool, tuple[str, ...]], str]:
     """Return how far the micro-batches' gradients are from those of the whole batch at once; if too far, also why.
 
     Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
@@ -118,23 +114,30 @@ def whole_batch_difference(
     difference is a fault if it is too large with most of some other weights.
 
     Returns:
-        The difference; whether it is that with other weights; and what is wrong, "" if nothing is.
+        The difference, whether it is that with other weights, and why there is none; and what is wrong, "" if nothing
+        is.
     """
-    difference, wrong = _difference_at_once(pipe, x, y, reference)
+    try:
+        difference, wrong = _difference_at_once(pipe, x, y, reference)
+    except Exception as error:
+        if not isinstance(pipe.stages.model, nn.ModuleList):
+            raise
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
+        return (None, False, (f"the stages, given as a list, do not take the whole batch at once ({why})",)), ""
     if not wrong:
-        return difference, False, ""
+        return (difference, False, ()), ""
     looks: list[tuple[float, str]] = []
-    for seed in range(_NEARBY):
+    for seed in range(NEARBY):
         with nearby_weights(pipe.stages.modules, seed, far(pipe)):
             rewind()
             nearby = sequential(pipe, x, y)
             rewind()
             looks.append(_difference_at_once(pipe, x, y, nearby))
         alike = [each for each in looks if bool(each[1]) == bool(looks[-1][1])]
-        if len(alike) > _NEARBY // 2:
+        if len(alike) > NEARBY // 2:
             break
     difference, wrong = alike[0]
-    return difference, True, wrong
+    return (difference, True, ()), wrong
 
 
 def _difference_at_once(pipe: Pipeline, x: Any, y: Any, reference: Gradients) -> tuple[float, str]:
@@ -237,7 +240,11 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
         _alike(pipe, lambda: (None, _of_no_numbers(pipe, x, y, ours, reference, rewind)))
         seen = ""
         if wrong and not draws:
-            seen = _difference(wrong, off[wrong[0]], tolerance(pipe, ours[wrong[0]]))
+            first, many = wrong[0], "1 parameter differs" if len(wrong) == 1 else f"{len(wrong)} parameters differ"
+            seen = (
+                f"the gradient of {first} differs from the plain model's by {off[first]:.1e} (2-norm, relative to what "
+                f"is added up; allowed {tolerance(pipe, ours[first]):.0e}); {many} in all"
+            )
         # Each process computes its own reference: state of a stage may exist in one process only.
         if seen := pipe.engine.first_message(seen):
             raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
@@ -267,20 +274,6 @@ def _added_up(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> dict[str, float
     return added
 
 
-def _at_once(
-    pipe: Pipeline, x: Any, y: Any, reference: Gradients, rewind: Rewind
-) -> tuple[tuple[float | None, bool, tuple[str, ...]], str]:
-    """Return the difference from the whole batch, or why there is none; and the explanation if it is too large."""
-    try:
-        difference, nearby, fault = whole_batch_difference(pipe, x, y, reference, rewind)
-    except Exception as error:
-        if not isinstance(pipe.stages.model, nn.ModuleList):
-            raise
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
-        return (None, False, (f"the stages, given as a list, do not take the whole batch at once ({why})",)), ""
-    return (difference, nearby, ()), fault
-
-
 def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
     """Run a comparison on all processes, so that none waits for ever if one of them fails.
 
@@ -296,14 +289,6 @@ def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
     if fault := pipe.engine.first_message(seen):
         raise VerificationError(fault)
     return found
-
-
-def _difference(wrong: list[str], difference: float, allowed: float) -> str:
-    """Return how many parameters' gradients differ, and by how much the first does."""
-    return (
-        f"the gradient of {wrong[0]} differs from the plain model's by {difference:.1e} (2-norm, relative to what is "
-        f"added up; allowed {allowed:.0e}); {len(wrong)} parameter{'s differ' if len(wrong) > 1 else ' differs'} in all"
-    )
 
 
 def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:

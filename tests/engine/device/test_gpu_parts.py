@@ -13,8 +13,7 @@ from traces import assert_obeys
 
 import pipelab
 from pipelab import OneFOneB, Pipeline
-from pipelab.engine.device.devices import RankDevice
-from pipelab.engine.device.green_contexts import partitions_of
+from pipelab.engine.device.devices import RankDevice, partitions_of
 from pipelab.errors import DeviceError
 
 mse = nn.functional.mse_loss

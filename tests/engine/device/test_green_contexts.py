@@ -15,8 +15,8 @@ import torch
 from fake_cuda_driver import CUresult, FakeGPU
 
 import pipelab
-from pipelab.engine.device import green_contexts
-from pipelab.engine.device.green_contexts import partitions_of
+from pipelab.engine.device import devices
+from pipelab.engine.device.devices import partitions_of
 from pipelab.errors import DeviceError
 
 DEVICE = torch.device("cuda", 0)
@@ -31,8 +31,8 @@ class ExternalStream:
 @pytest.fixture
 def machine(monkeypatch):
     """Pretend that this machine has these GPUs, and `cuda.bindings`."""
-    monkeypatch.setattr(green_contexts, "_made", {})
-    monkeypatch.setattr(green_contexts, "_try_out", lambda stream: None)
+    monkeypatch.setattr(devices, "_made", {})
+    monkeypatch.setattr(devices, "_try_out", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "ExternalStream", ExternalStream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -174,7 +174,7 @@ def test_a_stream_that_pytorch_cannot_use_is_a_reason_too(machine, monkeypatch):
     def fail(stream):
         raise RuntimeError("CUDA error: invalid resource handle")
 
-    monkeypatch.setattr(green_contexts, "_try_out", fail)
+    monkeypatch.setattr(devices, "_try_out", fail)
     with pytest.raises(DeviceError, match="RuntimeError: CUDA error: invalid resource handle"):
         partitions_of(DEVICE, 2)
     assert not gpu.contexts  # nothing is kept of it

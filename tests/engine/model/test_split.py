@@ -520,13 +520,6 @@ def test_what_the_tracer_cannot_follow_is_told():
         split(Branching(), 2, example=plain.batch(4)[0])
 
 
-def test_a_layer_may_have_a_name_that_a_sequence_does_not_take():
-    model = nn.Sequential()
-    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
-    model._modules.update({"insert": first, "last": last})  # `add_module` takes it for no sequence but this one
-    assert [list(module) for module in split(model, into=2).modules] == [[first], [last]]
-
-
 def test_a_models_class_is_told_to_be_made():
     class Net(nn.Module):
         pass

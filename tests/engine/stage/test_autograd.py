@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.autograd import run_backward, saving_hooks, will_run
-from pipelab.engine.threads.engine import quick_switches
+from pipelab.engine.threads import quick_switches
 
 
 def graph() -> tuple[nn.Sequential, torch.Tensor, tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:

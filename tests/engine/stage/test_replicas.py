@@ -20,10 +20,10 @@ from traces import assert_obeys
 
 import pipelab
 from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
+from pipelab.engine import threads
 from pipelab.engine.emulation import instantly
 from pipelab.engine.stage.replicas import copied
-from pipelab.engine.threads import engine
-from pipelab.engine.threads.all_reduce import AllReduce
+from pipelab.engine.threads import AllReduce
 from pipelab.errors import EngineError, StageError, StepTimeoutError, UsageError
 
 pytestmark = pytest.mark.timeout(60)
@@ -671,7 +671,7 @@ def test_an_exception_in_a_replica_names_its_rank_and_frees_those_who_wait_for_i
 
 
 def test_a_rank_that_does_not_come_is_told_and_the_others_are_freed(monkeypatch):
-    monkeypatch.setattr(engine, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(threads, "_GRACE_SECONDS", 0.3)
     release = threading.Event()
 
     def hangs(x):

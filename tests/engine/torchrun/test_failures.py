@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 import pipelab.engine.torchrun.supervisor
 from pipelab import BatchError, RankError, StepTimeoutError, UsageError
-from pipelab.engine.torchrun.failures import Failure, Failures, PublishedStatus
 from pipelab.engine.torchrun.store import AnsweringStore
-from pipelab.engine.torchrun.supervisor import Status, Supervisor
+from pipelab.engine.torchrun.supervisor import Failure, Failures, PublishedStatus, Status, Supervisor
 
 HERE = {"host": "node-a", "processes": "pid:[1]"}
 

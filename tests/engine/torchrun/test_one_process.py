@@ -497,8 +497,10 @@ def test_on_gloo_and_on_threads_values_arrive():
 def test_each_process_takes_its_own_device_of_those_that_were_asked_for():
     from pipelab.engine.torchrun.groups import device_of
 
-    assert device_of(["cpu", "cpu"], 1) == torch.device("cpu")
-    assert device_of(["cuda:7", "cpu"], 1) == torch.device("cpu")  # the other one may be on another machine
+    assert device_of(["cpu", "cpu"], 1, 2) == torch.device("cpu")
+    assert device_of(["cuda:7", "cpu"], 1, 2) == torch.device("cpu")  # the other one may be on another machine
+    with pytest.raises(DeviceError, match="devices has meta"):
+        device_of(["meta", "cpu"], 1, 2)  # every process says so, not rank 0 alone
     with pytest.raises(DeviceError, match="2 devices for 1 ranks"):
         Pipeline(plain.mlp(4), PLAN, mse, engine="torch", devices=["cpu", "cpu"])
 

@@ -8,6 +8,14 @@
 A worker runs its row's instructions one by one: it waits until the value that it needs is ready, computes, reads the
 clock before and after, and marks its own value as ready. An error in one worker stops the step: all workers stop
 waiting, and report to the caller.
+
+An all-reduce of gradients over the ranks of a stage (`R`) is a barrier and a sum:
+
+    rank 0 │ … 0B2 ─┐ meets          ┌─ 0R: adds the others' gradients to its own ─┐
+    rank 3 │ … 0B3 ──────────┐ meets ┴─ 0R ────────────────────────────────────────┴ goes on
+
+The gradients of the lowest rank are the model's own, `.grad` itself; those of the other ranks are added to it in the
+order of the ranks, so that the same step gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,9 +27,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +38,8 @@ import torch
 
 from pipelab.engine.device.clocks import HOST
 from pipelab.engine.device.devices import rank_devices
-from pipelab.engine.device.streams import begin, finish, rank_streams
+from pipelab.engine.device.streams import RankStream, begin, finish, rank_streams
+from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.engine import Engine, Settings
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.caller import CallerContext
@@ -37,10 +47,13 @@ from pipelab.engine.stage.checkpoint_rng import Generators, watched
 from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners
-from pipelab.engine.step import describe, run_action
-from pipelab.engine.threads.instructions import ThreadsStep, Watch, instructions, with_watch
+from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.tied import accumulate
+from pipelab.engine.step import Act, RankState, StepState, describe, run_action
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import StageError, StepTimeoutError, UsageError
+from pipelab.plan.actions import Action
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.plan import Plan
 
 _GRACE_SECONDS = 5.0
@@ -48,13 +61,7 @@ _GRACE_SECONDS = 5.0
 
 
 class ThreadsEngine(Engine):
-    """Runs a legal plan on stages, one worker thread per rank.
-
-    Args:
-        plan: the plan.
-        stages: the model's stages.
-        settings: how to run.
-    """
+    """Runs a legal plan on stages, one worker thread per rank."""
 
     def __init__(self, plan: Plan, stages: Stages, settings: Settings) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -84,7 +91,6 @@ class ThreadsEngine(Engine):
         self._closer = weakref.finalize(self, _end, self._workers)
 
     def _start(self, ranks: Iterable[int]) -> None:
-        """Start a worker for each of these ranks."""
         for rank in ranks:
             worker = Worker(f"pipelab-rank-{rank}", self.intra_op_threads)
             self._workers[rank : rank + 1] = [worker]
@@ -213,7 +219,6 @@ class ThreadsEngine(Engine):
         return stage_error(error, str(action), *where, remark=remark)
 
     def _status(self, step: ThreadsStep, lead: str) -> str:
-        """Return what every rank was doing, or waiting for."""
         lines = [lead]
         for state, worker in zip(step.ranks, self._workers, strict=True):
             action = state.actions[state.position] if state.position < len(state.actions) else None
@@ -309,3 +314,242 @@ def run_row(step: ThreadsStep, rank: int) -> None:  # noqa: PLR0912 - one loop, 
                         lock.release()
             elif each.forward:
                 step.outputs[each.microbatch] = made
+
+
+# ── A plan's actions as the workers run them ──────────────────────────────────────────────────────────────────────────
+
+
+Watch = Callable[[int, Stage, Action, dict[int, Any], Any], None]
+"""Called on a rank's thread after each of its actions: with rank, stage, action, what the stage keeps, and output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What a worker does for one action.
+
+    Attributes:
+        action: the action.
+        forward: whether it is a forward.
+        microbatch: which micro-batch; -1 for an all-reduce.
+        stage: the stage that runs.
+        act: what is done.
+        needs: the value it starts from, by number; `None` for the batch's rows, the loss, or what the stage kept.
+        receives: whether another rank gives that value.
+        gives: the value it computes, by number; `None` where nobody needs it.
+        sends: whether another rank needs it.
+        all_reduce: the all-reduce in which it takes part.
+    """
+
+    action: Action
+    forward: bool
+    microbatch: int
+    stage: Stage
+    act: Act
+    needs: int | None = None
+    receives: bool = False
+    gives: int | None = None
+    sends: bool = False
+    all_reduce: AllReduce | None = None
+
+
+class Row:
+    """One rank's instructions, and what a step must know of all of them before it begins.
+
+    Attributes:
+        instructions: in order.
+        actions: their actions.
+        stages: the stages that they run.
+        received: the values that come from other ranks, by number.
+        all_reduces: the all-reduces in which the rank takes part, each with its ranks.
+    """
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.instructions = instructions
+        self.actions = [each.action for each in instructions]
+        self.stages = {each.stage.index for each in instructions}
+        self.received = [each.needs for each in instructions if each.receives and each.needs is not None]
+        self.all_reduces = {each.action: each.all_reduce.group for each in instructions if each.all_reduce is not None}
+
+
+@dataclass(slots=True)
+class ThreadsStep(StepState):
+    """One step of all ranks, and the values between them.
+
+    Attributes:
+        rows: every rank's instructions.
+        values: by number, the values under way.
+        ready: by number, a lock that is released when the value is there; only for values that change ranks.
+        barriers: for each all-reduce, where its ranks meet.
+        stopped: whether everybody should stop.
+    """
+
+    rows: Sequence[Sequence[Instruction]] = ()
+    values: dict[int, Any] = field(default_factory=dict)
+    ready: dict[int, threading.Lock] = field(default_factory=dict)
+    barriers: dict[Action, Barrier] = field(default_factory=dict)
+    stopped: bool = False
+
+    def begin(self, rows: Sequence[Row], streams: Sequence[RankStream]) -> None:
+        """Lock what has to be waited for."""
+        self.rows = [row.instructions for row in rows]
+        for row in rows:
+            for value in row.received:
+                lock = self.ready[value] = threading.Lock()
+                lock.acquire()
+            for action, group in row.all_reduces.items():
+                if action not in self.barriers:
+                    self.barriers[action] = Barrier(group)
+        self.ranks = [
+            RankState(rank, row.actions, stream, {stage: {} for stage in row.stages})
+            for rank, (row, stream) in enumerate(zip(rows, streams, strict=True))
+        ]
+
+    def stop(self) -> None:
+        """Make every worker stop at its next action, and release those that wait."""
+        self.stopped = True
+        for barrier in self.barriers.values():
+            barrier.abort()
+        for lock in self.ready.values():
+            if lock.locked():
+                try:
+                    lock.release()
+                except RuntimeError:  # its giver released it just now
+                    continue
+
+
+def instructions(
+    bound: BoundPlan,
+    runners: Mapping[tuple[int, int], Stage],
+    first: Mapping[tuple[int, int], object],
+    streams: Sequence[RankStream],
+    *,
+    backward: bool,
+) -> list[Row]:
+    """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`.
+
+    Args:
+        bound: the plan, bound.
+        runners: by stage and rank, what runs the stage there.
+        first: likewise, what runs its first micro-batch, where that is something else.
+        streams: what each rank computes on.
+        backward: whether there is more than forwards.
+    """
+    codes = bound.codes
+    rows: list[Row] = []
+    for rank, row in enumerate(bound.rows):
+        listed: list[Instruction] = []
+        for code in row:
+            action = codes.action(code)
+            assert action.stage is not None
+            runner = runners[action.stage, rank]
+            if codes.collective[code]:
+                if backward:
+                    group = bound.replicas[action.stage]
+                    part = AllReduce(rank, group, [runners[action.stage, each] for each in group], streams[rank])
+                    listed.append(Instruction(action, False, -1, runner, part.act, all_reduce=part))  # noqa: FBT003
+            elif backward or codes.forward[code]:
+                runs = runner if action.microbatch else first.get((action.stage, rank), runner)
+                act = getattr(runs, action.traits.method) if backward else runner.evaluate
+                listed.append(_of_a_slot(bound, code, action, rank, runner, act))
+        rows.append(Row(listed))
+    return rows
+
+
+def _of_a_slot(bound: BoundPlan, code: int, action: Action, rank: int, stage: Stage, act: Act) -> Instruction:
+    """Return what a rank does for one micro-batch.
+
+    A forward takes `out` of the stage before and gives its own; `B` and `I` take `gin` of the stage after, likewise.
+    What `W` needs its own `I` has kept, and what it gives stays on the rank.
+    """
+    codes = bound.codes
+    made = Instruction(action, bool(codes.forward[code]), codes.microbatch[code], stage, act)
+    need, value = codes.comes[code], codes.gives[code]
+    inner = need != codes.always
+    onward = [needer for needer in codes.needers(value) if codes.stage[needer] != action.stage]
+    return replace(
+        made,
+        needs=need if inner else None,
+        receives=inner and bound.rank_of[bound.giver_of[need]] != rank,
+        gives=value if onward else None,
+        sends=any(bound.rank_of_slot[codes.slot[needer]] != rank for needer in onward),
+    )
+
+
+def with_watch(rows: Sequence[Row], watch: Watch) -> list[Row]:
+    """Return the same instructions, with a call of `watch` at the end of each."""
+
+    def act(rank: int, each: Instruction, microbatch: int, given: Any, kept: dict[int, Any], loss: Any) -> Any:
+        made = each.act(microbatch, given, kept, loss)
+        watch(rank, each.stage, each.action, kept, made)
+        return made
+
+    return [
+        Row([replace(each, act=partial(act, rank, each)) for each in row.instructions]) for rank, row in enumerate(rows)
+    ]
+
+
+# ── The all-reduce ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Barrier:
+    """Where the ranks of one all-reduce meet in one step: before the sum, and after it.
+
+    Attributes:
+        absent: the ranks that have not arrived.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.absent = set(ranks)
+        self._barrier = threading.Barrier(len(ranks))
+        self._launched: list[Any] = []  # events of the ranks' kernels, for which all their streams wait
+
+    def meet(self, rank: int, stream: RankStream) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            BrokenBarrierError: if the step was stopped.
+        """
+        if stream.send is not None:
+            self._launched.append(stream.send(None))
+        self.absent.discard(rank)
+        self._barrier.wait()
+        if stream.receive is not None:
+            for event in list(self._launched):
+                stream.receive(event)
+
+    def abort(self) -> None:
+        """Release all ranks: the step is stopped."""
+        self._barrier.abort()
+
+
+class AllReduce:
+    """One rank's part in the all-reduce of one stage.
+
+    Attributes:
+        group: the ranks that run the stage, the lowest first.
+    """
+
+    def __init__(self, rank: int, group: Sequence[int], stages: Sequence[Stage], stream: RankStream) -> None:
+        """Take the part of `rank`; `stages` are what the ranks of the group run."""
+        self.group = group
+        self._rank = rank
+        self._stages = stages
+        self._stream = stream
+
+    def act(self, _microbatch: int, barrier: Barrier, _kept: dict[int, Any], _loss: Any) -> None:
+        """Add up the gradients of all ranks, or wait until the lowest rank has done it."""
+        if self._rank == self.group[0]:
+            self._add_up()
+            emulate_all_reduce(self._stages[0].module)
+        barrier.meet(self._rank, self._stream)
+
+    def _add_up(self) -> None:
+        own, *copies = (list(stage.module.parameters()) for stage in self._stages)
+        for parameter, *others in zip(own, *copies, strict=True):
+            for other in others:
+                gradient, other.grad = other.grad, None
+                if gradient is None:
+                    continue
+                if self._stream.receive is not None:
+                    gradient = self._stream.receive(gradient)
+                accumulate(parameter, gradient)

@@ -26,8 +26,8 @@ def measure(quick: bool = False) -> dict[str, object]:
             for order in ORDERS:
                 for how, transport in ON_GLOO.items():
                     hangs = bool(pipelab.check(plan, order=order, transport=transport))
-                    cost = pipelab.Cost(order=order, transport=transport, per="stage")
-                    predicted = None if hangs else pipelab.simulate(plan, cost).makespan
+                    wire = {"order": order, "transport": transport}
+                    predicted = None if hangs else pipelab.simulate(plan, pipelab.Cost(per="stage"), **wire).makespan
                     lowered = pipelab.lower(plan, order=order, transport=transport).rows
                     found = []
                     for _ in range(1 if hangs else times):

@@ -157,11 +157,10 @@ assert (gpipe, one_f_one_b) == ((33, []), (45, []))
 
 # %%
 for transport in ("rank", "pair"):
-    assert pipelab.simulate(pipelab.OneFOneB(4, 8), pipelab.Cost(transport=transport)).makespan == 33
+    assert pipelab.simulate(pipelab.OneFOneB(4, 8), transport=transport).makespan == 33
 times = {}
 for transport in ("buffered", "rank", "pair", "holding"):
-    cost = pipelab.Cost(transport=transport)
-    times[transport] = pipelab.simulate(pipelab.Interleaved1F1B(8, 16), cost).makespan
+    times[transport] = pipelab.simulate(pipelab.Interleaved1F1B(8, 16), transport=transport).makespan
     print(f"interleaved 1F1B, 8 ranks, 16 micro-batches, {transport}: {times[transport]:g} units")
 assert times == {"buffered": 58.5, "rank": 84, "pair": 58.5, "holding": 123}
 
@@ -172,8 +171,8 @@ assert times == {"buffered": 58.5, "rank": 84, "pair": 58.5, "holding": 123}
 # %%
 best = {"rank": "by-time", "holding": "at-use"}
 for transport, order in best.items():
-    cost = pipelab.Cost(transport=transport, order=order)
-    assert pipelab.simulate(pipelab.Interleaved1F1B(8, 16), cost).makespan == 58.5
+    found = pipelab.simulate(pipelab.Interleaved1F1B(8, 16), transport=transport, order=order)
+    assert found.makespan == 58.5
     print(f"{transport}, {order}: 58.5 units")
 
 # %% [markdown]

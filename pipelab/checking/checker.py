@@ -125,8 +125,8 @@ def check(
         plan: the plan or schedule.
         memory_cap: how many stage activations a rank may hold at once, or how many bytes if there is a `memory`: one
             number, or one per rank.
-        order: in which order each rank posts its sends and receives: see `Cost.order`.
-        transport: which of them wait for each other: see `Cost.transport`. With any but `"buffered"`, a plan whose
+        order: in which order each rank posts its sends and receives: see `simulate`.
+        transport: which of them wait for each other: see `simulate`. With any but `"buffered"`, a plan whose
             sends and receives wait for each other in a circle has the fault `transfer-deadlock`, unless it has other
             faults, which come first.
         memory: how many bytes each stage takes. Bytes are counted only if the plan has no other faults.

@@ -87,6 +87,11 @@ def optimum(
     It says whether the order is proven to be the quickest.
     """
     require_writable(save, TIMELINE)
+    if times.transport != "buffered":
+        raise UsageError(
+            f"--transport {times.transport}: optimum counts with transfers that do not wait for each other\n"
+            "  try: without --transport; pipelab simulate shows the plan that --save plan.csv writes on any transport"
+        )
     best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap=memory_cap, seconds=seconds)
     echo(text.timeline(best.trace))
     unit = wording.unit(best.trace)
@@ -98,4 +103,4 @@ def optimum(
             f"and this one at most {wording.percent(best.gap)} more. More --seconds may find a better one."
         )
     for path in save or []:
-        wrote(save_timeline(best.trace, path, times.cost()))
+        wrote(save_timeline(best.trace, path, times))

@@ -129,10 +129,10 @@ def check(
 def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = None) -> None:
     """Print a schedule's timeline, its bubble and its memory."""
     require_writable(save, TIMELINE)
-    trace = simulate(untimed(sizes.find(target)), times.cost())
+    trace = times.simulated(untimed(sizes.find(target)))
     echo(text.timeline(trace))
     for path in save or []:
-        wrote(save_timeline(trace, path, times.cost()))
+        wrote(save_timeline(trace, path, times))
 
 
 @app.command()
@@ -168,7 +168,7 @@ def draw(
         echo(text.timeline(trace))
         say("add --save timeline.html for a page that says why each rank waits")
     for path in save or []:
-        wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path, times.cost()))
+        wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path, times))
 
 
 @app.command()
@@ -205,7 +205,11 @@ def compare(
     cost = times.cost()
     assert not callable(cost.forward)  # no option's text is a function
     assert not callable(cost.backward)
-    made = sweep(targets, counts, lambda name, count: Cell(simulate(sizes.schedule(name, count), cost.shared(count))))
+
+    def cell(name: str, count: int) -> Cell:
+        return Cell(times.simulated(sizes.schedule(name, count), cost.shared(count)))
+
+    made = sweep(targets, counts, cell)
     say(
         f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "
         f"{number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''} for all of it."

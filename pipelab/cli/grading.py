@@ -78,7 +78,8 @@ def grade_command(
             files.require_writable(path)
         where, name = _split(target)
         pars = settings(par or [], "--par")
-        assignment = Assignment(name if par or name else None, pars, ranks, microbatches, asdict(times.cost()), seed)
+        schedule, cost = name if par or name else None, asdict(times.cost())
+        assignment = Assignment(schedule, pars, ranks, microbatches, cost, times.order, times.transport, seed)
         limits = Limits(seconds, memory)
         if gradescope is not None:
             gradescope.mkdir(parents=True, exist_ok=True)
@@ -160,9 +161,10 @@ def _split(target: str | None) -> tuple[Path | None, str]:
 
 def _options(assignment: Assignment, limits: Limits) -> list[str]:
     """Return the options that grade in the same way again, on Gradescope."""
-    options = {"--seed": assignment.seed, "--seconds": limits.seconds, "--memory": limits.memory}
+    options: dict[str, object] = {"--seed": assignment.seed, "--seconds": limits.seconds, "--memory": limits.memory}
     if assignment.schedule is not None:
         options |= {"--ranks": assignment.ranks, "--microbatches": assignment.microbatches}
+        options |= {"--order": assignment.order, "--transport": assignment.transport}
     usual = asdict(Cost())
     repeated = [("--par", each) for each in assignment.pars.items()]
     repeated += [("--cost", (name, value)) for name, value in assignment.cost.items() if value != usual[name]]

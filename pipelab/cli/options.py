@@ -207,7 +207,7 @@ class Times:
             UsageError: if `--cost` names an unknown cost.
         """
         given: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
-        given |= {"latency": self.latency, "order": self.order, "transport": self.transport, "unit": self.unit}
+        given |= {"latency": self.latency, "unit": self.unit}
         given |= settings(self.costs or [], "--cost")
         try:
             return Cost(**given)
@@ -224,8 +224,11 @@ class Times:
             raise UsageError(
                 f"{' and '.join(targets)}: a trace has its own times; leave out the options for times and costs"
             )
-        cost = self.cost()
-        return [subject if isinstance(subject, Trace) else simulate(subject, cost) for subject in subjects]
+        return [subject if isinstance(subject, Trace) else self.simulated(subject) for subject in subjects]
+
+    def simulated(self, subject: Schedule | Plan, cost: Cost | None = None) -> Trace:
+        """Return when everything would happen, with these costs or others."""
+        return simulate(subject, cost or self.cost(), order=self.order, transport=self.transport)
 
     def uneven(self, plans: Sequence[Plan]) -> str:
         """Return a warning if only some of the plans split backwards and `I` and `W` do not add up to `B`."""

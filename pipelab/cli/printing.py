@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as Columns
@@ -24,10 +25,12 @@ from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
 from pipelab.schedule import Schedule
 from pipelab.simulation.comparison import Comparison
-from pipelab.simulation.cost import Cost
 from pipelab.simulation.wire import lower
 from pipelab.trace.diff import Diff
 from pipelab.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from pipelab.cli.options import Times
 
 _LAYOUT = "\n\t"
 """The control characters that messages and tables are laid out with."""
@@ -85,13 +88,13 @@ def echo(shown: str, error: bool = False) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def save_timeline(trace: Trace, path: Path, cost: Cost) -> Path:
-    """Write a trace; or as `csv` its plan in PyTorch's notation, with sends and receives if the cost orders them."""
+def save_timeline(trace: Trace, path: Path, times: Times) -> Path:
+    """Write a trace; or as `csv` its plan in PyTorch's notation, with sends and receives if the options order them."""
     if path.suffix.lower() != ".csv" or path.name.lower().endswith(".events.csv"):
         return trace.save(path)
-    if (cost.order, cost.transport) == ("pytorch", "buffered"):
+    if (times.order, times.transport) == ("pytorch", "buffered"):
         return trace.plan.to_csv(path)
-    return lower(trace.plan, cost=cost).to_csv(path)
+    return lower(trace.plan, times.cost(), order=times.order, transport=times.transport).to_csv(path)
 
 
 @contextmanager

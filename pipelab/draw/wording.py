@@ -156,8 +156,7 @@ def figures(trace: Trace) -> str:
         'makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1'
         >>> figures(pipelab.simulate(pipelab.ZBH2(4, 8)))
         'makespan 27 units, bubble 11.1 %, peak activations 7 7 7 7, own spans 24 24 24 24'
-        >>> cost = pipelab.Cost(transport="rank")
-        >>> figures(pipelab.simulate(pipelab.Interleaved1F1B(4, 8), cost)).partition("5, ")[2]
+        >>> figures(pipelab.simulate(pipelab.Interleaved1F1B(4, 8), transport="rank")).partition("5, ")[2]
         'idle behind other transfers 0 6 2.5 0'
     """
     peaks = elided(trace.peak_activations)
@@ -172,8 +171,7 @@ def stood_behind(trace: Trace, wait: Wait) -> str:
     Example:
         >>> import pipelab
         >>> from pipelab.trace.waits import waits
-        >>> cost = pipelab.Cost(transport="rank")
-        >>> trace = pipelab.simulate(pipelab.Interleaved1F1B(4, 8), cost)
+        >>> trace = pipelab.simulate(pipelab.Interleaved1F1B(4, 8), transport="rank")
         >>> [text for row in waits(trace) for wait in row if wait and (text := stood_behind(trace, wait))][0]
         '0F1 had given it by 1, but its send stood behind the receive of 4F0'
     """

@@ -45,7 +45,7 @@ class Engine(ABC):
         labels: the device and the thread or process of each rank, for drawings.
         runners: what runs each stage.
         intra_op_threads: how many processor threads each operation on a CPU rank uses.
-        transport: what waits for what among the values between ranks: see `Cost.transport`.
+        transport: what waits for what among the values between ranks: see `simulate`.
     """
 
     devices: Sequence[RankDevice]

@@ -312,9 +312,9 @@ class Pipeline:
 
     @property
     def transport(self) -> Transport:
-        """What waits for what among the values that cross between ranks: see `Cost.transport`.
+        """What waits for what among the values that cross between ranks: see `simulate`.
 
-        Simulate with `Cost(transport=pipe.transport)` to predict this pipeline.
+        Simulate with `transport=pipe.transport` to predict this pipeline.
         """
         return self.engine.transport
 

@@ -30,10 +30,10 @@ from pipelab.plan.fault import shorten
 from pipelab.plan.order import units
 
 Order = Literal["pytorch", "at-use", "deferred", "by-time"]
-"""In which order a rank posts its transfers: see `Cost.order`."""
+"""In which order a rank posts its transfers: see `simulate`."""
 
 Transport = Literal["buffered", "rank", "pair", "edge", "holding"]
-"""Which transfers wait for each other: see `Cost.transport`."""
+"""Which transfers wait for each other: see `simulate`."""
 
 Step = tuple[str, tuple[int, ...]]
 """What a lowered row does next: `run` a code, or the two of a pair; `SEND`, `RECV` or `WAIT_SEND` a value; or one of

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
-from pipelab.errors import ScheduleError, require_size
+from pipelab.errors import CostError, ScheduleError, require_size
 from pipelab.plan.actions import HALVES
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import traverse
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import Order, Transport, require_words
 from pipelab.simulation.contention import contended
 from pipelab.simulation.cost import Cost, as_cost
 from pipelab.simulation.wire import on_the_wire
 from pipelab.trace.trace import Trace
 
 
-def simulate(plan: Plan | ScheduleLike, cost: Cost | None = None, replicas: int = 1) -> Trace:
+def simulate(
+    plan: Plan | ScheduleLike,
+    cost: Cost | None = None,
+    replicas: int = 1,
+    *,
+    order: Order = "pytorch",
+    transport: Transport = "buffered",
+) -> Trace:
     """Return when each action would start and end if every rank ran its row as soon as it can.
 
     Each rank runs its row in order and waits for the values that it needs. The time that this takes is linear in the
@@ -24,11 +32,23 @@ def simulate(plan: Plan | ScheduleLike, cost: Cost | None = None, replicas: int 
 
     Args:
         plan: the plan or schedule.
-        cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers. With
-            `Cost(transport=...)`, transfers also wait for each other.
+        cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
         replicas: how many copies of the pipeline share the batch, each with as many micro-batches as the plan has. All
             do the same at the same times, so the trace has only the first one, with the all-reduces of its stages:
             64 replicas take no longer to simulate than one. `replicate` lays out all of them.
+        order: in which order each rank posts its sends and receives. A send comes right after the action that makes
+            its value; in `"by-time"`, it may come later. `"pytorch"`: a receive comes as early as its send can be
+            placed, as PyTorch lowers a plan (`torch.distributed.pipelining.schedules._add_send_recv`). `"at-use"`:
+            right before the action that needs it. `"deferred"`: as PyTorch with `defer_pp_recv` (from 2.13 on), where
+            the lower of two ranks receives before it sends to the other. `"by-time"`: in one order of all transfers
+            that pipelab chooses for these costs; it cannot hang in any queue.
+        transport: which transfers wait for each other. `"buffered"`: none, a value arrives, and the order does not
+            matter; so papers assume, and so PyTorch's runtime does on gloo. In all others, what an overlapped pair
+            gives leaves after both of its halves. In a queue, a send and its receive meet:
+            the transfer starts when it is first in the queues of both its ranks, and holds both for as long as it
+            travels. `"rank"`: one queue for each rank. `"pair"`: one for each pair of ranks. `"edge"`: one for each
+            directed pair. `"holding"`: no queue, but each rank runs its row strictly in order, and a receive holds it
+            until the value is there. The page on the wire lists which backend does what.
 
     Example:
         >>> import pipelab
@@ -44,15 +64,22 @@ def simulate(plan: Plan | ScheduleLike, cost: Cost | None = None, replicas: int 
 
     Raises:
         ScheduleError: if the plan has faults; or if its sends and receives wait for each other in a circle.
-        CostError: if a list of the cost does not have one number per stage.
-        UsageError: if `replicas` is not a positive whole number.
+        CostError: if a list of the cost does not have one number per stage; if the transport is not buffered and the
+            cost has a busy sender or a slow-down.
+        UsageError: if `replicas` is not a positive whole number, or if `order` or `transport` is none of the words.
         TypeError: if `cost` is not a `Cost`.
     """
     plan = as_plan(plan)
     if require_size("replicas", replicas) > 1:
         plan = _first_replica(plan, replicas)
     cost = as_cost(cost)
-    order = require_legal(plan).order
+    require_words(order, transport)
+    if transport != "buffered" and (cost.sender == "busy" or cost.slowdown > 1):
+        raise CostError(
+            f"transport={transport!r}, sender={cost.sender!r}, slowdown={cost.slowdown:g}: a busy sender and a "
+            "slow-down need transport='buffered'; leave out one or the other"
+        )
+    walked = require_legal(plan).order
     bound = plan.bound
     paired = cost.pair_times(plan) if bound.pairs else None
     if paired is not None:
@@ -60,13 +87,13 @@ def simulate(plan: Plan | ScheduleLike, cost: Cost | None = None, replicas: int 
         if walk.stuck:
             faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
-        order = walk.order
-    if cost.transport != "buffered":
-        return on_the_wire(plan, cost, paired)
+        walked = walk.order
+    if transport != "buffered":
+        return on_the_wire(plan, cost, paired, order, transport)
     if cost.sender == "busy" or cost.slowdown > 1:
         begun, ended, delay = contended(plan, cost, paired)
     else:
-        begun, ended, delay = _clock(plan, bound, order, cost, paired)
+        begun, ended, delay = _clock(plan, bound, walked, cost, paired)
     return Trace(
         plan,
         [[begun[code] for code in row] for row in bound.rows],

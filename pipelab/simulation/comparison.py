@@ -15,7 +15,7 @@ from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
 from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import simulate
-from pipelab.simulation.cost import Cost, as_cost
+from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def compare(
     *subjects: Trace | Plan | ScheduleLike,
     names: Sequence[str] | None = None,
     cost: Cost | None = None,
-    order: Order | None = None,
-    transport: Transport | None = None,
+    order: Order = "pytorch",
+    transport: Transport = "buffered",
     bound: bool = False,
 ) -> Comparison:
     """Show traces side by side, simulated or measured; plans and schedules are simulated first.
@@ -125,8 +125,8 @@ def compare(
         names: what to call them; by default, their plans' names.
         cost: the cost for simulating plans and schedules; by default forward 1, backward 2 and free transfers.
             `Cost.fit(trace)` predicts with the times of a measured trace.
-        order: instead of the cost's: in which order ranks post their sends and receives, see `Cost.order`.
-        transport: instead of the cost's: which transfers wait for each other, see `Cost.transport`.
+        order: in which order ranks post their sends and receives: see `simulate`.
+        transport: which transfers wait for each other: see `simulate`.
         bound: whether the table says how far each makespan is above the `lower_bound` of its actions, in any order.
 
     Example:
@@ -145,27 +145,28 @@ def compare(
     """
     if not subjects:
         raise UsageError("compare needs at least one trace, plan or schedule")
-    if order is not None or transport is not None:
-        cost = as_cost(cost, order, transport)
-    if cost is not None and all(isinstance(subject, Trace) for subject in subjects):
-        raise CostError("compare got a cost, but traces have their own times: simulate their plans with the cost")
-    traces = tuple(_trace_of(subject, cost) for subject in subjects)
+    given = cost is not None or (order, transport) != ("pytorch", "buffered")
+    if given and all(isinstance(subject, Trace) for subject in subjects):
+        raise CostError(
+            "compare got costs or transfers, but traces have their own times: simulate their plans with these"
+        )
+    traces = tuple(_trace_of(subject, cost, order, transport) for subject in subjects)
     if names is None:
         names = [_default_name(trace) for trace in traces]
     if len(names) != len(traces):
         raise UsageError(f"compare got {len(names)} names for {len(traces)} traces")
     bounds: tuple[float, ...] = ()
     if bound:
-        given = zip(subjects, traces, strict=True)
-        bounds = tuple(lower_bound(*((trace,) if trace is each else (trace.plan, cost))) for each, trace in given)
+        both = zip(subjects, traces, strict=True)
+        bounds = tuple(lower_bound(*((trace,) if trace is each else (trace.plan, cost))) for each, trace in both)
     return Comparison(traces, tuple(names), bounds)
 
 
-def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None) -> Trace:
+def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None, order: Order, transport: Transport) -> Trace:
     if isinstance(subject, Trace):
         return subject
     if isinstance(subject, (Plan, ScheduleLike, type, str)):
-        return simulate(subject, cost)
+        return simulate(subject, cost, order=order, transport=transport)
     raise TypeError(
         f"compare takes traces, plans and schedules, one by one, got {shorten(subject)}"
         + (": take its trace" if hasattr(subject, "trace") else "")

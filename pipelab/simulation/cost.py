@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
 from pipelab.plan.actions import FINITE, KINDS, TRAITS, Kind, finite
@@ -12,7 +12,6 @@ from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
-from pipelab.plan.transfers import Order, Transport
 from pipelab.simulation.fitting import fitted, groups, listed, shares, spread
 from pipelab.simulation.links import Links
 from pipelab.trace.trace import Trace
@@ -34,8 +33,6 @@ _WORDS = {
     "per": ("rank", "stage"),
     "first_stage": ("uniform", "as-run"),
     "sender": ("free", "busy"),
-    "order": get_args(Order),
-    "transport": get_args(Transport),
 }
 
 
@@ -75,19 +72,6 @@ class Cost:
         first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: stage 0 needs no input gradient,
             so `I` takes no time there and `W` is the whole backward.
         unit: the unit of time, such as `"ms"`; for labels only.
-        order: in which order each rank posts its sends and receives. A send comes right after the action that makes
-            its value; in `"by-time"`, it may come later. `"pytorch"`: a receive comes as early as its send can be
-            placed, as PyTorch lowers a plan (`torch.distributed.pipelining.schedules._add_send_recv`). `"at-use"`:
-            right before the action that needs it. `"deferred"`: as PyTorch with `defer_pp_recv` (from 2.13 on), where
-            the lower of two ranks receives before it sends to the other. `"by-time"`: in one order of all transfers
-            that pipelab chooses for these costs; it cannot hang in any queue.
-        transport: which transfers wait for each other. `"buffered"`: none, a value arrives, and the order does not
-            matter; so papers assume, and so PyTorch's runtime does on gloo. In all others, what an overlapped pair
-            gives leaves after both of its halves. In a queue, a send and its receive meet:
-            the transfer starts when it is first in the queues of both its ranks, and holds both for as long as it
-            travels. `"rank"`: one queue for each rank. `"pair"`: one for each pair of ranks. `"edge"`: one for each
-            directed pair. `"holding"`: no queue, but each rank runs its row strictly in order, and a receive holds it
-            until the value is there. The page on the wire lists which backend does what.
         spread: of costs from `Cost.fit`, by which share each fitted step took longer than these costs predict for it,
             ascending: a prediction may be as far off. `(-0.03, 0.02, 0.4)` are three steps, one of them disturbed.
 
@@ -112,8 +96,7 @@ class Cost:
 
     Raises:
         CostError: if a number is neither 0 nor between 1e-30 and 1e+30, or a cost is of another type; if there are
-            `links` and a latency or bandwidth too; if a transport is not buffered and there is a busy sender or a
-            slow-down.
+            `links` and a latency or bandwidth too.
     """
 
     forward: PerSlot = 1
@@ -132,8 +115,6 @@ class Cost:
     per: Literal["rank", "stage"] = "rank"
     first_stage: Literal["uniform", "as-run"] = "uniform"
     unit: str = ""
-    order: Order = "pytorch"
-    transport: Transport = "buffered"
     spread: tuple[float, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -173,11 +154,6 @@ class Cost:
         for name, words in _WORDS.items():
             if (word := getattr(self, name)) not in words:
                 raise CostError(f"{name}={word!r}: expected {' or '.join(map(repr, words))}")
-        if self.transport != "buffered" and (self.sender == "busy" or self.slowdown > 1):
-            raise CostError(
-                f"transport={self.transport!r}, sender={self.sender!r}, slowdown={self.slowdown:g}: a busy sender and "
-                "a slow-down need transport='buffered'; leave out one or the other"
-            )
 
     @classmethod
     def fit(
@@ -383,17 +359,15 @@ class Cost:
         return [value * share] * stages
 
 
-def as_cost(cost: Cost | None, order: Order | None = None, transport: Transport | None = None) -> Cost:
-    """Return a cost, by default forward 1, backward 2 and free transfers; with another order or transport, if given.
+def as_cost(cost: Cost | None) -> Cost:
+    """Return a cost, by default forward 1, backward 2 and free transfers.
 
     Raises:
         TypeError: if it is no `Cost`.
-        CostError: if the order or the transport is none of the words.
     """
     if cost is not None and not isinstance(cost, Cost):
         raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
-    given: dict[str, Any] = {"order": order, "transport": transport}
-    return replace(cost or Cost(), **{name: word for name, word in given.items() if word is not None})
+    return cost or Cost()
 
 
 def _asked(name: str, function: Callable[[int, int], float], plan: Plan) -> Iterator[float]:

@@ -135,11 +135,8 @@ def jitter(
         raise UsageError(f"spread={shorten(spread)}: expected a number, 0 or more, such as 0.1 for 10 %")
     draws = require_size("draws", draws)
     undisturbed = simulate(plan, cost)
-    if cost.slowdown > 1 or cost.transport != "buffered":
-        raise CostError(
-            f"jitter cannot draw with slowdown={cost.slowdown:g} and transport={cost.transport!r}: use simulate, "
-            "or slowdown=1 and transport='buffered'"
-        )
+    if cost.slowdown > 1:
+        raise CostError(f"jitter cannot draw with slowdown={cost.slowdown:g}: use simulate, or slowdown=1")
     try:
         import numpy
     except ImportError as error:

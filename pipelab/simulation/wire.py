@@ -27,6 +27,7 @@ from pipelab.plan.transfers import (
     Runtime,
     Transport,
     lowered,
+    require_words,
 )
 from pipelab.simulation.cost import Cost, as_cost
 from pipelab.trace.events import Transfer
@@ -44,7 +45,7 @@ class LoweredPlan:
 
     Attributes:
         plan: the plan.
-        order: in which order its transfers are posted: see `Cost.order`. If PyTorch's own order is as quick as
+        order: in which order its transfers are posted: see `simulate`. If PyTorch's own order is as quick as
             `"by-time"`, it is that.
         rows: for each rank, its actions, sends and receives in PyTorch's notation: `0SEND_F3` sends what `0F3` gives,
             and `1RECV_F3` receives what `1F3` needs.
@@ -164,17 +165,17 @@ def lower(
     plan: Plan | ScheduleLike,
     cost: Cost | None = None,
     *,
-    order: Order | None = None,
-    transport: Transport | None = None,
+    order: Order = "pytorch",
+    transport: Transport = "buffered",
 ) -> LoweredPlan:
     """Return a plan with its sends and receives, in the order that PyTorch gives them or in another one.
 
     Args:
         plan: the plan or schedule.
         cost: how long actions and transfers take, for `"by-time"`; by default forward 1, backward 2, free transfers.
-        order: where sends and receives are: see `Cost.order`. By default the cost's, which is PyTorch's by default.
-        transport: for which transport `"by-time"` is to be quick: see `Cost.transport`. By default the cost's; where
-            nothing queues, one queue for each rank.
+        order: where sends and receives are: see `simulate`.
+        transport: for which transport `"by-time"` is to be quick: see `simulate`. Where nothing queues, it is made for
+            one queue for each rank.
 
     Example:
         >>> import pipelab
@@ -186,35 +187,36 @@ def lower(
 
         >>> plan = pipelab.Interleaved1F1B(ranks=8, microbatches=16)
         >>> for transport, order in (("buffered", "pytorch"), ("rank", "pytorch"), ("rank", "by-time")):
-        ...     print(transport, order, pipelab.simulate(plan, Cost(transport=transport, order=order)).makespan)
+        ...     print(transport, order, pipelab.simulate(plan, transport=transport, order=order).makespan)
         buffered pytorch 58.5
         rank pytorch 84.0
         rank by-time 58.5
 
     Raises:
         ScheduleError: if the plan has faults, or has pairs that only run one half after the other.
-        CostError: if `order` or `transport` is none of the words.
+        UsageError: if `order` or `transport` is none of the words.
         TypeError: if `cost` is not a `Cost`.
     """
-    plan, cost = as_plan(plan), as_cost(cost, order, transport)
+    plan, cost = as_plan(plan), as_cost(cost)
+    require_words(order, transport)
     require_legal(plan)
     _refuse(plan, "by-time", "rank")  # a deadlock of transfers can be lowered, to be looked at
-    low = _lowering(plan, cost)
+    low = _lowering(plan, cost, order, transport)
     return LoweredPlan(plan, low.order, low.words(), tuple(low.by_time))
 
 
-def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
+def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None, order: Order, transport: Transport) -> Trace:
     """Return the trace of a legal plan whose transfers wait for each other.
 
     Raises:
         ScheduleError: if sends and receives wait for each other in a circle.
     """
-    _refuse(plan, "by-time", cost.transport)
+    _refuse(plan, "by-time", transport)
     bound, action = plan.bound, plan.bound.codes.action
-    low = _lowering(plan, cost)
-    wire = Wire(low, cost.transport, atomic_pairs=paired is not None)
+    low = _lowering(plan, cost, order, transport)
+    wire = Wire(low, transport, atomic_pairs=paired is not None)
     if wire.stuck:
-        _refuse(plan, cost.order, cost.transport)
+        _refuse(plan, order, transport)
     _, starts, ended = _times(wire, plan, cost, paired)
     transfers: list[Transfer] = []
     for value, crossing in low.crossings.items():
@@ -226,14 +228,14 @@ def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None) -> Trace:
         ends = action(crossing.giver), action(crossing.needer), left, ended[wire.transfer(value)]
         transfers.append(Transfer(crossing.source, crossing.target, *ends, left - made, behind))
     as_run = cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds)
-    words = ["stage 0 as run"] * as_run + [f"order {cost.order}"] * (cost.order != "pytorch")
+    words = ["stage 0 as run"] * as_run + [f"order {order}"] * (order != "pytorch")
     return Trace(
         plan,
         [[starts[wire.job[code]] for code in row] for row in bound.rows],
         [[ended[wire.job[code]] for code in row] for row in bound.rows],
         cost.unit,
         transfers=transfers,
-        note=", ".join([*words, f"transport {cost.transport}"]),
+        note=", ".join([*words, f"transport {transport}"]),
     )
 
 
@@ -257,14 +259,14 @@ def _refuse(plan: Plan, order: Order, transport: Transport) -> None:
         raise ScheduleError(faults, f"{plan.name} with order {order}, transport {transport}")
 
 
-def _lowering(plan: Plan, cost: Cost) -> Lowering:
+def _lowering(plan: Plan, cost: Cost, order: Order, transport: Transport) -> Lowering:
     """Lower a plan; `"by-time"`, take the best of a few orders."""
     bound = plan.bound
-    if cost.order != "by-time":
-        return lowered(bound, cost.order)
-    if cost.transport == "holding":  # nothing is quicker than a receive that holds only what needs it
+    if order != "by-time":
+        return lowered(bound, order)
+    if transport == "holding":  # nothing is quicker than a receive that holds only what needs it
         return lowered(bound, "at-use")
-    transport = "rank" if cost.transport == "buffered" else cost.transport
+    queues: Transport = "rank" if transport == "buffered" else transport
     early = lowered(bound, "pytorch")
     wire = Wire(early, "buffered")
     lasts, starts, _ = _times(wire, plan, cost)
@@ -276,7 +278,7 @@ def _lowering(plan: Plan, cost: Cost) -> Lowering:
     # Each key grows along every chain of needs, and sorting keeps the order of the jobs among equals. So the first
     # value that is left always finds all of its queues free, and can cross.
     tried = [early, *(lowered(bound, "by-time", tuple(sorted(crossed, key=key))) for key in keys)]
-    return min(tried, key=lambda low: _makespan(plan, low, transport, cost))
+    return min(tried, key=lambda low: _makespan(plan, low, queues, cost))
 
 
 def _makespan(plan: Plan, low: Lowering, transport: Transport, cost: Cost) -> float:

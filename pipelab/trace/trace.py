@@ -183,7 +183,7 @@ class Trace:
         Example:
             >>> import pipelab
             >>> plan = pipelab.Interleaved1F1B(ranks=4, microbatches=8)
-            >>> pipelab.simulate(plan, pipelab.Cost(transport="rank")).queued
+            >>> pipelab.simulate(plan, transport="rank").queued
             (0.0, 6.0, 2.5, 0.0)
         """
         if not any(each.behind for each in self.recorded):

@@ -6,7 +6,7 @@ import pytest
 from fuzz.wire import ON_GLOO, happened, on_gloo, processes
 from strategies import WIRES, near
 
-from pipelab import B, Cost, F, Plan, ScheduleError, UsageError, check, lower, replicate, schedules, simulate
+from pipelab import B, F, Plan, ScheduleError, UsageError, check, lower, replicate, schedules, simulate
 
 HANGS = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
 
@@ -40,10 +40,10 @@ def test_only_late_receives_hang_and_only_in_queues_and_simulate_refuses_what_ch
             assert wire["order"] in ("at-use", "deferred")
             assert wire["transport"] in ("rank", "pair", "edge")
             with pytest.raises(ScheduleError) as refused:
-                simulate(plan, Cost(**wire))
+                simulate(plan, **wire)
             assert refused.value.faults == faults
         else:
-            assert simulate(plan, Cost(**wire)).makespan > 0
+            assert simulate(plan, **wire).makespan > 0
 
 
 def test_other_faults_come_first_and_a_memory_cap_beside():
@@ -78,7 +78,7 @@ def test_a_pair_whose_halves_only_need_each_other_is_no_deadlock(wire):
     # On the last stage, PyTorch runs the backward right after its own forward.
     plan = Plan([[F(0), B(0)], [F(0) & B(0)]])
     assert check(plan, **wire) == []
-    assert simulate(plan, Cost(**wire)).makespan == 6
+    assert simulate(plan, **wire).makespan == 6
 
 
 def test_an_all_reduce_in_the_cycle_is_named():

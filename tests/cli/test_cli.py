@@ -87,6 +87,9 @@ def test_transfers_that_hang_are_a_fault_and_others_take_their_time(pipelab_comm
     assert "transfer-deadlock" in error
     assert "3SEND_B0" in error
     assert pipelab_command("check", "1f1b", "--transport", "rank")[0] == 0
+    sweep = ("compare", "interleaved-1f1b", "-r", "8", "-m", "16,32")
+    assert pipelab_command(*sweep)[1] != pipelab_command(*sweep, "--transport", "rank")[1]
+    assert pipelab_command("optimum", "1f1b", "--transport", "rank")[0] == 1
     code, output, _ = pipelab_command("compare", "1f1b", "interleaved-1f1b", "--transport", "rank")
     assert code == 0
     assert "33.5 units" in output

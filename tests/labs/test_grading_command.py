@@ -232,6 +232,15 @@ def test_a_schedule_earns_less_in_proportion_above_its_par(pipelab_command, fold
     assert tasks["hidden sizes"]["passed"]
 
 
+@pytest.mark.parametrize(("transport", "reached"), [("buffered", True), ("rank", False)])
+def test_a_par_is_judged_on_the_transport_that_was_given(pipelab_command, folder, transport, reached):
+    (folder / "my.py").write_text("import pipelab\nclass Mine(pipelab.Interleaved1F1B):\n    pass\n")
+    size = ("--ranks", "8", "--microbatches", "16", "--par", "makespan=58.5", "--transport", transport)
+    pipelab_command("grade", "my.py:Mine", *size, "--json", "a.json")
+    tasks = {task["name"]: task["passed"] for task in json.loads((folder / "a.json").read_text())["tasks"]}
+    assert tasks["makespan"] is reached
+
+
 WRONG = {
     "deadlock": (RIGHT.replace("self.ranks - rank", "rank + 1"), "deadlock"),
     "missing": (RIGHT.replace("yield F(warmup + m)", "pass"), "missing"),

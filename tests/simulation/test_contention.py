@@ -96,4 +96,4 @@ def test_words_and_factors_that_make_no_sense_are_refused():
 @pytest.mark.parametrize("more", [{"sender": "busy"}, {"slowdown": 2}], ids=str)
 def test_transfers_in_queues_do_not_keep_ranks_busy_as_well(more):
     with pytest.raises(CostError, match="transport='rank'"):
-        Cost(transport="rank", **more)
+        simulate(pipelab.GPipe(2, 2), Cost(**more), transport="rank")

@@ -197,8 +197,8 @@ def test_a_pair_in_one_slot_takes_what_a_function_says_of_its_forward():
 
 def test_a_pair_takes_what_a_function_says_in_queues_and_in_bounds_too():
     plan = pipelab.DualPipe(2, 4).plan()
-    cost = Cost(forward=1, backward=2, pair=lambda m, s: 10 * (m + 1), order="by-time", transport="rank", per="stage")
-    trace = simulate(plan, cost)
+    cost = Cost(forward=1, backward=2, pair=lambda m, s: 10 * (m + 1), per="stage")
+    trace = simulate(plan, cost, order="by-time", transport="rank")
     forwards = {plan.bound.codes.action(code) for code in plan.bound.pairs}
     found = [event for event in trace.events if event.action in forwards]
     assert found

@@ -75,8 +75,7 @@ def test_a_transfer_that_waits_for_another_is_a_reason_of_its_own():
 
 @pytest.mark.parametrize("latency", [0, 0.25])
 def test_time_behind_other_transfers_is_the_same_in_the_ledger_and_the_trace(latency):
-    cost = Cost(transport="rank", latency=latency)
-    trace = pipelab.simulate(pipelab.Interleaved1F1B(8, 16), cost)
+    trace = pipelab.simulate(pipelab.Interleaved1F1B(8, 16), Cost(latency=latency), transport="rank")
     assert_partition(trace)
     behind = [row.get("behind another transfer", 0) for row in trace.ledger]
     assert behind == pytest.approx(trace.queued, abs=1e-9)

@@ -22,7 +22,6 @@ from pipelab.errors import EngineError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
-from pipelab.simulation.cost import Cost
 
 _ABORT_TAG = 1 << 20
 """A tag of no message."""
@@ -154,8 +153,8 @@ def warn_of_one_queue(plan: Plan) -> None:
         map(plan.bound.codes.action, row) for row in plan.bound.rows
     ]  # a pair runs as its forward, then its backward
     apart = Plan(rows, plan.stages, plan.microbatches, plan.place)
-    one = simulate(apart, Cost(transport="rank")).makespan
-    several = simulate(apart, Cost(transport="pair")).makespan
+    one = simulate(apart, transport="rank").makespan
+    several = simulate(apart, transport="pair").makespan
     if one > 1.01 * several:
         warnings.warn(
             "init_process_group(device_id=...) puts all of a rank's sends and receives in one queue of NCCL, where "

@@ -66,7 +66,7 @@ def judge(data: dict[str, Any], assignment: Assignment) -> tuple[list[Mark], str
         return [*marks, *(Mark(task, 0, reached=False) for task in (*pars, others))], fault
     size = f"{assignment.ranks} ranks and {assignment.microbatches} micro-batches"
     marks = [Mark(legal, legal.points, "no fault", f"legal with {size}")]
-    trace = simulate(first, Cost(**assignment.cost))
+    trace = simulate(first, Cost(**assignment.cost), order=assignment.order, transport=assignment.transport)
     found = {"makespan": trace.makespan, "peak": max(trace.peak_activations), "bubble": trace.bubble}
     marks += [_against_par(task, assignment.pars[task.name], found[task.name]) for task in pars]
     tried = [plan for plan, fault in hidden if not fault.startswith("refused")]

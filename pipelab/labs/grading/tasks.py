@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import students_line
+from pipelab.plan.transfers import Order, Transport
 
 HOMEWORK = "pipeline_homework.py"
 TEMPLATE = Path(__file__).with_name(f"{HOMEWORK}.txt")
@@ -93,6 +94,8 @@ class Assignment:
     ranks: int = 4  # the size that the pars are for
     microbatches: int = 8
     cost: dict[str, Any] = field(default_factory=dict)  # arguments of `Cost`
+    order: Order = "pytorch"
+    transport: Transport = "buffered"
     seed: int = 0  # the hidden sizes and all random numbers follow from it
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "closes_everything": (first("import os; os.closerange(0, 256)"), "exit code"),
     "does_not_parse": (first("def broken(:"), "line 1"),
     "wrong_indentation": (changed((BACKWARD, f"  {BACKWARD}\n  pass")), "not Python"),
-    "null_bytes": ("x = 1\0", "not Python"),
+    "null_bytes": ("x = 1\0", "null bytes"),
     "empty": ("", "no function run_1F1B_homework; it defines no function"),
     "imports_what_is_not_there": (first("import tensorflow_of_my_own"), "tensorflow_of_my_own"),
     "imports_a_neighbour": (first("import right"), "imports right"),

@@ -14,6 +14,7 @@ from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges, shorten
 from pipelab.trace.kineto import MOVED, File, Ran, base_of, is_profile, read_file, whole_steps
 from pipelab.trace.reading import plan_of
+from pipelab.trace.waits import travelled
 
 _NOISE = (0.0, 10.0, 100.0)
 """By how many microseconds a value may seem to come before it was sent: each process reads the clock by itself."""
@@ -78,16 +79,18 @@ def read_profiles(files: Iterable[tuple[str, Any]], step: int | None, name: str)
         ]
         for row, offset in zip(times, offsets, strict=True)
     ]
+    starts, ends = [[each.start for each in row] for row in times], [[each.end for each in row] for row in times]
+    arrived = [[each.arrived for each in row] for row in times]
     blind = [rank for rank, each in enumerate(read) if each.on_gpu and not each.kernels]
     of_which = "" if len(blind) == len(read) else f" on rank{'s' * (len(blind) > 1)} {ranges(blind)}"
     which = f"step {number} of 0 to {counts[0] - 1}" if counts[0] > 1 else ""
     return {
         "plan": plan,
-        "starts": [[start for start, _, _ in row] for row in times],
-        "ends": [[end for _, end, _ in row] for row in times],
+        "starts": starts,
+        "ends": ends,
         "unit": "ms",
         "source": "measured",
-        "delay": _travel(plan.bound, times).__getitem__,
+        "delay": travelled(plan.bound, starts, ends, arrived).__getitem__,
         "lanes": [f"{'gpu' if each.kernels else 'cpu'}, {each.path}" for each in read],
         "note": ", ".join(filter(None, (which, aligned, f"without device times{of_which}" * bool(blind)))),
     }
@@ -248,27 +251,3 @@ def _longest(edges: Mapping[tuple[int, int], float], nodes: int) -> list[float] 
         for other, far in better:
             found[other] = max(found[other], far)
     return None
-
-
-def _travel(bound: BoundPlan, times: Sequence[Sequence[_Times]]) -> dict[int, float]:
-    """Return how long each value travelled between ranks, by its number.
-
-    Where the profile does not say when it was there: until its action began, if the rank was idle when the value left;
-    else until the rank was idle.
-    """
-    ended = {
-        code: end
-        for row, each in zip(bound.rows, times, strict=True)
-        for code, (_, end, _) in zip(row, each, strict=True)
-    }
-    found: dict[int, float] = {}
-    for rank, row in enumerate(bound.rows):
-        free = 0.0
-        for code, (start, end, arrived) in zip(row, times[rank], strict=True):
-            for value, giver in bound.inputs(code):
-                if bound.rank_of[giver] != rank:
-                    left = ended[giver]
-                    there = arrived if arrived is not None and arrived >= left else start if left >= free else free
-                    found[value] = max(0.0, min(there, start) - left)
-            free = end
-    return found

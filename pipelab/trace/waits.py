@@ -60,6 +60,36 @@ def crossings(bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable
     return tuple(transfers)
 
 
+def travelled(
+    bound: BoundPlan,
+    starts: Sequence[Sequence[float]],
+    ends: Sequence[Sequence[float]],
+    arrived: Sequence[Sequence[float | None]],
+) -> dict[int, float]:
+    """Return how long each value travelled between ranks, by its number.
+
+    Where it is not known when a value was there: until its action began, if the rank was idle when the value left; else
+    until the rank was idle.
+
+    Args:
+        bound: the plan, bound to stages.
+        starts: for each rank, when each of its actions started.
+        ends: for each rank, when each of its actions ended.
+        arrived: for each rank and each of its actions, when the value that it received was there; `None` if unknown.
+    """
+    ended, found = _ended(bound, ends), {}
+    for rank, (row, *times) in enumerate(zip(bound.rows, starts, ends, arrived, strict=True)):
+        free = 0.0
+        for code, start, end, known in zip(row, *times, strict=True):
+            for value, giver in bound.inputs(code):
+                if bound.rank_of[giver] != rank:
+                    left = ended[giver]
+                    there = known if known is not None and known >= left else start if left >= free else free
+                    found[value] = max(0.0, min(there, start) - left)
+            free = end
+    return found
+
+
 def waits(trace: Trace) -> list[list[Wait | None]]:
     """Return, for each rank and each of its actions, what it waited for; `None` if it waited for its own rank.
 

@@ -18,6 +18,7 @@ from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.engine.torchrun.messages import from_bytes, to_bytes
 from pipelab.engine.torchrun.stage import ProcessStep
 from pipelab.plan.plan import Plan
+from pipelab.trace.waits import travelled
 
 _ROUNDS = 16
 _BUDGET_NS = 20_000_000
@@ -93,33 +94,6 @@ _ARRIVED_NS = 20_000
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def _travel(plan: Plan, ranks: Sequence[RankState], waited: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Return, by number of the value, how many milliseconds each value travelled between ranks.
-
-    If the receiver was idle when a value was sent, the transfer ends when it starts the action. If it was busy, the
-    transfer ends when it becomes idle, or at the end of its wait.
-    """
-    bound = plan.bound
-    codes, rank_of = bound.codes, bound.rank_of
-    ended = {
-        code: end
-        for row, each in zip(bound.rows, ranks, strict=True)
-        for code, end in zip(row, each.ended, strict=True)
-    }
-    found: dict[int, float] = {}
-    for rank, row in enumerate(bound.rows):
-        free = 0
-        for index, code in enumerate(row):
-            for value in codes.needs(code):
-                giver = bound.giver_of[value]
-                if rank_of[giver] != rank:
-                    late = ended[giver] >= free or waited[rank][index] > _ARRIVED_NS
-                    there = ranks[rank].begun[index] if late else free
-                    found[value] = max(0.0, (there - ended[giver]) / 1e6)
-            free = ranks[rank].ended[index]
-    return found
-
-
 def share(
     group: dist.ProcessGroup, plan: Plan, part: PipelineReplica, step: ProcessStep, loss: Loss | None, clock: Clock
 ) -> StepState:
@@ -153,11 +127,20 @@ def share(
     state.outputs_on = sorted(set(holders))
     ranks = [RankState(rank, (), stream, {}, *times) for rank, times in enumerate(zip(begun_by, ended_by, strict=True))]
     state.ranks = ranks
-    state.travel = lambda: _travel(plan, ranks, waited_by)
+    state.travel = lambda: _travel_ms(plan, begun_by, ended_by, waited_by)
     state.clocks = [HOST, *(HostClock(clock.error_ns) for _ in range(1, plan.ranks))]
     many = "es" if plan.ranks > 1 else ""
     state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"
     return state
+
+
+def _travel_ms(
+    plan: Plan, begun: Sequence[Sequence[int]], ended: Sequence[Sequence[int]], waited: Sequence[Sequence[int]]
+) -> dict[int, float]:
+    """Return, by number of the value, how long it travelled; of a wait, until its end."""
+    rows = zip(begun, waited, strict=True)
+    arrived = [[start if wait > _ARRIVED_NS else None for start, wait in zip(*row, strict=True)] for row in rows]
+    return {value: time / 1e6 for value, time in travelled(plan.bound, begun, ended, arrived).items()}
 
 
 def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep) -> list[Any]:

@@ -133,5 +133,5 @@ def test_public_functions_name_and_order_their_arguments_alike():
         shared = [each for each in arguments if each in order]
         assert shared == sorted(shared, key=order.index), name
         assert "memory_cap" not in arguments or arguments["memory_cap"].kind is inspect.Parameter.KEYWORD_ONLY, name
-        takes_a_plan = any("ScheduleLike" in str(each.annotation) for each in arguments.values())
+        takes_a_plan = any(re.search("ScheduleLike|Subject", str(each.annotation)) for each in arguments.values())
         assert not takes_a_plan or name == "compare" or next(iter(arguments)) == "plan", name

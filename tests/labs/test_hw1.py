@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -163,8 +164,11 @@ def test_two_processes_train_as_one_and_both_wait_for_the_one_that_sleeps():
 
 def children(pid):
     """Return the processes that a process has started."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # a thread that has ended since the folder was listed
+            found += [int(word) for word in (task / "children").read_text().split()]
+    return found
 
 
 def alive(pid):

@@ -137,11 +137,11 @@ def _descendants() -> list[int]:
     found, todo = list[int](), [os.getpid()]
     while todo:
         pid = todo.pop()
-        with contextlib.suppress(OSError):
-            threads = Path(f"/proc/{pid}/task").glob("*/children")
-            children = [int(child) for thread in threads for child in thread.read_text().split()]
-            found += children
-            todo += children
+        for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it has ended since
+                children = [int(child) for child in thread.read_text().split()]
+                found += children
+                todo += children
     return found
 
 

@@ -59,9 +59,9 @@ def family(pid):
     """Return a process and all that it, and they, have started."""
     found = [pid]
     with suppress(OSError):
-        for tasks in Path(f"/proc/{pid}/task").iterdir():
-            for child in (tasks / "children").read_text().split():
-                found += family(int(child))
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # a thread that has ended since the folder was listed
+                found += [each for child in (task / "children").read_text().split() for each in family(int(child))]
     return found
 
 
@@ -83,7 +83,7 @@ def listening(pids):
     held = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
+            with suppress(OSError):  # closed since the folder was listed
                 held.add(os.readlink(descriptor))
     addresses = []
     for table in ("tcp", "tcp6"):

@@ -639,8 +639,11 @@ def test_a_closed_pipeline_leaves_no_connections_behind():
         return len(distributed_c10d._world.pg_map)
 
     def threads():
-        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-        return names.count("pt_gloo_runloop")
+        found = 0
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has ended since the folder was listed
+                found += (task / "comm").read_text().strip() == "pt_gloo_runloop"
+        return found
 
     before, threads_before = groups(), threads()
     for _ in range(3):
@@ -650,7 +653,7 @@ def test_a_closed_pipeline_leaves_no_connections_behind():
             assert groups() == before + 1
             assert threads() > threads_before
         assert groups() == before
-        assert threads() == threads_before  # they would let go of tensors while the process ends, which aborts it
+        assert threads() <= threads_before  # they would let go of tensors while the process ends, which aborts it
         pipe.close()  # once more does no harm
         with pytest.raises(UsageError):
             pipe.step(*plain.batch(4))

@@ -33,7 +33,7 @@ CHECKED = "plan/test_plan plan/test_fault plan/test_all_reduce checking/test_che
 TESTS = {
     "plan/codes": "plan/test_codes simulation/test_clock checking/test_checker",
     "plan/bound": f"{CHECKED} checking/test_sizes test_replication",
-    "plan/order": f"{CHECKED} checking/test_deadlock simulation/test_clock simulation/test_bounds",
+    "plan/order": f"{CHECKED} checking/test_deadlock simulation/test_clock simulation/test_bounds trace/test_diff",
     "plan/binding": f"{CHECKED} plan/test_strangers checking/test_sizes test_schedule",
     "checking/checker": f"{CHECKED} checking/test_deadlock test_schedule",
     "checking/rules": f"{CHECKED} checking/test_sizes",

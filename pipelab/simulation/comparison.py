@@ -140,7 +140,7 @@ def compare(
     Raises:
         UsageError: if there is nothing to compare, or if the number of names is wrong.
         TypeError: if a subject is not a trace, a plan or a schedule.
-        CostError: if there is a cost, but only traces, which have their own times.
+        CostError: if there are costs or transfers, but only traces, which have their own times.
         ScheduleError: if a plan has faults.
     """
     if not subjects:

@@ -93,7 +93,8 @@ def jitter(
     """Simulate a plan many times, each action with noise on its time and some ranks slower than others.
 
     Each time is multiplied by a random factor of its own, log-normal with mean 1 and standard deviation `spread`, so
-    the mean work stays the same. The order of the actions stays too, and transfers have no noise. What a rank waits for
+    the mean work stays the same. The order of the actions stays too. Transfers have no
+    noise, and do not wait for each other. What a rank waits for
     then comes late in some draws and not early enough in others, so the mean makespan grows.
 
     Args:
@@ -116,8 +117,7 @@ def jitter(
     Raises:
         ScheduleError: if the plan has faults.
         UsageError: if a rank in `slow` is none of the plan's, or a number is not possible; if NumPy is not installed.
-        CostError: if the cost has a slow-down beside transfers, or transfers in queues: what happens meanwhile then
-            depends on the draw.
+        CostError: if the cost has a slow-down beside transfers: what happens meanwhile then depends on the draw.
     """
     cost = as_cost(cost)
     plan = as_plan(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, lcm
@@ -271,10 +271,13 @@ class _Program:
         with ThreadPoolExecutor(1) as pool:  # an interrupt reaches the main thread only where it runs Python
             solving = pool.submit(solver.solve, self.model)
             try:
-                status = solving.result()
+                while not wait([solving], timeout=0.2).done:
+                    pass
             except KeyboardInterrupt:
-                solver.stop_search()
+                while not wait([solving], timeout=0.1).done:  # a search that is only about to begin cannot be stopped
+                    solver.stop_search()
                 raise
+            status = solving.result()
         bound = solver.best_objective_bound * self.tick
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return [], bound

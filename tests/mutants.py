@@ -93,7 +93,8 @@ def mutant(source: str, number: int | None) -> tuple[str, str]:
     line, make = list(changes(tree))[number]
     make()
     after = ast.unparse(tree).splitlines()
-    first = next(at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)
+    # None if two equal arguments have changed places: then the mutant survives, and is told as equivalent.
+    first = next((at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), 0)
     return "\n".join(after), f"line {line}: {before[first].strip()}\n      -> {after[first].strip()}"
 
 

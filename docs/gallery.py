@@ -23,6 +23,7 @@ from mkdocs.structure.files import File, Files
 
 import pipelab
 from pipelab.draw import colours
+from pipelab.draw.bars import Lanes
 from pipelab.draw.page.page import comparison_page, page
 from pipelab.trace.trace import Trace
 
@@ -201,17 +202,20 @@ def thumbnail(trace: Trace) -> str:
 
 
 def bars(trace: Trace, scale: float, lane: int, *, names: bool = False) -> Iterator[str]:
-    """Yield the bars of a timeline, over the grey of idle time."""
+    """Yield the bars and the idle times of a timeline."""
+    lanes = Lanes(trace)
     for rank in range(trace.ranks):
         top, high = rank * lane + 1, lane - 2
-        yield f'<rect y="{top}" width="{trace.makespan * scale:g}" height="{high}" fill="#b4b4b4"/>'
-        for event in trace.events_of(rank):
-            left, width, colour = event.start * scale, event.duration * scale - 0.6, colours.of(event.action)
-            yield f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{high}" fill="{colour}"/>'
-            if names:
+        boxes = [(gap, (look := colours.ground(gap.idle.reason)).paper, look.border) for gap in lanes.gaps(rank)]
+        boxes += [(bar, bar.colour, "none") for bar in lanes.bars(rank)]
+        for each, fill, border in boxes:
+            left, width = each.start * scale, (each.end - each.start) * scale - 0.6
+            look = f'fill="{fill}" stroke="{border}" vector-effect="non-scaling-stroke"'
+            yield f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{high}" {look}/>'
+            words = each.words if border != "none" else (each.label,)
+            if names and (word := next((word for word in words if 7 * len(word) < width), "")):
                 middle = f'x="{left + width / 2:.1f}" y="{top + high / 2 + 4:g}"'
-                word = f"{event.action.kind}{event.action.microbatch}"
-                yield f'<text {middle} fill="{colours.ink(colour)}" text-anchor="middle">{word}</text>'
+                yield f'<text {middle} fill="{colours.ink(fill)}" text-anchor="middle">{word}</text>'
 
 
 def numbered(trace: Trace) -> str:

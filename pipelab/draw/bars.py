@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from pipelab.draw import colours, wording
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind
+from pipelab.trace.ledger import WORDS
 from pipelab.trace.waits import Half, half
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from pipelab.trace.ledger import Idle
     from pipelab.trace.trace import Trace
 
 _NEXT_TO_NOTHING = 0.05
@@ -26,6 +29,7 @@ class Bar:
     Attributes:
         action: the action.
         label: its name in the lane.
+        colour: its colour, which also tells the stages of a rank apart.
         start: when it starts.
         end: when it ends.
         half: which part of the lane's height it fills; two actions that share a slot lie one above the other.
@@ -33,9 +37,27 @@ class Bar:
 
     action: Action
     label: str
+    colour: str
     start: float
     end: float
     half: Half
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """One idle time in its lane; times count from the trace's start.
+
+    Attributes:
+        idle: the idle time.
+        start: when it begins.
+        end: when it ends.
+        words: what it is, in words; the first that fit are written into it, never a bare number.
+    """
+
+    idle: Idle
+    start: float
+    end: float
+    words: tuple[str, ...]
 
 
 class Lanes:
@@ -52,8 +74,11 @@ class Lanes:
         """Find out whether a rank has several stages: then labels name the stage."""
         self.trace = trace
         stage = trace.plan.bound.codes.stage
-        self.names_stages = any(len({stage[code] for code in row}) > 1 for row in trace.plan.bound.rows)
+        stages = [sorted({stage[code] for code in row}) for row in trace.plan.bound.rows]
+        self.names_stages = any(len(each) > 1 for each in stages)
+        self._chunks = [{each: at for at, each in enumerate(row)} for row in stages]
         self._labels: dict[int, tuple[Action, str]] = {}
+        self._gaps: list[list[Gap]] = []
 
     @property
     def span(self) -> float:
@@ -70,7 +95,54 @@ class Lanes:
         row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
         for index in range(first, len(row) if last is None else last):
             action, label = self._named(row[index])
-            yield Bar(action, label, starts[index] - begin, ends[index] - begin, half(trace, rank, index))
+            colour = colours.of(action, self._chunks[rank][trace.plan.bound.codes.stage[row[index]]])
+            yield Bar(action, label, colour, starts[index] - begin, ends[index] - begin, half(trace, rank, index))
+
+    def gaps(self, rank: int) -> list[Gap]:
+        """Return the idle times of one rank, in order.
+
+        Example:
+            >>> import pipelab
+            >>> for gap in Lanes(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))).gaps(0):
+            ...     print(gap.start, gap.end, *gap.words, sep=" | ")
+            1.0 | 4.0 | waits 3 for B0 of rank 1 | waits 3 for B0 | waits 3 | waits
+        """
+        if not self._gaps:
+            begin, self._gaps = self.trace.start, [[] for _ in range(self.trace.ranks)]
+            for idle in self.trace.idle:
+                gap = Gap(idle, idle.start - begin, idle.end - begin, self._words(idle))
+                self._gaps[idle.rank].append(gap)
+        return self._gaps[rank]
+
+    def longest_wait(self) -> tuple[Gap, Bar] | None:
+        """Return the longest idle time that waits for another rank's value, and the action that gives it.
+
+        Of equally long ones, the first: a picture points at it with its only arrow.
+        """
+        waiting = (
+            gap
+            for rank in range(self.trace.ranks)
+            for gap in self.gaps(rank)
+            if gap.idle.giver is not None and gap.idle.reason in ("dependency", "behind another transfer", "transfer")
+        )
+        longest = max(waiting, key=lambda gap: (gap.idle.duration, -gap.idle.rank, -gap.start), default=None)
+        if longest is None:
+            return None
+        bound = self.trace.plan.bound
+        assert longest.idle.giver is not None
+        code = bound.codes.code(longest.idle.giver)
+        rank = bound.rank_of[code]
+        at = bound.index_of(rank)[code]
+        return longest, next(self.bars(rank, at, at + 1))
+
+    def _words(self, idle: Idle) -> tuple[str, ...]:
+        word = WORDS[idle.reason]
+        least = (f"{word} {wording.number(idle.duration)}", word)
+        if idle.giver is None or idle.reason in ("fill", "order"):
+            return least
+        code = self.trace.plan.bound.codes.code(idle.giver)
+        giver, rank = self._named(code)[1], self.trace.plan.bound.rank_of[code]
+        return (f"{least[0]} for {giver} of rank {rank}", f"{least[0]} for {giver}", *least)
 
     def until(self, rank: int, time: float) -> int:
         """Return how many of a rank's actions start before a time."""

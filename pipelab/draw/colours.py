@@ -1,26 +1,57 @@
 """The palette of every drawing.
 
 The five hues are from Okabe and Ito ("Color Universal Design", 2008): colour-blind readers can tell them apart. Each
-kind also has its own lightness, so that a grey copy can still be read; `R` is darkened for that.
+kind also has its own lightness (CIE L*), 15 from the next, so that a grey copy can still be read:
 
-    lightness   R 25     F 42     W 58     B 71     I 89     idle 95, hatched
+    dark page 6     R 21     F 36     W 52     B 67     I 83     light page 98 to 100
+
+Idle time is as light as a light page, and as dark as a dark one: it has a border, and its reason is a hatch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelab.plan.actions import TRAITS
 
 if TYPE_CHECKING:
     from pipelab.plan.actions import Action
+    from pipelab.trace.ledger import Reason
 
 PALETTE = {kind: traits.colours for kind, traits in TRAITS.items()}
-"""For each kind, the colours of even and of odd micro-batches."""
+"""For each kind, the colours on a rank's first, third … stage, and on its second, fourth …"""
 
-IDLE = "#F1F1F1"
-IDLE_LINES = "#D3D3D3"
-"""Idle time is hatched with these lines; no action is grey."""
+HATCHES: dict[Reason, str] = {
+    "fill": "/",
+    "dependency": "",
+    "behind another transfer": "|",
+    "transfer": "-",
+    "order": ".",
+    "all-reduce": "x",
+    "drain": "\\",
+}
+"""For each reason of an idle time, matplotlib's letter for its hatch. Who waits for nobody fills or drains."""
+
+
+class Ground(NamedTuple):
+    """The looks of an idle time: its ground, the lines of its hatch, its border, and its words."""
+
+    paper: str
+    lines: str
+    border: str
+    ink: str
+
+
+REST = Ground("#FFFFFF", "#CFCFCF", "#8A8A8A", "#4A4A4A")
+"""Of a rank that has not begun, or is done."""
+WAIT = Ground("#FFF8F7", "#EBC1BD", "#B5605A", "#8C1D18")
+"""Of a rank that waits."""
+
+
+def ground(reason: Reason) -> Ground:
+    """Return the looks of an idle time."""
+    return REST if reason in ("fill", "drain") else WAIT
+
 
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7A7A7A")
 """Eight colours for micro-batches or stages, in turns: those of Okabe and Ito, with grey for black."""
@@ -33,22 +64,22 @@ RANKS = ("#BBDDF2", "#FBDFA6", "#B5E3D5", "#EBC9DC", "#F8F2B0", "#F3C6A5", "#D9D
 """Light tints for drawings in which colour means the rank; they repeat for more ranks."""
 
 
-def of(action: Action) -> str:
-    """Return an action's colour.
+def of(action: Action, chunk: int = 0) -> str:
+    """Return an action's colour on a rank's stage number `chunk`.
 
     Example:
         >>> from pipelab import B, F
-        >>> of(F(0)), of(F(1)), of(B(0))
-        ('#0072B2', '#005F96', '#E69F00')
+        >>> of(F(0)), of(F(0), chunk=1), of(B(0))
+        ('#00598A', '#106494', '#DA9700')
     """
-    return PALETTE[action.kind][(action.microbatch or 0) % 2]
+    return PALETTE[action.kind][chunk % 2]
 
 
 def ink(background: str) -> str:
     """Return black or white, whichever contrasts more with a colour (WCAG 2.1).
 
     Example:
-        >>> ink("#0072B2"), ink("#F0E442")
+        >>> ink("#00598A"), ink("#DFD112")
         ('#FFFFFF', '#000000')
     """
     light = luminance(background)

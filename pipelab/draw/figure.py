@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelab import files
 from pipelab.draw import colours, labels, wording
@@ -43,9 +43,9 @@ def height(ranks: int) -> float:
 def draw(trace: Trace, ax: Axes, name: str, until: float) -> None:
     """Draw the lanes, bars, labels and axis of one trace; the axis ends at `until`."""
     lanes = Lanes(trace)
-    _idle(trace, ax)
     ax.set_ylim(trace.ranks - 0.5, -0.5)
     if sum(map(lanes.count, range(trace.ranks))) > _COARSE_FROM:
+        _boxes([(0, rank, trace.makespan) for rank in range(trace.ranks)], colours.REST, "", ax)
         for rank in range(trace.ranks):
             extent = (0.0, trace.makespan, rank + _BAR / 2, rank - _BAR / 2)
             pixels = labels.strip(lanes, rank, _PIXELS)
@@ -56,7 +56,9 @@ def draw(trace: Trace, ax: Axes, name: str, until: float) -> None:
         _axis(trace, ax, name, "; actions thinner than a pixel are shown mixed")
     else:
         ax.set_xlim(0, until or 1)
+        _idle(lanes, ax)
         _bars(lanes, ax)
+        _arrow(lanes, ax)
         _axis(trace, ax, name)
 
 
@@ -69,7 +71,7 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
     instants: list[tuple[list[tuple[float, float]], str]] = []  # an action without a duration is a line
     for rank, bar in bars:
         top, bottom = _heights(rank, bar)
-        colour = colours.of(bar.action)
+        colour = bar.colour
         if bar.end > bar.start:
             box = [(bar.start, top), (bar.end, top), (bar.end, bottom), (bar.start, bottom)]
             corners.setdefault((bar.action.kind, colour), []).append(box)
@@ -91,7 +93,7 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
             (top + bottom) / 2,
             label.text,
             fontsize=label.size,
-            color=colours.ink(colours.of(label.bar.action)),
+            color=colours.ink(label.bar.colour),
             ha="center",
             va="center_baseline",
             clip_on=True,
@@ -99,20 +101,45 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
         )
 
 
-def _idle(trace: Trace, ax: Axes) -> None:
-    """Draw a hatched strip under every lane; it stays visible where the rank is idle."""
+def _idle(lanes: Lanes, ax: Axes) -> None:
+    """Draw each idle time: light, with a border, the hatch of its reason, and its words where they fit."""
+    gaps = [gap for rank in range(lanes.trace.ranks) for gap in lanes.gaps(rank)]
+    for reason, hatch in colours.HATCHES.items():
+        boxes = [(gap.start, gap.idle.rank, gap.end) for gap in gaps if gap.idle.reason == reason]
+        _boxes(boxes, colours.ground(reason), hatch, ax)
+    for gap, words, size in labels.in_gaps(gaps, ax):
+        ink = colours.ground(gap.idle.reason).ink
+        middle = (gap.start + gap.end) / 2
+        style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "clip_on": True, "parse_math": False}
+        ax.text(middle, gap.idle.rank, words, fontsize=size, color=ink, gid="idle", **style)
+
+
+def _boxes(spans: Sequence[tuple[float, int, float]], ground: colours.Ground, hatch: str, ax: Axes) -> None:
+    """Draw idle times of one look; each is its start, its rank and its end."""
     from matplotlib.collections import PolyCollection
 
-    span = trace.makespan
-    strips = [
-        [(0, rank - _BAR / 2), (span, rank - _BAR / 2), (span, rank + _BAR / 2), (0, rank + _BAR / 2)]
-        for rank in range(trace.ranks)
-    ]
-    idle = PolyCollection(
-        strips, facecolors=colours.IDLE, edgecolors=colours.IDLE_LINES, hatch="////", linewidths=0.5, zorder=0.5
-    )
-    idle.set_gid("idle")
-    ax.add_collection(idle, autolim=False)
+    top, bottom = -_BAR / 2, _BAR / 2
+    boxes = [[(start, r + top), (end, r + top), (end, r + bottom), (start, r + bottom)] for start, r, end in spans]
+    # A hatch has the colour of the edge, so the border is drawn apart.
+    for edge, zorder in ((ground.lines, 0.5), (ground.border, 0.6)):
+        paper = ground.paper if edge == ground.lines else "none"
+        shapes = PolyCollection(boxes, facecolors=paper, edgecolors=edge, linewidths=0.5, zorder=zorder)
+        shapes.set_hatch(2 * hatch if edge == ground.lines else "")
+        shapes.set_gid("idle" if edge == ground.lines else "border")
+        ax.add_collection(shapes, autolim=False)
+
+
+def _arrow(lanes: Lanes, ax: Axes) -> None:
+    """Point at the longest wait, from the action whose value it waits for."""
+    if (found := lanes.longest_wait()) is None:
+        return
+    gap, giver = found
+    rank = lanes.trace.plan.bound.rank_of[lanes.trace.plan.bound.codes.code(giver.action)]
+    down = 1 if gap.idle.rank > rank else -1
+    start = (giver.end - min(0.3 * (giver.end - giver.start), 0.02 * lanes.span), rank + down * 0.25 * _BAR)
+    end = (gap.end - min(0.1 * (gap.end - gap.start), 0.01 * lanes.span), gap.idle.rank - down * 0.3 * _BAR)
+    style = {"arrowstyle": "-|>", "color": colours.WAIT.ink, "linewidth": 1, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", end, start, arrowprops=style, annotation_clip=False, gid="idle")
 
 
 def _heights(rank: int, bar: Bar) -> tuple[float, float]:
@@ -160,7 +187,9 @@ def legend(traces: Sequence[Trace], ax: Axes) -> None:
         for kind in KINDS
         if kind in there
     ]
-    patches.append(Patch(facecolor=colours.IDLE, edgecolor=colours.IDLE_LINES, hatch="////", label="idle"))
+    for label, ground in (("waits", colours.WAIT), ("not begun, or done", colours.REST)):
+        hatch = "" if ground is colours.WAIT else "//"
+        patches.append(Patch(facecolor=ground.paper, edgecolor=ground.border, linewidth=0.5, hatch=hatch, label=label))
     narrow = owner(ax).get_figwidth() < 5  # then the legend does not fit beside the axis's name
     below = ScaledTranslation(0, (-36 if narrow else -20) / 72, owner(ax).dpi_scale_trans)
     ax.legend(

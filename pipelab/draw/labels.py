@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from pipelab.draw.bars import Bar, Lanes
+    from pipelab.draw.bars import Bar, Gap, Lanes
     from pipelab.plan.actions import Kind
 
 _SIZES = (9.0, 8.0, 7.0, 6.0, 5.0)
@@ -83,6 +83,19 @@ def fitting(lanes: Lanes, bars: Iterable[tuple[int, Bar]], ax: Axes) -> Iterator
             yield Label(rank, bar, text, size)
 
 
+def in_gaps(gaps: Iterable[Gap], ax: Axes) -> Iterator[tuple[Gap, str, float]]:
+    """Yield the idle times that have room for words: the gap, the words, and their size."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    first, last = ax.get_xlim()
+    lane = ax.get_window_extent().height / figure.dpi * 72 / max(abs(ax.get_ylim()[0] - ax.get_ylim()[1]), 1)
+    size = next((each for each in _SIZES[1:] if each * 1.1 < lane), 0.0)
+    for gap in gaps if size else ():
+        room = (gap.end - gap.start) * points(ax) / abs(last - first) - 2 * _AIR
+        if words := next((each for each in gap.words if _width(each) * size <= room), None):
+            yield gap, words, size
+
+
 def _typical(lanes: Lanes) -> dict[Kind, float]:
     typical = lanes.typical(range(lanes.trace.ranks))
     # An all-reduce stands once at the end of a row and does not set the size of the others.
@@ -131,7 +144,7 @@ def strip(lanes: Lanes, rank: int, columns: int) -> Any:
     spans: dict[str, list[tuple[float, float, float]]] = {}
     for bar in lanes.bars(rank):
         share = 1.0 if bar.half == "whole" else 0.5
-        spans.setdefault(colours.of(bar.action), []).append((bar.start, bar.end, share))
+        spans.setdefault(bar.colour, []).append((bar.start, bar.end, share))
     pixels = np.zeros((1, columns, 4))
     for colour, found in spans.items():
         starts, ends, shares = np.array(found).T

@@ -27,6 +27,8 @@ _ALL_RANKS = 16
 _FIRST_RANKS, _LAST_RANKS = 8, 4
 _SCREEN = 64
 """The most lines of a timeline that is folded into bands."""
+_MOST_WORDS = 256
+"""Up to so many actions on a rank, its idle times are said in words."""
 _SHORT = "▏"
 """Stands for one action or several, each shorter than a character."""
 
@@ -89,7 +91,7 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
         1F1B    9 units  33.3 %               2 1             100 50 %              67 67 %
         <BLANKLINE>
         GPipe
-        rank 0 │F0 F1 ·········B0─── B1───
+        rank 0 │F0 F1 ··waits··B0─── B1───
         rank 1 │···F0 F1 B0─── B1─── ······
         1F1B
         rank 0 │F0 F1 ······B0─── ···B1───
@@ -187,6 +189,11 @@ def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour
             at = until
         elif bar.end > bar.start and ruler.column(bar.start) >= begin:
             short.append(start - begin)
+    for gap in lanes.gaps(rank) if lanes.count(rank) <= _MOST_WORDS else ():
+        start, until = ruler.column(gap.start), ruler.column(gap.end)
+        words = next((each for each in gap.words if len(each) + 4 <= until - start), None)
+        if words and begin <= start and until <= stop and set(row[start - begin : until - begin]) == {"·"}:
+            row[start - begin : until - begin] = f"{words:·^{until - start}}"
     for place in short:
         if place < len(row) and row[place] == "·":
             row[place] = _SHORT
@@ -225,7 +232,7 @@ def pair_cell(forward: str, backward: str, width: int) -> str:
 
 def _painted(text: str, bar: Bar) -> str:
     """Return a cell with colour codes around it."""
-    paper = colours.of(bar.action)
+    paper = bar.colour
     front = 231 if colours.ink(paper) == "#FFFFFF" else 16
     return f"\x1b[38;5;{front};48;5;{colours.ansi(paper)}m{text}\x1b[0m"
 

@@ -74,18 +74,17 @@ _MOST = 8
 
 
 def number(value: float) -> str:
-    """Return a number for readers: whole numbers in full, others with four digits.
+    """Return a number for readers: with at most two decimals in full, others with three digits.
 
     Example:
-        >>> number(33.0), number(12285), number(0.123456), number(1234.56)
-        ('33', '12,285', '0.1235', '1,235')
+        >>> number(33.0), number(12285), number(58.25), number(0.123456), number(1234.567)
+        ('33', '12,285', '58.25', '0.123', '1,235')
     """
     if not math.isfinite(value):
         return str(value)
-    if abs(value - round(value)) <= 1e-9 * max(1.0, abs(value)):
-        return f"{round(value):,}"
-    decimals = max(0, 3 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{decimals}f}"
+    exact = abs(100 * value - round(100 * value)) <= 1e-9 * max(1.0, abs(100 * value))
+    decimals = 2 if exact else max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value * (1 + 1e-12):,.{decimals}f}"  # halves are rounded up, as in the page
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
@@ -236,8 +235,8 @@ def costs(trace: Trace) -> str:
 
     Example:
         >>> import pipelab
-        >>> costs(pipelab.simulate(pipelab.GPipe(4, 8), pipelab.Cost(backward=2.5, unit="ms")))
-        'F = 1, B = 2.5 (ms)'
+        >>> costs(pipelab.simulate(pipelab.GPipe(4, 8), pipelab.Cost(backward=2.5, latency=0.5, unit="ms")))
+        'F = 1, B = 2.5, latency 0.5 (ms)'
     """
     spans: dict[str, set[float]] = {}
     bound = trace.plan.bound
@@ -245,4 +244,14 @@ def costs(trace: Trace) -> str:
         for code, start, end in zip(row, *times, strict=True):
             spans.setdefault(bound.codes.kind[code], set()).add(round(end - start, 9))
     words = ", ".join(f"{kind} = {number(min(times))}" for kind, times in spans.items() if len(times) == 1)
+    travels = {
+        round(trace.delay(value), 9)
+        for row, rank in zip(bound.rows if words else (), range(trace.ranks), strict=False)
+        for code in row
+        if bound.codes.microbatch[code] == 0  # the others travel as far
+        for value, giver in bound.inputs(code)
+        if bound.rank_of[giver] != rank
+    }
+    if len(travels) == 1 and any(travels):
+        words += f", latency {number(max(travels))}"
     return f"{words} ({clean(trace.unit)})" if trace.unit and words else words

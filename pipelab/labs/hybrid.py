@@ -262,8 +262,8 @@ def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
         >>> print(table(jobs).text(100).split("response time, ms: ")[0])
         stages x  devices  response  throughput,  speed-up  efficiency  communication
         replicas           time, ms       rows/s
-        1 x 1           1     4,160        3.846      1.00     100.0 %          0.0 %
-        2 x 2           4     1,210        13.22      3.44      86.0 %          3.3 %
+        1 x 1           1     4,160         3.85      1.00     100.0 %          0.0 %
+        2 x 2           4     1,210         13.2      3.44      86.0 %          3.3 %
         <BLANKLINE>
         All do the same work, which takes one device alone 4,160 ms: 16 micro-batches through the whole
         model, 100 + 160 ms for each.

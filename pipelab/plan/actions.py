@@ -34,7 +34,7 @@ class Traits:
         releases: the size of `Memory` that its rank holds no more from its end on.
         method: the method of a `Stage` that runs it.
         cost: the field of `Cost` that says how long it takes; without one, it takes no time.
-        colours: its colours for even and for odd micro-batches, so that neighbours differ and the kind stays obvious.
+        colours: its colours on a rank's first, third … stage, and on its second, fourth …; see `draw/colours.py`.
         notation: PyTorch's word for it, if that is not the letter.
     """
 
@@ -45,7 +45,7 @@ class Traits:
     releases: str = ""
     method: str = ""
     cost: str = ""
-    colours: tuple[str, str] = ("#7A7A7A", "#8C8C8C")
+    colours: tuple[str, str] = ("#CA5900", "#D26A17")
     notation: str = ""
 
     @property
@@ -65,8 +65,8 @@ class Traits:
 
 
 # Okabe and Ito's hues; what the lightnesses are for, `draw/colours.py` says.
-_BLUE, _ORANGE, _YELLOW = ("#0072B2", "#005F96"), ("#E69F00", "#EFB23A"), ("#F0E442", "#F3E85C")
-_GREEN, _PURPLE = ("#009E73", "#24AE86"), ("#5C2650", "#5C2650")
+_BLUE, _ORANGE, _YELLOW = ("#00598A", "#106494"), ("#DA9700", "#E3A519"), ("#DFD112", "#E4DB6D")
+_GREEN, _PURPLE = ("#008C66", "#119874"), ("#4F2044", "#582C4F")
 _KEPT, _LEFT = "activations", "for_weight_grad"
 # fmt: off
 TRAITS: dict[Kind, Traits] = {

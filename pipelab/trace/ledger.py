@@ -31,6 +31,9 @@ MEANINGS: dict[Reason, str] = {
 }
 """What each reason means."""
 
+WORDS: dict[Reason, str] = {**{reason: reason for reason in REASONS}, "dependency": "waits"}
+"""What a picture writes into an idle time, before its length."""
+
 
 @dataclass(frozen=True, slots=True)
 class Idle:

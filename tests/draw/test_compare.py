@@ -95,8 +95,8 @@ def test_the_first_trace_lies_as_outlines_behind_the_second(opened, pair):
             str(event.action): (pytest.approx(event.start, abs=1e-3), pytest.approx(event.duration, abs=1e-3))
             for event in trace.events
         }
-    behind = "[...document.querySelectorAll(\"[data-trace='1'] rect\")].map(r => r.getAttribute('class').split(' ')[0])"
-    drawn = tab.evaluate(behind)
+    classes = "rects => rects.map(each => each.className.baseVal.split(' ')[0])"
+    drawn = tab.locator("[data-trace='1'] rect[class]").evaluate_all(classes)
     assert len(drawn) - 1 - drawn[::-1].index("outline") < drawn.index("bar")
     tab.keyboard.press("o")
     wait_until(tab, "look.view === 'diff'")

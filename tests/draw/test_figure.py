@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ import pipelab
 from pipelab import B, Cost, F, Plan
 from pipelab.draw import colours, figure, labels
 from pipelab.draw.bars import Lanes
-from pipelab.plan.actions import KINDS
+from pipelab.draw.page import page
+from pipelab.plan.actions import KINDS, Traits
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 
@@ -48,15 +51,32 @@ def test_rank_0_is_on_top_and_idle_lies_under_every_lane(trace):
     bottom, top = ax.get_ylim()
     assert (bottom, top) == (3.5, -0.5)
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["rank 0", "rank 1", "rank 2", "rank 3"]
-    (idle,) = (collection for collection in ax.collections if collection.get_gid() == "idle")
-    assert len(idle.get_paths()) == 4
-    assert idle.get_hatch()
+    idle = [shapes for shapes in ax.collections if shapes.get_gid() == "idle" and len(shapes.get_paths())]
+    drawn = {(*path.vertices[0], *path.vertices[2]) for shapes in idle for path in shapes.get_paths()}
+    assert drawn == {(each.start, each.rank - 0.43, each.end, each.rank + 0.43) for each in trace.idle}
+    assert [shapes.get_hatch() for shapes in idle] == ["//", "", "\\\\"]  # fill, dependency, drain
+
+
+def test_idle_time_says_what_it_is_and_one_arrow_comes_from_the_late_giver(trace):
+    ax = figure.plot(trace)
+    (arrow,) = (text for text in ax.texts if getattr(text, "arrow_patch", None))
+    said = {(round(text.get_position()[1]), text.get_text()) for text in ax.texts if text.get_gid() and text != arrow}
+    assert {(0, "waits 6 for B0 of rank 1"), (1, "waits 4 for B0"), (3, "fill 3"), (3, "drain 6")} < said
+    assert not any(text.isdecimal() for _, text in said)  # a bare number is a micro-batch
+    assert (round(arrow.xy[1]), round(arrow.xyann[1])) == (0, 1)
+    assert 9 < arrow.xyann[0] < 10  # 1B0 ends at 10, when 0B0 begins
+    assert 9 < arrow.xy[0] < 10
+
+
+def named(ax):
+    """Return the labels of actions."""
+    return [text for text in ax.texts if text.get_gid() != "idle"]
 
 
 def test_every_action_of_a_small_trace_is_labelled_in_its_middle(trace):
     ax = figure.plot(trace)
-    places = {(round(label.get_position()[1]), label.get_text()): label.get_position()[0] for label in ax.texts}
-    assert len(ax.texts) == len(trace.events)
+    places = {(round(label.get_position()[1]), label.get_text()): label.get_position()[0] for label in named(ax)}
+    assert len(named(ax)) == len(trace.events)
     for event in trace.events:
         name = f"{event.action.kind}{event.action.microbatch}"
         assert places[event.rank, name] == pytest.approx((event.start + event.end) / 2)
@@ -68,8 +88,10 @@ def test_no_label_is_wider_than_its_bar(size):
     ax = figure.plot(trace)
     renderer_figure = ax.get_figure()
     renderer_figure.draw_without_rendering()
-    ends = {(event.rank, (event.start + event.end) / 2): event for event in trace.events}
+    ends = {(each.rank, (each.start + each.end) / 2): each for each in (*trace.events, *trace.idle)}
     for label in ax.texts:
+        if not label.get_text():
+            continue  # the arrow
         middle, row = label.get_position()
         event = ends[round(row), middle]
         room = ax.transData.transform((event.end, 0))[0] - ax.transData.transform((event.start, 0))[0]
@@ -82,10 +104,10 @@ def test_actions_that_take_next_to_no_time_do_not_shrink_the_labels_of_the_other
     none = [0.001] + [1.0] * (ranks - 1)
     trace = pipelab.simulate(pipelab.ZBH1(ranks, 8), Cost(forward=1, input_grad=none, weight_grad=1))
     ax = figure.plot(trace)
-    named = {(round(label.get_position()[1]), label.get_text()) for label in ax.texts}
+    drawn = {(round(label.get_position()[1]), label.get_text()) for label in named(ax)}
     seen = [event for event in trace.events if event.end - event.start > 0.5]
-    assert named == {(event.rank, f"{event.action.kind}{event.action.microbatch}") for event in seen}
-    assert {label.get_fontsize() for label in ax.texts} == {9.0}
+    assert drawn == {(event.rank, f"{event.action.kind}{event.action.microbatch}") for event in seen}
+    assert {label.get_fontsize() for label in named(ax)} == {9.0}
 
 
 def test_a_long_all_reduce_does_not_set_the_scale():
@@ -138,7 +160,9 @@ def test_a_long_title_is_cut_between_words_and_keeps_its_end(trace, name, shown)
 def test_the_title_holds_the_figures_and_the_legend_the_kinds(trace):
     ax = figure.plot(trace)
     assert "makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1" in ax.get_title(loc="left")
-    assert [entry.get_text() for entry in ax.get_legend().get_texts()] == ["F forward", "B backward", "idle"]
+    assert [entry.get_text() for entry in ax.get_legend().get_texts()] == [
+        *("F forward", "B backward", "waits", "not begun, or done")
+    ]
 
 
 def test_a_measured_trace_begins_at_zero():
@@ -243,11 +267,41 @@ def lab(colour, vision):
     return np.array([116 * root[1] - 16, 500 * (root[0] - root[1]), 200 * (root[1] - root[2])])
 
 
+def grounds(scheme):
+    """Return the grounds of idle times and the page's own, in the light or in the dark."""
+    if scheme == "light":
+        return {"idle": colours.REST.paper, "wait": colours.WAIT.paper, "paper": "#FFFFFF"}
+    css = (Path(page.__file__).parent / "page.css").read_text(encoding="utf-8").partition('data-theme="dark"]')[2]
+    return {name: re.search(rf"--{name}: (#\w+)", css)[1] for name in ("idle", "wait", "paper")}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("vision", VISION)
-def test_kinds_and_idle_are_told_apart_by_everybody(vision):
-    paints = {kind: colours.PALETTE[kind] for kind in KINDS} | {"idle": (colours.IDLE, colours.IDLE)}
-    least = 4 if vision == "none" else 12
+def test_kinds_and_idle_are_told_apart_by_everybody(vision, scheme):
+    """Distances in CIE Lab (1976)."""
+    ground = grounds(scheme)
+    paints = {kind: colours.PALETTE[kind][0] for kind in KINDS} | {each: ground[each] for each in ("idle", "wait")}
     for one, other in itertools.combinations(paints, 2):
-        for first, second in itertools.product(paints[one], paints[other]):
-            distance = np.linalg.norm(lab(first, vision) - lab(second, vision))
-            assert distance > least, f"{one} {first} and {other} {second} are {distance:.1f} apart"
+        if one in KINDS:
+            distance = np.linalg.norm(lab(paints[one], vision) - lab(paints[other], vision))
+            assert distance >= 15, f"{one} {paints[one]} and {other} {paints[other]} are {distance:.1f} apart"
+    new = Traits("new", (), ()).colours[0]
+    for each in ("F", "B", "I", "R", "idle"):
+        assert np.linalg.norm(lab(new, vision) - lab(paints[each], vision)) >= 15, each
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_are_legible_also_on_dimmed_bars(scheme):
+    def contrast(one, other):
+        low, high = sorted(map(colours.luminance, (one, other)))
+        return (high + 0.05) / (low + 0.05)
+
+    ground, text = grounds(scheme)["paper"], {"light": "#1c1c1c", "dark": "#ececec"}[scheme]
+    for colour in itertools.chain(*colours.PALETTE.values(), colours.HUES):
+        assert contrast(colour, colours.ink(colour)) >= 4.5
+        mixed = [0.25 * one + 0.75 * other for one, other in zip(*map(colours.channels, (colour, ground)), strict=True)]
+        assert contrast("#{:02X}{:02X}{:02X}".format(*map(round, mixed)), text) >= 4.5
+    if scheme == "light":
+        for look in (colours.REST, colours.WAIT):
+            assert contrast(look.paper, look.ink) >= 4.5
+            assert contrast(ground, look.border) >= 3

@@ -43,9 +43,17 @@ DRAWINGS = {
 OVERLAPPED = Plan([[F(0), F(1), F(2) & B(0), B(1), B(2)], [F(0), B(0), F(1), B(1), F(2), B(2)]])
 
 
+IN_WORDS = re.compile(r"(?<=··)[a-z]+[^·]*(?=··)")
+
+
+def dotted(drawn: str) -> str:
+    """Return a drawing whose idle times are dots, without words."""
+    return IN_WORDS.sub(lambda words: "·" * len(words[0]), drawn)
+
+
 def lanes(drawn: str) -> list[str]:
-    """Return what stands right of the bar, rank by rank."""
-    return [line.split("│")[1] for line in drawn.splitlines() if "│" in line]
+    """Return what stands right of the bar, rank by rank, without the words of idle times."""
+    return [line.split("│")[1] for line in dotted(drawn).splitlines() if "│" in line]
 
 
 @pytest.fixture
@@ -88,6 +96,13 @@ def test_idle_time_is_as_many_dots_as_the_bubble_is_long(one_f_one_b):
     assert sum(row.count("·") for row in rows) == pytest.approx(one_f_one_b.bubble * 4 * 33 * 3)
 
 
+def test_idle_time_says_how_long_and_for_what_where_there_is_room(one_f_one_b):
+    drawn = text.timeline(one_f_one_b, 300, colour=False).splitlines()
+    assert "F3 ··waits 6 for B0··B0" in drawn[1]
+    assert "··drain 6··" in drawn[4]
+    assert not re.search(r"·\d", "".join(drawn))  # a bare number is a micro-batch
+
+
 def test_a_timeline_that_is_too_wide_keeps_its_begin_and_its_end_and_counts_the_rest():
     drawn = text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 1000)), 100, colour=False)
     first = lanes(drawn)[0]
@@ -106,7 +121,7 @@ def test_a_timeline_folded_into_bands_has_every_action_once(name, width):
     assert max(map(len, drawn.splitlines())) <= width
     several = Lanes(trace).names_stages
     for rank in range(4):
-        row = " ".join(line.split("│")[1] for line in drawn.splitlines() if line.startswith(f"rank {rank} "))
+        row = " ".join(line.split("│")[1] for line in dotted(drawn).splitlines() if line.startswith(f"rank {rank} "))
         listed = [event.action for event in trace.events if event.rank == rank and event.action.kind != "R"]
         assert sorted(re.findall("[FBIW]", row)) == sorted(action.kind for action in listed)
         if several:

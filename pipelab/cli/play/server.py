@@ -30,7 +30,7 @@ import pipelab
 from pipelab.catalogue import schedules
 from pipelab.cli.printing import echo, is_row
 from pipelab.cli.targets import file_of, has_sizes
-from pipelab.draw import colours, wording
+from pipelab.draw import wording
 from pipelab.draw.bars import Lanes
 from pipelab.errors import UsageError, clean
 from pipelab.plan.fault import line_of
@@ -307,7 +307,7 @@ def _card(name: str) -> str:
     trace = simulate(kind(4, 8))
     lanes = Lanes(trace)
     bars = "".join(
-        f'<path fill="{colours.of(bar.action)}" d="M{bar.start:g} {rank + (bar.half == "lower") / 2:g}'
+        f'<path fill="{bar.colour}" d="M{bar.start:g} {rank + (bar.half == "lower") / 2:g}'
         f'H{bar.end:g}v{0.9 if bar.half == "whole" else 0.45}H{bar.start:g}z"/>'
         for rank in range(trace.ranks)
         for bar in lanes.bars(rank)

@@ -84,7 +84,7 @@ function outlines(timeline, painter, right) {
         lower = base.half[place] === 2,
         top = timeline.box(0, 0, rank, 0).y - up;
       const strip = { ...box, y: lower ? top + up / 2 : top, height: base.half[place] ? up / 2 : up };
-      painter.rect(strip, `--${KINDS[base.kind[place]]}${Math.max(base.microbatch[place], 0) % 2}`, opacity, {
+      painter.rect(strip, `--${KINDS[base.kind[place]]}${base.chunk[place]}`, opacity, {
         class: "before",
         "data-before": base.name(place),
       });
@@ -242,6 +242,6 @@ function compareTraces() {
         .querySelector("h2")
         .after(tag("p", `Not compared with ${models[0].title}: ${data.diffs[at - 1].refusal}.`, "refusal"));
   });
-  document.querySelector(".hint").append(tag("span", " With o, from stack to overlay to diff."));
+  document.querySelector(".hint p").append(tag("span", " With o, from stack to overlay to diff."));
   setView(data.view);
 }

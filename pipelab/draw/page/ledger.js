@@ -53,10 +53,16 @@ function ledgerOf(timeline) {
     summary = tag("summary"),
     bar = tag("div", "", "parts");
   for (const [name, each] of parts) {
-    const part = tag("button", `${name} ${number(each)}`, name === "work" ? "work" : "lost");
+    const share = `${((100 * each) / whole).toFixed(1)} %`,
+      part = tag("button", "", name === "work" ? "work" : "lost");
+    part.append(tag("span", `${GAPS[name]?.word ?? name} ${number(each)}`), tag("span", ` · ${share}`));
+    if (name !== "work") {
+      const { ground } = GAPS[name];
+      part.style.cssText = `background:var(--${ground});color:var(--${ground}-ink);border-color:var(--${ground}-edge)`;
+    }
     part.type = "button";
     part.style.flexGrow = each;
-    part.title = `${name}: ${time(each, model.unit)}, ${((100 * each) / whole).toFixed(1)} %`;
+    part.title = `${name}: ${time(each, model.unit)}, ${share}. ${data.meanings[name] ?? ""}`;
     part.dataset.reason = name;
     part.addEventListener("click", (event) => {
       event.preventDefault();
@@ -67,7 +73,7 @@ function ledgerOf(timeline) {
     });
     bar.append(part);
   }
-  summary.append(tag("span", equation(whole, parts)));
+  summary.append(tag("span", models.length > 1 ? equation(whole, parts) : "for each rank"));
   holder.append(summary, tableOf(sums, model.span));
   const both = tag("div");
   both.append(...(models.length > 1 ? [] : [bar]), holder); // side by side, timelines need the room

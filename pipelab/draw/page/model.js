@@ -27,6 +27,27 @@ function readKinds(rows) {
   });
 }
 
+// What an idle time of each reason looks like: its word, its hatch, whether it waits for a value; from `GAPS`.
+let GAPS;
+const HATCH = { "-": "M0 4H8", "|": "M4 0V8", ".": "M3.5 4H4.5" };
+HATCH["/"] = "M-2 2L2 -2M0 8L8 0M6 10L10 6";
+HATCH["\\"] = "M-2 6L2 10M0 0L8 8M6 -2L10 2";
+HATCH.x = HATCH["/"] + HATCH["\\"];
+
+function readGaps(gaps) {
+  GAPS = gaps;
+  const patterns = Object.values(gaps).map(({ hatch, ground }, at) => {
+    const size = { width: 8, height: 8, patternUnits: "userSpaceOnUse" },
+      made = element("pattern", { id: `hatch${at}`, ...size });
+    made.append(element("path", { d: HATCH[hatch] ?? "", style: `fill:none;stroke:var(--${ground}-lines)` }));
+    gaps[data.reasons[at]].pattern = hatch && `url(#hatch${at})`;
+    return made;
+  });
+  const place = document.querySelector("#definitions defs");
+  place.querySelectorAll("pattern").forEach((each) => each.remove());
+  place.append(...patterns);
+}
+
 // Runs of a number are written as [number, count].
 const unpack = (list) => list.flatMap((each) => (Array.isArray(each) ? new Array(each[1]).fill(each[0]) : each));
 
@@ -50,6 +71,7 @@ class Model {
     this.microbatch = new Int32Array(count);
     this.start = new Float64Array(count);
     this.end = new Float64Array(count);
+    this.chunk = new Uint8Array(count); // which of its rank's stages, modulo 2: the tint
     this.half = new Uint8Array(count); // 1: the upper half of a slot, 2: the lower
     const depth = raw.ranks.reduce((most, rank) => unpack(rank.stage).reduce((a, b) => Math.max(a, b), most), 0) + 1;
     this.places = new Int32Array(KINDS.length * depth * raw.microbatches).fill(-1); // by kind, stage and micro-batch
@@ -96,6 +118,8 @@ class Model {
         else this.reduces.set(this.stage[place], [...(this.reduces.get(this.stage[place]) ?? []), place]);
       }
       idleUntil(raw.span);
+      const known = [...new Set(kept)].sort((a, b) => a - b);
+      kept.forEach((stage, index) => (this.chunk[this.first[r] + index] = known.indexOf(stage) % 2));
       this.idleOf.push(idle);
       for (const index of rank.halves) this.half.set([1, 2], this.first[r] + index);
     });
@@ -236,6 +260,32 @@ class Model {
     return last && last[1] > free + 1e-6 * this.span ? last : null;
   }
 
+  // The longest idle time that waits for a value of another rank, the first of equals: [idle, giver, needer], or null.
+  get longestWait() {
+    if (this.longest !== undefined) return this.longest;
+    let most = near * this.span,
+      found = null;
+    for (const idle of this.idle) {
+      if (!GAPS[idle.reason].waits || idle.end - idle.start <= most * (1 + near)) continue;
+      const needer = this.next(idle.rank, idle.end),
+        last = needer < 0 ? null : this.waited(needer);
+      if (last) [most, found] = [idle.end - idle.start, [idle, last[0], needer]];
+    }
+    return (this.longest = found);
+  }
+
+  // What an idle time is, in words, the longest first; never a bare number, which is a micro-batch.
+  words(idle) {
+    const { word } = GAPS[idle.reason],
+      least = [`${word} ${number(idle.end - idle.start)}`, word];
+    if (/fill|order|drain/.test(idle.reason)) return least;
+    const next = this.next(idle.rank, idle.end),
+      last = next < 0 ? null : this.waited(next);
+    if (!last) return least;
+    const whole = `${least[0]} for ${this.label(last[0])}`;
+    return [`${whole} of rank ${this.rank[last[0]]}`, whole, ...least];
+  }
+
   // The first action of a rank that starts at a time or later; -1 after its last.
   next(rank, time) {
     const place = above(this.start, time - 1e-7 * this.span, this.first[rank], this.first[rank + 1]);
@@ -290,9 +340,13 @@ function above(values, bound, low = 0, high = values.length) {
   return low;
 }
 
-// Whole numbers in full, others to seven digits: as many as the data have.
+// As `number` in wording.py: numbers with at most two decimals in full, others with three digits.
 function number(value) {
-  return Number(value.toPrecision(7)).toLocaleString("en-US", { maximumFractionDigits: 12 });
+  const known = Number(value.toPrecision(7)), // as many digits as the data have
+    exact = Math.abs(known * 100 - Math.round(known * 100)) <= 1e-9 * Math.max(1, Math.abs(known * 100));
+  const short = Math.abs(known) >= 100 ? Math.round(known) : Number((known * (1 + 1e-12)).toPrecision(3));
+  const shown = exact ? known : short;
+  return shown.toLocaleString("en-US", { maximumFractionDigits: 12 });
 }
 
 // A time with its unit; "units" is what abstract times are called.

@@ -22,7 +22,7 @@ from pipelab.draw.bars import Lanes
 from pipelab.errors import clean
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action
 from pipelab.simulation.comparison import Comparison, compare
-from pipelab.trace.ledger import MEANINGS, REASONS
+from pipelab.trace.ledger import MEANINGS, REASONS, WORDS
 from pipelab.trace.waits import Waits, half, waits
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from pipelab.plan.bound import BoundPlan
     from pipelab.trace.diff import Diff
+    from pipelab.trace.ledger import Reason
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
@@ -92,8 +93,8 @@ def content(shown: Trace | Comparison) -> dict[str, Any]:
     Example:
         >>> import pipelab
         >>> found = content(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)))
-        >>> found["subtitle"], found["table"][0][:2]
-        ('2 ranks, 2 stages, 2 micro-batches, F = 1, B = 2', ('makespan', 'bubble'))
+        >>> found["subtitle"]
+        '9 units · bubble 33.3 % = 6 of 18 rank-units · F = 1, B = 2'
     """
     if isinstance(shown, Comparison):
         comparison, title = shown, f"Comparison of {len(shown.traces)} traces"
@@ -101,21 +102,20 @@ def content(shown: Trace | Comparison) -> dict[str, Any]:
     else:
         title = wording.headline(shown)
         comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
-    table = wording.table(comparison)
-    first = 0 if len(table) > 2 else 1  # the name of a single trace is the page's title
     alone = len(comparison.traces) == 1
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
     data = {
         "shared": comparison.shares_axis,
         "reasons": REASONS,
         "meanings": MEANINGS,
+        "gaps": {reason: _gap(reason) for reason in REASONS},
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
         "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in TRAITS.items()],
         "view": "stack",
         "diffs": [] if alone else _diffs(comparison),
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
     }
-    return {"title": title, "subtitle": subtitle, "table": [row[first:] for row in table], "data": data}
+    return {"title": title, "subtitle": subtitle, "table": [] if alone else wording.table(comparison), "data": data}
 
 
 def document(title: str, body: str) -> str:
@@ -161,6 +161,13 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "") -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read("page.html"))
 
 
+def _gap(reason: Reason) -> dict[str, Any]:
+    """Return how the page shows the idle times of a reason."""
+    waits = reason in ("dependency", "behind another transfer", "transfer")
+    ground = "wait" if colours.ground(reason) is colours.WAIT else "idle"
+    return {"word": WORDS[reason], "hatch": colours.HATCHES[reason], "ground": ground, "waits": waits}
+
+
 def _diffs(comparison: Comparison) -> list[dict[str, Any]]:
     """Return how each trace but the first differs from the first."""
     (first, name), *others = zip(comparison.traces, comparison.names, strict=True)
@@ -178,9 +185,12 @@ def _script_safe(data: str) -> str:
 
 
 def _palette() -> str:
-    """Return the colours as CSS variables: `--F0` and `--F1` for even and odd micro-batches, and inks on them."""
+    """Return the colours as CSS variables: `--F0` and `--F1` for a rank's stages in turns, and inks on them."""
     lines = [f"--{kind}{at}:{colour};" for kind, pair in colours.PALETTE.items() for at, colour in enumerate(pair)]
-    lines += [f"--{kind}{at}-ink:{colours.ink(pair[0])};" for kind, pair in colours.PALETTE.items() for at in (0, 1)]
+    lines += [f"--{kind}{at}-ink:{colours.ink(pair[at])};" for kind, pair in colours.PALETTE.items() for at in (0, 1)]
+    for name, ground in (("idle", colours.REST), ("wait", colours.WAIT)):
+        names = zip(("", "-lines", "-edge", "-ink"), ground, strict=True)
+        lines += [f"--{name}{part}:{colour};" for part, colour in names]
     for name, palette in (("hue", colours.HUES), ("diff", colours.DIVERGING)):
         lines += [f"--{name}{at}:{colour};--{name}{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(palette)]
     return f":root{{{''.join(lines)}}}\n"
@@ -199,11 +209,11 @@ def _table(table: Sequence[Sequence[str]]) -> str:
 
 
 def _subtitle(trace: Trace) -> str:
-    """Return a trace's size, and its costs."""
-    plan = trace.plan
-    sizes = [(plan.ranks, "rank"), (plan.stages, "stage"), (plan.microbatches, "micro-batch")]
-    words = [f"{count} {word}{'' if count == 1 else 'es' if word.endswith('ch') else 's'}" for count, word in sizes]
-    return ", ".join(filter(None, [*words, wording.costs(trace)]))
+    """Return how long a trace takes, how much of it is idle, and its costs."""
+    whole = trace.makespan * trace.ranks
+    idle = f"{wording.number(trace.bubble * whole)} of {wording.number(whole)} rank-{wording.unit(trace)}"
+    words = [wording.span(trace), f"bubble {wording.percent(trace.bubble)} = {idle}", wording.costs(trace)]
+    return " · ".join(filter(None, words))
 
 
 def _trace(trace: Trace, name: str) -> dict[str, Any]:

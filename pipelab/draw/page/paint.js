@@ -22,14 +22,27 @@ function css(name) {
   return palette.get(name);
 }
 
+// How wide a text of 12 pixels is.
+const letters = new Map(),
+  measure = tag("canvas").getContext("2d");
+function wide(text) {
+  measure.font = "12px system-ui, sans-serif";
+  let sum = 0;
+  for (const letter of text) {
+    if (!letters.has(letter)) letters.set(letter, measure.measureText(letter).width);
+    sum += letters.get(letter);
+  }
+  return sum;
+}
+
 // Where a text stands in the visible part of a box: across, upright, or nowhere.
 function place(box, text, right) {
   const begin = Math.max(box.x, 0),
     visible = Math.min(box.x + box.width, right) - begin;
   const spot = { x: begin + visible / 2, y: box.y + box.height / 2 },
-    long = text.length * 7.5 + 3;
+    long = wide(text) + 3;
   if (long <= visible && box.height >= 12) return spot;
-  return long <= box.height && visible >= 13 ? { ...spot, upright: true } : null;
+  return long <= box.height + 2 && visible >= 13 ? { ...spot, upright: true } : null;
 }
 
 function svgPainter(group) {
@@ -37,8 +50,13 @@ function svgPainter(group) {
   return {
     rect: (box, colour, opacity, attributes) =>
       group.append(
-        element("rect", { ...box, style: fill(colour), opacity: opacity === 1 ? null : opacity, ...attributes }),
+        element("rect", { ...box, style: fill(colour), "fill-opacity": opacity === 1 ? null : opacity, ...attributes }),
       ),
+    gap: (box, { ground, pattern }, attributes) => {
+      const rect = (style, more) => group.append(element("rect", { ...box, style, ...more }));
+      rect(`fill:var(--${ground});stroke:var(--${ground}-edge)`, attributes);
+      if (pattern && box.width > 6) rect(`fill:${pattern};pointer-events:none`, {});
+    },
     text: (box, text, colour, opacity, attributes, right) => {
       const spot = place(box, text, right);
       if (spot)
@@ -50,15 +68,14 @@ function svgPainter(group) {
               x: spot.x,
               y: spot.y,
               transform: spot.upright ? `rotate(-90 ${spot.x} ${spot.y})` : null,
-              style: fill(colour),
-              opacity: opacity === 1 ? null : opacity,
+              style: fill(opacity === 1 ? colour : "--text"),
             },
             text,
           ),
         );
     },
     note: (x, y, text, attributes) => group.append(element("text", { x, y, ...attributes }, text)),
-    columns: (shares, columns, { y, height }, width) => {
+    columns: (shares, columns, { y, height }, width, opacities) => {
       const wide = width / columns;
       const below = new Float64Array(columns);
       [...KINDS].forEach((letter, kind) => {
@@ -73,7 +90,8 @@ function svgPainter(group) {
           );
           path += `M${left} ${upper}h${right}v${down}h${back}z`;
         }
-        if (path) group.append(element("path", { d: path, style: fill(`--${letter}0`) }));
+        const style = fill(`--${letter}0`);
+        if (path) group.append(element("path", { d: path, style, "fill-opacity": opacities[kind] }));
       });
     },
   };
@@ -134,19 +152,47 @@ class Pixels {
       });
   }
 
+  // An idle time: its ground, its hatch and its border.
+  gap(box, { ground, hatch }, attributes) {
+    this.rect(box, `--${ground}`, 1, attributes);
+    const { data, wide, ratio } = this,
+      [left, right] = [box.x + this.shift, box.x + this.shift + box.width].map((x) => Math.round(x * ratio)),
+      [top, bottom] = [box.y, box.y + box.height].map((y) => Math.round(y * ratio)),
+      [edge, line] = [this.pixel(`--${ground}-edge`), this.pixel(`--${ground}-lines`)];
+    const step = Math.round(8 * ratio),
+      lies = { "-": (_, y) => !(y % step), "|": (x) => !(x % step) };
+    lies["/"] = (x, y) => !((x + y) % step);
+    lies["\\"] = (x, y) => !((x - y + bottom) % step);
+    lies.x = (x, y) => lies["/"](x, y) || lies["\\"](x, y);
+    lies["."] = (x, y) => lies["-"](x, y) && lies["|"](x, y);
+    const hatched = right - left > 6 && lies[hatch],
+      walls = right - left > 4;
+    for (let y = Math.max(top, 0); y < Math.min(bottom, this.high); y += 1)
+      for (let x = Math.max(left, 0); x < Math.min(right, wide); x += 1)
+        if (y === top || y === bottom - 1 || (walls && (x === left || x === right - 1))) data[y * wide + x] = edge;
+        else if (hatched && hatched(x, y)) data[y * wide + x] = line;
+  }
+
   // Each column as its shares of time, one kind above the other, idle time on top.
   // Where two share a pixel, it is mixed.
-  columns(shares, columns, { y, height }, width) {
+  columns(shares, columns, { y, height }, width, opacities) {
     const { data, wide, ratio, shift } = this,
       from = Math.round(shift * ratio),
       step = (width * ratio) / columns;
     const top = Math.round(y * ratio),
       rows = Math.min(Math.round(height * ratio), this.high - top);
-    const colours = Int32Array.from([...[...KINDS].map((letter) => `--${letter}0`), "--idle"], (name) =>
-      this.pixel(name),
+    const of = (name) => [0, 8, 16].map((by) => (this.pixel(name) >> by) & 255),
+      paper = of("--paper");
+    const channels = Float64Array.from(
+      [...[...KINDS].map((letter) => `--${letter}0`), "--idle"].flatMap((name, kind) =>
+        of(name).map((channel, at) => Math.round(paper[at] + (channel - paper[at]) * (opacities[kind] ?? 1))),
+      ),
     );
-    const channels = Float64Array.from([...colours].flatMap((colour) => [0, 8, 16].map((by) => (colour >> by) & 255))),
-      mixed = new Float64Array(3);
+    const colours = Int32Array.from({ length: KINDS.length + 1 }, (_, kind) => {
+      const [red, green, blue] = channels.subarray(3 * kind);
+      return (255 << 24) | (blue << 16) | (green << 8) | red;
+    });
+    const mixed = new Float64Array(3);
     const write = (row, left, right, pixel) => {
       for (let at = (top + rows - 1 - row) * wide + left, end = at + right - left; at < end; at += 1) data[at] = pixel;
     };
@@ -181,8 +227,7 @@ class Pixels {
     const spot = place(box, text, right);
     if (!spot) return;
     this.later.push((context) => {
-      context.globalAlpha = opacity;
-      context.fillStyle = css(colour);
+      context.fillStyle = css(opacity === 1 ? colour : "--text");
       if (!spot.upright) return context.fillText(text, spot.x, spot.y);
       context.save();
       context.translate(spot.x, spot.y);

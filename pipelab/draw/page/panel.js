@@ -37,6 +37,7 @@ function sentence(model, { place, idle, range }) {
 function select(timeline, chosen, reveal = false) {
   state.timeline = timeline;
   state.chosen = chosen;
+  tip.hidden = true; // it would cover what was selected
   look.lit =
     chosen && chosen.place !== undefined && timeline.model.microbatch[chosen.place] >= 0
       ? timeline.model.microbatch[chosen.place]
@@ -82,8 +83,8 @@ function explain() {
       : explainAction(timeline, chosen.place);
   panel.replaceChildren(close, ...said);
   if (inside) panel.focus({ preventScroll: true });
-  if (getComputedStyle(panel).position !== "fixed" || chosen.range) return;
-  // On a phone the panel lies over the page: what is selected goes above it.
+  if (chosen.range) return;
+  // Where the panel lies over the page, what is selected goes above it; nothing else ever moves the picture.
   const box = timeline.boxOf(chosen),
     bottom = timeline.svg.getBoundingClientRect().top + box.y + box.height + 8;
   scrollBy(0, Math.max(0, bottom - panel.getBoundingClientRect().top));
@@ -281,10 +282,8 @@ function setLook(name, value) {
   look[name] = value;
   for (const button of document.querySelectorAll(`[data-layer="${name}"]`))
     button.setAttribute("aria-pressed", String(Boolean(value)));
-  if (name === "colour") {
-    document.getElementById("colour").value = value;
-    legend();
-  }
+  if (name === "colour") document.getElementById("colour").value = value;
+  if (timelines.length) legend();
   redraw();
   keep();
 }
@@ -307,8 +306,20 @@ function legend() {
   const kinds = Object.entries(WORDS).map(([letter, word]) =>
     entry(letter, `${letter} ${word}`, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"),
   );
-  const idle = tag("span", "idle");
-  idle.style.setProperty("--swatch", "var(--idle)");
+  const there = new Set(models.flatMap((model) => model.idle.map((each) => GAPS[each.reason].ground)));
+  const idle = Object.entries({ wait: "waits", idle: "not begun, or done" })
+    .filter(([ground]) => there.has(ground))
+    .map(([ground, text]) => {
+      const made = tag("span", text);
+      const hatch = `repeating-linear-gradient(135deg,var(--${ground}) 0 3px,var(--${ground}-lines) 3px 4px)`;
+      made.style.cssText = `--swatch:${ground === "idle" ? hatch : "var(--wait)"};--swatch-edge:var(--${ground}-edge)`;
+      return made;
+    });
+  if (look.memory) {
+    const made = tag("span", `activations held, at most ${Math.max(...timelines.map((each) => each.most))}`);
+    made.style.setProperty("--swatch", "var(--memory)");
+    idle.push(made);
+  }
   const notes = {
     kind: "",
     "micro-batch": "colour: micro-batch, in turns of eight",
@@ -318,14 +329,30 @@ function legend() {
   const crowded = timelines.some((each) => each.crowded || each.rows[0].band)
     ? "share of time, where bars are thinner than two pixels"
     : "";
+  const path = look.critical && pathOf(timelines[0].model),
+    colours = document.getElementById("colour");
+  colours.disabled = timelines.every((each) => each.crowded || each.rows[0].band);
+  colours.title = colours.disabled ? "bars are thinner than two pixels: zoom in" : "";
   keepFocus(place, () =>
     place.replaceChildren(
       ...kinds,
-      idle,
-      tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")),
+      ...idle,
+      tag("small", [notes[look.colour], crowded, path].filter(Boolean).join("; ")),
       ...scale(),
     ),
   );
+}
+
+// Whose time the critical path is: "critical path: 24 of 33 on rank 3, 9 on rank 2".
+function pathOf(model) {
+  const shares = new Map();
+  for (const place of model.critical) {
+    const rank = model.rank[place];
+    shares.set(rank, (shares.get(rank) ?? 0) + model.end[place] - model.start[place]);
+  }
+  const [first, ...others] = [...shares].sort((a, b) => b[1] - a[1]).slice(0, 3);
+  const rest = others.map(([rank, each]) => `, ${number(each)} on rank ${rank}`).join("");
+  return first ? `critical path: ${number(first[1])} of ${number(model.span)} on rank ${first[0]}${rest}` : "";
 }
 
 // Search: an action, F3, mb 3, rank 2, stage 1, idle > 3.
@@ -578,8 +605,16 @@ function key(event) {
     ArrowUp: () => go(beside(-1)),
     Home: () => go(model.first[rank]),
     End: () => go(model.first[rank + 1] - 1),
-    n: () => place !== undefined && go(model.waited(place)?.[0] ?? model.needs(place)[0]),
-    p: () => place !== undefined && go(model.gives(place)[0]),
+    n: () => {
+      const at = place ?? (state.chosen?.idle ? model.next(rank, state.chosen.idle.end) : -1);
+      if (at >= 0) go(model.waited(at)?.[0] ?? model.needs(at)[0]);
+    },
+    p: () =>
+      go(place !== undefined ? model.gives(place)[0] : state.chosen?.idle && model.next(rank, state.chosen.idle.end)),
+    "?": () => {
+      const keys = document.querySelector(".hint");
+      keys.open = !keys.open;
+    },
     "[": () => gap(-1),
     "]": () => gap(1),
     "}": () => gap(1, true),
@@ -686,6 +721,7 @@ function show(raw, hash) {
   playing(false);
   data = raw;
   readKinds(data.traits);
+  readGaps(data.gaps);
   models = data.traces.map((each) => new Model(each));
   longest = Math.max(...models.map((model) => model.span));
   WORDS = data.kinds;
@@ -718,7 +754,7 @@ function show(raw, hash) {
 
 // What a page around this one sends in place of the data: see `content` in page.py.
 function replace(content) {
-  const [heads, ...rows] = content.table,
+  const [heads = [], ...rows] = content.table, // one trace has none
     first = !timelines.length;
   const line = (name, cells) => {
     const made = tag("tr");

@@ -1,5 +1,4 @@
-// Timelines on paper, and as files: SVG and PNG as on the screen, all actions as CSV,
-// and JSON, which `Trace.load` reads.
+// Timelines on paper, and as files: SVG and PNG as on the screen. Tables and traces are saved from Python.
 const BELOW = 44; // pixels below the lanes: ticks, their times, the unit
 const HEADS = 62; // pixels for the names of ranks
 const TITLE = 26; // pixels above each timeline of a picture
@@ -81,7 +80,7 @@ function named(painter, view) {
   let x = 110;
   const y = view.height + 37,
     kinds = Object.entries(WORDS).map(([letter, word]) => [`--${letter}0`, `${letter} ${word}`]);
-  for (const [colour, text] of [...(look.colour === "kind" || view.crowded ? kinds : []), ["--idle", "idle"]]) {
+  for (const [colour, text] of look.colour === "kind" || view.crowded ? kinds : []) {
     painter.rect({ x, y: y - 9, width: 14, height: 10 }, colour, 1, {});
     painter.note(x + 20, y, text, { class: "axis-name" });
     x += 46 + 6.5 * text.length;
@@ -97,7 +96,8 @@ function asSvg() {
   svg.append(
     element("title", {}, document.title),
     element("desc", {}, all.map(({ view }) => `${view.model.title}: ${view.summary}`).join("; ")),
-    element("style", {}, `.bar,.idle{stroke:${css("--edge")}}${STYLE}`),
+    element("style", {}, `.bar{stroke:${css("--edge")}}${STYLE}`),
+    document.querySelector("#definitions defs").cloneNode(true),
   );
   svg.append(element("rect", { x: -HEADS, width, height, style: "fill:var(--paper)" }));
   for (const { view, top } of all) {
@@ -137,93 +137,11 @@ function asPng() {
   return new Promise((done) => canvas.toBlob(done));
 }
 
-const plain = (value) => Number(value.toPrecision(7)); // as many digits as the data have
-
-// The columns of `x.events.csv`.
-function asCsv({ model }) {
-  const lines = ["rank,kind,stage,microbatch,start,end,waited_for,idle_before,reason"];
-  for (let at = 0; at < model.count; at += 1) {
-    const last = model.waited(at),
-      before = model.before(at),
-      rank = model.rank[at];
-    const idle = model.half[at] === 2 ? [] : model.idleIn(rank, before < 0 ? 0 : model.end[before], model.start[at]);
-    const longest = idle.reduce(
-      (most, each) => (!most || each.end - each.start > most.end - most.start ? each : most),
-      null,
-    );
-    const lost = idle.reduce((sum, each) => sum + each.end - each.start, 0),
-      m = model.microbatch[at];
-    lines.push(
-      [
-        rank,
-        KINDS[model.kind[at]],
-        model.stage[at],
-        m < 0 ? "" : m,
-        plain(model.start[at]),
-        plain(model.end[at]),
-        last ? model.name(last[0]) : "",
-        plain(lost),
-        longest?.reason ?? "",
-      ].join(","),
-    );
-  }
-  return new Blob([lines.join("\n"), "\n"], { type: "text/csv" });
-}
-
-function asJson({ model }) {
-  const ranks = model.lanes.map((_, rank) =>
-    Array.from({ length: model.first[rank + 1] - model.first[rank] }, (_, at) => model.first[rank] + at),
-  );
-  const row = (places) =>
-    places
-      .filter((at) => model.half[at] !== 2)
-      .map((at) => (model.half[at] ? `(${model.name(at)};${model.name(at + 1)})OVERLAP_F_B` : model.name(at)))
-      .join(" ");
-  const transfers = ranks
-    .flat()
-    .filter((at) => !model.collective(at))
-    .flatMap((at) =>
-      model
-        .needs(at)
-        .filter((giver) => model.rank[giver] !== model.rank[at])
-        .map((giver) => [
-          model.rank[giver],
-          model.rank[at],
-          model.name(giver),
-          model.name(at),
-          plain(model.end[giver]),
-          plain(model.arrives(giver, at)),
-        ]),
-    );
-  const times = (of) => ranks.map((places) => places.map((at) => plain(of[at])));
-  return new Blob(
-    [
-      JSON.stringify({
-        format: "pipelab-trace",
-        version: 1,
-        ...model.about,
-        stages: model.depth,
-        microbatches: model.microbatches,
-        rows: ranks.map(row),
-        starts: times(model.start),
-        ends: times(model.end),
-        lanes: model.lanes.map((lane) => lane.lane).filter(Boolean),
-        transfers,
-      }),
-    ],
-    { type: "application/json" },
-  );
-}
-
 async function save(kind) {
-  const timeline = state.timeline ?? timelines[0],
-    makers = { svg: asSvg, png: asPng, csv: asCsv, json: asJson };
-  const address = URL.createObjectURL(await makers[kind](timeline)),
+  const address = URL.createObjectURL(await { svg: asSvg, png: asPng }[kind]()),
     anchor = tag("a");
   anchor.href = address;
-  const title = /csv|json/.test(kind) ? timeline.model.title : document.title;
-  const suffix = kind === "csv" ? "events.csv" : kind;
-  anchor.download = `${title.replace(/[^\w.-]+/g, "_").slice(0, 60)}.${suffix}`;
+  anchor.download = `${document.title.replace(/[^\w.-]+/g, "_").slice(0, 60)}.${kind}`;
   anchor.click();
   setTimeout(() => URL.revokeObjectURL(address), 10000);
   closeMenu();

@@ -1,4 +1,4 @@
-const STRIP = 12; // pixels of a memory strip
+const STRIP = 8; // pixels of a memory strip
 const FEW = 1500; // up to so many visible bars, each is an element of its own; more are painted on a canvas
 const FEW_MOVING = 150; // the same while the picture moves: elements are slow
 const HUES = 8;
@@ -73,7 +73,9 @@ class Timeline {
     });
     gestures(this);
     new ResizeObserver(() => {
+      // The time at the left edge stays there.
       this.spacer.style.width = `${this.width * this.zoom}px`;
+      if (this.drawn && this.drawn.width !== this.width) this.scroller.scrollLeft = this.drawn.from * this.scale;
       this.redraw();
     }).observe(this.scroller);
   }
@@ -242,7 +244,7 @@ class Timeline {
     if (look.colour === "micro-batch") return `--hue${m % HUES}`;
     if (look.colour === "stage") return `--hue${model.stage[place] % HUES}`;
     if (look.colour === "direction") return `--hue${model.direction(place) === model.direction(0) ? 0 : 1}`;
-    return `--${letter}${m % 2}`;
+    return `--${letter}${model.chunk[place]}`;
   }
 
   ink(place) {
@@ -253,7 +255,7 @@ class Timeline {
   opacity(place, model = this.model) {
     if (look.now !== null && model.start[place] >= look.now) return 0.2;
     if (look.hidden.has(KINDS[model.kind[place]]) || look.hidden.has(`rank ${model.rank[place]}`)) return 0.15;
-    if (look.critical && !model.critical.has(place)) return 0.25;
+    if (look.critical && model.slack[place] > near * model.span) return 0.25;
     if (look.lit !== null && look.lit !== undefined && model.microbatch[place] !== look.lit) return 0.25;
     return 1;
   }
@@ -269,6 +271,7 @@ class Timeline {
       left: { value: left, configurable: true },
     });
     this.paint(width, left / this.scale, (left + width) / this.scale);
+    this.drawn = { width, from: left / this.scale };
     delete this.width;
     delete this.left;
   }
@@ -293,8 +296,10 @@ class Timeline {
       pixels = this.canvas.hidden ? null : this.pixels.begin(width, this.height);
     const painter = few ? svgPainter(group) : pixels;
     for (const row of bands) this.shares(pixels, row, from, to);
-    if (this.crowded) for (const row of this.rows) row.band || this.shares(pixels, row, from, to);
-    else {
+    if (this.crowded) {
+      for (const row of this.rows) row.band || this.shares(pixels, row, from, to);
+      this.marks(pixels, ranges);
+    } else {
       this.lanes(painter, from, to);
       this.bars(painter, ranges);
     }
@@ -322,20 +327,31 @@ class Timeline {
     });
   }
 
-  // Idle lanes, with the length and the reason of each idle time that has room for them.
+  // Where actions are thinner than pixels: a line over those on the critical path, and under those that were found.
+  marks(painter, ranges) {
+    const { model } = this;
+    for (const [low, high] of ranges)
+      for (let place = low; place < high; place += 1) {
+        const box = this.boxOf({ place }),
+          line = (y, colour) => painter.rect({ ...box, y, height: 3, width: Math.max(1, box.width) }, colour, 1, {});
+        if (look.critical && model.critical.has(place)) line(box.y, "--text");
+        if (look.found.has(place)) line(box.y + box.height - 3, "--need");
+      }
+  }
+
+  // Idle times, with their words where there is room for them. What is still to come is not shown.
   lanes(painter, from, to, right = this.width) {
     const { model } = this;
     for (let rank = 0; rank < model.lanes.length; rank += 1) {
       for (const idle of this.shut(rank) ? [] : model.idleIn(rank, from, to)) {
-        const box = this.box(idle.start, idle.end, rank, 0);
-        painter.rect(box, "--idle", 1, { class: "idle", "data-idle": `${rank}:${idle.start}` });
-        if (box.width <= 40 || this.lane < 20) continue;
-        const text = [
-          `${number(idle.end - idle.start)} ${idle.reason}`,
-          idle.reason,
-          number(idle.end - idle.start),
-        ].find((each) => each.length * 6.6 + 6 <= box.width);
-        if (text) painter.text(box, text, "--idle-ink", 1, { class: "why" }, right);
+        if (look.now !== null && idle.start >= look.now) continue;
+        const box = this.box(idle.start, idle.end, rank, 0),
+          gap = GAPS[idle.reason];
+        painter.gap(box, gap, { class: "idle", "data-idle": `${rank}:${idle.start}` });
+        if (box.width <= 24 || this.lane < 20) continue;
+        const visible = Math.min(box.x + box.width, right) - Math.max(box.x, 0),
+          text = model.words(idle).find((each) => wide(each) + 6 <= visible);
+        if (text) painter.text(box, text, `--${gap.ground}-ink`, 1, { class: "why" }, right);
       }
     }
     outlines(this, painter, right);
@@ -346,7 +362,7 @@ class Timeline {
     // Where full labels do not fit, the micro-batch alone, as the colour says the kind; never without the stage;
     // where not even that fits, from the bottom to the top of the bar.
     const widest = Math.max(1, ...ranges.map(([low, high]) => (high > low ? model.label(high - 1).length : 0)));
-    const short = !model.namesStages && model.typical * this.scale < widest * 7.5 + 3;
+    const short = !model.namesStages && model.typical * this.scale < wide("0".repeat(widest)) + 3;
     const ticks = [];
     for (const [low, high] of ranges) {
       for (let place = low; place < high; place += 1) {
@@ -396,12 +412,10 @@ class Timeline {
           }
       }
     }
-    painter.columns(
-      shares,
-      columns,
-      { y: at * this.pitch + this.strip + this.lane * 0.07, height: this.lane * 0.86 },
-      this.width,
-    );
+    const off = last === first + 1 && look.hidden.has(`rank ${first}`),
+      dimmed = [...KINDS].map((letter) => (off || look.critical || look.hidden.has(letter) ? 0.25 : 1)),
+      box = { y: at * this.pitch + this.strip + this.lane * 0.07, height: this.lane * 0.86 };
+    painter.columns(shares, columns, box, this.width, dimmed);
   }
 
   // Above each lane, how many activations the rank holds, in one scale for all ranks; in a pixel, the most of its time.
@@ -422,6 +436,7 @@ class Timeline {
       for (; at < steps.length && x <= this.width; at += 1) {
         if (steps[at + 1]?.[0] === steps[at][0]) continue; // of changes at once, the last counts
         held = Math.max(held, steps[at][1]);
+        if (look.now !== null && steps[at][0] >= look.now) break; // still to come
         const until = (steps[at + 1]?.[0] ?? this.span) * this.scale - this.left,
           width = until - x;
         if (width < 1 && at + 1 < steps.length) continue;
@@ -429,7 +444,7 @@ class Timeline {
         if (held)
           painter.rect(
             { x, y: this.rowOf[rank] * this.pitch + STRIP - height, width, height },
-            held === lane.peak ? "--memory-top" : "--memory",
+            "--memory",
             1,
             { class: "memory", "data-held": held },
           );
@@ -519,7 +534,12 @@ class Timeline {
     if (this.hovered) box(this.hovered, "hovered");
     const range = this.spanning ?? this.chosen?.range;
     if (range) return box({ range }, "range");
-    if (!this.chosen) return;
+    if (!this.chosen) {
+      // Without a click: what the longest idle time waits for.
+      const wait = !this.crowded && look.now === null && look.view === "stack" && this.model.longestWait;
+      if (wait && !this.shut(wait[0].rank)) this.arrow(wait[1], wait[2], "needs first", this.boxOf({ idle: wait[0] }));
+      return;
+    }
     const { place, idle } = this.chosen,
       { model } = this;
     if (idle) {
@@ -546,22 +566,20 @@ class Timeline {
     return places.length > 24 ? [] : places;
   } // an all-reduce needs every gradient of its stage
 
-  arrow(giver, needer, name) {
+  // From the end of an action to the begin of another, or to the end of an idle time, by the edges that face each
+  // other; on one rank, over it.
+  arrow(giver, needer, name, idle = null) {
     const from = this.boxOf({ place: giver }),
-      to = this.boxOf({ place: needer });
-    const x1 = from.x + from.width,
-      y1 = from.y + from.height / 2,
-      x2 = to.x,
-      y2 = to.y + to.height / 2;
+      to = idle ?? this.boxOf({ place: needer });
+    const x1 = from.x + from.width - Math.min(8, from.width / 3),
+      x2 = idle ? to.x + to.width - Math.min(8, to.width / 4) : to.x + Math.min(8, to.width / 3);
     if (Math.max(x1, x2) < -400 || Math.min(x1, x2) > this.width + 400) return;
-    const bend = Math.max(12, Math.min(40, Math.abs(x2 - x1) / 2));
-    this.mark.append(
-      element("path", {
-        class: `arrow ${name}`,
-        d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`,
-        "marker-end": `url(#${name})`,
-      }),
-    );
+    const down = Math.sign(to.y - from.y),
+      at = (box, way) => box.y + (way < 0 ? 0.2 : 0.8) * box.height;
+    const d = down
+      ? `M${x1} ${at(from, down)}L${x2} ${at(to, -down)}`
+      : `M${x1} ${from.y}C${x1} ${from.y - 12} ${x2} ${from.y - 12} ${x2} ${from.y}`;
+    this.mark.append(element("path", { class: `arrow ${name}`, d, "marker-end": `url(#${name.split(" ")[0]})` }));
   }
 
   // Scroll so that an action or an idle time is visible.

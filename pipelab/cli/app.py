@@ -149,6 +149,9 @@ def draw(
             help="html svg png pdf json txt; csv: the plan, with --order its transfers; with --graph: dot svg png pdf",
         ),
     ] = None,
+    width: Annotated[
+        str | None, typer.Option("--width", help="of a figure: inches, or column (3.25), page (6.75), beamer")
+    ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
 ) -> None:
     """Draw a schedule, or write its plan.
@@ -168,7 +171,7 @@ def draw(
         echo(text.timeline(trace))
         say("add --save timeline.html for a page that says why each rank waits")
     for path in save or []:
-        wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path, times))
+        wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path, times, width))
 
 
 @app.command()

@@ -88,10 +88,11 @@ def echo(shown: str, error: bool = False) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def save_timeline(trace: Trace, path: Path, times: Times) -> Path:
+def save_timeline(trace: Trace, path: Path, times: Times, width: str | None = None) -> Path:
     """Write a trace; or as `csv` its plan in PyTorch's notation, with sends and receives if the options order them."""
     if path.suffix.lower() != ".csv" or path.name.lower().endswith(".events.csv"):
-        return trace.save(path)
+        inches = width is not None and width.replace(".", "", 1).isdecimal()
+        return draw.save(draw.TRACE, trace, path, float(width) if width and inches else width)
     if (times.order, times.transport) == ("pytorch", "buffered"):
         return trace.plan.to_csv(path)
     return lower(trace.plan, times.cost(), order=times.order, transport=times.transport).to_csv(path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipelab import files
 from pipelab.draw import colours, labels, wording
 from pipelab.draw.bars import Bar, Lanes
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, clean
 from pipelab.plan.actions import KINDS, Action, Kind
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
@@ -176,10 +177,9 @@ def _without_middle(name: str) -> str:
     return f"{start} … {end}"
 
 
-def legend(traces: Sequence[Trace], ax: Axes) -> None:
-    """Draw the legend of the colours used, below the axis on the right."""
+def _entries(traces: Sequence[Trace], width: float) -> tuple[list[Patch], int]:
+    """Return the entries of a legend, and how many of them fit side by side into so many inches."""
     from matplotlib.patches import Patch
-    from matplotlib.transforms import ScaledTranslation
 
     there = {kind for trace in traces for kind in trace.plan.bound.kinds}
     patches = [
@@ -190,14 +190,23 @@ def legend(traces: Sequence[Trace], ax: Axes) -> None:
     for label, ground in (("waits", colours.WAIT), ("not begun, or done", colours.REST)):
         hatch = "" if ground is colours.WAIT else "//"
         patches.append(Patch(facecolor=ground.paper, edgecolor=ground.border, linewidth=0.5, hatch=hatch, label=label))
-    narrow = owner(ax).get_figwidth() < 5  # then the legend does not fit beside the axis's name
-    below = ScaledTranslation(0, (-36 if narrow else -20) / 72, owner(ax).dpi_scale_trans)
+    widest = max(labels.width(str(patch.get_label())) for patch in patches) + 3  # with the swatch and the space
+    return patches, max(1, min(len(patches), int(72 * width / (9 * widest))))
+
+
+def legend(traces: Sequence[Trace], ax: Axes) -> None:
+    """Draw the legend of the colours used, below the axis on the right."""
+    from matplotlib.transforms import ScaledTranslation
+
+    narrow = owner(ax).get_figwidth() < _NARROW  # then the legend does not fit beside the axis's name
+    patches, columns = _entries(traces, owner(ax).get_figwidth())
+    below = ScaledTranslation(_RIGHT / 2 if narrow else 0, (-36 if narrow else -20) / 72, owner(ax).dpi_scale_trans)
     ax.legend(
         handles=patches,
         loc="upper right",
         bbox_to_anchor=(1, 0),
         bbox_transform=ax.transAxes + below,
-        ncols=len(patches),
+        ncols=columns if narrow else len(patches),
         frameon=False,
         borderaxespad=0,
         columnspacing=1.2,
@@ -211,10 +220,12 @@ _LEFT, _RIGHT, _TITLE, _AXIS = 0.75, 0.3, 0.55, 0.62
 """The margins of one timeline, in inches: rank names, nothing, two lines of title, axis and legend."""
 _NARROWEST, _WIDEST = 8.0, 14.0
 """How many inches the time may take."""
+_NARROW = 7.5
+"""Figures of fewer inches have the legend below the axis's name, in as many rows as it needs."""
 
 
-WIDTHS = {"beamer": 5.04}
-"""Names of widths in inches: the text of a LaTeX beamer slide."""
+WIDTHS = {"beamer": 5.04, "column": 3.25, "page": 6.75}
+"""Names of widths in inches: the text of a LaTeX beamer slide, and a column and a page of two columns of a paper."""
 
 
 def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None) -> Axes:
@@ -223,8 +234,8 @@ def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None)
     Args:
         trace: what to draw.
         ax: where to draw it; by default, in a new figure.
-        width: of the new figure, in inches or `"beamer"`; by default, as wide as its labels need. A figure of a given
-            width has no title, because a paper has a caption.
+        width: of the new figure, in inches or one of `WIDTHS`; by default, as wide as its labels need. A figure of a
+            given width has no title, because a paper has a caption.
 
     Example:
         >>> import pipelab
@@ -240,7 +251,9 @@ def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None)
     """
     if ax is None:
         ax = _figure([trace], same_axis=False, width=_inches(width))[1][0]
-    draw(trace, ax, ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)])), trace.makespan)
+    name = ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)]))
+    draw(trace, ax, name, trace.makespan)
+    owner(ax).set_label(f"{name}\n{wording.figures(trace)}")
     if width is not None:
         ax.set_title("", loc="left")
     legend([trace], ax)
@@ -275,6 +288,7 @@ def plot_comparison(comparison: Comparison) -> Figure:
     for trace, name, ax in zip(comparison.traces, comparison.names, axes, strict=True):
         until = longest if comparison.shares_axis else trace.makespan
         draw(trace, ax, wording.headline(trace, name), until)
+    figure.set_label(f"Comparison of {', '.join(comparison.names)}")
     if comparison.shares_axis:
         for ax in axes[:-1]:
             ax.set_xlabel("")
@@ -313,10 +327,12 @@ def svg_of(figure: Figure) -> str:
 
 
 def _save(figure: Figure, buffer: io.BytesIO, suffix: str) -> None:
-    """Write a figure, the same bytes every time."""
+    """Write a figure, the same bytes every time; its label is its title, for those who do not see it."""
     import matplotlib as mpl
 
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix, {})
+    title, _, about = clean(str(figure.get_label()), keep="\n").partition("\n")
+    svg_data = {"Date": None, "Title": title, "Description": about}
+    metadata = {"svg": svg_data, "pdf": {"CreationDate": None, "Title": title, "Subject": about}}.get(suffix, {})
     with (
         mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pipelab", "pdf.fonttype": 42}),
         warnings.catch_warnings(),
@@ -324,6 +340,10 @@ def _save(figure: Figure, buffer: io.BytesIO, suffix: str) -> None:
         # A name may have letters that the font lacks; they show as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(buffer, format=suffix, dpi=160, metadata=metadata)
+    if suffix == "svg":
+        drawn = buffer.getvalue().replace(b"<svg ", b'<svg role="img" ', 1)
+        buffer.seek(0)
+        buffer.write(drawn)
 
 
 def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None = None) -> tuple[Figure, list[Axes]]:
@@ -336,8 +356,9 @@ def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None = None
         wide, title = width - _LEFT - _RIGHT, 0.1
     lanes = [height(trace.ranks) for trace in traces]
     high = sum(lanes) + len(traces) * title + (len(traces) if not same_axis else 1) * _AXIS
-    if width is not None and width < 5:
-        high += 0.2  # the legend stands below the axis's name
+    if width is not None and width < _NARROW:  # the legend stands below the axis's name
+        patches, columns = _entries(traces, width)
+        high += 0.2 * -(-len(patches) // columns)
     if same_axis:
         high += (len(traces) - 1) * 0.3  # tick labels between two timelines
     figure = Figure(figsize=(_LEFT + wide + _RIGHT, high))

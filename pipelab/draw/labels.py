@@ -45,7 +45,7 @@ def inches(lanes: Lanes) -> float:
     typical = _typical(lanes)
     if not typical or not lanes.span:
         return 0.0
-    wanted = max((_width(_widest(lanes, kind)) * 7 + _AIR) / time for kind, time in typical.items())
+    wanted = max((width(_widest(lanes, kind)) * 7 + _AIR) / time for kind, time in typical.items())
     return wanted * lanes.span / 72
 
 
@@ -64,7 +64,7 @@ def fitting(lanes: Lanes, bars: Iterable[tuple[int, Bar]], ax: Axes) -> Iterator
     scale = points(ax) / abs(last - first)  # points per unit of time
     typical = _typical(lanes)
     room = {kind: time * scale - _AIR for kind, time in typical.items()}
-    full = {kind: _width(_widest(lanes, kind)) for kind in typical}
+    full = {kind: width(_widest(lanes, kind)) for kind in typical}
     lane = ax.get_window_extent().height / figure.dpi * 72 / max(lanes.trace.ranks, 1)
     sizes = [size for size in _SIZES if size * 1.1 < lane]
     if not sizes:
@@ -73,12 +73,12 @@ def fitting(lanes: Lanes, bars: Iterable[tuple[int, Bar]], ax: Axes) -> Iterator
     # Without letter and stage, 2F0 and 6F0 on one rank would be the same.
     short = size is None and not lanes.names_stages
     if size is None:
-        number = _width("0" * len(str(lanes.trace.plan.microbatches - 1)))
+        number = width("0" * len(str(lanes.trace.plan.microbatches - 1)))
         least = min(room.values(), default=0.0) + _AIR / 2
         size = next((each for each in sizes if short and number * each <= least), sizes[-1])
     for rank, bar in bars:
         text = str(bar.action.microbatch) if short and bar.action.microbatch is not None else bar.label
-        fits = _width(text) * size + _AIR / 2 <= (bar.end - bar.start) * scale
+        fits = width(text) * size + _AIR / 2 <= (bar.end - bar.start) * scale
         if fits and (bar.half == "whole" or size * 2.2 < lane):
             yield Label(rank, bar, text, size)
 
@@ -92,7 +92,7 @@ def in_gaps(gaps: Iterable[Gap], ax: Axes) -> Iterator[tuple[Gap, str, float]]:
     size = next((each for each in _SIZES[1:] if each * 1.1 < lane), 0.0)
     for gap in gaps if size else ():
         room = (gap.end - gap.start) * points(ax) / abs(last - first) - 2 * _AIR
-        if words := next((each for each in gap.words if _width(each) * size <= room), None):
+        if words := next((each for each in gap.words if width(each) * size <= room), None):
             yield gap, words, size
 
 
@@ -108,7 +108,7 @@ def _widest(lanes: Lanes, kind: Kind) -> str:
     return kind + "0" * (length - 1)
 
 
-def _width(text: str) -> float:
+def width(text: str) -> float:
     """Return a text's width in the size of its type: 1.27 for two digits."""
     return sum(map(_letter, text))
 

@@ -256,11 +256,13 @@ class Trace:
 
         return why.why(self, rank, at, lines)
 
-    def save(self, path: str | os.PathLike[str], *, width: float | Literal["beamer"] | None = None) -> Path:
+    def save(
+        self, path: str | os.PathLike[str], *, width: float | Literal["beamer", "column", "page"] | None = None
+    ) -> Path:
         """Write the trace; the suffix is the format: `html`, `svg`, `png`, `pdf`, `json` or `txt`.
 
         `perfetto.json` is for https://ui.perfetto.dev and chrome://tracing, `events.csv` a table of all actions. The
-        `width` of a figure is `3.25` or `6.75` inches, a paper's column or page, or `"beamer"`; by default, as wide as
+        `width` of a figure is in inches, or `"column"` (3.25), `"page"` (6.75) or `"beamer"`; by default, as wide as
         its labels need.
 
         Example:

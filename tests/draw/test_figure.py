@@ -305,3 +305,24 @@ def test_texts_are_legible_also_on_dimmed_bars(scheme):
         for look in (colours.REST, colours.WAIT):
             assert contrast(look.paper, look.ink) >= 4.5
             assert contrast(ground, look.border) >= 3
+
+
+@pytest.mark.parametrize("width", ["column", "page", "beamer", 4])
+def test_a_papers_figure_has_its_whole_legend_inside(width):
+    ax = figure.plot(pipelab.simulate(pipelab.ZBV(4, 8)), width=width)
+    figure.owner(ax).draw_without_rendering()
+    inside = figure.owner(ax).bbox
+    legend = ax.get_legend().get_window_extent()
+    assert inside.x0 <= legend.x0
+    assert legend.x1 <= inside.x1
+    assert inside.y0 <= legend.y0
+    assert legend.y1 <= ax.xaxis.get_tightbbox().y0 + 1 or legend.x0 > ax.xaxis.label.get_window_extent().x1
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf"])
+def test_a_figure_tells_its_title_and_its_figures_to_who_does_not_see_it(trace, suffix, tmp_path):
+    written = trace.save(tmp_path / f"drawn.{suffix}", width=4).read_bytes().replace(b"\\", b"")
+    assert b"OneFOneB(ranks=4, microbatches=8), simulated, F = 1, B = 2" in written
+    assert b"makespan 33 units, bubble 27.3 %" in written
+    if suffix == "svg":
+        assert ET.fromstring(written).get("role") == "img"  # noqa: S314  # written above

@@ -71,7 +71,7 @@ class Model {
     this.microbatch = new Int32Array(count);
     this.start = new Float64Array(count);
     this.end = new Float64Array(count);
-    this.chunk = new Uint8Array(count); // which of its rank's stages, modulo 2: the tint
+    this.chunk = new Uint8Array(count); // of which stage of its rank, modulo 2: the tint
     this.half = new Uint8Array(count); // 1: the upper half of a slot, 2: the lower
     const depth = raw.ranks.reduce((most, rank) => unpack(rank.stage).reduce((a, b) => Math.max(a, b), most), 0) + 1;
     this.places = new Int32Array(KINDS.length * depth * raw.microbatches).fill(-1); // by kind, stage and micro-batch

@@ -7,6 +7,7 @@ nothing else.
 from __future__ import annotations
 
 import operator
+import re
 import reprlib
 import sys
 from collections import Counter
@@ -87,19 +88,31 @@ class ScheduleError(PipelabError):
         super().__init__(faults, subject)
 
     def __str__(self) -> str:
-        """Return the number of faults, then the faults, numbered; of many with the same code, the first few."""
+        """Return the number of faults, then the faults, numbered.
+
+        Of many that say the same about other numbers, which mostly have one cause, the first is shown and counted.
+        """
         count = len(self.faults)
         lines = [f"{count} fault{'s' if count != 1 else ''} in {clean(self.subject)}"]
-        all_of = Counter(fault.code for fault in self.faults)
-        shown: Counter[str] = Counter()
+        alike: dict[str, list[int]] = {}
         for number, fault in enumerate(self.faults, 1):
+            said = re.sub(r"\d+", "0", fault.message.partition("\n")[0])
+            alike.setdefault(fault.code + said, []).append(number)
+        few = {each: 0 for numbers in alike.values() if len(numbers) <= _MOST_ALIKE for each in numbers}
+        more = few | {numbers[0]: len(numbers) - 1 for numbers in alike.values() if len(numbers) > _MOST_ALIKE}
+        left = Counter(fault.code for fault in self.faults)
+        shown: Counter[str] = Counter()
+        for number, others in sorted(more.items()):
+            fault = self.faults[number - 1]
             shown[fault.code] += 1
             if shown[fault.code] > _MOST_ALIKE:
                 continue
+            left[fault.code] -= 1 + others
             first, *rest = str(fault).splitlines()
             lines += [f"{number:2d}. {first}", *(f"    {line}" for line in rest)]
-            if shown[fault.code] == _MOST_ALIKE < all_of[fault.code]:
-                lines.append(f"    … and {all_of[fault.code] - _MOST_ALIKE} more {fault.code}: error.faults holds all")
+            lines += [f"    … and {others} more like it: error.faults holds all"] if others else []
+            if shown[fault.code] == _MOST_ALIKE and left[fault.code]:
+                lines.append(f"    … and {left[fault.code]} more {fault.code}: error.faults holds all")
         return "\n".join(lines)
 
 

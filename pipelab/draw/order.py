@@ -168,12 +168,15 @@ def drawings(faults: Faults) -> list[Drawing]:
     cycles = [fault for fault in left if fault.cycle]
     if others := [fault for fault in left if not fault.cycle]:
         found.append(_of_plan(plan, others, title="where it goes wrong"))
-    for fault in cycles[:_MOST_CYCLES]:
+    # One repair for several cycles is one cause, and one picture.
+    causes = {fault.hint or str(at): fault for at, fault in reversed(list(enumerate(cycles)))}
+    for fault in [each for each in cycles if each in causes.values()][:_MOST_CYCLES]:
         if fault.code == "transfer-deadlock":
             found += _of_transfers(plan, fault, faults)
             continue
         before = _of_plan(plan, left, fault)
-        found.append(before)
+        alike = sum(each.hint == fault.hint for each in cycles) - 1 if fault.hint else 0
+        found.append(replace(before, title=f"{before.title}; and {alike} more like it") if alike else before)
         if fault.tried is not None:
             after = _moved(_rows(fault.tried), before.rows)
             still = any(cell.state == "blocked" for row in after for cell in row) and len(faults) > 1

@@ -111,6 +111,11 @@ class Table:
     curves: Mapping[str, Sequence[str]] = field(default_factory=dict)
     title: str = ""
 
+    def __post_init__(self) -> None:
+        """Show every key of the rows where no columns are named."""
+        if not self.columns and self.rows:
+            object.__setattr__(self, "columns", [Column(key) for key in self.rows[0]])
+
     def text(self, width: int = 80) -> str:
         """Return the table as text, in lines of at most `width` characters if its cells allow."""
         title = [fill(self.title, width), ""] if self.title else []

@@ -51,7 +51,7 @@ class Playing:
         return [rank["kinds"] for rank in json.loads(found[1])["traces"][0]["ranks"]]
 
     def fault(self, query=""):
-        return re.search(r'<pre role="alert">(.*)</pre>', self.get(f"draw?{query}")[1], re.DOTALL)[1]
+        return re.search(r'<pre(?: role="alert")?>(.*)</pre>', self.get(f"draw?{query}")[1], re.DOTALL)[1]
 
     def end(self, by=signal.SIGINT):
         """End it as Ctrl-C does; return its exit code and how long that took."""
@@ -137,6 +137,8 @@ def test_sizes_and_costs_of_the_page_are_those_of_the_picture(play):
     assert "I = 1.5, W = 0.5" in server.get("draw?schedule=zb-h1&input_grad=1.5&weight_grad=0.5")[1]
     assert len(server.kinds("schedule=interleaved-1f1b&ranks=2&microbatches=4&parameters=stages_per_rank=3")[0]) == 24
     assert "memory-cap" in server.fault("schedule=gpipe&cap=3")
+    picture = server.get("draw?schedule=gpipe&cap=3")[1]
+    assert 0 < picture.index("<svg") < picture.index("<pre")
     assert "not a number" in server.fault("ranks=many")
     assert "ranks" in server.fault("schedule=dualpipe&ranks=3")
 

@@ -6,6 +6,7 @@ so nothing is left of the version before. If a file does not end, the fork ends 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -18,9 +19,9 @@ from typing import Any
 
 from pipelab.checking.checker import check
 from pipelab.cli.options import Sizes, Times, untimed
+from pipelab.draw.notebook import faults_page
 from pipelab.draw.page.page import page
 from pipelab.errors import PipelabError, ScheduleError, UsageError, clean
-from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 
 _TIMES = {"forward", "backward", "latency"}
@@ -28,10 +29,10 @@ _COSTS = {"input_grad", "weight_grad", "all_reduce"}
 
 
 def drawn(asked: dict[str, str]) -> str:
-    """Return the page of the schedule that `schedule` names, with the sizes and costs that were asked for.
+    """Return the page of the schedule that `schedule` names, or of its faults, with the sizes and costs asked for.
 
     Raises:
-        PipelabError: if there is no such schedule, or if it has faults; its text is for the student.
+        PipelabError: if there is no such schedule; its text is for the student.
     """
     costs = [f"{name}={asked[name]}" for name in _COSTS & asked.keys()]
     sets = re.split(r",\s*(?=\w+=)", asked["parameters"].strip()) if "parameters" in asked else []
@@ -42,8 +43,11 @@ def drawn(asked: dict[str, str]) -> str:
     except ValueError as error:
         raise UsageError(f"a size or a time is not a number: {error}") from error
     subject = untimed(Sizes(**whole, sets=sets).find(asked["schedule"]))
-    if cap is not None and (faults := check(subject, memory_cap=cap)):
-        raise ScheduleError(faults, subject.name if isinstance(subject, Plan) else repr(subject))
+    if faults := check(subject, memory_cap=cap):
+        with contextlib.suppress(ImportError):  # without matplotlib, in words
+            if faults.plan is not None:
+                return faults_page(faults)
+        raise ScheduleError(faults, faults.subject)
     return page(simulate(subject, Times(**times, costs=costs).cost()))
 
 

@@ -224,7 +224,7 @@ def numbered(trace: Trace) -> str:
     rows = "".join(f'<text x="24" y="{rank * lane + 38}">rank {rank}</text>' for rank in range(trace.ranks))
     ticks = range(0, int(trace.makespan) + 1, 3)
     axis = "".join(f'<text x="{each * scale}" y="166" text-anchor="middle">{each}</text>' for each in ticks)
-    spots = [(-60, 18), (0.5, -10), (11, -10), (1.5, 126), (7, 18), (31.5, 126), (34.2, 162)]  # left and top
+    spots = [(-60, 18), (0.5, -10), (11, -10), (0.45, 126), (4.45, 18), (32.55, 126), (34.2, 162)]  # left and top
     numbers = "".join(
         f'<g transform="translate({x * scale if x >= 0 else x} {y})"><circle r="9" fill="#fff" stroke="#000"/>'
         f'<text y="4" text-anchor="middle" font-weight="bold">{number}</text></g>'

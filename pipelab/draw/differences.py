@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pipelab.trace.diff import Change, Diff, Part
     from pipelab.trace.trace import Trace
 
+_NOISE = 0.001
+"""Of the makespan: no measurement is as exact, so a smaller difference is not explained."""
 MOST = 12
 """How many actions a text shows."""
 
@@ -30,7 +32,10 @@ def sentence(found: Diff) -> str:
         'once takes as long as again (9 units)'
     """
     before, after = (clean(name) for name in found.names)
-    if abs(found.longer) <= 1e-9 * max(found.before.makespan, found.after.makespan):
+    longest = max(found.before.makespan, found.after.makespan)
+    if "measured" in (found.before.source, found.after.source) and 0 < abs(found.longer) < _NOISE * longest:
+        return f"{after} takes as long as {before}, within {wording.percent(_NOISE)} ({wording.span(found.after)})"
+    if abs(found.longer) <= 1e-9 * longest:
         told = f"{after} takes as long as {before} ({wording.span(found.after)})"
     else:
         word = "longer" if found.longer > 0 else "shorter"

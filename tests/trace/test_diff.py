@@ -233,3 +233,15 @@ def test_an_action_that_moved_to_another_rank_says_where_it_was():
     found = pipelab.diff(pipelab.simulate(here), pipelab.simulate(there))
     assert {(each.rank, each.moved_from) for each in found if each.action.kind != "R"} == {(0, 1), (1, 0)}
     assert "on rank before" in str(found.table)
+
+
+def test_a_difference_that_no_measurement_could_show_is_not_explained():
+    plan = pipelab.OneFOneB(2, 4).plan()
+    simulated = pipelab.simulate(plan)
+    measured = pipelab.Trace(
+        plan, simulated.starts, [[1.0005 * end for end in row] for row in simulated.ends], source="measured"
+    )
+    words = pipelab.diff(simulated, measured, names=["model", "machine"]).sentence
+    assert words == "machine takes as long as model, within 0.1 % (15 units)"
+    exact = pipelab.Trace(plan, simulated.starts, measured.ends)  # two calculations differ by what they differ
+    assert "longer than" in pipelab.diff(simulated, exact).sentence

@@ -22,14 +22,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pipelab
-from pipelab.draw import colours
-from pipelab.draw.bars import Lanes
+from pipelab.draw.bars import shapes
 from pipelab.draw.page.page import comparison_page, page
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
@@ -197,25 +194,8 @@ def thumbnail(trace: Trace) -> str:
     wide, lane = 320, 20
     name = html.escape(f"timeline of {trace.name}")
     size = f'viewBox="0 0 {wide} {lane * trace.ranks}" preserveAspectRatio="none"'
-    parts = "".join(bars(trace, wide / trace.makespan, lane))
+    parts = "".join(shapes(trace, wide / trace.makespan, lane, words=False))
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">{parts}</svg>'
-
-
-def bars(trace: Trace, scale: float, lane: int, *, names: bool = False) -> Iterator[str]:
-    """Yield the bars and the idle times of a timeline."""
-    lanes = Lanes(trace)
-    for rank in range(trace.ranks):
-        top, high = rank * lane + 1, lane - 2
-        boxes = [(gap, (look := colours.ground(gap.idle.reason)).paper, look.border) for gap in lanes.gaps(rank)]
-        boxes += [(bar, bar.colour, "none") for bar in lanes.bars(rank)]
-        for each, fill, border in boxes:
-            left, width = each.start * scale, (each.end - each.start) * scale - 0.6
-            look = f'fill="{fill}" stroke="{border}" vector-effect="non-scaling-stroke"'
-            yield f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{high}" {look}/>'
-            words = each.words if border != "none" else (each.label,)
-            if names and (word := next((word for word in words if 7 * len(word) < width), "")):
-                middle = f'x="{left + width / 2:.1f}" y="{top + high / 2 + 4:g}"'
-                yield f'<text {middle} fill="{colours.ink(fill)}" text-anchor="middle">{word}</text>'
 
 
 def numbered(trace: Trace) -> str:
@@ -231,7 +211,7 @@ def numbered(trace: Trace) -> str:
         for number, (x, y) in enumerate(spots, 1)
     )
     size = f'viewBox="0 0 {left + 33 * scale + 44} 200" font-family="sans-serif" font-size="12"'
-    moved = f'<g transform="translate({left} 20)">{"".join(bars(trace, scale, lane, names=True))}{axis}{numbers}</g>'
+    moved = f'<g transform="translate({left} 20)">{"".join(shapes(trace, scale, lane))}{axis}{numbers}</g>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{rows}{moved}</svg>'
 
 

@@ -7,12 +7,14 @@ two facts: the page says how high it is, and the notebook whether it is dark.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import check
 from pipelab.draw import colours, figure, order_figure, text
+from pipelab.draw.bars import shapes
 from pipelab.draw.order import drawings, plan_drawing, sentences
 from pipelab.draw.page import page
 from pipelab.errors import clean
@@ -37,7 +39,7 @@ _MOST_CELLS = 200
 _INSIDE = """
 <style>
 body { margin: .5rem auto; }
-#panel { position: static; max-height: none; }
+#panel { position: relative; bottom: 0; max-height: none; }
 .with-panel { padding-bottom: .5rem; }
 </style>
 <script>
@@ -54,6 +56,20 @@ body { margin: .5rem auto; }
   tell(true);
   new ResizeObserver(() => tell(false)).observe(document.body);
 }
+</script>
+"""
+
+# In the frame: a notebook keeps its outputs, and packed, the page is less than half as large.
+_LOADER = """
+<script>
+(async () => {
+  const bytes = Uint8Array.from(atob("DATA"), letter => letter.charCodeAt(0));
+  const page = new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip")));
+  const text = await page.text();
+  document.open();
+  document.write(text);
+  document.close();
+})();
 </script>
 """
 
@@ -86,7 +102,8 @@ def framed(source: str, alt: str, still: str, height: int) -> str:
         still: HTML without scripts.
         height: of the frame in pixels, until the page says its own.
     """
-    inside = html.escape(source.replace("</body>", f"{_INSIDE}</body>"))
+    packed = gzip.compress(source.replace("</body>", f"{_INSIDE}</body>").encode("utf-8", "backslashreplace"), mtime=0)
+    inside = html.escape(_LOADER.replace("DATA", base64.b64encode(packed).decode()))
     mark = hashlib.sha256(source.encode("utf-8", "backslashreplace")).hexdigest()[:16]
     label = html.escape(clean(alt))
     return (
@@ -109,10 +126,13 @@ def _image(draw: Callable[[], str], alt: str, plain: Callable[[], str]) -> str:
 def trace_html(trace: Trace) -> str:
     """Return what a notebook shows of a trace."""
     alt = f"timeline: {trace!r}"
-    still = _image(lambda: figure.svg(trace), alt, lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False))
     actions = sum(map(len, trace.starts))
     if actions > _MOST_ACTIONS:
+        still = _image(lambda: figure.svg(trace), alt, lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False))
         return f"{still}{_how_to_save('trace', actions)}"
+    size = f'viewBox="0 0 1000 {30 * trace.ranks}" role="img" aria-label="{html.escape(clean(alt))}"'
+    parts = "".join(shapes(trace, 1000 / (trace.makespan or 1), 30))
+    still = f'<svg {size} style="max-width: 100%; font: 12px sans-serif">{parts}</svg>'
     return framed(page.page(trace), alt, still, 330 + 40 * min(trace.ranks, 16))
 
 

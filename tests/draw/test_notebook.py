@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import html
 import re
 import sys
@@ -81,7 +82,11 @@ def test_a_frame_has_a_title_and_something_for_viewers_without_scripts(name):
     assert title
     assert 'sandbox="allow-scripts"' in shown
     still = re.search(r"<noscript>(.*)</noscript></div>$", shown, re.DOTALL)[1]
-    if name in ("trace", "comparison"):
+    if name == "trace":
+        assert still.count("<rect") == 64 + len(SHOWN[name].idle)
+        assert "waits 6 for B0 of rank 1" in still
+        assert len(shown) < 65_000
+    elif name == "comparison":
         (data,) = re.findall(r'<img alt="[^"]+" src="data:image/svg\+xml;base64,([^"]+)"', still)
         assert b"<svg" in base64.b64decode(data)
     else:
@@ -104,7 +109,7 @@ def test_without_matplotlib_there_is_the_page_or_text(monkeypatch):
     for name in {"matplotlib", *loaded}:
         monkeypatch.setitem(sys.modules, name, None)
     assert "<iframe" in SHOWN["trace"]._repr_html_()
-    assert "rank 0 │F0" in SHOWN["trace"]._repr_html_()
+    assert "waits 6 for B0" in SHOWN["trace"]._repr_html_()
     assert "<iframe" in SHOWN["comparison"]._repr_html_()
     assert "<iframe" not in simulate(pipelab.OneFOneB(4, 501))._repr_html_()
     assert "rank 0 | <span" in SHOWN["plan"]._repr_html_()
@@ -129,7 +134,8 @@ def test_names_are_text_in_every_frame(notebook, kind):
     thing = {"trace": trace, "comparison": compare(trace, names=[HOSTILE]), "plan": hostile, "faults": check(hostile)}
     shown = thing[kind]._repr_html_()
     assert "<img src=x" not in shown
-    assert "<img src=x" not in html.unescape(re.search(r'srcdoc="([^"]*)"', shown)[1])
+    packed = re.search(r'atob\("([^"]+)"', html.unescape(shown))[1]
+    assert "<img src=x" not in gzip.decompress(base64.b64decode(packed)).decode()
     tab = notebook(thing[kind])
     tab.wait_for_timeout(200)
     assert tab.title() != "owned"

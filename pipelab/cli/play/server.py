@@ -31,7 +31,7 @@ from pipelab.catalogue import schedules
 from pipelab.cli.printing import echo, is_row
 from pipelab.cli.targets import file_of, has_sizes
 from pipelab.draw import wording
-from pipelab.draw.bars import Lanes
+from pipelab.draw.bars import shapes
 from pipelab.errors import UsageError, clean
 from pipelab.plan.fault import line_of
 from pipelab.simulation.clock import simulate
@@ -305,15 +305,9 @@ def _card(name: str) -> str:
     """Return a schedule's card: a small picture, its figures, and where it comes from."""
     kind = schedules[name]
     trace = simulate(kind(4, 8))
-    lanes = Lanes(trace)
-    bars = "".join(
-        f'<path fill="{bar.colour}" d="M{bar.start:g} {rank + (bar.half == "lower") / 2:g}'
-        f'H{bar.end:g}v{0.9 if bar.half == "whole" else 0.45}H{bar.start:g}z"/>'
-        for rank in range(trace.ranks)
-        for bar in lanes.bars(rank)
-    )
     words = [(kind.__doc__ or "").strip().splitlines()[0], wording.figures(trace), kind.source]
     lines = "".join(f"<p>{html.escape(each.replace('`', ''))}</p>" for each in words)
-    box = f'viewBox="0 0 {trace.makespan:g} {trace.ranks}" preserveAspectRatio="none" aria-hidden="true"'
+    box = f'viewBox="0 0 320 {20 * trace.ranks}" preserveAspectRatio="none" aria-hidden="true"'
+    bars = "".join(shapes(trace, 320 / trace.makespan, 20, words=False))
     head = f"<h2>{html.escape(name)}</h2><svg {box}>{bars}</svg>"
     return f'<a class="card" href="?schedule={html.escape(name)}">{head}{lines}</a>'

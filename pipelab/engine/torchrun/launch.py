@@ -7,7 +7,6 @@ unpickles what anybody writes there.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import runpy
@@ -42,7 +41,6 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
     Returns:
         If a process failed, PyTorch's report and then the short one; else `None`.
     """
-    logging.getLogger(start_processes.__module__ + ".api").setLevel(logging.CRITICAL)  # the report says it again
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     _store, job = loopback_job(ranks)
     words = ("-u", "-m", "pipelab.engine.torchrun.launch", script, *arguments)

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pipelab
-from pipelab.challenges.levels import levels
+from pipelab.challenges.levels import INSTEAD, levels
 from pipelab.draw.page.page import content, frame
+from pipelab.plan.actions import TRAITS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "docs" / "playground"
@@ -176,12 +177,30 @@ def _entry(name: str) -> zipfile.ZipInfo:
     return entry
 
 
+_WORDS, _RULES = (
+    ("name", "title", "story", "given", "hints", "lesson"),
+    ("microbatches", "latency", "cap", "good", "par"),
+)
+
+
 def _levels() -> dict[str, dict[str, Any]]:
-    """Return what the page of challenges shows of each level before Python is there."""
+    """Return each level as `board.js` plays it: its rules are rows of `TRAITS`."""
     return {
         each.name: {
-            **{key: getattr(each, key) for key in ("name", "title", "story", "ranks", "hints", "good", "par", "given")},
+            **{key: getattr(each, key) for key in (*_WORDS, *_RULES)},
             "home": [each.rank_of(stage) for stage in range(each.stages)],
+            "times": [{kind: each.time(kind, rank) for kind in each.kinds} for rank in range(each.ranks)],
+            "kinds": {
+                kind: {
+                    "needs": TRAITS[kind].needs,
+                    "gives": TRAITS[kind].gives,
+                    "held": TRAITS[kind].in_flight,
+                    "instead": INSTEAD.get(kind, ()),
+                    "colours": TRAITS[kind].colours,
+                }
+                for kind in each.kinds
+            },
+            "known": {"; ".join(" ".join(map(str, row)) for row in plan.rows): name for name, plan in each.known},
         }
         for each in levels().values()
     }

@@ -1,5 +1,4 @@
-// The page of challenges: place actions by hand, or write code.
-// challenge.py says what may run next and what it is worth.
+// The page of challenges: place actions by hand, by the rules of board.js; or write code, which Python judges.
 (() => {
   const root = document.getElementById("ch");
   if (!root) return;
@@ -12,7 +11,7 @@
     level = null,
     moves = [],
     hints = 0,
-    turn = 0;
+    looked = false; // whether the order came from the catalogue or a solver
 
   const say = (text) => {
     find("#ch-state").value = text;
@@ -27,14 +26,15 @@
   const stars = (name) => {
     const own = best()[name],
       { par, good } = levels[name];
-    return typeof own !== "number" ? "" : own <= par ? "★★★" : own <= good ? "★★" : "★";
+    if (typeof own !== "number") return own === "looked up" ? own : "";
+    return own <= par ? "★★★" : own <= good ? "★★" : "★";
   };
 
   function keep(makespan) {
     const own = best()[level.name];
-    if (typeof own === "number" && own <= makespan) return;
+    if ((typeof own === "number" && own <= makespan) || (looked && own !== undefined)) return;
     try {
-      localStorage.setItem(KEPT, JSON.stringify({ ...best(), [level.name]: makespan }));
+      localStorage.setItem(KEPT, JSON.stringify({ ...best(), [level.name]: looked ? "looked up" : makespan }));
     } catch {
       /* a private window */
     }
@@ -56,14 +56,13 @@
   }
 
   function open(name, placed) {
-    [level, moves, hints] = [levels[name], placed, 0];
+    [level, moves, hints, looked] = [levels[name], placed, 0, false];
     list();
     find(".ch-title").textContent = level.title;
     find(".ch-story").textContent = level.story;
     find(".ch-given").textContent = `${level.given}. Good: ${level.good}. Par: ${level.par}.`;
     hinted();
-    find(".ch-worth").hidden = true;
-    find(".ch-board").replaceChildren();
+    if (!placed.length) forced();
     show();
   }
 
@@ -72,71 +71,127 @@
     find("#ch-hint").disabled = hints === level.hints.length;
   }
 
-  const rows = () =>
-    Array.from({ length: level.ranks }, (_, rank) => moves.filter((word) => level.home[parseInt(word, 10)] === rank));
-
-  async function show() {
-    history.replaceState(history.state, "", `#${level.name}${moves.length ? `:${moves.join(".")}` : ""}`);
-    for (const id of ["undo", "reset"]) find(`#ch-${id}`).disabled = !moves.length;
-    if (!engine.loaded) return;
-    const mine = (turn += 1);
-    try {
-      const found = await engine.call("challenge.state", [level.name, rows()]);
-      if (mine === turn) draw(found);
-    } catch (error) {
-      if (mine !== turn) return;
-      moves = []; // a link that was edited
-      await show();
-      say(error.message.trim().split("\n").at(-1));
+  // Place what leaves no choice, and remember what the player chose.
+  function forced() {
+    const board = new window.pipelabBoard(level, moves);
+    for (let word = board.forced; word; word = board.forced) {
+      board.place(word);
+      moves.push(word);
     }
   }
 
-  // One lane for each rank: what is placed, to scale, and below it what may run next.
-  function draw({ placed, ready, worth }) {
-    const ends = placed.flat().map(([, , end]) => end),
+  // Take back the last choice, and what followed from it.
+  function undo() {
+    const before = [...moves];
+    while (before.length) {
+      before.pop();
+      const board = new window.pipelabBoard(level, before);
+      if (!board.forced) break;
+    }
+    moves = before;
+    if (!moves.length) forced();
+  }
+
+  function show() {
+    let board;
+    try {
+      board = new window.pipelabBoard(level, moves);
+    } catch (error) {
+      moves = []; // a link that was edited
+      say(error.message);
+      board = new window.pipelabBoard(level);
+    }
+    history.replaceState(history.state, "", `#${level.name}${moves.length ? `:${moves.join(".")}` : ""}`);
+    for (const id of ["undo", "reset"]) find(`#ch-${id}`).disabled = !moves.length;
+    draw(board);
+  }
+
+  // Labels are short where each rank has one stage.
+  const label = (word) => (level.home.length === level.times.length ? word.replace(/^\d+/, "") : word);
+  const colour = (word) => {
+    const [, stage, kind] = /^(\d+)(\D)/.exec(word),
+      rank = level.home[stage];
+    return level.kinds[kind].colours[level.home.filter((each, at) => each === rank && at < stage).length % 2];
+  };
+
+  // The smallest of 1, 2, 5, 10 ... that gives at most twelve ticks.
+  const step = (whole) => [1, 2, 5, 10, 20, 50].find((each) => whole / each <= 12) ?? 100;
+
+  // One lane for each rank: what it holds, what is placed, and below it, at its time, what may run next.
+  function draw(board) {
+    const { ready } = board,
+      ends = [board.makespan, ...ready.flat().map(([, , end]) => end)],
       whole = Math.max(level.par * 1.15, ...ends) * 1.04,
-      place = (time) => `${(100 * time) / whole}%`;
+      place = (time) => `${(100 * time) / whole}%`,
+      deepest = Math.max(1, ...ready.map((each) => each.length));
+    const spread = (element, start, end, word) => {
+      Object.assign(element.style, { left: place(start), width: place(end - start), background: colour(word) });
+      element.style.color = ink(colour(word));
+      return element;
+    };
     const focused = document.activeElement?.dataset?.rank;
-    find(".ch-board").replaceChildren(
-      ...placed.map((row, rank) => {
-        const lane = tag("div", "", { className: "ch-lane" }),
-          bars = tag("div", "", { className: "ch-bars" }),
-          next = tag("div", "", { className: "ch-next" });
-        lane.append(tag("div", `rank ${rank}`, { className: "ch-rank" }), bars, next);
-        for (const [word, start, end, colour] of row) {
-          const bar = tag("div", word, { className: "ch-bar", title: `${word}, ${start} to ${end}` });
-          Object.assign(bar.style, {
-            left: place(start),
-            width: place(end - start),
-            background: colour,
-            color: ink(colour),
-          });
-          bars.append(bar);
+    const lanes = level.times.map((_, rank) => {
+      const lane = tag("div", "", { className: "ch-lane" }),
+        head = tag("div", `rank ${rank}`, { className: "ch-rank" }),
+        bars = tag("div", "", { className: "ch-bars" }),
+        next = tag("div", "", { className: "ch-next" });
+      if (level.cap) {
+        const full = board.held[rank] >= level.cap,
+          boxes = "■".repeat(board.held[rank]) + "□".repeat(Math.max(0, level.cap - board.held[rank])),
+          about = `holds ${board.held[rank]} of ${level.cap} activations`;
+        const className = full ? "ch-held ch-full" : "ch-held";
+        head.append(tag("small", boxes, { className, title: about, ariaLabel: about }));
+      }
+      for (const [word, [home, start, end]] of board.placed)
+        if (home === rank) {
+          const bar = tag("div", label(word), { className: "ch-bar", title: `${word}, ${start} to ${end}` });
+          bars.append(spread(bar, start, end, word));
         }
-        const par = tag("div", "", { className: "ch-line", title: `par, ${level.par}` });
-        par.style.left = place(level.par);
-        bars.append(par);
-        for (const [word, start, colour] of ready[rank]) {
-          const button = tag("button", word, {
-            type: "button",
-            ariaLabel: `${word} on rank ${rank}, begins at ${start}`,
-          });
-          button.append(tag("small", ` at ${start}`));
-          button.dataset.rank = rank;
-          button.style.borderColor = colour;
-          button.addEventListener("click", () => {
-            moves.push(word);
-            show();
-          });
-          next.append(button);
-        }
-        if (!ready[rank].length) next.append(tag("span", worth ? "" : "waits for another rank, or is done"));
-        return lane;
-      }),
-    );
+      const par = tag("div", "", { className: "ch-line", title: `par, ${level.par}` });
+      par.style.left = place(level.par);
+      bars.append(par);
+      next.style.height = `${deepest * 2}rem`;
+      ready[rank].forEach(([word, start, end], row) => {
+        const button = tag("button", label(word), {
+          type: "button",
+          ariaLabel: `${word} on rank ${rank}, begins at ${start}`,
+        });
+        button.dataset.rank = rank;
+        spread(button, start, end, word).style.top = `${row * 2}rem`;
+        button.addEventListener("click", () => {
+          moves.push(word);
+          forced();
+          show();
+        });
+        next.append(button);
+      });
+      lane.append(head, bars, next);
+      return lane;
+    });
+    const axis = tag("div", "", { className: "ch-axis" });
+    for (let time = 0; time < whole; time += step(whole)) {
+      const tick = tag("span", time);
+      tick.style.left = place(time);
+      axis.append(tick);
+    }
+    const foot = tag("div", "", { className: "ch-lane" });
+    foot.append(tag("div", ""), axis);
+    find(".ch-board").replaceChildren(...lanes, foot);
     if (focused !== undefined) (find(`.ch-next button[data-rank="${focused}"]`) ?? find(".ch-next button"))?.focus();
-    say(`${moves.length} placed; the latest ends at ${Math.max(0, ...ends)}`);
-    valued(worth);
+    say(`${board.placed.size} placed; the latest ends at ${board.makespan}`);
+    valued(ready.flat().length ? null : worth(board));
+  }
+
+  function worth(board) {
+    if (!board.complete)
+      return {
+        reached: "refused",
+        said: "A dead end: each rank waits, or holds as many activations as fit. Undo, and let a backward come sooner.",
+      };
+    const { makespan } = board,
+      name = level.known[board.rows.join("; ")],
+      reached = makespan <= level.par ? "par" : makespan <= level.good ? "good" : "legal";
+    return { reached, makespan, said: name ? `You built ${name}.` : "" };
   }
 
   const ink = (colour) => {
@@ -159,77 +214,60 @@
     box.replaceChildren(
       tag("strong", makespan === undefined ? words[reached] : `${makespan} units. ${words[reached]}`),
     );
+    if (reached === "par") box.append(tag("p", level.lesson));
+    if (looked && makespan !== undefined) box.append(tag("p", "Looked up: place it yourself, and it counts."));
     if (said) box.append(tag("pre", said));
+    const names = Object.keys(levels),
+      following = names[names.indexOf(level.name) + 1];
+    if (makespan !== undefined && following) {
+      const button = tag("button", `next level: ${levels[following].title}`, { type: "button" });
+      button.addEventListener("click", () => open(following, []));
+      box.append(button);
+    }
     if (makespan !== undefined) keep(makespan);
   }
 
   find("#ch-undo").addEventListener("click", () => {
-    moves.pop();
+    undo();
     show();
   });
-  find("#ch-reset").addEventListener("click", () => {
-    moves = [];
-    show();
-  });
+  find("#ch-reset").addEventListener("click", () => open(level.name, []));
   find("#ch-hint").addEventListener("click", () => {
     hints += 1;
     hinted();
   });
   find("#ch-try").addEventListener("click", async () => {
-    say("running …");
+    const button = find("#ch-try"),
+      mega = (bytes) => (bytes / 1e6).toFixed(1);
+    button.disabled = true;
     try {
-      const { worth, rows: made } = await engine.call("challenge.attempt", [level.name, find("#ch-code").value]);
+      const about = await (await fetch(new URL("engine.json", base))).json();
+      if (about.reason) return say(`Python cannot run here: ${about.reason}. Use pipelab challenge in a terminal.`);
+      await engine.load((loaded) =>
+        say(
+          loaded < about.counted
+            ? `loading Python: ${mega(loaded)} of ${mega(about.counted)} MB`
+            : "starting Python …",
+        ),
+      );
+      say("running …");
+      const { worth: found, moves: made, looked: up } = await engine.call("challenge.attempt", [
+        level.name,
+        find("#ch-code").value,
+      ]);
+      looked = up;
       if (made) {
-        // the order in which a player would place them: any in which nothing comes before what it needs
-        const found = await engine.call("challenge.state", [level.name, made]);
-        moves = found.placed
-          .flat()
-          .sort((one, other) => one[1] - other[1])
-          .map(([word]) => word);
-        await show();
+        moves = made;
+        show();
       }
-      valued(worth);
+      valued(found);
       say("");
     } catch (error) {
       say(error instanceof engine.Stopped ? `your code was ${error.message}` : error.message);
+    } finally {
+      button.disabled = false;
     }
   });
-
-  async function offer() {
-    const about = await (await fetch(new URL("engine.json", base))).json(),
-      button = find("#ch-load"),
-      mega = (bytes) => (bytes / 1e6).toFixed(1);
-    if (about.reason) {
-      button.hidden = true;
-      return say(`Python cannot run here: ${about.reason}. Use pipelab challenge in a terminal.`);
-    }
-    const started = () => {
-      find(".ch-start").hidden = true;
-      find(".ch-play").hidden = false;
-      return show();
-    };
-    if (engine.loaded) {
-      await engine.load();
-      return started();
-    }
-    button.textContent = `play (${mega(about.bytes)} MB, once)`;
-    button.addEventListener("click", async () => {
-      button.disabled = true;
-      try {
-        await engine.load((loaded) =>
-          say(
-            loaded < about.counted
-              ? `loading Python: ${mega(loaded)} of ${mega(about.counted)} MB`
-              : "starting Python …",
-          ),
-        );
-        await started();
-      } catch (error) {
-        button.disabled = false;
-        say(`Python could not be loaded: ${error.message}`);
-      }
-    });
-  }
 
   function restore() {
     const [name, placed = ""] = location.hash.slice(1).split(":"),
@@ -247,6 +285,5 @@
     levels = await (await fetch(new URL("levels.json", base))).json();
     restore();
     addEventListener("hashchange", restore);
-    await offer();
   })().catch((error) => say(`the levels could not be loaded: ${error.message}`));
 })();

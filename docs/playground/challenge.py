@@ -1,4 +1,4 @@
-"""What the page of challenges asks of Python: what may run next in a level, and what an attempt is worth.
+"""What the page of challenges asks of Python: what a reader's code is worth in a level.
 
 Like `playground.py`, it runs in the web browser; `pipelab challenge` says the same in a terminal.
 """
@@ -12,30 +12,15 @@ from typing import Any
 from playground import FILE, run_code, subject_of
 
 import pipelab
-from pipelab.challenges.levels import Attempt, board, judge, levels
-from pipelab.draw import colours
+from pipelab.challenges.levels import Attempt, judge, levels
 from pipelab.errors import PipelabError, clean
 
 
-def state(name: str, rows: list[list[str]]) -> dict[str, Any]:
-    """Return a level in which some actions have been placed by hand.
-
-    Returns:
-        `placed`, for each rank a list of word, start, end, colour; `ready`, likewise, of word, start, colour;
-        and, once nothing is ready, what the attempt is worth: see `worth`.
-    """
-    level = levels()[name]
-    found = board(level, rows)
-    over = not any(found.ready)
-    return {
-        "placed": [[[word, *span, colour(word)] for word, span in row.items()] for row in found.placed],
-        "ready": [[[word, begin, colour(word)] for word, begin in row.items()] for row in found.ready],
-        "worth": worth(judge(level, pipelab.Plan.parse([" ".join(row) for row in rows]))) if over else None,
-    }
-
-
 def attempt(name: str, code: str) -> dict[str, Any]:
-    """Return what a reader's code is worth in a level, and its rows if it counts."""
+    """Return what a reader's code is worth in a level; if it counts, its actions in the order of their starts.
+
+    What the catalogue or a solver has written is `looked` up.
+    """
     level = levels()[name]
     try:
         found = subject_of(*run_code(code))
@@ -43,14 +28,15 @@ def attempt(name: str, code: str) -> dict[str, Any]:
             found = found(level.ranks, level.microbatches)
         made = judge(level, found.plan if isinstance(found, pipelab.Trace) else found)
     except PipelabError as error:
-        return {"worth": {"reached": "refused", "said": clean(str(error), keep="\n")}, "rows": None}
+        return {"worth": {"reached": "refused", "said": clean(str(error), keep="\n")}, "moves": [], "looked": False}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the code raises is shown
         last = traceback.format_exception_only(error)[-1].strip()
         lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == FILE]
         where = f"line {lines[-1]}: " if lines else ""
-        return {"worth": {"reached": "refused", "said": clean(f"{where}{last}")}, "rows": None}
-    rows = None if made.trace is None else [list(map(str, row)) for row in made.trace.plan.rows]
-    return {"worth": worth(made), "rows": rows}
+        return {"worth": {"reached": "refused", "said": clean(f"{where}{last}")}, "moves": [], "looked": False}
+    events = sorted(made.trace.events, key=lambda each: (each.start, each.end)) if made.trace else []
+    shipped = type(found).__module__.startswith("pipelab.") and not isinstance(found, pipelab.Plan)
+    return {"worth": worth(made), "moves": [str(each.action) for each in events], "looked": shipped}
 
 
 def worth(made: Attempt) -> dict[str, Any]:
@@ -65,8 +51,3 @@ def worth(made: Attempt) -> dict[str, Any]:
         "said": f"You built {name}: {source}" if name else "",
         "peaks": list(made.trace.peak_activations),
     }
-
-
-def colour(word: str) -> str:
-    """Return the colour of an action's bar."""
-    return colours.of(pipelab.Action.parse(word))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -12,19 +13,15 @@ from typing import Any
 from pipelab.catalogue import schedules
 from pipelab.checking.checker import check
 from pipelab.errors import PipelabError, UsageError
-from pipelab.plan.actions import HALVES, TRAITS, Action, Kind
-from pipelab.plan.codes import Codes
-from pipelab.plan.order import NOTHING, Link, Network
+from pipelab.plan.actions import HALVES, TRAITS, Kind
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
 
-_KINDS: dict[bool, tuple[Kind, ...]] = {False: ("F", "B"), True: ("F", "B", "I", "W")}
-"""What may be placed by hand, without and with split backwards."""
-_INSTEAD: dict[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",)}
-"""What may not follow any more for the same micro-batch and stage."""
+INSTEAD: dict[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}
+"""What excludes an action of the same micro-batch and stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +41,7 @@ class Level:
         latency: how long a value is on its way.
         good, par: a first makespan to reach, and the shortest that is possible.
         hints: three, each says more than the one before.
+        lesson: what it shows, in one sentence, for who has reached par.
         reference: a schedule of the catalogue that reaches par, or its rows.
         source: who found the schedule.
         teacher: what a teacher may add.
@@ -57,6 +55,7 @@ class Level:
     good: float
     par: float
     hints: Sequence[str]
+    lesson: str
     reference: str | Sequence[str]
     source: str
     teacher: str
@@ -93,6 +92,29 @@ class Level:
         """Return which rank holds a stage."""
         turn, rank = divmod(stage, self.ranks)
         return self.ranks - 1 - rank if self.place == "v" and turn % 2 else rank
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What may be placed."""
+        return ("F", "B", "I", "W") if self.split else ("F", "B")
+
+    def time(self, kind: Kind, rank: int) -> float:
+        """Return how long an action takes on a rank."""
+        given = self.forward if TRAITS[kind].forward else self.backward
+        whole = given if isinstance(given, (int, float)) else given[rank]
+        return whole / self.stages_per_rank / (2 if kind in HALVES else 1)
+
+    @cached_property
+    def known(self) -> list[tuple[str, Plan]]:
+        """The schedules of the catalogue at these sizes, by name, but those that search."""
+        found: list[tuple[str, Plan]] = []
+        for name, kind in schedules.items():
+            same = kind.stages_per_rank == self.stages_per_rank
+            with suppress(TypeError, PipelabError):  # not at these sizes
+                if name != "greedy":
+                    sizes: dict[str, Any] = {} if same else {"stages_per_rank": self.stages_per_rank}
+                    found.append((name, kind(self.ranks, self.microbatches, **sizes).plan()))
+        return found
 
     @cached_property
     def solution(self) -> Plan:
@@ -207,7 +229,7 @@ def _against_the_rules(level: Level, plan: Plan) -> str | None:
     for rank, row in enumerate(plan.bound.rows):
         for code in row:
             action = plan.bound.codes.action(code)
-            if action.kind not in _KINDS[level.split]:
+            if action.kind not in level.kinds:
                 return f"{action} on rank {rank}: this level has {'F, B, I and W' if level.split else 'F and B'} only"
             home = level.rank_of(action.stage or 0)
             if home != rank:
@@ -217,111 +239,4 @@ def _against_the_rules(level: Level, plan: Plan) -> str | None:
 
 def _recognised(level: Level, plan: Plan) -> str | None:
     """Return the name of the first schedule in the catalogue with the same rows."""
-    for name, kind in schedules.items():
-        options = {} if kind.stages_per_rank == level.stages_per_rank else {"stages_per_rank": level.stages_per_rank}
-        try:
-            if name != "greedy" and kind(level.ranks, level.microbatches, **options).plan().rows == plan.rows:
-                return name
-        except (TypeError, PipelabError):  # not at these sizes
-            continue
-    return None
-
-
-@dataclass(frozen=True)
-class Board:
-    """A level in which some actions have been placed. Made by `board`.
-
-    Attributes:
-        placed: for each rank, its actions in order, with the time of each one's start and end.
-        ready: for each rank, what it may run next and when it would begin: of each kind and stage, the first
-            micro-batch.
-    """
-
-    placed: list[dict[str, tuple[float, float]]]
-    ready: list[dict[str, float]]
-
-
-def board(level: Level, rows: Sequence[Sequence[str]]) -> Board:
-    """Return when what has been placed happens, and what each rank may run next.
-
-    Args:
-        level: the level.
-        rows: what has been placed so far, rank by rank, such as `[["0F0"], [], []]`.
-
-    Example:
-        >>> found = board(levels()["fill"], [["0F0"], [], []])
-        >>> found.placed[0]
-        {'0F0': (0.0, 1.0)}
-        >>> found.ready
-        [{'0F1': 1.0}, {'1F0': 1.0}, {}]
-
-    Raises:
-        FormatError: if a word is not an action.
-        UsageError: if a word is not in the level, or has been placed before what it needs.
-    """
-    codes = Codes(level.stages, level.microbatches)
-    listed = [[_code(codes, word) for word in row] for row in rows]
-    spans, there, free = _run(level, codes, listed)
-    begun = {code for row in listed for code in row}
-    begun |= {codes.sibling(code, kind) for code in begun for kind in _INSTEAD.get(codes.kind[code], ())}
-    ready = []
-    for rank, row in enumerate(listed):
-        held = sum(codes.holds[code] - codes.releases[code] for code in row)
-        full = level.cap is not None and held >= level.cap
-        first: dict[tuple[str, int], int] = {}
-        for kind in _KINDS[level.split]:
-            for code in () if full and TRAITS[kind].in_flight > 0 else codes.of_kind[kind]:
-                here = level.rank_of(codes.stage[code]) == rank
-                if here and code not in begun and there.keys() >= set(codes.needs(code)):
-                    first.setdefault((kind, codes.stage[code]), code)
-        begins = {code: _start(level, codes, code, rank, there, free[rank]) for code in first.values()}
-        ready.append({str(codes.action(code)): begin for code, begin in begins.items()})
-    return Board([{str(codes.action(code)): spans[code] for code in row} for row in listed], ready)
-
-
-def _code(codes: Codes, word: str) -> int:
-    action = Action.parse(word)
-    if (
-        action.traits.collective
-        or (action.stage or 0) >= codes.stages
-        or (action.microbatch or 0) >= codes.microbatches
-    ):
-        raise UsageError(f"{word} is not in this level: {codes.stages} stages, {codes.microbatches} micro-batches")
-    return codes.code(action)
-
-
-def _start(level: Level, codes: Codes, code: int, rank: int, there: dict[int, tuple[float, int]], free: float) -> float:
-    """Return when an action can begin; `there` has each value's time and rank."""
-    needed = [there[value] for value in codes.needs(code)]
-    return max([free, *(end + (level.latency if home != rank else 0) for end, home in needed)])
-
-
-def _run(
-    level: Level, codes: Codes, rows: list[list[int]]
-) -> tuple[dict[int, tuple[float, float]], dict[int, tuple[float, int]], list[float]]:
-    """Return when each action runs, when and where each value was made, and when each rank is free."""
-    rank_of = {code: rank for rank, row in enumerate(rows) for code in row}
-    number = {code: at for at, code in enumerate(rank_of)}
-    giver = {codes.gives[code]: code for code in rank_of}
-    follows: list[list[Link]] = []
-    for rank, row in enumerate(rows):
-        for before, code in zip([None, *row], row, strict=False):
-            givers = [giver.get(value, code) for value in codes.needs(code)]  # without a giver, it waits for itself
-            links = [(number[each], NOTHING if rank_of[each] == rank else 0) for each in givers]
-            follows.append(links if before is None else [(number[before], NOTHING), *links])
-    network = Network(follows)
-    stuck = [code for code, at in number.items() if at not in set(network.order)]
-    if stuck:
-        raise UsageError(f"{codes.action(stuck[0])} has been placed before what it needs")
-    lasts = [_length(level, codes.kind[code], rank) for code, rank in rank_of.items()]
-    starts = network.starts(lasts, [level.latency, 0.0])
-    spans = {code: (starts[at], starts[at] + lasts[at]) for code, at in number.items()}
-    there = {value: (spans[code][1], rank_of[code]) for value, code in giver.items()}
-    return spans, there, [spans[row[-1]][1] if row else 0.0 for row in rows]
-
-
-def _length(level: Level, kind: Kind, rank: int) -> float:
-    """Return how long an action takes."""
-    given = level.forward if TRAITS[kind].forward else level.backward
-    time = given if isinstance(given, (int, float)) else given[rank]
-    return time / level.stages_per_rank / (2 if kind in HALVES else 1)
+    return next((name for name, known in level.known if known.rows == plan.rows), None)

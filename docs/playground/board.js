@@ -1,0 +1,105 @@
+// A level's board: what may run next and when, by the rules of pipelab's `check` and `simulate`, and what is forced.
+// The level comes from Python (see `_levels` in pyodide.py); tests hold each state of random games against Python.
+window.pipelabBoard ??= class Board {
+  constructor(level, moves = []) {
+    this.level = level;
+    this.there = new Map(); // value -> [when, on which rank]
+    this.placed = new Map(); // word -> [rank, start, end]
+    this.free = level.home.map(() => 0);
+    this.held = level.home.map(() => 0);
+    for (const word of moves) this.place(word);
+  }
+
+  // "gin(m,s+1)" of an action: the value's name; null at the pipeline's ends, where nothing is needed.
+  value(text, microbatch, stage) {
+    const [, name, shift] = /^(\w+)\(m,s([+-]1)?\)$/.exec(text),
+      where = stage + Number(shift ?? 0);
+    return where < 0 || where >= this.level.home.length ? null : `${name}.${microbatch}.${where}`;
+  }
+
+  // When an action could begin; null if something that it needs is not made, if it is done, or if its rank is full.
+  begins(kind, microbatch, stage) {
+    const { level } = this,
+      { needs, held, instead } = level.kinds[kind],
+      rank = level.home[stage];
+    if ([kind, ...instead].some((each) => this.placed.has(`${stage}${each}${microbatch}`))) return null;
+    if (level.cap && held > 0 && this.held[rank] >= level.cap) return null;
+    let start = this.free[rank];
+    for (const text of needs) {
+      const value = this.value(text, microbatch, stage);
+      if (value === null) continue;
+      if (!this.there.has(value)) return null;
+      const [when, home] = this.there.get(value);
+      start = Math.max(start, when + (home === rank ? 0 : level.latency));
+    }
+    return start;
+  }
+
+  // For each rank, what may run next, with its start and end: of each kind and stage, the first micro-batch.
+  get ready() {
+    const { level } = this,
+      found = level.times.map(() => []);
+    level.home.forEach((rank, stage) => {
+      for (const kind of Object.keys(level.kinds))
+        for (let microbatch = 0; microbatch < level.microbatches; microbatch += 1) {
+          const start = this.begins(kind, microbatch, stage);
+          if (start === null) continue;
+          found[rank].push([`${stage}${kind}${microbatch}`, start, start + level.times[rank][kind]]);
+          break;
+        }
+    });
+    return found;
+  }
+
+  place(word) {
+    const [, stage, kind, microbatch] = /^(\d+)([A-Z])(\d+)$/.exec(word) ?? [],
+      known = this.level.kinds[kind] && stage in this.level.home && microbatch < this.level.microbatches,
+      start = known ? this.begins(kind, Number(microbatch), Number(stage)) : null;
+    if (start === null) throw new Error(`${word} cannot be placed here`);
+    const rank = this.level.home[stage],
+      end = start + this.level.times[rank][kind];
+    this.placed.set(word, [rank, start, end]);
+    this.free[rank] = end;
+    this.held[rank] += this.level.kinds[kind].held;
+    for (const text of this.level.kinds[kind].gives)
+      this.there.set(this.value(text, Number(microbatch), Number(stage)), [end, rank]);
+    return this;
+  }
+
+  // The next action of a rank if there is no choice: if nothing else could ever come first there, whatever the other
+  // ranks do, even without a cap.
+  get forced() {
+    const { level } = this;
+    for (const [rank, choices] of this.ready.entries()) {
+      if (choices.length !== 1) continue;
+      const later = new this.constructor({ ...level, cap: null }, this.placed.keys());
+      for (let more = true; more; ) {
+        const others = later.ready.filter((_, each) => each !== rank).flat();
+        more = others.length > 0;
+        if (more) later.place(others[0][0]);
+      }
+      const full = level.cap && this.held[rank] >= level.cap,
+        open = later.ready[rank].filter(([word]) => !(full && level.kinds[/[A-Z]/.exec(word)[0]].held > 0));
+      if (open.length === 1) return choices[0][0];
+    }
+    return null;
+  }
+
+  // Whether every micro-batch has been forward and backward on every stage.
+  get complete() {
+    const gives = Object.values(this.level.kinds).flatMap((each) => each.gives),
+      every = this.level.home.length * this.level.microbatches * new Set(gives).size;
+    return this.there.size === every;
+  }
+
+  get makespan() {
+    return Math.max(0, ...this.free);
+  }
+
+  // The rows as text, to be compared with those of known schedules.
+  get rows() {
+    const rows = this.level.times.map(() => []);
+    for (const [word, [rank]] of this.placed) rows[rank].push(word);
+    return rows.map((row) => row.join(" "));
+  }
+};

@@ -163,6 +163,8 @@ def draw(
     """
     if graph and not save:
         raise UsageError(f"--graph needs a file: pipelab draw {target} --graph --save graph.svg")
+    if width is not None and (graph or not save or any(path.suffix.lower() == ".csv" for path in save)):
+        raise UsageError(f"--width {width}: only figures have one: pipelab draw {target} --width {width} --save x.svg")
     require_writable(save, GRAPH if graph else TIMELINE)
     subject = sizes.find(target)
     with faults_saved(untimed(subject), times.order, times.transport, [] if graph else save or []):

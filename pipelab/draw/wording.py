@@ -236,7 +236,7 @@ def costs(trace: Trace) -> str:
     Example:
         >>> import pipelab
         >>> costs(pipelab.simulate(pipelab.GPipe(4, 8), pipelab.Cost(backward=2.5, latency=0.5, unit="ms")))
-        'F = 1, B = 2.5, latency 0.5 (ms)'
+        'F = 1, B = 2.5, travel 0.5 (ms)'
     """
     spans: dict[str, set[float]] = {}
     bound = trace.plan.bound
@@ -248,10 +248,9 @@ def costs(trace: Trace) -> str:
         round(trace.delay(value), 9)
         for row, rank in zip(bound.rows if words else (), range(trace.ranks), strict=False)
         for code in row
-        if bound.codes.microbatch[code] == 0  # the others travel as far
         for value, giver in bound.inputs(code)
         if bound.rank_of[giver] != rank
     }
     if len(travels) == 1 and any(travels):
-        words += f", latency {number(max(travels))}"
+        words += f", travel {number(max(travels))}"
     return f"{words} ({clean(trace.unit)})" if trace.unit and words else words

@@ -278,3 +278,11 @@ def test_what_homework_4_asks_for_is_told_before_it_is_begun(pipelab_command, fo
     points = [int(line.split()[-1]) for line in shown.splitlines() if re.search(r" \d+$", line)]
     assert sum(points) == 100
     assert "pipelab lab hw4 --start" in shown
+
+
+@pytest.mark.parametrize("others", [(), ("--graph", "-o", "x.svg"), ("-o", "x.csv"), ("-o", "x.html")])
+def test_a_width_without_a_figure_is_refused(pipelab_command, folder, others):
+    code, _, error = pipelab_command("draw", "1f1b", "--width", "3.25", *others)
+    assert code == 1
+    assert "only figures have one" in error
+    assert not list(Path().glob("x.*"))

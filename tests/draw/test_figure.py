@@ -326,3 +326,12 @@ def test_a_figure_tells_its_title_and_its_figures_to_who_does_not_see_it(trace, 
     assert b"makespan 33 units, bubble 27.3 %" in written
     if suffix == "svg":
         assert ET.fromstring(written).get("role") == "img"  # noqa: S314  # written above
+
+
+def test_the_title_names_how_long_values_travel_only_where_all_travel_as_long(trace):
+    def titled(cost):
+        return figure.plot(pipelab.simulate(trace.plan, cost)).get_title(loc="left").splitlines()[0]
+
+    assert titled(Cost(latency=0.5)).endswith("B = 2, travel 0.5")
+    assert titled(Cost(bandwidth=2, activation_bytes=1, boundary_gradient_bytes=1)).endswith("travel 0.5")
+    assert "travel" not in titled(Cost(bandwidth=2, activation_bytes=lambda m, s: 1 + m % 2, boundary_gradient_bytes=1))

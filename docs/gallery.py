@@ -27,6 +27,8 @@ from pipelab.draw.page.page import comparison_page, page
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
@@ -79,6 +81,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, trace in traces.items():
         made[f"schedules/{name}.md"] = schedule_page(name, trace, traces["1f1b"], edit=editable(files))
         made[f"schedules/{name}.html"] = page(trace)
+        if name != "1f1b":
+            both = pipelab.compare(trace, traces["1f1b"], names=[trace.name, "1F1B"])
+            made[f"schedules/{name}_and_1f1b.html"] = comparison_page(both)
         made[f"schedules/{name}.svg"] = thumbnail(trace)
     shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
     side_by_side = pipelab.compare(*(traces[name] for name in shown), names=[title(name) for name in shown])
@@ -111,6 +116,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- schedules -->" in markdown:
         cards = (card(name, simulated(name), edit=editable(files)) for name in pipelab.schedules)
         markdown = markdown.replace("<!-- schedules -->", "\n\n".join(cards))
+        markdown = markdown.replace("<!-- scatter -->", scatter([*map(simulated, pipelab.schedules)]))
     if "<!-- price of a bubble -->" in markdown:
         markdown = markdown.replace("<!-- price of a bubble -->", prices())
     if page.file.src_uri == "glossary.md":  # each word can be linked to: glossary.md#own-span
@@ -138,11 +144,54 @@ def prices() -> str:
     lines = ["| schedule | bubble | most micro-batches held | values sent |", "|---|--:|--:|--:|"]
     for name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zbv", "dualpipev", "dualpipe"):
         trace = simulated(name)
-        place, stages = trace.plan.place, range(trace.plan.stages - 1)
-        there = [place(m, s) != place(m, s + 1) for m in range(MICROBATCHES) for s in stages]
         link = f"[{trace.name}](schedules/{name}.md)"
-        lines.append(f"| {link} | {100 * trace.bubble:.1f} % | {held(trace):g} | {2 * sum(there)} |")
+        lines.append(f"| {link} | {100 * trace.bubble:.1f} % | {held(trace):g} | {sent(trace)} |")
     return "\n".join(lines)
+
+
+def sent(trace: Trace) -> int:
+    """Return how many values go from one rank to another."""
+    place, stages = trace.plan.place, range(trace.plan.stages - 1)
+    return 2 * sum(place(m, s) != place(m, s + 1) for m in range(MICROBATCHES) for s in stages)
+
+
+def scatter(traces: Sequence[Trace]) -> str:
+    """Return bubble against memory as an SVG whose dots are links; larger bubbles lie on the upper edge."""
+    top, right, up = 30, 72, 8.5  # per cent at the upper edge; pixels for a micro-batch, and for one per cent
+    parts = []
+    for held_there in range(1, MICROBATCHES + 1):
+        x = held_there * right
+        parts.append(f'<path d="M{x} 20v255" class="rule"/><text x="{x}" y="292">{held_there}</text>')
+    for each in range(0, top + 1, 10):
+        y = 275 - each * up
+        parts.append(f'<path d="M{right / 2} {y}H{right * 8.5}" class="rule"/><text x="16" y="{y + 4}">{each} %</text>')
+    spots: dict[tuple[float, float], list[Trace]] = {}
+    for trace in traces:
+        spots.setdefault((held(trace), round(100 * trace.bubble, 1)), []).append(trace)
+    dots = {(holds, bubble): (holds * right, 275 - min(bubble, top) * up) for holds, bubble in sorted(spots)}
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots.values()]
+    for (holds, bubble), (x, y) in dots.items():
+        there = spots[holds, bubble]
+        names = {name: key for key, name in NAMES.items()}
+        over = f" ({bubble:.0f} %)" if bubble > top else ""
+        links = [f'<a href="{names[each.name]}/">{each.name}{over}</a>' for each in there]
+        half = 3.4 * len(", ".join(each.name + over for each in there))
+        around = [(half + 9, 4), (0, -10), (0, 20), (-half - 9, 4), (half, -10), (half, 20)]
+        boxes = [(x + dx - half, y + dy - 12, x + dx + half, y + dy + 4) for dx, dy in around]
+        free = (box for box in boxes if box[2] < 9 * right and not any(map(overlap, [box] * len(taken), taken)))
+        box = next(free, boxes[0])
+        taken.append(box)
+        parts.append(f'<circle cx="{x}" cy="{y}" r="5"/>')
+        parts.append(f'<text x="{(box[0] + box[2]) / 2}" y="{box[3] - 4}">{", ".join(links)}</text>')
+    words = "bubble of each schedule against the most micro-batches that a rank holds"
+    axes = f'<text x="{right * 4.5}" y="310">most micro-batches held</text><text x="20" y="2">bubble</text>'
+    body = f'<svg viewBox="0 -8 {right * 9} 326" role="group" aria-label="{words}">{axes}{"".join(parts)}</svg>'
+    return f'<div class="wide scatter" markdown="0">{body}</div>'
+
+
+def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Return whether two boxes, each left, top, right and bottom, lie on each other."""
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def simulated(name: str) -> Trace:
@@ -219,7 +268,9 @@ PAGE = """# {title}
 
 {summary}
 
-<iframe src="../{name}.html" title="{title} on {ranks} ranks with {microbatches} micro-batches" class="page"></iframe>
+{against}
+
+<iframe src="../{frame}.html" title="timeline of {title}" class="page figures-below"></iframe>
 
 [The picture alone]({name}.html) · {edit}from {source}
 
@@ -264,6 +315,8 @@ def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
         title=trace.name,
         summary=kind.__doc__.partition("\n")[0],
         name=name,
+        against=against(trace, first),
+        frame=name if trace is first else f"{name}_and_1f1b",
         kind=kind.__name__,
         ranks=RANKS,
         microbatches=MICROBATCHES,
@@ -276,6 +329,25 @@ def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
         code=code(name),
         example=example(kind),
     )
+
+
+def against(trace: Trace, first: Trace) -> str:
+    """Return what a schedule changes against 1F1B, in a sentence."""
+    if trace is first:
+        return "All other schedules are compared with this one."
+
+    def than(what: str, mine: float, theirs: float) -> str:
+        return f"{mine:g} instead of {theirs:g} {what}" if mine != theirs else f"as many {what} ({mine:g})"
+
+    parts = [
+        "takes " + than("units", trace.makespan, first.makespan),
+        "holds " + than("micro-batches", held(trace), held(first)),
+        "and sends " + than("values", sent(trace), sent(first)),
+    ]
+    pairs = enumerate(zip(trace.plan.rows[0], first.plan.rows[0], strict=False), 1)
+    at, (mine, theirs) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    order = f"Action {at} of rank 0 is the first that differs: `{mine}` instead of `{theirs}`."
+    return f"**Against [1F1B](1f1b.md)** it {', '.join(parts)}. {order}"
 
 
 def row(trace: Trace) -> str:

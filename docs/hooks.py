@@ -29,7 +29,9 @@ from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 import pipelab
-from pipelab.draw.page.page import diff_page, page
+from pipelab.draw.page.page import comparison_page, diff_page, page
+from pipelab.simulation.comparison import Comparison
+from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +54,10 @@ TRACES = {
     ),
 }
 """The timelines that `reference/schedules.md` shows, by file name."""
+LIVE = {Trace: page, Comparison: comparison_page}
+"""What tutorials show as a page in a frame."""
+LIGHTS = r"\[([^]]+)\]\(#([sl]=[^)]+)\)"
+"""A link to what is in the last frame."""
 EDITING = runpy.run_path(str(Path(__file__).with_name("editing.py")))
 PYODIDE = runpy.run_path(str(Path(__file__).with_name("pyodide.py")))
 
@@ -115,7 +121,8 @@ def files_of_the_playground(files: Files, config: MkDocsConfig) -> None:
 def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
     """Run a tutorial; return its page as Markdown, its notebook with outputs, and its figures by file name.
 
-    Consecutive cells with the tag `answer`, and what they print, are folded on the page.
+    Consecutive cells with the tag `answer`, and what they print, are folded on the page. A trace or a comparison is
+    live, and a link such as `[waits 6](#s=0:idle.0.4)` selects there what it would select in that page's address.
 
     Raises:
         PluginError: if a cell raises, naming the cell.
@@ -128,13 +135,15 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
         EDITING["links"]([cell.source for cell in book.cells if cell.cell_type == "code"], "../../playground/")
     )
     blocks: list[tuple[bool, str]] = []
+    live = None
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number}"  # jupytext's are random
         answer = "answer" in cell.metadata.get("tags", ())
         if cell.cell_type == "markdown":
-            blocks.append((answer, cell.source))
+            select = rf'<a class="lights" href="../{live}.html#v=1&\2" target="{live}">\1</a>'
+            blocks.append((answer, re.sub(LIGHTS, select, cell.source)))
             # A link to another tutorial leads to the notebook beside this one.
-            cell.source = re.sub(r"\]\((\w+)\.md", r"](\1.ipynb", cell.source)
+            cell.source = re.sub(LIGHTS, r"\1", re.sub(r"\]\((\w+)\.md", r"](\1.ipynb", cell.source))
             continue
         try:
             printed, result = run(cell.source, f"{stem}.py, cell {number}", namespace)
@@ -147,8 +156,14 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
         cell.outputs = list(_outputs(cell.execution_count, printed, result, svg, markup))
         if svg:
             figures[name] = svg
+        if draw := LIVE.get(type(result)):
+            live = f"{stem}-{number}"
+            figures[f"{live}.html"] = draw(result)
         shown = [_fenced(cell.source, "python"), next(edits), printed and _fenced(printed, "text")]
-        if svg:
+        if draw:
+            says = f'name="{live}" title="what the cell above draws"'
+            shown.append(f'<iframe src="../{live}.html" {says} class="page" loading="lazy"></iframe>')
+        elif svg:
             shown.append(f"![what the cell above draws]({name})")
         elif markup:
             shown.append(f'<div markdown="0">{markup}</div>')

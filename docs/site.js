@@ -6,6 +6,7 @@ const LOOKS = `
   #panel { position: static !important; max-height: none !important; }
   .with-panel { padding-bottom: 0 !important; }
 `;
+const BELOW = ".figures { display: none; }"; // the page around has them
 const ON_HOME = ".hint, #actions { display: none; }";
 
 function dress(frame) {
@@ -29,7 +30,7 @@ function fit(frame) {
   if (!inside?.getElementById("timelines") || inside.getElementById("looks")) return;
   const style = Object.assign(inside.createElement("style"), {
     id: "looks",
-    textContent: LOOKS + (frame.matches(".home") ? ON_HOME : ""),
+    textContent: LOOKS + (frame.matches(".home") ? ON_HOME : "") + (frame.matches(".figures-below") ? BELOW : ""),
   });
   inside.head.append(style);
   const grow = () => {

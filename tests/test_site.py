@@ -55,7 +55,7 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_has_outputs() -> None
     before, folded, after = (page.split("<details", 1)[0], *page.split("<details", 1)[1].split("</details>"))
     assert "question" in before
     assert "Because." not in before + after
-    assert all(text in folded for text in ("show the answer", 'print("printed")', "small-2.svg", "Because."))
+    assert all(text in folded for text in ("show the answer", 'print("printed")', "small-2.html", "Because."))
     assert "```text\n2\n```" in after
 
     book = nbformat.reads(written, as_version=4)
@@ -147,7 +147,8 @@ def test_every_schedule_has_a_card_and_a_page_with_its_own_code() -> None:
     for name, kind in pipelab.schedules.items():
         assert f'src="{name}.svg"' in gallery
         page = (SITE / "schedules" / name / "index.html").read_text(encoding="utf-8")
-        assert f'src="../{name}.html"' in page
+        assert f'src="../{name}{"" if name == "1f1b" else "_and_1f1b"}.html"' in page
+        assert f'<a href="{name}/">' in gallery  # a dot of the scatter
         assert kind.__name__ in page
 
 
@@ -230,6 +231,25 @@ def test_home_is_light_and_its_frame_is_as_dark_as_the_site(browser: Any, site: 
 
     visit.tab.locator("input.md-search__input").fill("interleaved")
     visit.tab.locator(".md-search-result__link").first.wait_for()
+    assert visit.wrong == []
+
+
+def test_words_of_a_tutorial_light_what_they_speak_of(browser: Any, site: str) -> None:
+    visit, said = Visit(browser, site, 1280, 800), 0
+    for page in sorted((SITE / "tutorials").glob("*/index.html")):
+        if 'class="lights"' not in page.read_text(encoding="utf-8"):
+            continue
+        visit.open(f"tutorials/{page.parent.name}/")
+        visit.tab.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        for link in visit.tab.locator("a.lights").all():
+            frame = link.get_attribute("target")
+            inside = visit.tab.frame_locator(f"iframe[name='{frame}']")
+            visit.tab.locator(f"iframe[name='{frame}']").scroll_into_view_if_needed()
+            inside.locator(".scroller").first.wait_for()
+            link.click()
+            inside.locator("#panel h2, button[aria-pressed='true']").first.wait_for()
+            said += 1
+    assert said >= 12
     assert visit.wrong == []
 
 

@@ -29,10 +29,12 @@ gpipe
 print(gpipe.ledger)
 
 # %% [markdown]
-# - **fill**: rank r cannot begin before r forwards have passed through the ranks before it. It waits r × 1 units.
-# - **dependency**, here: after its last forward, rank r waits until the micro-batches that are still ahead of it have
-#   turned around at the last rank. It waits (P - 1 - r) × (1 + 2) units.
-# - **drain**: when rank r is done, r backwards are still to come on the ranks before it. It waits r × 2 units.
+# - [**fill**](#s=0:idle.3.0): rank r cannot begin before r forwards have passed through the ranks before it. It waits r
+#   × 1 units.
+# - [**dependency**](#s=0:idle.0.8), here: after its last forward, rank r waits until the micro-batches that are still
+#   ahead of it have turned around at the last rank. It waits (P - 1 - r) × (1 + 2) units.
+# - [**drain**](#s=0:idle.3.27): when rank r is done, r backwards are still to come on the ranks before it. It waits r ×
+#   2 units.
 #
 # Rank 0 waits only in the middle, the last rank only at the ends. But the three always add up to the same:
 # (P - 1) × (1 + 2) = 9.

@@ -3,6 +3,15 @@
 #
 # Your model does not fit on one GPU, so you put its first layers on one, the next ones on another, and so on. Now it
 # trains on four GPUs, and not one bit faster than on one. What are the other three doing?
+
+# %%
+import pipelab
+from pipelab import B, F
+
+pipelab.simulate(pipelab.Naive(ranks=4, microbatches=8))
+
+# %% [markdown]
+# They wait. Each row is a GPU, and what is light is idle. A better order takes a third of the time.
 #
 # A model that is cut like this has **stages**. A **rank** is a worker that holds one of them, on a device of its own.
 # The batch is cut into **micro-batches**, and each of them must go forward through all stages and then backward
@@ -15,12 +24,7 @@
 # It takes 15 minutes. You need to know PyTorch, and nothing about pipelines. The page is a Python file,
 # `tutorials/first_schedule.py`: run it as a script, or cell by cell as a notebook. Twice it asks for a prediction.
 # Write your number down before you go on: what you guessed wrong, you remember.
-
-# %%
-import pipelab
-from pipelab import B, F
-
-# %% [markdown]
+#
 # ## An order, and what it costs
 #
 # A schedule is a class with one method: `actions(rank)` yields what that rank does, in order. `F(m)` is the forward of
@@ -54,9 +58,10 @@ naive = pipelab.simulate(plan, cost)
 naive
 
 # %% [markdown]
-# One rank works, three wait. This is what your model does, and now you can count it. The whole step, its **makespan**,
-# takes 96 units. That is 8 micro-batches × 4 stages × 3 units: as long as on a single device. Each rank works for 24 of
-# them. The share of the time that ranks wait is the **bubble**, and here it is 75 %.
+# One rank works, three wait: rank 0 for instance [from 1 to 10](#s=0:idle.0.1). This is what your model does, and now
+# you can count it. The whole step, its **makespan**, takes 96 units. That is 8 micro-batches × 4 stages × 3 units: as
+# long as on a single device. Each rank works for 24 of them. The share of the time that ranks wait is the **bubble**,
+# and here it is 75 %.
 
 # %%
 assert naive.makespan == 8 * 4 * (1 + 2) == 96
@@ -98,8 +103,9 @@ assert round(gpipe.bubble, 3) == 0.273
 gpipe
 
 # %% [markdown] tags=["answer"]
-# Nearly three times as fast, and not 24: at the start rank 3 waits for its first input, and at the end for the others
-# to finish. The pipe must fill, and it must drain ([Fill, drain and the bubble](fill_and_drain.md)).
+# Nearly three times as fast, and not 24: at the start rank 3 [waits for its first input](#s=0:idle.3.0), and at the end
+# [for the others to finish](#s=0:idle.3.27). The pipe must fill, and it must drain ([Fill, drain and the
+# bubble](fill_and_drain.md)).
 
 # %% [markdown]
 # ## The price

@@ -30,7 +30,7 @@ two
 
 # %% [markdown]
 # It takes 28.5 units instead of 33. Each rank has the same 24 units of work. What got shorter is the waiting: the last
-# rank begins after three *stages*, and a stage takes half as long.
+# rank [begins after three *stages*](#s=0:idle.3.0), and a stage takes half as long.
 
 # %%
 print(two.ledger)

@@ -47,8 +47,8 @@ assert one_f_one_b.makespan == 41
 one_f_one_b
 
 # %% [markdown]
-# 41 units, 8 more than without latency. Look at the steady state of rank 0: after each backward there is a gap. The
-# ledger knows its name:
+# 41 units, 8 more than without latency. Look at the steady state of rank 0: after each backward [there is a
+# gap](#s=0:idle.0.19). The ledger knows its name:
 
 # %%
 print(one_f_one_b.ledger)

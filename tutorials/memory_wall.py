@@ -61,8 +61,8 @@ assert first.start == P * 1 + (P - 1) * 2 == 10
 one_f_one_b
 
 # %% [markdown] tags=["answer"]
-# Four forwards on the way down, three backwards on the way up: 10. It ends at 12, so micro-batch 0 stays on rank 0 for
-# 12 units, a round trip of P × (F + B).
+# Four forwards on the way down, three backwards on the way up: [10](#s=0:0B0.0). It ends at 12, so micro-batch 0 stays
+# on rank 0 for 12 units, a round trip of P × (F + B).
 
 # %% [markdown]
 # ## How much is enough?

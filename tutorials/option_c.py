@@ -69,8 +69,8 @@ four = pipelab.simulate(SingleLoop(ranks=4, microbatches=8), cost)
 four
 
 # %% [markdown]
-# Nothing here waits because a device is busy. Follow the **critical path**, the chain of actions without a gap that
-# makes the step as long as it is:
+# Nothing here waits because a device is busy. Follow the [**critical path**](#l=c), the chain of actions without a gap
+# that makes the step as long as it is:
 
 # %%
 path = four.critical_path

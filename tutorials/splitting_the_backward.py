@@ -103,9 +103,9 @@ zb_h1 = pipelab.simulate(pipelab.ZBH1(P, M), cost)
 zb_h1
 
 # %% [markdown]
-# 27 units. Each rank waits for 3 of them: rank r waits r units until its first input comes, and P - 1 - r for its first
-# gradient. No order of these actions is quicker. The last rank cannot begin before 3 units have passed, and then has 24
-# units of work.
+# 27 units. Each rank waits for 3 of them: rank r waits r units [until its first input comes](#s=0:idle.3.0), and P - 1
+# - r [for its first gradient](#s=0:idle.0.4). No order of these actions is quicker. The last rank cannot begin before 3
+# units have passed, and then has 24 units of work.
 
 # %%
 for rank in range(P):

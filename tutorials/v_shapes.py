@@ -30,7 +30,8 @@ zbv
 
 # %% [markdown]
 # Costs are as ever: a rank's share of the model takes 1 unit for a forward, 1 for `I` and 1 for `W`, so each of its two
-# stages takes a half. A forward starts on rank 0 and ends on rank 0, and there its backward starts at once.
+# stages takes a half. A forward starts on rank 0 and [ends on rank 0](#s=0:7F0.0), and there its backward [starts at
+# once](#s=0:7I0.0).
 #
 # ## Predict: the memory
 #

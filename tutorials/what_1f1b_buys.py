@@ -46,7 +46,8 @@ pipelab.compare(gpipe, one_f_one_b, names=["GPipe", "1F1B"])
 # %% [markdown] tags=["answer"]
 # The two ledgers are the same, number by number. The first micro-batch must still go down through all ranks, and the
 # last gradient must still come up through all of them. No order of the work in between changes that. 1F1B only moves
-# the gaps to other places, where there are several short ones. That is why its timeline *looks* fuller.
+# the gaps: [one of 9 units](#s=0:idle.0.8) on rank 0 is now [one of 6](#s=1:idle.0.4) and three short ones. That is why
+# its timeline *looks* fuller.
 
 # %% [markdown]
 # ## So what was wrong in the lecture?

@@ -55,4 +55,10 @@ new MutationObserver(() => document.querySelectorAll("iframe.page").forEach(dres
   attributes: true,
   attributeFilter: ["data-md-color-scheme"],
 });
+// What the theme lacks: a name for its search, and the keyboard in boxes that scroll.
+function reach() {
+  document.querySelector(".md-search")?.setAttribute("aria-label", "search");
+  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset .wide")) box.tabIndex = 0;
+}
+document$.subscribe(reach);
 document$.subscribe(frames); // after every page that the theme swaps in

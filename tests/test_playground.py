@@ -324,7 +324,7 @@ def test_a_level_is_solved_by_hand_without_python_and_refused_in_the_words_of_ch
     tab.locator("#ch-reset").click()
     choices = [f"{s}F{m}" for m in range(3) for s in range(3)] + [f"{s}B{m}" for m in range(3) for s in (2, 1, 0)]
     for word in choices:
-        button = tab.get_by_role("button", name=f"{word} on rank {word[0]}, begins at")
+        button = tab.get_by_role("button", name=f": {word} on rank {word[0]}, begins at")
         if not tab.locator(f".ch-bar[title^='{word},']").count():
             button.click()
     assert "15 units. Par!" in worth.text_content()

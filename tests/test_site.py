@@ -234,6 +234,33 @@ def test_home_is_light_and_its_frame_is_as_dark_as_the_site(browser: Any, site: 
     assert visit.wrong == []
 
 
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+def test_axe_finds_nothing_serious(browser: Any, site: str, width: int, scheme: str) -> None:
+    axe = ROOT / "build" / "pyodide" / "node_modules" / "axe-core" / "axe.min.js"
+    if not axe.is_file():
+        pytest.skip("axe-core is not there: npm brings it where the site is built")
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, bypass_csp=True)
+    context.add_init_script(path=axe)  # in frames, too
+    tab, found = context.new_page(), []
+    names = (
+        "tutorials/what_1f1b_buys/",
+        "schedules/",
+        "schedules/zb-h1/",
+        "playground/",
+        "challenges/",
+        "reference/plans/",
+    )
+    for page in ("", *names, "grading/", "how_to/read_the_picture/", "schedules/1f1b.html", "reference/diff.html"):
+        tab.goto(site + page, wait_until="load")
+        tab.wait_for_timeout(300)  # frames draw, and the theme is passed to them
+        seen = tab.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+        for each in seen["violations"]:
+            if each["impact"] in ("serious", "critical"):
+                found += [f"{page}: {each['id']}: {node['html'][:120]}" for node in each["nodes"][:3]]
+    context.close()
+    assert found == []
+
+
 def test_words_of_a_tutorial_light_what_they_speak_of(browser: Any, site: str) -> None:
     visit, said = Visit(browser, site, 1280, 800), 0
     for page in sorted((SITE / "tutorials").glob("*/index.html")):

@@ -154,7 +154,7 @@
       ready[rank].forEach(([word, start, end], row) => {
         const button = tag("button", label(word), {
           type: "button",
-          ariaLabel: `${word} on rank ${rank}, begins at ${start}`,
+          ariaLabel: `${label(word)}: ${word} on rank ${rank}, begins at ${start}`,
         });
         button.dataset.rank = rank;
         spread(button, start, end, word).style.top = `${row * 2}rem`;

@@ -27,7 +27,7 @@ from pipelab.draw.page.page import comparison_page, page
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
@@ -116,7 +116,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- schedules -->" in markdown:
         cards = (card(name, simulated(name), edit=editable(files)) for name in pipelab.schedules)
         markdown = markdown.replace("<!-- schedules -->", "\n\n".join(cards))
-        markdown = markdown.replace("<!-- scatter -->", scatter([*map(simulated, pipelab.schedules)]))
+        markdown = markdown.replace("<!-- scatter -->", scatter({name: simulated(name) for name in pipelab.schedules}))
     if "<!-- price of a bubble -->" in markdown:
         markdown = markdown.replace("<!-- price of a bubble -->", prices())
     if page.file.src_uri == "glossary.md":  # each word can be linked to: glossary.md#own-span
@@ -155,7 +155,7 @@ def sent(trace: Trace) -> int:
     return 2 * sum(place(m, s) != place(m, s + 1) for m in range(MICROBATCHES) for s in stages)
 
 
-def scatter(traces: Sequence[Trace]) -> str:
+def scatter(traces: Mapping[str, Trace]) -> str:
     """Return bubble against memory as an SVG whose dots are links; larger bubbles lie on the upper edge."""
     top, right, up = 30, 72, 8.5  # per cent at the upper edge; pixels for a micro-batch, and for one per cent
     parts = []
@@ -165,17 +165,16 @@ def scatter(traces: Sequence[Trace]) -> str:
     for each in range(0, top + 1, 10):
         y = 275 - each * up
         parts.append(f'<path d="M{right / 2} {y}H{right * 8.5}" class="rule"/><text x="16" y="{y + 4}">{each} %</text>')
-    spots: dict[tuple[float, float], list[Trace]] = {}
-    for trace in traces:
-        spots.setdefault((held(trace), round(100 * trace.bubble, 1)), []).append(trace)
+    spots: dict[tuple[float, float], list[str]] = {}
+    for name, trace in traces.items():
+        spots.setdefault((held(trace), round(100 * trace.bubble, 1)), []).append(name)
     dots = {(holds, bubble): (holds * right, 275 - min(bubble, top) * up) for holds, bubble in sorted(spots)}
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots.values()]
     for (holds, bubble), (x, y) in dots.items():
         there = spots[holds, bubble]
-        names = {name: key for key, name in NAMES.items()}
         over = f" ({bubble:.0f} %)" if bubble > top else ""
-        links = [f'<a href="{names[each.name]}/">{each.name}{over}</a>' for each in there]
-        half = 3.4 * len(", ".join(each.name + over for each in there))
+        links = [f'<a href="{name}/">{title(name)}{over}</a>' for name in there]
+        half = 3.4 * len(", ".join(title(name) + over for name in there))
         around = [(half + 9, 4), (0, -10), (0, 20), (-half - 9, 4), (half, -10), (half, 20)]
         boxes = [(x + dx - half, y + dy - 12, x + dx + half, y + dy + 4) for dx, dy in around]
         free = (box for box in boxes if box[2] < 9 * right and not any(map(overlap, [box] * len(taken), taken)))
@@ -345,8 +344,8 @@ def against(trace: Trace, first: Trace) -> str:
         "and sends " + than("values", sent(trace), sent(first)),
     ]
     pairs = enumerate(zip(trace.plan.rows[0], first.plan.rows[0], strict=False), 1)
-    at, (mine, theirs) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-    order = f"Action {at} of rank 0 is the first that differs: `{mine}` instead of `{theirs}`."
+    said = "Action {} of rank 0 is the first that differs: `{}` instead of `{}`."
+    order = next((said.format(at, mine, theirs) for at, (mine, theirs) in pairs if mine != theirs), "")
     return f"**Against [1F1B](1f1b.md)** it {', '.join(parts)}. {order}"
 
 

@@ -25,8 +25,9 @@ both = pipelab.replicate(pipelab.OneFOneB(ranks=2, microbatches=4), 2)
 pipelab.simulate(both, pipelab.Cost(forward=1, backward=2, all_reduce=2))
 
 # %% [markdown]
-# Ranks 0 and 1 are one pipeline, ranks 2 and 3 the other one. Rank 0 and rank 2 hold stage 0, so their `R` is the same
-# all-reduce: it begins when both are there.
+# Ranks 0 and 1 are one pipeline, ranks 2 and 3 the other one. Rank 0 and rank 2 hold stage 0, so [their
+# `R`](#s=0:0R.0) is the same all-reduce: it begins when both are there. [That of stage 1](#s=0:1R.1) begins earlier,
+# while stage 0 still computes.
 #
 # ## A machine with N devices
 #

@@ -48,8 +48,9 @@ schedule = TwoFTwoB(ranks=2, microbatches=8)
 pipelab.compare(schedule, pipelab.OneFOneB(2, 8))
 
 # %% [markdown]
-# It is legal. If changing costs nothing, it takes as long as 1F1B and holds twice as many activations; whether it gains
-# anything on a device is a question for a device.
+# It is legal. If changing costs nothing, it takes as long as 1F1B: rank 0 waits [1 unit](#s=0:idle.0.4) and later
+# [2](#s=0:idle.0.21), in 1F1B [2](#s=1:idle.0.2) and later [1](#s=1:idle.0.24). It holds twice as many activations.
+# Whether it gains anything on a device is a question for a device.
 
 # %%
 assert pipelab.check(schedule) == []

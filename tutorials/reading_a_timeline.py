@@ -55,14 +55,16 @@ assert idle.index(min(idle)) == SLOW
 # %% [markdown]
 # ## Why does this rank wait, now?
 #
-# For one moment of one rank, `why` follows the chain back to its root:
+# Rank 0 waits for its gradients, for instance before [`0B3`](#s=0:0B3.0). For one moment of one rank, `why` follows the
+# chain back to its root:
 
 # %%
 middle = next(event.start for event in measured.events if str(event.action) == "0B3")
 print(measured.why(rank=0, at=middle - 1))
 
 # %% [markdown]
-# On the page that `measured.save("job.html")` writes, a click on the gap gives the same sentences.
+# In the picture above, and on the page that `measured.save("job.html")` writes, a click on the gap gives the same
+# sentences.
 #
 # ## Predict: what would it save?
 #
@@ -134,7 +136,8 @@ assert pipelab.what_if(job, 1).trace.makespan < 0.5 * job.makespan
 assert pipelab.what_if(job, 0).delay == 0
 
 # %% [markdown]
-# Rank 0 works for a third of the time, and rank 1 nearly always. If rank 1 were as quick as rank 0, the step would take
+# Rank 0 works for a third of the time, and rank 1 nearly always: rank 0 [waits 15 ms](#s=0:idle.0.22.07198) for the
+# first gradient alone. If rank 1 were as quick as rank 0, the step would take
 # 70 ms instead of 172. That is what one looks for first in one's own profiles: a device that is throttled or shared, or
 # a stage that got more than its share. [Read a trace of somebody else's job](../profiles.md) says how to profile yours.
 

@@ -154,8 +154,6 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
         markup = None if svg else _call(result, "_repr_html_")
         cell.execution_count = 1 + sum(each.cell_type == "code" for each in book.cells[:number])
         cell.outputs = list(_outputs(cell.execution_count, printed, result, svg, markup))
-        if svg:
-            figures[name] = svg
         if draw := LIVE.get(type(result)):
             live = f"{stem}-{number}"
             figures[f"{live}.html"] = draw(result)
@@ -164,6 +162,7 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
             says = f'name="{live}" title="what the cell above draws"'
             shown.append(f'<iframe src="../{live}.html" {says} class="page" loading="lazy"></iframe>')
         elif svg:
+            figures[name] = svg
             shown.append(f"![what the cell above draws]({name})")
         elif markup:
             shown.append(f'<div markdown="0">{markup}</div>')

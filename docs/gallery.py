@@ -93,7 +93,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     )
     made["misconceptions.html"] = comparison_page(wrong)
     made["images/logo.svg"] = (Path(config.docs_dir) / "theme" / ".icons" / "logo.svg").read_text(encoding="utf-8")
-    made["how_to/numbered.svg"] = numbered(traces["1f1b"])
+    made["how_to/numbered.svg"] = numbered(traces["1f1b"], 24, "rank ")
+    made["how_to/numbered_small.svg"] = numbered(traces["1f1b"], 9, "")
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     files.append(File.generated(config, "images/card.png", content=card_of_links(traces["1f1b"])))
@@ -197,8 +198,8 @@ def scatter(traces: Mapping[str, Trace]) -> str:
         parts.append(f'<circle cx="{x}" cy="{y}" r="5"/>')
         parts.append(f'<text x="{(box[0] + box[2]) / 2}" y="{box[3] - 4}">{", ".join(links)}</text>')
     words = "bubble of each schedule against the most micro-batches that a rank holds"
-    axes = f'<text x="{right * 4.5}" y="310">most micro-batches held</text><text x="20" y="2">bubble</text>'
-    body = f'<svg viewBox="0 -8 {right * 9} 326" role="group" aria-label="{words}">{axes}{"".join(parts)}</svg>'
+    axes = f'<text x="{right * 4.5}" y="310">most micro-batches held</text><text x="22" y="-6">bubble</text>'
+    body = f'<svg viewBox="0 -18 {right * 9} 336" role="group" aria-label="{words}">{axes}{"".join(parts)}</svg>'
     return f'<div class="wide scatter" markdown="0">{body}</div>'
 
 
@@ -260,19 +261,20 @@ def thumbnail(trace: Trace) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">{parts}</svg>'
 
 
-def numbered(trace: Trace) -> str:
+def numbered(trace: Trace, scale: int, word: str) -> str:
     """Return 1F1B's timeline with numbers at the parts that "Read the picture" explains."""
-    scale, lane, left = 24, 36, 70
-    rows = "".join(f'<text x="24" y="{rank * lane + 38}">rank {rank}</text>' for rank in range(trace.ranks))
-    ticks = range(0, int(trace.makespan) + 1, 3)
+    lane, left = 36, 28 + 9 * len(word)
+    rows = "".join(f'<text x="22" y="{rank * lane + 38}">{word}{rank}</text>' for rank in range(trace.ranks))
+    ticks = range(0, int(trace.makespan) + 1, 72 // scale)
     axis = "".join(f'<text x="{each * scale}" y="166" text-anchor="middle">{each}</text>' for each in ticks)
-    spots = [(-60, 18), (0.5, -10), (11, -10), (0.45, 126), (4.45, 18), (32.55, 126), (34.2, 162)]  # left and top
+    spots = [(0.5, -10), (11, -10), (0.45, 126), (4.45, 18), (32.55, 126), (33 + 25 / scale, 162)]
+    places = [(10 - left, 18), *((x * scale, y) for x, y in spots)]  # left and top
     numbers = "".join(
-        f'<g transform="translate({x * scale if x >= 0 else x} {y})"><circle r="9" fill="#fff" stroke="#000"/>'
+        f'<g transform="translate({x:g} {y})"><circle r="9" fill="#fff" stroke="#000"/>'
         f'<text y="4" text-anchor="middle" font-weight="bold">{number}</text></g>'
-        for number, (x, y) in enumerate(spots, 1)
+        for number, (x, y) in enumerate(places, 1)
     )
-    size = f'viewBox="0 0 {left + 33 * scale + 44} 200" font-family="sans-serif" font-size="12"'
+    size = f'viewBox="0 0 {left + 33 * scale + 36} 200" font-family="sans-serif" font-size="12"'
     moved = f'<g transform="translate({left} 20)">{"".join(shapes(trace, scale, lane))}{axis}{numbers}</g>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{rows}{moved}</svg>'
 
@@ -287,7 +289,7 @@ PAGE = """# {title}
 
 [The picture alone]({name}.html) · {edit}from {source}
 
-| {ranks} ranks, {microbatches} micro-batches | makespan | bubble | most micro-batches held | peak activations |
+| schedule | makespan | bubble | most micro-batches held | peak activations |
 |---|--:|--:|--:|--:|
 {rows}
 {note}
@@ -333,7 +335,7 @@ def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
         kind=kind.__name__,
         ranks=RANKS,
         microbatches=MICROBATCHES,
-        edit=f'<a href="../../playground/#schedule={name}">edit it</a> · ' if edit else "",
+        edit=f'<a href="../../playground/#schedule={name}">change its code and costs</a> · ' if edit else "",
         source=linked(kind.source),
         rows="\n".join(row(each) for each in dict.fromkeys((trace, first))),
         note=HALVES if trace.plan.stages == 2 * trace.ranks else "",
@@ -360,7 +362,8 @@ def against(trace: Trace, first: Trace) -> str:
     pairs = enumerate(zip(trace.plan.rows[0], first.plan.rows[0], strict=False), 1)
     said = "Action {} of rank 0 is the first that differs: `{}` instead of `{}`."
     order = next((said.format(at, mine, theirs) for at, (mine, theirs) in pairs if mine != theirs), "")
-    return f"**Against [1F1B](1f1b.md)** it {', '.join(parts)}. {order}"
+    sizes = f"with {RANKS} ranks and {MICROBATCHES} micro-batches"
+    return f"**Against [1F1B](1f1b.md)**, {sizes}, it {', '.join(parts)}. {order}"
 
 
 def row(trace: Trace) -> str:

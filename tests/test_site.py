@@ -49,7 +49,7 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_has_outputs() -> None
     nbformat = pytest.importorskip("nbformat", reason="needs the tools of documentation: make site")
     pytest.importorskip("jupytext", reason="needs the tools of documentation: make site")
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
-    page, written, figures = hooks["render"](Path("small.py"), TUTORIAL)
+    page, written, _ = hooks["render"](Path("small.py"), TUTORIAL)
 
     assert page.startswith("# A title\n\n[Notebook](small.ipynb){ download } [Script](small.py){ download }\n")
     before, folded, after = (page.split("<details", 1)[0], *page.split("<details", 1)[1].split("</details>"))
@@ -63,7 +63,7 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_has_outputs() -> None
     assert "](first_schedule.ipynb#here)" in book.cells[0].source
     printed, drawn = book.cells[2].outputs
     assert printed.text == "printed\n"
-    assert drawn.data["image/svg+xml"].startswith("<svg")
+    assert "</svg>" in drawn.data["image/svg+xml"]
     assert book.cells[4].outputs[0].data == {"text/plain": "2"}
     assert [cell.execution_count for cell in book.cells if cell.cell_type == "code"] == [1, 2, 3]
 
@@ -178,7 +178,11 @@ class Visit:
         self.tab.goto(self.site + page, wait_until="load")
 
 
-FITS = """() => [...document.querySelectorAll("iframe.page:not([loading])")].every((frame) => {
+ALL = """() => {
+  for (const each of document.querySelectorAll("details")) each.open = true;
+  for (const each of document.querySelectorAll("iframe[loading]")) each.loading = "eager";
+}"""
+FITS = """() => [...document.querySelectorAll("iframe.page")].every((frame) => {
   const inside = frame.contentDocument;
   return inside?.getElementById("looks") && inside.documentElement.dataset.theme
     && frame.clientHeight >= inside.body.getBoundingClientRect().height
@@ -197,6 +201,7 @@ def test_every_page_fits_the_screen_and_asks_nobody_else(browser: Any, site: str
     too_wide = []
     for page in pages():
         visit.open(page.relative_to(SITE).as_posix().removesuffix("index.html"))
+        visit.tab.evaluate(ALL)
         wait_until(visit.tab, FITS)
         if visit.tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
             too_wide.append(visit.tab.url)
@@ -283,6 +288,114 @@ def test_words_of_a_tutorial_light_what_they_speak_of(browser: Any, site: str) -
             said += 1
     assert said >= 12
     assert visit.wrong == []
+
+
+RING = """() => {
+  let inside = document, at = document.activeElement;
+  for (; at.tagName === "IFRAME"; at = inside.activeElement) inside = at.contentDocument;
+  if (at.matches("body, .md-search *")) return 21; // the search is an open box, not a ring
+  const shown = at.matches(".md-option") ? at.nextElementSibling : at;
+  const light = (colour) => {
+    const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((each) =>
+      each <= 10 ? each / 3295 : ((each / 255 + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const style = inside.defaultView.getComputedStyle(shown);
+  if (style.outlineStyle === "none" || parseFloat(style.outlineWidth) < 2) return 0;
+  let [around, view] = [shown.parentElement, inside.defaultView], ground = "";
+  for (; around && !ground; around = around.parentElement ?? view.frameElement, view = view.parent) {
+    const paper = around.ownerDocument.defaultView.getComputedStyle(around).backgroundColor;
+    if (!/, 0\\)$/.test(paper)) ground = paper;
+  }
+  const [ring, paper] = [light(style.outlineColor), light(ground || "white")];
+  return Math.max(ring, paper) / Math.min(ring, paper);
+}"""
+
+
+def reach(tab: Any, there: str, most: int = 60) -> None:
+    """Press Tab until the focus is where a selector says, in the page or in a frame; all on the way have a ring."""
+    find = f"""() => {{
+      let at = document.activeElement;
+      while (at.tagName === "IFRAME") at = at.contentDocument.activeElement;
+      return at.matches({there!r});
+    }}"""
+    for _ in range(most):
+        tab.keyboard.press("Tab")
+        what = tab.evaluate("document.activeElement.outerHTML.slice(0, 120)")
+        assert tab.evaluate(RING) >= 3, what
+        if tab.evaluate(find):
+            return
+    raise AssertionError(f"{most} times Tab do not lead to {there}, but to {what}")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_keyboard_alone_leads_through_the_site(browser: Any, site: str, scheme: str) -> None:
+    visit = Visit(browser, site, 1280, 800, scheme)
+    tab, keys = visit.tab, visit.tab.keyboard
+
+    visit.open("")  # play the picture
+    wait_until(tab, FITS)
+    reach(tab, ".md-skip", 1)
+    keys.press("Enter")
+    reach(tab, "#play", 30)  # fewer than without skipping
+    keys.press("Enter")
+    tab.frame_locator(".home").locator("#now:not(:empty)").wait_for()
+    reach(tab, "body")  # out of the frame, and once around
+
+    visit.open("tutorials/fill_and_drain/")  # words light a gap
+    reach(tab, ".md-skip", 1)
+    keys.press("Enter")
+    reach(tab, "a.lights")
+    keys.press("Enter")
+    tab.frame_locator("iframe.page >> nth=0").locator("#panel").wait_for()
+
+    visit.open("schedules/")  # open a schedule
+    reach(tab, "a[href='zb-h1/']", 90)
+    keys.press("Enter")
+    tab.wait_for_url("**/schedules/zb-h1/")
+
+    visit.open("playground/")  # pass the editor, edit, move a slider, select an action
+    tab.locator("#pg-share:enabled").wait_for()
+    reach(tab, "#pg-load")
+    keys.press("Shift+Tab")
+    keys.type("# ")
+    assert tab.locator("#pg-code").input_value().startswith("# import pipelab")
+    keys.press("Escape")
+    reach(tab, "[name=ranks]")
+    keys.press("ArrowRight")
+    assert tab.locator("label:has([name=ranks]) output").text_content() == "5"
+    reach(tab, ".scroller")
+    keys.press("ArrowRight")
+    tab.frame_locator(".pg-frame").locator("#panel").wait_for()
+
+    visit.open("glossary/")  # search
+    keys.press("/")
+    keys.type("interleaved")
+    tab.locator(".md-search-result__link").first.wait_for()
+    keys.press("ArrowDown")
+    keys.press("Enter")
+    tab.wait_for_url(lambda address: "glossary/" not in address)
+    assert visit.wrong == []
+
+
+def test_the_playground_shows_all_lanes_the_axis_and_the_player_on_one_screen(browser: Any, site: str) -> None:
+    visit = Visit(browser, site, 1280, 800)
+    visit.open("playground/")
+    visit.tab.locator("#pg-load").wait_for()  # the last thing that moves the picture down
+    player = visit.tab.frame_locator(".pg-frame").locator("#play")
+    player.wait_for()
+    box = player.bounding_box()
+    assert box["y"] + box["height"] <= 800
+
+
+def test_live_pictures_share_their_script() -> None:
+    live = [path for path in built().rglob("*.html") if 'id="data"' in path.read_text(encoding="utf-8")]
+    whole = [path.relative_to(SITE).as_posix() for path in live if "tracer.js" not in path.read_text(encoding="utf-8")]
+    assert len(live) > 40
+    assert whole == []
 
 
 @pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks

@@ -67,7 +67,13 @@
     }
   }
 
-  let leaving = false; // Escape, then Tab goes on to the next element
+  let leaving = false; // who came by Tab, or pressed Escape, goes on to the next element with Tab
+  code.addEventListener("focus", () => {
+    leaving = true;
+  });
+  code.addEventListener("click", () => {
+    leaving = false;
+  });
   code.addEventListener("keydown", (event) => {
     const start = code.value.lastIndexOf("\n", code.selectionStart - 1) + 1,
       end = code.selectionEnd;
@@ -211,7 +217,12 @@
   const dark = () =>
     (document.body.dataset.mdColorScheme ??
       (matchMedia("(prefers-color-scheme: dark)").matches ? "slate" : "default")) === "slate";
-  const coloured = () => framed.then(() => frame.contentWindow?.theme(dark() ? "dark" : "light"));
+  const coloured = () =>
+    framed.then(() => {
+      const paper = dark() ? getComputedStyle(document.body).backgroundColor : "";
+      frame.contentDocument?.documentElement.style.setProperty("--paper", paper);
+      frame.contentWindow?.theme(dark() ? "dark" : "light");
+    });
   framed.then(() => {
     const { body } = frame.contentDocument;
     new frame.contentWindow.ResizeObserver(() => {

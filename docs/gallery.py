@@ -263,7 +263,7 @@ def thumbnail(trace: Trace) -> str:
 
 def numbered(trace: Trace, scale: int, word: str) -> str:
     """Return 1F1B's timeline with numbers at the parts that "Read the picture" explains."""
-    lane, left = 36, 28 + 9 * len(word)
+    lane, left = 36, 35 + 7 * len(word)
     rows = "".join(f'<text x="22" y="{rank * lane + 38}">{word}{rank}</text>' for rank in range(trace.ranks))
     ticks = range(0, int(trace.makespan) + 1, 72 // scale)
     axis = "".join(f'<text x="{each * scale}" y="166" text-anchor="middle">{each}</text>' for each in ticks)

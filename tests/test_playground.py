@@ -242,6 +242,7 @@ def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     assert tab.locator("[data-arrow]").count() == len(pipelab.check(reversed_schedule()(4, 8))[0].cycle)
     tab.locator("#pg-code").fill(f"x = 1\nraise ValueError({HOSTILE!r})")
     wait_until(tab, "document.querySelector('.pg-wrong')?.textContent === '2'")
+    assert tab.locator(".pg-fault > pre").get_attribute("tabindex") == "0"  # its long lines scroll by keys
     assert HOSTILE in tab.locator(".pg-fault > pre").text_content()
     tab.locator("#pg-code").fill("while True: pass")
     wait_until(tab, "document.querySelector('.pg-fault').textContent.includes('was stopped after 2 s')")

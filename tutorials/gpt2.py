@@ -166,8 +166,9 @@ pipelab.compare(predicted, steps[-1], names=["predicted", "measured"])
 
 # %% [markdown]
 # Both have one axis. The first gradient comes back to rank 0 [here in the prediction](#s=0:0B0.0), and [here in the
-# measured step](#s=1:0B0.0). These blocks are tiny, so most of the time goes into launching operations, and the two ranks share your machine's
-# cores. Expect the two to differ, more than in [Reading a measured timeline](reading_a_timeline.md).
+# measured step](#s=1:0B0.0). These blocks are tiny, so most of the time goes into launching operations, and the two
+# ranks share your machine's cores. Expect the two to differ, more than in [Reading a measured
+# timeline](reading_a_timeline.md).
 #
 # ## Which piece is slow?
 #

@@ -191,7 +191,8 @@
     fault.hidden = Boolean(answer.content);
     mark(answer.line ?? null);
     if (answer.content) return draw(answer.content, answer.other);
-    fault.replaceChildren(tag("pre", answer.fault), ...answer.pictures.map(window.pipelabOrder));
+    const words = Object.assign(tag("pre", answer.fault), { tabIndex: 0 }); // long lines scroll
+    fault.replaceChildren(words, ...answer.pictures.map(window.pipelabOrder));
     performance.mark("pipelab-shown");
   }
 

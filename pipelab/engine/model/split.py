@@ -325,7 +325,7 @@ def split(
         )
     traced = TracedStages(model, opened(example))
     units = traced.units
-    _require_enough(len(units), into, type(model).__name__)
+    _require_enough(len(units), into, type(model).__name__, traced.repeated)
     bounds = cut(_weights([unit for _, unit in units], by, traced.unit_times), into)
     traced.cut_at([units[start][0] for start, _ in bounds[1:]])
     return _Traced(model, traced, [stop - start for start, stop in bounds])
@@ -353,9 +353,12 @@ def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any) -> S
     return Stages(model, modules, [len(module) for module in modules])
 
 
-def _require_enough(layers: int, into: int, name: str) -> None:
+def _require_enough(layers: int, into: int, name: str, repeated: Mapping[str, int] | None = None) -> None:
     if layers < into:
-        raise SplitError(f"{name} has {layers} layers, too few for {into} stages: use at most {layers} stages")
+        others = "".join(
+            f"; no stage can begin at {each!r}, which runs {n} times" for each, n in (repeated or {}).items()
+        )
+        raise SplitError(f"{name} has {layers} layers, too few for {into} stages: use at most {layers} stages{others}")
 
 
 def _weights(layers: Sequence[nn.Module], by: Balance, times: Callable[[], list[float]]) -> list[float]:

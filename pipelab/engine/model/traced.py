@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 import warnings
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import chain
@@ -34,45 +34,75 @@ TRACED = "traced."
 
 @dataclass(slots=True)
 class Route:
-    """The values that one traced stage receives, computes and sends, by name.
+    """The values that one traced stage receives, needs, makes and sends, by name.
 
     Attributes:
         receives: the inputs, in order: the model's arguments, or what the stage before sends.
         arguments: the arguments of the traced stage.
-        makes: the outputs, with their indices in the traced stage's result; `None` where the result is the output.
-        sends: the values that later stages need; empty on the last stage, which returns its result.
+        makes: its results; of the last stage, the model's.
+        sends: the values that later stages need; empty on the last stage, which returns its results.
     """
 
     receives: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
-    makes: dict[str, int | None] = field(default_factory=dict)
+    makes: list[str] = field(default_factory=list)
     sends: list[str] = field(default_factory=list)
 
 
-def routes_of(graph: fx.Graph) -> list[Route]:
-    """Return the route of every stage, from the graph that calls one stage after the other."""
-    arriving = [node.name for node in graph.nodes if node.op == "placeholder"]
-    stages: dict[str, Route] = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            stages[node.name] = Route(arguments=[each.name for each in node.args], makes={node.name: None})
-        elif node.op == "call_function":  # one part of a stage's result
-            result, place = node.args
-            stages[result.name].makes[node.name] = place
-        elif node.op == "output":
-            last = list(stages.values())[-1]
-            outside = [each.name for each in node.all_input_nodes if each.name not in last.makes]
-            if outside:
-                raise SplitError(
-                    f"the model returns {', '.join(outside)}, computed before the last stage\n"
-                    "  try: return what the last layers compute, or pass a list of stage modules"
-                )
-    routes = list(stages.values())
-    for index, route in enumerate(routes):
-        later = {name for each in routes[index + 1 :] for name in each.arguments}
+def cut_graph(
+    whole: fx.GraphModule, layers: Sequence[str], starts: Sequence[str]
+) -> list[tuple[fx.GraphModule, Route]]:
+    """Cut the graph of a model where some of its layers start, given in the order in which they run.
+
+    A value that several stages need is computed once, by the first of them. A parameter is read where it is used, under
+    the model's own name.
+    """
+    # [1] the stage of every operation: operations between two layers go with the one before
+    at = {name: index for index, name in enumerate(layers)}
+    first, reached = [at[name] for name in starts], -1
+    parts = list[list[fx.Node]]([[] for _ in range(len(starts) + 1)])
+    made: dict[fx.Node, int] = {}
+    for node in whole.graph.nodes:
+        within = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        reached = max([reached, *(at[name] for name in within if name in at)])
+        if node.op.startswith("call"):
+            made[node] = bisect_right(first, reached)
+            parts[made[node]].append(node)
+    (end,) = (node for node in whole.graph.nodes if node.op == "output")
+    parts[-1].append(end)
+    made[end] = len(starts)
+    # [2] each stage's graph: what it does not make itself is an argument
+    found: list[tuple[fx.GraphModule, Route]] = []
+    for stage, part in enumerate(parts):
+        graph, route, copies = fx.Graph(), Route(), dict[fx.Node, fx.Node]()
+        needed = dict.fromkeys(chain.from_iterable(node.all_input_nodes for node in part))
+        for node in needed:
+            if node.op == "placeholder" or made.get(node, stage) < stage:
+                route.arguments.append(node.name)
+                copies[node] = graph.placeholder(node.name)
+                copies[node].meta = node.meta
+        for node in needed:
+            if node.op == "get_attr":
+                copies[node] = graph.node_copy(node)
+        for node in part:
+            if node is not end:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        results = [node for node in part if any(made.get(user, stage) > stage for user in node.users)]
+        route.makes = [node.name for node in results]
+        wanted = end.args[0] if part[-1] is end else tuple(results)
+        graph.output(map_aggregate(wanted, partial(_copied, copies)))
+        found.append((fx.GraphModule(whole, graph), route))
+    # [3] what passes through a stage on its way to a later one
+    arriving = [node.name for node in whole.graph.nodes if node.op == "placeholder"]
+    for stage, (_, route) in enumerate(found):
+        later = {name for _, each in found[stage + 1 :] for name in each.arguments}
         route.receives = arriving
         arriving = route.sends = [name for name in (*arriving, *route.makes) if name in later]
-    return routes
+    return found
+
+
+def _copied(copies: dict[fx.Node, fx.Node], each: Any) -> Any:
+    return copies[each] if isinstance(each, fx.Node) else each
 
 
 def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
@@ -140,8 +170,7 @@ class _RoutedStage(nn.Module):
         made = traced(*arguments)
         if not route.sends:  # the last stage: the tracer has flattened the model's result
             return rebuild(list(received(made)), self.result)
-        for name, index in route.makes.items():
-            values[name] = made if index is None else made[index]
+        values.update(zip(route.makes, made, strict=True))
         return values[route.sends[0]] if len(route.sends) == 1 else tuple(values[name] for name in route.sends)
 
     def add(self, other: _RoutedStage) -> bool:
@@ -170,7 +199,8 @@ class TracedStages:
         rows: the example's row count.
         shapes: the shapes of its tensors.
         units: the model's layers with their names, in the order in which they run: the model's children, and the
-            children of lists, of sequences, and of modules that hold a list (a decoder with its list of blocks).
+            children of lists, of sequences, and of what holds a list (a decoder with its list of blocks).
+        repeated: how often each other layer runs, by name: no stage can begin there.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
@@ -187,65 +217,30 @@ class TracedStages:
 
     def modules(self, example: Any = None) -> list[_RoutedStage]:
         """Return one module per stage, in the model's present training mode, for the row count of `example`."""
-        from torch.distributed.pipelining import SplitPoint, pipeline
-
         example = self._placed(example)
         # The tracer draws random numbers (dropout) and warns about its own internals.
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), self._unmarked():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                args, kwargs = arguments_of(self._model, example)
-                pipe = pipeline(
-                    self._model,
-                    mb_args=args,
-                    mb_kwargs=kwargs,
-                    split_spec=dict.fromkeys(self._names, SplitPoint.BEGINNING),
-                )
+                exported = torch.export.export(self._model, *arguments_of(self._model, example), strict=False)
+                whole = exported.module(check_guards=False)
+                parts = cut_graph(whole, [name for name, _ in self.units], self._names)
             except Exception as error:
                 name, rows = type(self._model).__name__, rows_of(example, "example")
                 raise SplitError(
                     f"PyTorch's tracer cannot trace {name} with {rows} rows: {type(error).__name__}: "
                     f"{str(error).strip().splitlines()[0]}\n  try: a list of stage modules"
                 ) from error
-        count = len(self._names) + 1
-        if pipe.num_stages != count:
-            raise SplitError(
-                f"PyTorch's tracer made {pipe.num_stages} stages, not {count}, of cuts at {', '.join(self._names)}\n"
-                "  try: a list of stage modules"
-            )
-        parts = [pipe.get_stage_module(stage) for stage in range(count)]
-        for stage, part in enumerate(parts):
-            self._bind(stage, part)
-        routes = routes_of(pipe.split_gm.graph)
+        own = set(map(id, self._model.parameters()))
+        for stage, (part, _) in enumerate(parts):
+            copied = next((name for name, each in part.named_parameters() if id(each) not in own), None)
+            if copied is not None:
+                raise SplitError(
+                    f"PyTorch's tracer made a copy of a parameter for stage {stage}, {copied!r}, which would learn "
+                    "without the model\n  try: a list of stage modules"
+                )
         names = tuple(example) if isinstance(example, dict) else ()
-        return [_RoutedStage(part, route, self._result, names) for part, route in zip(parts, routes, strict=True)]
-
-    def _bind(self, stage: int, traced: nn.Module) -> None:
-        """Give a traced stage the model's own parameters: the tracer copies those that several stages use."""
-        own = dict(self._model.named_parameters(remove_duplicate=False))
-        known = set(map(id, own.values()))
-        for prefix, part in traced.named_modules():
-            for name, parameter in part._parameters.items():  # noqa: SLF001 - setattr would run a model's own code
-                full = f"{prefix}.{name}" if prefix else name
-                if full in own:
-                    part._parameters[name] = own[full]  # noqa: SLF001
-                elif parameter is not None and id(parameter) not in known:
-                    raise SplitError(
-                        f"PyTorch's tracer made a copy of a parameter for stage {stage}, {full!r}, which would learn "
-                        "without the model\n  try: a list of stage modules"
-                    )
-
-    @contextmanager
-    def _unmarked(self) -> Iterator[None]:
-        """Restore the layers that begin a stage: the tracer replaces their `forward`."""
-        layers = [self._model.get_submodule(name) for name in self._names]
-        before = [dict(vars(layer)) for layer in layers]
-        try:
-            yield
-        finally:
-            for layer, attributes in zip(layers, before, strict=True):
-                vars(layer).clear()
-                vars(layer).update(attributes)
+        return [_RoutedStage(part, route, self._result, names) for part, route in parts]
 
     def unit_times(self, repeats: int = 5) -> list[float]:
         """Return the median seconds between the starts of the layers, forward; backward is assumed proportional."""
@@ -266,34 +261,23 @@ class TracedStages:
         return [median(each) for each in zip(*measured[1:], strict=True)]
 
     def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers that one forward runs, in order; refuse what the tracer would lose."""
-        for layers in (_layers(self._model, descend=True), _layers(self._model, descend=False)):
-            order: list[tuple[str, nn.Module]] = []
-            hooks = []
-            for layer in layers:
-                note = partial(lambda order, layer, *_: order.append(layer), order, layer)
-                hooks.append(layer[1].register_forward_pre_hook(note))
-            try:
-                output = self._run()
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            names = [name for name, _ in order]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is None:
-                break
-        if twice is not None:
-            raise SplitError(
-                f"layer {twice!r} runs {names.count(twice)} times in one forward, so the model cannot be cut between "
-                "its layers\n  try: a list of stage modules"
-            )
+        """Return the layers that one forward runs once, in order; refuse what the tracer would lose."""
+        order: list[tuple[str, nn.Module]] = []
+        layers = _layers(self._model)
+        hooks = [layer[1].register_forward_pre_hook(lambda *_, layer=layer: order.append(layer)) for layer in layers]
+        try:
+            output = self._run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.repeated = {name: count for name, count in Counter(name for name, _ in order).items() if count > 1}
         if holds_checkpoint([tensor for tensor in tensors_of(output) if tensor.requires_grad]):
             raise SplitError(
                 f"{type(self._model).__name__} has an activation checkpoint (torch.utils.checkpoint), which PyTorch's "
                 "tracer drops: the stages would keep all activations\n"
                 "  try: a list of stage modules, which keep their checkpoints; or no checkpoint"
             )
-        return order
+        return [layer for layer in order if layer[0] not in self.repeated]
 
     def require_same(self, modules: Sequence[nn.Module], example: Any = None) -> None:
         """Refuse traced stages with other outputs or gradients than the model on an example.
@@ -395,16 +379,16 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(tensor.abs().float().norm())
 
 
-def _layers(model: nn.Module, prefix: str = "", *, descend: bool) -> list[tuple[str, nn.Module]]:
-    """Return the model's children with their names, those of lists and sequences one by one.
+def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the model's children with their names, those of lists, of sequences, and of what holds a list one by one.
 
-    With `descend`, those of holders of lists too, as long as none of them runs twice.
+    A part of a list is one layer, unless it holds a list itself.
     """
     found: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
-        lists = descend and any(isinstance(each, nn.ModuleList) for each in child.children())
-        if lists or isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            found.extend(_layers(child, f"{prefix}{name}.", descend=descend))
+        parts = child.children() if isinstance(model, nn.ModuleList) else child.modules()
+        if isinstance(child, (nn.ModuleDict, nn.Sequential)) or any(isinstance(each, nn.ModuleList) for each in parts):
+            found.extend(_layers(child, f"{prefix}{name}."))
         else:
             found.append((f"{prefix}{name}", child))
     return found

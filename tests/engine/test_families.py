@@ -1,0 +1,88 @@
+"""The families of models that people train, from transformers, cut by one line: like plain training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pipelab
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+DECODER = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+T5 = {"vocab_size": 128, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
+FAMILIES = {
+    "LlamaForCausalLM": ("LlamaConfig", DECODER),
+    "MixtralForCausalLM": ("MixtralConfig", {**DECODER, "num_local_experts": 4}),
+    "Qwen2ForCausalLM": ("Qwen2Config", DECODER),
+    "BertForMaskedLM": ("BertConfig", {**SIZES, **NO_DROPOUT, "max_position_embeddings": 64}),
+    "T5ForConditionalGeneration": ("T5Config", {**T5, "use_cache": False}),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    config, sizes = FAMILIES[name]
+    return getattr(transformers, name)(getattr(transformers, config)(**sizes))
+
+
+def batch(name):
+    torch.manual_seed(1)
+    ids, targets = torch.randint(0, 128, (2, 8, 16))
+    x = {"input_ids": ids, "attention_mask": (torch.rand(8, 16).sort(descending=True).values > 0.2).long()}
+    return (x | {"decoder_input_ids": targets.roll(1, 1)} if name.startswith("T5") else x), targets
+
+
+def loss(output, targets):
+    return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+def part(x, index):
+    return {name: each[2 * index : 2 * index + 2] for name, each in x.items()}
+
+
+def distance(ours, theirs):
+    """Return how far apart two lists of tensors are, as one vector, relative to the second."""
+    ours, theirs = (torch.cat([each.detach().flatten() for each in both]) for both in (ours, theirs))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_three_steps_are_those_of_plain_training(name, stages):
+    ours, theirs = made(name), made(name)
+    (x, y), optimizers = (
+        batch(name),
+        [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-5) for each in (ours, theirs)],
+    )
+    with pipelab.Pipeline(pipelab.split(ours, stages, example=part(x, 0)), pipelab.OneFOneB(stages, 4), loss) as pipe:
+        for _ in range(3):
+            step, losses = pipe.step(x, y), []
+            for index in range(4):
+                losses.append(loss(theirs(**part(x, index)), y[2 * index : 2 * index + 2]) / 4)
+                losses[-1].backward()
+            assert float(step.loss.detach()) == pytest.approx(float(sum(losses).detach()), rel=1e-5)
+            grads = [[each.grad for each in model.parameters()] for model in (ours, theirs)]
+            assert distance(*grads) < 1e-5
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+    assert distance(ours.parameters(), theirs.parameters()) < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cut_lies_between_blocks_and_no_part_is_worse_than_it_must_be(name):
+    model, (x, _) = made(name), batch(name)
+    stages = pipelab.split(model, 2, by="parameters", example=part(x, 0))
+    counts = [sum(each.numel() for each in {*module.parameters()}) for module in stages.modules]
+    tied = sum(counts) - sum(each.numel() for each in model.parameters())
+    assert max(counts) - tied <= 0.65 * (sum(counts) - tied)
+    assert stages.state_dict().keys() == model.state_dict().keys()

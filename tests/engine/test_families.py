@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import pipelab
+from pipelab.errors import SplitError
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,7 +64,9 @@ def test_three_steps_are_those_of_plain_training(name, stages):
         batch(name),
         [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-5) for each in (ours, theirs)],
     )
-    with pipelab.Pipeline(pipelab.split(ours, stages, example=part(x, 0)), pipelab.OneFOneB(stages, 4), loss) as pipe:
+    with pipelab.Pipeline(
+        pipelab.split(ours, stages, by="parameters", example=part(x, 0)), pipelab.OneFOneB(stages, 4), loss
+    ) as pipe:
         for _ in range(3):
             step, losses = pipe.step(x, y), []
             for index in range(4):
@@ -86,3 +89,22 @@ def test_a_cut_lies_between_blocks_and_no_part_is_worse_than_it_must_be(name):
     tied = sum(counts) - sum(each.numel() for each in model.parameters())
     assert max(counts) - tied <= 0.65 * (sum(counts) - tied)
     assert stages.state_dict().keys() == model.state_dict().keys()
+
+
+def test_an_uneven_cut_is_warned_of_with_the_numbers():
+    name = "LlamaForCausalLM"
+    with pytest.warns(UserWarning, match=r"18\.6k parameters, 1\.4 times the 13\.4k .*(?s:.)*by='parameters'"):
+        pipelab.split(made(name), 4, example=part(batch(name)[0], 0))
+
+
+def test_stages_begin_at_the_layers_that_are_named():
+    name = "BertForMaskedLM"
+    x = part(batch(name)[0], 0)
+    stages = pipelab.split(made(name), example=x, at=["bert.encoder.layer.1", "cls"])
+    assert {each.rpartition("layer.")[2][0] for each, _ in stages.modules[1].named_parameters()} == {"1", "2", "3"}
+    assert all("cls" in each for each, _ in stages.modules[2].named_parameters() if "embeddings" not in each)
+    for wrong in (["bert.encoder.layer.9"], ["cls", "bert.encoder.layer.1"]):
+        with pytest.raises(SplitError, match="try: names in order, such as "):
+            pipelab.split(made(name), example=x, at=wrong)
+    with pytest.raises(SplitError, match="1 names in at= begin 2 stages, not 3"):
+        pipelab.split(made(name), 3, example=x, at=["cls"])

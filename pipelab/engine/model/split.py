@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from difflib import get_close_matches
+from itertools import accumulate, pairwise
 from operator import is_
 from statistics import median
 from typing import Any, Literal
@@ -260,9 +262,11 @@ def _parts_of(model: nn.Module) -> Iterable[tuple[str, str, Mapping[str, object]
 
 def split(
     model: nn.Module | Sequence[nn.Module] | Stages,
-    into: int,
+    into: int | None = None,
     by: Balance = "layers",
     example: Any = None,
+    *,
+    at: Sequence[str] | None = None,
 ) -> Stages:
     """Cut a model into contiguous stages.
 
@@ -281,6 +285,7 @@ def split(
             dict for keyword arguments (`{"input_ids": x}`), if the model has parameters of those names. Needed for
             `by="time"` and for models that are not an `nn.Sequential`. The tracer records one shape of micro-batch and
             one training mode, with the present autocast and forward hooks: others are traced when they come.
+        at: instead of `into` and `by`: the names of the layers at which stages 1, 2, … begin.
 
     Example:
         >>> from torch import nn
@@ -294,12 +299,20 @@ def split(
         Stages(4, 3 layers; 1088, 2244 parameters)
         >>> split(model, into=2, by="parameters")
         Stages(6, 1 layers; 1632, 1700 parameters)
+        >>> split(model, at=["2", "6"])
+        Stages(2, 4, 1 layers; 544, 1088, 1700 parameters)
+
+    Warns:
+        UserWarning: if a traced model's largest stage has over 1.3 times the parameters that the best cut leaves it.
 
     Raises:
-        SplitError: if there are fewer layers than stages, if a layer stands in two stages, if an example is needed and
-            missing, or if PyTorch's tracer cannot trace the model or would drop an activation checkpoint.
+        SplitError: if there are fewer layers than stages, if no layer has a name of `at`, if a layer is in two stages,
+            if an example is needed and missing, or if PyTorch's tracer cannot trace the model or would drop an
+            activation checkpoint.
     """
-    into = require_size("into", into)
+    into = require_size("into", len(at) + 1 if at is not None and into is None else into)
+    if at is not None and len(at) != into - 1:
+        raise SplitError(f"{len(at)} names in at= begin {len(at) + 1} stages, not {into}: leave out into=")
     if isinstance(model, Stages):
         if len(model) != into:
             raise SplitError(
@@ -311,7 +324,7 @@ def split(
     if not isinstance(model, nn.Module):
         return _given(model, into)
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return _sequential(model, into, by, example)
+        return _sequential(model, into, by, example, at)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise SplitError(
             f"{type(model).__name__} runs the whole model on every device: pass the model that it wraps, model.module\n"
@@ -326,7 +339,13 @@ def split(
     traced = TracedStages(model, opened(example))
     units = traced.units
     _require_enough(len(units), into, type(model).__name__, traced.repeated)
-    bounds = cut(_weights([unit for _, unit in units], by, traced.unit_times), into)
+    modules = [unit for _, unit in units]
+    if at is None:
+        bounds = cut(_weights(modules, by, traced.unit_times), into)
+        if by == "layers":
+            _warn_if_uneven(type(model).__name__, modules, bounds)
+    else:
+        bounds = _bounds_at(at, [name for name, _ in units])
     traced.cut_at([units[start][0] for start, _ in bounds[1:]])
     return _Traced(model, traced, [stop - start for start, stop in bounds])
 
@@ -341,16 +360,49 @@ def _given(given: object, into: int) -> Stages:
     return Stages(nn.ModuleList(modules), modules, [1] * into)
 
 
-def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any) -> Stages:
+def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any, at: Sequence[str] | None) -> Stages:
     named = list(model._modules.items())  # noqa: SLF001 - `named_children` leaves out a layer that stands there twice
     layers = list(model)
     _require_enough(len(layers), into, "nn.Sequential")
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
-    bounds = cut(_weights(layers, by, lambda: layer_times(layers, example)), into)
+    if at is None:
+        bounds = cut(_weights(layers, by, lambda: layer_times(layers, example)), into)
+    else:
+        bounds = _bounds_at(at, [name for name, _ in named])
     # A slice would be of the model's own class. The layers have the model's names, for errors that name a layer.
     modules = [nn.Sequential(OrderedDict(named[start:stop])) for start, stop in bounds]
     return Stages(model, modules, [len(module) for module in modules])
+
+
+def _bounds_at(at: Sequence[str], names: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the bounds of the stages that begin at these layers, or at the first layer of what has such a name."""
+    starts = [0]
+    for name in at:
+        found = next((index for index, each in enumerate(names) if f"{each}.".startswith(f"{name}.")), None)
+        if found is None or found <= starts[-1]:
+            why = "no stage can begin there" if found is None else "it does not come after the stage before"
+            near = ", ".join(get_close_matches(name, names, 3) or names[:3])
+            raise SplitError(f"at={list(at)!r}: {name!r}: {why}\n  try: names in order, such as {near}")
+        starts.append(found)
+    return list(pairwise([*starts, len(names)]))
+
+
+_UNEVEN = 1.3
+"""How many times the best cut's largest stage another cut's may be before `split` warns."""
+
+
+def _warn_if_uneven(name: str, layers: Sequence[nn.Module], bounds: Sequence[tuple[int, int]]) -> None:
+    counts = [count_parameters(layer) for layer in layers]
+    both = (bounds, cut(counts, len(bounds)))
+    largest, best = (max(sum(counts[start:stop]) for start, stop in each) for each in both)
+    if largest > _UNEVEN * best:
+        warnings.warn(
+            f"the largest stage of {name} has {short(largest)} parameters, {largest / best:.2g} times the "
+            f"{short(best)} that the best cut by parameters leaves it, and a pipeline is as slow as its slowest stage\n"
+            "  try: split(…, by='parameters'), by='time', or at= the names of layers",
+            stacklevel=3,
+        )
 
 
 def _require_enough(layers: int, into: int, name: str, repeated: Mapping[str, int] | None = None) -> None:

@@ -260,7 +260,7 @@ def test_tracing_leaves_the_model_unmodified():
     levels = [logging.getLogger(name).level for name in ("torch.distributed.pipelining", "torch.export")]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        split(model, 2, example=x)
+        split(model, 2, by="parameters", example=x)
         split(model, 3, by="parameters", example=x)
         split(model, 2, by="time", example=x)
     assert torch.equal(torch.get_rng_state(), random_state)

@@ -97,14 +97,15 @@ def practical9(
     microbatches: Annotated[
         str, typer.Option("--microbatches", "-m", help="the numbers of micro-batches to compare")
     ] = "2,4,8",
-    real: Annotated[bool, typer.Option("--real", help="real layers, even with fewer cores than ranks")] = False,
+    real: Annotated[bool, typer.Option("--real", help="real layers, even without a core for each rank")] = False,
     save: SaveTable = None,
 ) -> None:
     """Compare naive, GPipe, the single loop and true 1F1B.
 
     The table, and the eight questions answered from it.
 
-    Emulated times are those of the whole batch. If there are fewer cores than ranks, the default is `--emulate 20 40`.
+    Emulated times are those of the whole batch. Without a core for each rank and one for other programs, the default is
+    `--emulate 20 40`.
     """
     counts = whole_numbers("--microbatches", microbatches)
     require_writable(save, TABLE)
@@ -113,10 +114,13 @@ def practical9(
     from pipelab.labs import practical9 as course
 
     command = f"pipelab lab practical9 -r {ranks} -m {microbatches}"
-    warning = "" if work.emulate else too_few_cores(ranks, command)
+    warning = "" if work.emulate else too_few_cores(ranks, command, others=1)
     if warning and not real:
         work = replace(work, emulate=(20.0, 40.0))
-        say(f"{ranks} ranks on {cores()} cores would take turns, so the devices are emulated; --real runs real layers.")
+        say(
+            f"The devices are emulated, as with --emulate 20 40: {ranks} ranks and other programs need {ranks + 1} "
+            f"cores, and this machine has {cores()}. For real layers all the same: {command} --real"
+        )
     elif warning:
         say(warning)
     rows, whole = finished(

@@ -94,20 +94,22 @@ def proof_of(results: Sequence[Result]) -> str:
     )
 
 
-def too_few_cores(ranks: int, command: str) -> str:
+def too_few_cores(ranks: int, command: str, others: int = 0) -> str:
     """Return a warning that ranks which share cores can turn the order of schedules around; "" if each has a core.
 
     Args:
         ranks: how many there are.
         command: the command, to which the warning adds what needs no cores.
+        others: how many cores other programs need besides.
     """
     from pipelab.labs.running import has_gpu
 
-    if ranks <= cores() or has_gpu():
+    if ranks + others <= cores() or has_gpu():
         return ""
     return (
-        f"{ranks} ranks take turns on {_counted_cores()}: the order of the schedules measured here can be the opposite "
-        f"of the order on {ranks} devices. Emulated devices need no cores: {command} --emulate 20 40"
+        f"{ranks} ranks {'and other programs ' * (ranks <= cores())}take turns on {_counted_cores()}: the order of the "
+        f"schedules measured here can be the opposite of the order on {ranks} devices. Emulated devices need no cores: "
+        f"{command} --emulate 20 40"
     )
 
 

@@ -13,6 +13,7 @@ from pipelab.catalogue import schedules
 from pipelab.cli.measuring import why_slow
 from pipelab.cli.printing import titled, wrote
 from pipelab.files import require_writable
+from pipelab.labs.believing import LEGEND, believable
 from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import compare
@@ -49,9 +50,9 @@ def show_demo(folder: Path, steps: int) -> None:
             progress.advance(task, 4)
     console.print(_training_table(setting, plain, trained))
     console.print(
-        "[dim]plain: one thread runs the same micro-batches in turn. speed-up: plain's step time divided by the "
-        "schedule's; naive has one rank at work at a time, so it gains nothing. predicted: the bubble simulated with "
-        "naive's action times. peak: micro-batches whose activations a rank holds at once.[/]\n"
+        f"[dim]{LEGEND}\n\nplain: one thread runs the same micro-batches in turn. speed-up: plain's step time divided "
+        "by the schedule's; naive has one rank at work at a time, so it gains nothing. pred.: predicted from plain's "
+        "step time and naive's action times. peak: micro-batches whose activations a rank holds at once.[/]\n"
     )
     slower = any(each.speed_up < 1 for each in trained[1:])
     command = f"pipelab run {' '.join(_TRAINED)}"
@@ -70,6 +71,7 @@ def show_demo(folder: Path, steps: int) -> None:
         "backward.[/]\n"
     )
     console.print(_emulation_table(emulations))
+    console.print(f"[dim]{LEGEND}[/]\n")
     console.print(
         "GPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
         "nearly as slow as naive.\n"
@@ -84,23 +86,30 @@ def show_demo(folder: Path, steps: int) -> None:
 
 def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> Table:
     table = titled("Real training on this machine")
-    for heading in ("schedule", "step ms", "speed-up", "bubble", "predicted", "peak", "loss", "as plain?"):
-        table.add_column(heading, justify="left" if heading in ("schedule", "as plain?") else "right")
-    table.add_row("plain", f"{plain.step_ms:.0f}", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")
+    for heading in ("schedule", "step ms", "pred.", "speed-up", "bubble", "pred.", "peak", "loss", "plain?"):
+        table.add_column(heading, justify="left" if heading in ("schedule", "plain?") else "right")
+    took = _cell(f"{plain.step_ms:.0f}", plain.step_ms, None, plain.others)
+    table.add_row("plain", took, "", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")
     cost = Cost.fit(trained[0].traces)  # naive's: no other rank was computing at the same time
-    for each in trained:
-        predicted = simulate(schedules[each.schedule](setting.ranks, setting.microbatches), cost)
+    made = [simulate(schedules[each.schedule](setting.ranks, setting.microbatches), cost) for each in trained]
+    for each, predicted in zip(trained, made, strict=True):
+        step_ms, others = plain.step_ms * predicted.makespan / made[0].makespan, max(each.others, plain.others)
         table.add_row(
             each.schedule,
-            f"{each.step_ms:.0f}",
-            f"{each.speed_up:.2f}",
-            f"{each.trace.bubble:.1%}",
+            _cell(f"{each.step_ms:.0f}", each.step_ms, step_ms, each.others),
+            f"{step_ms:.0f}",
+            _cell(f"{each.speed_up:.2f}", each.speed_up, plain.step_ms / step_ms, others),
+            _cell(f"{each.trace.bubble:.1%}", each.trace.bubble, predicted.bubble, each.others),
             f"{predicted.bubble:.1%}",
             " ".join(map(str, each.trace.peak_activations)),
             f"{each.losses[-1]:.6f}",
             "exactly" if each.same else "NO",
         )
     return table
+
+
+def _cell(shown: str, measured: float, predicted: float | None, others: float) -> str:
+    return shown + "*" * (not believable(measured, predicted, others))
 
 
 def _emulation_table(emulations: list[Emulation]) -> Table:
@@ -110,9 +119,9 @@ def _emulation_table(emulations: list[Emulation]) -> Table:
     for each in emulations:
         table.add_row(
             each.schedule,
-            f"{each.measured.makespan:.0f}",
+            _cell(f"{each.measured.makespan:.0f}", each.measured.makespan, each.predicted.makespan, each.others),
             f"{each.predicted.makespan:.0f}",
-            f"{each.measured.bubble:.1%}",
+            _cell(f"{each.measured.bubble:.1%}", each.measured.bubble, each.predicted.bubble, each.others),
             f"{each.predicted.bubble:.1%}",
             " ".join(map(str, each.measured.peak_activations)),
         )

@@ -62,9 +62,11 @@ class Column:
         return self.head or self.key
 
     def cell(self, row: Mapping[str, Any] | None) -> str:
-        """Return a row's value as text; `-` if there is none."""
+        """Return a row's value as text; `-` if there is none. What the row's `marked` names ends in `*`."""
         value = None if row is None else row.get(self.key)
-        return "-" if value is None else clean(self.show(value))
+        if row is None or value is None:
+            return "-"
+        return clean(self.show(value)) + "*" * (self.key in row.get("marked", ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Table:
     """A table of results.
 
     `rows` are plain dicts, so `pandas.DataFrame(table.rows)` works. A notebook shows the table, and `print` its text.
+    A row's `marked`, if it has one, holds the keys of figures that readers see with a `*`, which a note explains.
 
     Attributes:
         rows: one dict for each row. A row may have more values than the columns show.

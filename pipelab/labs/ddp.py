@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipelab.engine.torchrun.launch import decisive, end_with_launcher, loopback_job
 from pipelab.errors import EngineError, RankError
 from pipelab.files import kernel_bytes
+from pipelab.labs.believing import Watch
 
 DROPPED = 5
 """How many steps are dropped before the first one that counts."""
@@ -150,8 +151,8 @@ def run_job(job: Job, timeout: float = 600.0) -> dict[str, Any]:
 
     Returns:
         `times_ms`, one for each step that counts, by rank 0's clock; `alone_ms`, of some steps without the all-reduce;
-        `loss`, of the last step; `devices`, that `DataParallel` found; and for each rank `rank_ms`, `utilisation` and
-        `memory_mb`.
+        `loss`, of the last step; `devices`, that `DataParallel` found; `others`, the share of the processor that other
+        programs used; and for each rank `rank_ms`, `utilisation` and `memory_mb`.
 
     Raises:
         EngineError: if a process failed, naming the first one; or if they did not end in time.
@@ -245,10 +246,11 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
 
     for _ in range(DROPPED):
         step()
-    began, processor = time.perf_counter(), time.process_time()
-    times, losses = zip(*(step() for _ in range(job.steps - DROPPED)), strict=True)
-    processor, wall = time.process_time() - processor, time.perf_counter() - began
-    own = [median(times), processor / wall / job.threads, _memory_mb(job, device, memory_before), losses[-1].item()]
+    began, watch = time.perf_counter(), Watch()
+    with watch:
+        times, losses = zip(*(step() for _ in range(job.steps - DROPPED)), strict=True)
+    processor, memory_mb = watch.own / (time.perf_counter() - began), _memory_mb(job, device, memory_before)
+    own = [median(times), processor / job.threads, memory_mb, losses[-1].item(), watch.own]
     ranks = [own]
     alone: list[float] = []
     if isinstance(model, DistributedDataParallel) and job.processes > 1:
@@ -256,7 +258,7 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
         dist.all_gather_object(ranks, own)
         with model.no_sync():  # from here on, the processes' weights differ
             alone = [step()[0] for _ in range(_ALONE)]
-    rank_ms, utilisation, memory, loss = map(list, zip(*ranks, strict=True))
+    rank_ms, utilisation, memory, loss, seconds = map(list, zip(*ranks, strict=True))
     return {
         "times_ms": times,
         "alone_ms": alone,
@@ -265,6 +267,7 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
         "rank_ms": rank_ms,
         "utilisation": utilisation,
         "memory_mb": memory,
+        "others": watch.others(sum(seconds)),
     }
 
 

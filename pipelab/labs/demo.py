@@ -14,6 +14,7 @@ from pipelab.catalogue import schedules
 from pipelab.conformance.workload import one_thread
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch
+from pipelab.labs.believing import Watch
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
 from pipelab.labs.running import core_share, make_jobs, run_all
 from pipelab.simulation.clock import simulate
@@ -54,6 +55,7 @@ class Plain:
         weights: the parameters after the last step.
         whole_batch_ms: the median milliseconds of a step on the whole batch at once.
         cores: how many processor threads that used.
+        others: which share of the processor other programs used while it trained.
     """
 
     step_ms: float
@@ -61,6 +63,7 @@ class Plain:
     weights: list[torch.Tensor]
     whole_batch_ms: float
     cores: int
+    others: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Trained:
         losses: the loss of every step.
         same: whether every loss and every parameter equals plain training's, bit for bit.
         proof: what `verify` found, in words.
+        others: which share of the processor other programs used while it trained.
     """
 
     schedule: str
@@ -86,6 +90,7 @@ class Trained:
     losses: list[float]
     same: bool
     proof: str
+    others: float
 
     @property
     def trace(self) -> Trace:
@@ -95,16 +100,17 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """A schedule on emulated devices, beside its simulation."""
+    """A schedule on emulated devices, beside its simulation, and the share of the processor that others used."""
 
     schedule: str
     measured: Trace
     predicted: Trace
+    others: float
 
 
 def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None) -> Plain:
     """Train the model plainly; `advance` is called after every step."""
-    text = standard_library()
+    text, watch = standard_library(), Watch()
     with one_thread() as cores:
         model = setting.model()
         batches = setting.batches(text)
@@ -116,10 +122,11 @@ def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None
             began = time.perf_counter()
             optimizer.zero_grad()
             parts = []
-            for micro_x, micro_y in zip(split_batch(x, counts), split_batch(y, counts), strict=True):
-                loss = next_byte_loss(model(micro_x), micro_y) * (len(micro_x) / setting.rows)
-                loss.backward()
-                parts.append(loss.detach())
+            with watch:
+                for micro_x, micro_y in zip(split_batch(x, counts), split_batch(y, counts), strict=True):
+                    loss = next_byte_loss(model(micro_x), micro_y) * (len(micro_x) / setting.rows)
+                    loss.backward()
+                    parts.append(loss.detach())
             times.append(time.perf_counter() - began)
             optimizer.step()
             losses.append(float(torch.stack(parts).sum()))
@@ -130,6 +137,7 @@ def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None
         weights=[parameter.detach().clone() for parameter in model.parameters()],
         whole_batch_ms=_whole_batch_ms(setting, text),
         cores=cores,
+        others=watch.others(),
     )
 
 
@@ -138,16 +146,16 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
     model = setting.model()
     batches = setting.batches(standard_library())
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses, times, traces, processor_seconds = [], [], [], 0.0
+    losses, times, traces, watch = [], [], [], Watch()
     schedule = schedules[name](setting.ranks, setting.microbatches)
     with one_thread(), Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe:
         for _ in range(setting.steps):
             x, y = batches.take()
-            began, processor_began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
             optimizer.zero_grad()
-            step = pipe.step(x, y)
+            with watch:
+                step = pipe.step(x, y)
             times.append(time.perf_counter() - began)
-            processor_seconds += time.process_time() - processor_began
             optimizer.step()
             losses.append(float(step.loss))
             traces.append(step.trace)
@@ -159,11 +167,12 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
         schedule=name,
         step_ms=_typical(times),
         speed_up=plain.step_ms / _typical(times),
-        core_share=core_share(processor_seconds, traces),
+        core_share=core_share(watch.own, traces),
         traces=sorted(traces[1:] or traces, key=lambda trace: trace.makespan),
         losses=losses,
         same=same,
         proof=proof,
+        others=watch.others(),
     )
 
 
@@ -173,7 +182,8 @@ def emulate(
     """Run a schedule on emulated devices, and simulate it with the same times."""
     plan = schedules[name](ranks, microbatches).plan()
     (result,) = run_all(make_jobs([plan], [1], batch=microbatches, emulate=(forward_ms, backward_ms)), steps=1)
-    return Emulation(name, result.measured, simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms")))
+    predicted = simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms"))
+    return Emulation(name, result.measured, predicted, result.others)
 
 
 def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> float:

@@ -21,6 +21,7 @@ import torch
 from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError
+from pipelab.labs.believing import LEGEND, believable, quoted
 from pipelab.labs.ddp import DROPPED, Amdahl, Job, fit_amdahl, free_memory, memory_needed, run_job
 
 Row = Mapping[str, Any]
@@ -37,6 +38,8 @@ EXPERIMENTS = {
 
 _DELAY_MS, _STRAGGLER_MS = 10.0, 20.0
 _BATCHES = (32, 64, 128, 256)
+_TIMED = ("step_ms", "p10_ms", "p90_ms", "stdev_ms", "rows_per_s", "communication", "utilisation", "rank_ms")
+"""The figures of a row that depend on its own times; speed-up and efficiency also depend on one process's."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
             "p10_ms": deciles[0],
             "p90_ms": deciles[-1],
             "stdev_ms": stdev(times),
+            "usual_step_off_ms": median(abs(time - step_ms) for time in times),
+            "others": found["others"],
             "speed_up": speed_up,
             "efficiency": speed_up / job.processes if speed_up and not job.data_parallel else None,
             "rows_per_s": 1e3 * job.batch / step_ms,
@@ -169,6 +174,7 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
     Its plot shows the measured speed-up, Amdahl's law as fitted, and the ideal, over the number of processes; of the
     experiment `batch`, the time of a step and the throughput over the batch.
     """
+    rows = _judged(rows)
     fits = {row["run"]: fit for row in rows if (fit := _fit(rows, row["run"]))}
     shown = [
         {
@@ -184,6 +190,7 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
         Column("processes"),
         *([Column("batch")] if by_batch else []),
         Column("step_ms", "time of a step, ms", wording.number),
+        Column("predicted_step_ms", "predicted, ms", wording.number),
         Column("p10_ms", "p10", wording.number),
         Column("p90_ms", "p90", wording.number),
         Column("stdev_ms", "stdev", wording.number),
@@ -196,13 +203,46 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
         Column("memory_mb", "MB, each", lambda value: wording.number(round(value))),
     ]
     columns = [column for column in columns if any(row[column.key] is not None for row in shown)]
+    marked = any(row["marked"] for row in rows)
     axes: tuple[str, Sequence[str]] = (
         ("processes", ("speed_up", "efficiency")) if scaling else ("processes", ["step_ms"])
     )
     if by_batch:
         axes = ("batch", ("step_ms", "rows_per_s"))
     curves = {"speed_up": ("amdahl", "ideal")} if scaling else {}
-    return Table(shown, columns, axes=axes, curves=curves, notes=_notes(rows, experiment, fits))
+    return Table(
+        shown, columns, axes=axes, curves=curves, notes=[LEGEND, _UNPREDICTED] * marked + _notes(rows, experiment, fits)
+    )
+
+
+_UNPREDICTED = (
+    "A time without a prediction is off if half of its steps differ from it by more than 15 %. A speed-up also depends "
+    "on the time of one process."
+)
+
+
+def _judged(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return rows with the time that a delay predicts, and with the figures that are marked because they are doubtful.
+
+    A delay makes a step as much longer, if it is on all processes or on one. Nothing else predicts a step's time, so
+    that the usual step is compared with the median.
+    """
+    judged: list[dict[str, Any]] = []
+    doubted: set[tuple[str, float, int]] = set()  # model, delay and batch whose one process's time is doubtful
+    for row in rows:
+        sizes = ("model", "batch", "processes", "data_parallel")
+        plain = [each["step_ms"] for each in rows if not each["delay_ms"] and all(each[i] == row[i] for i in sizes)]
+        predicted = plain[0] + row["delay_ms"] if row["delay_ms"] and plain else None
+        step = row["step_ms"]
+        found, expected = (step, predicted) if predicted else (step + row["usual_step_off_ms"], step)
+        alike = (row["model"], row["delay_ms"], row["batch"])
+        marked: tuple[str, ...] = () if believable(found, expected, row["others"]) else _TIMED
+        if marked and row["processes"] == 1 and not row["data_parallel"]:
+            doubted.add(alike)
+        if marked or alike in doubted:
+            marked += ("speed_up", "efficiency")
+        judged.append({**row, "predicted_step_ms": predicted, "marked": marked})
+    return judged
 
 
 def _each_ms(values: Sequence[float]) -> str:
@@ -249,6 +289,11 @@ def _ms(value: float) -> str:
     return f"{wording.number(value)} ms"
 
 
+def _took(row: Row) -> str:
+    predicted = row["predicted_step_ms"]
+    return quoted(_ms(row["step_ms"]), predicted and _ms(predicted), "step_ms" not in row["marked"])
+
+
 def _of_fit(label: str, fit: Amdahl, rows: Sequence[Row]) -> str:
     one, *_, last = [row for row in rows if row["run"] == label]
     missed = ""
@@ -259,15 +304,19 @@ def _of_fit(label: str, fit: Amdahl, rows: Sequence[Row]) -> str:
         )
     if abs(one["step_ms"] - last["step_ms"]) < (spread := max(one["stdev_ms"], last["stdev_ms"])):
         missed += f" Single steps vary more than these runs, {_ms(spread)} (standard deviation): do not trust the fit."
-    head = f"{label}: Amdahl's law fits best with a serial fraction of {wording.percent(fit.serial)}"
+    elif any(row["marked"] for row in rows if row["run"] == label):
+        missed += " It is a fit to marked times: do not trust it."
     if fit.serial >= 1:
         return (
-            f"{head}. More than 100 % means that more processes were slower: {_ms(one['step_ms'])} on 1, "
-            f"{_ms(last['step_ms'])} on {last['processes']}. The all-reduce is work that one process does not have, "
-            f"and the law has no term for it.{missed}"
+            f"{label}: Amdahl's law has no serial fraction to find, because more processes were not faster: "
+            f"{_took(one)} on 1, {_took(last)} on {last['processes']}. The all-reduce is work that one process does "
+            "not have, and the law has no term for it."
         )
     limit = f"at most {wording.number(fit.limit)} times as fast" if fit.serial > 0 else "without any limit"
-    return f"{head}: {limit}, however many processes there are.{missed}"
+    return (
+        f"{label}: Amdahl's law fits best with a serial fraction of {wording.percent(fit.serial)}: {limit}, however "
+        f"many processes there are.{missed}"
+    )
 
 
 def _of_communication(model: str, rows: Sequence[Row]) -> list[str]:
@@ -278,7 +327,7 @@ def _of_communication(model: str, rows: Sequence[Row]) -> list[str]:
     megabytes = 4 * row["depth"] * (row["width"] ** 2 + row["width"]) / 1e6
     more = "communication" if row["communication"] > 0.5 else "computation"
     return [
-        f"{model}: of {_ms(row['step_ms'])} on {row['processes']} processes, "
+        f"{model}: of {_took(row)} on {row['processes']} processes, "
         f"{_ms(row['communication'] * row['step_ms'])} are the all-reduce and waiting for it ({more} dominates): "
         f"without it (DDP.no_sync) a step took {_ms(row['alone_ms'])}. Each process all-reduces {megabytes:.1f} MB of "
         "gradients in every step, whatever its share of the batch."
@@ -314,7 +363,7 @@ def _processes(row: Row) -> str:
 
 
 def _varied(row: Row, lead: str = "") -> str:
-    return f"{_ms(row['step_ms'])} ({lead}{wording.number(row['stdev_ms'] ** 2)} ms²)"
+    return f"{_took(row)} ({lead}{wording.number(row['stdev_ms'] ** 2)} ms²)"
 
 
 def _of_delay(model: str, rows: Sequence[Row]) -> list[str]:
@@ -322,14 +371,25 @@ def _of_delay(model: str, rows: Sequence[Row]) -> list[str]:
     before, after = (fit_amdahl({row["processes"]: row["step_ms"] for row in each}) for each in (plain, slow))
     if before is None or after is None:
         return []
-    one, count = plain[0]["step_ms"], slow[-1]["processes"]
-    predicted = replace(before, serial=(before.serial * one + _DELAY_MS) / (one + _DELAY_MS))
+    one, last, late = plain[0]["step_ms"], plain[-1]["step_ms"], slow[-1]
+    count, fast = late["processes"], plain[-1]["speed_up"]
+    predicted = f"{(one + _DELAY_MS) / (last + _DELAY_MS):.2f}"
+    delayed = quoted(f"{late['speed_up']:.2f}", predicted, "speed_up" not in late["marked"])
+    note = (
+        f"{model}: a delay of {_DELAY_MS:g} ms in every step is work that no other process takes over. {count} "
+        f"processes were {fast:.2f} times as fast as one without it, {_took(plain[0])} against {_took(plain[-1])}, "
+        f"and with it {delayed} times."
+    )
+    if max(before.serial, after.serial) >= 1:
+        return [
+            f"{note} Where more processes are not faster, Amdahl's law has no serial fraction for a delay to raise: "
+            f"the same {_DELAY_MS:g} ms in both times only bring their ratio nearer to 1."
+        ]
+    serial = (before.serial * one + _DELAY_MS) / (one + _DELAY_MS)
     return [
-        f"{model}: a delay of {_DELAY_MS:g} ms in every step is work that no other process takes over. By Amdahl's law "
-        f"it raises the serial fraction from {wording.percent(before.serial)} to (s T + d) / (T + d) = "
-        f"{wording.percent(predicted.serial)}, with T = {_ms(one)}, and makes {count} processes "
-        f"{predicted.speed_up(count):.2f} times as fast as one. Measured: {wording.percent(after.serial)}, and "
-        f"{slow[-1]['speed_up']:.2f} times as fast ({plain[-1]['speed_up']:.2f} without the delay)."
+        f"{note} By Amdahl's law it raises the serial fraction from {wording.percent(before.serial)} to "
+        f"(s T + d) / (T + d) = {wording.percent(serial)}, with T = {_ms(one)}; measured: "
+        f"{wording.percent(after.serial)}."
     ]
 
 
@@ -338,9 +398,11 @@ def _of_batch(model: str, rows: Sequence[Row]) -> list[str]:
     if first is last:
         return []
     more, longer = last["batch"] / first["batch"], last["step_ms"] / first["step_ms"]
+    believed = not (first["marked"] or last["marked"])
+    took, gained = (quoted(f"{value:.2f}", None, believed) for value in (longer, more / longer))
     note = (
-        f"{model}: {more:.0f} times the batch made the step {longer:.2f} times as long on {_processes(last)}, and the "
-        f"throughput {more / longer:.2f} times as high."
+        f"{model}: {more:.0f} times the batch made the step {took} times as long on {_processes(last)}, and the "
+        f"throughput {gained} times as high."
     )
     if last["processes"] > 1:
         note += (
@@ -357,7 +419,8 @@ def _of_straggler(model: str, rows: Sequence[Row]) -> list[str]:
     plain, late = rows
     longer = late["step_ms"] - plain["step_ms"]
     others = [after - before for before, after in zip(plain["rank_ms"][1:], late["rank_ms"][1:], strict=True)]
-    note = f"{model}: rank 0 alone slept {_STRAGGLER_MS:g} ms, and its step became {_ms(longer)} longer."
+    much = quoted(_ms(longer), _ms(_STRAGGLER_MS), not (plain["marked"] or late["marked"]))
+    note = f"{model}: rank 0 alone slept {_STRAGGLER_MS:g} ms, and its step became {much} longer."
     if others:
         note += (
             f" The other {len(others)} ranks did not sleep, and their steps became {_ms(min(others))} to "

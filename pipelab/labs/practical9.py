@@ -4,7 +4,7 @@ Examples:
     >>> rows = list(measurements(ranks=2, counts=(2, 4), emulate=(4, 8), steps=1))
     >>> [row["method"] for row in rows if row["microbatches"] == 4]
     ['A naive, whole batch', 'A naive, one by one', 'B GPipe', 'C single loop', 'true 1F1B']
-    >>> [row["predicted_ms"] for row in rows if row["microbatches"] == 4]
+    >>> [row["predicted_step_time_ms"] for row in rows if row["microbatches"] == 4]
     [24.0, 24.0, 15.0, 21.0, 15.0]
     >>> [row["peak_activations"] for row in rows if row["microbatches"] == 4]
     [(1, 1), (1, 1), (4, 4), (2, 2), (2, 1)]
@@ -16,7 +16,7 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.engine.stage.batch import row_counts
 from pipelab.errors import UsageError
+from pipelab.labs.believing import LEGEND, believable, quoted
 from pipelab.labs.running import Result, make_jobs, run_all
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import simulate
@@ -42,6 +43,10 @@ WHOLE, ONE_BY_ONE, GPIPE, LOOP, TRUE = METHODS = (
 """The methods: `Naive(ranks, 1)`, `Naive(ranks, M)`, `GPipe`, `DelayedBackward` and `OneFOneB`."""
 
 _KINDS: dict[str, type[Schedule]] = {ONE_BY_ONE: Naive, GPIPE: GPipe, LOOP: DelayedBackward, TRUE: OneFOneB}
+_ALSO_MARKED = (
+    "A's times are marked, and all predictions are made from them: run it again on a quiet machine, or with --emulate "
+    "20 40, whose predictions need no measurement."
+)
 _CLEARLY = 1.1
 """From this ratio on, two predicted times differ clearly."""
 
@@ -87,7 +92,7 @@ def measurements(
     stages = f"{depth} real layers of width {width}"
     if emulate is not None:
         stages = "emulated: {:g} ms forward and {:g} ms backward of each stage for the whole batch".format(*emulate)
-    setting = {"batch": batch, "stages": stages, "steps": steps}
+    setting = {"batch": batch, "stages": stages, "emulated": emulate is not None, "steps": steps}
     alone: dict[int, Cost] = {}
     for (method, count), job in zip(names, jobs, strict=True):
         (result,) = run_all([job], steps)
@@ -101,23 +106,34 @@ def measurements(
             yield {"method": method, "microbatches": shown, "ranks": ranks, **setting, **row}
 
 
-def _row(result: Result, predicted: Trace) -> dict[str, Any]:
-    measured = result.measured
-    (shares,) = compare(measured).rows
-    backwards = [event.start for event in measured.events if event.action.kind == "B"]
+def _row(result: Result, prediction: Trace) -> dict[str, Any]:
+    measured, predicted = _timed(result.measured), _timed(prediction)
+    marked = []
+    for name, value in measured.items():
+        one, other = (sum(each) if isinstance(each, tuple) else each for each in (value, predicted[name]))
+        marked += [] if believable(one, other, result.others) else [name]
     return {
-        "step_time_ms": measured.makespan,
-        "predicted_ms": predicted.makespan,
+        **measured,
+        **{f"predicted_{name}": value for name, value in predicted.items()},
+        "marked": tuple(marked),
+        "others": result.others,
         "loss": result.loss,
-        "utilisation": shares.busy_share,
-        "bubble": measured.bubble,
-        "predicted_bubble": predicted.bubble,
-        "first_backward_ms": min(backwards) - measured.start,
-        "peak_activations": measured.peak_activations,
-        "peak_share": max(shares.peak_share),
+        "peak_activations": result.measured.peak_activations,
+        "peak_share": max(compare(result.measured).rows[0].peak_share),
         "core_share": result.core_share,
         "gradients_exact": result.proof.exact,
         "whole_batch_difference": result.proof.whole_batch_difference,
+    }
+
+
+def _timed(trace: Trace) -> dict[str, Any]:
+    """Return the figures of a trace that depend on its times."""
+    backwards = [event.start for event in trace.events if event.action.kind == "B"]
+    return {
+        "step_time_ms": trace.makespan,
+        "utilisation": compare(trace).rows[0].busy_share,
+        "bubble": trace.bubble,
+        "first_backward_ms": min(backwards) - trace.start,
     }
 
 
@@ -132,7 +148,7 @@ def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
         Column("method"),
         Column("microbatches", "M"),
         Column("step_time_ms", "time of a step, ms", wording.number),
-        Column("predicted_ms", "predicted, ms", wording.number),
+        Column("predicted_step_time_ms", "predicted, ms", wording.number),
         Column("loss", show="{:.6f}".format),
         Column("utilisation", "utilisation of each rank", wording.percents),
         Column("bubble", show=wording.percent),
@@ -143,7 +159,10 @@ def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
     ]
     exact = all(row["gradients_exact"] for row in rows)
     off = max((row["whole_batch_difference"] or 0.0 for row in rows), default=0.0)
+    alone = [row for row in rows if row["method"] in (WHOLE, ONE_BY_ONE) and not row["emulated"]]
     notes = [
+        *([LEGEND] if any(row["marked"] for row in rows) else []),
+        *([_ALSO_MARKED] if any("step_time_ms" in row["marked"] for row in alone) else []),
         *remarks,
         "A naive, whole batch: the batch in one piece, measured once. Its 1 activation is of the whole batch; the "
         "other methods' activations are of one micro-batch each.",
@@ -162,31 +181,17 @@ def surprise(rows: Sequence[Row]) -> str:
     """Return a sentence if the measured order of two methods is the opposite of a clear prediction; "" if none is."""
     found = []
     for one, other in combinations(rows, 2):
-        slow, fast = sorted((one, other), key=lambda row: -row["predicted_ms"])
-        clear = slow["predicted_ms"] > _CLEARLY * fast["predicted_ms"]
+        slow, fast = sorted((one, other), key=lambda row: -row["predicted_step_time_ms"])
+        clear = slow["predicted_step_time_ms"] > _CLEARLY * fast["predicted_step_time_ms"]
         if one["microbatches"] == other["microbatches"] and clear and slow["step_time_ms"] < fast["step_time_ms"]:
             found.append((slow, fast))
     if not found:
-        return _longer_than_predicted(rows)
+        return ""
     slow, fast = found[-1]
     others = f" (and in {len(found) - 1} more pairs)" if len(found) > 1 else ""
     return (
         f"With {slow['microbatches']} micro-batches, {slow['method']} was measured faster than {fast['method']}, "
-        f"{_ms(slow)} against {_ms(fast)}: here, something other than the schedule decided{others}. Trust the "
-        "predictions; emulated devices and longer actions are disturbed less."
-    )
-
-
-def _longer_than_predicted(rows: Sequence[Row]) -> str:
-    """Say which step took longest compared with its prediction, if that is much longer."""
-    worst = max(rows, key=lambda row: row["step_time_ms"] / row["predicted_ms"])
-    times = worst["step_time_ms"] / worst["predicted_ms"]
-    if times < _CLEARLY:
-        return ""
-    return (
-        f"{worst['method']} with {worst['microbatches']} micro-batches took {times:.2f} times as long as predicted: "
-        "ranks that compute at the same time, or other programs, held it up. Run it again on a quiet machine, or with "
-        "--emulate 20 40."
+        f"{_ms(slow)} against {_ms(fast)}: here, something other than the schedule decided{others}."
     )
 
 
@@ -204,6 +209,8 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
     whole, naive, gpipe, loop, true = (at[method, many] for method in METHODS)
     lead = f"From {few} to {many} of them" if few < many else f"From the whole batch in one piece to {many} of them"
     start = {method: at[method, few] if few < many else whole for method in _KINDS}
+    parts_cost = not any(row["emulated"] or "step_time_ms" in row["marked"] for row in (start[ONE_BY_ONE], naive))
+    slower_than_whole = parts_cost and naive["step_time_ms"] > whole["step_time_ms"]
     slow_links = [
         simulate(kind(ranks, many), Cost(forward=1, backward=2, latency=0.5)).makespan for kind in (GPipe, OneFOneB)
     ]
@@ -214,17 +221,16 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [
         (
             "Do the devices work at the same time?",
-            f"With A, one by one, they do not: on average {_working(naive):.2f} of {ranks} ranks work, because each "
+            f"With A, one by one, they do not: on average {_working(naive)} of {ranks} ranks work, because each "
             "waits for the result of the one before it. With B, all forwards follow one another, and "
-            f"{_working(gpipe):.2f} ranks work at a time ({many} micro-batches).",
+            f"{_working(gpipe)} ranks work at a time, with {many} micro-batches.",
         ),
         (
             "Where is the idle time?",
             "With A, one by one, everywhere: a rank waits while any other works, "
-            f"{wording.percent(naive['bubble'])} of the step. With B, it is where the pipeline fills and drains: the "
-            "last rank waits at the start and at the end, rank 0 in the middle; "
-            f"{wording.percent(gpipe['bubble'])} of the step. With C, between all actions: "
-            f"{wording.percent(loop['bubble'])}.",
+            f"{_bubble(naive)} of the step. With B, it is where the pipeline fills and drains: the last rank waits at "
+            f"the start and at the end, rank 0 in the middle; {_bubble(gpipe)} of the step. With C, between all "
+            f"actions: {_bubble(loop)}.",
         ),
         (
             "Why are forward and backward separated?",
@@ -240,30 +246,27 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ),
         (
             "When does the first backward start?",
-            f"With B, after the last rank's last forward: {wording.number(gpipe['first_backward_ms'])} ms after the "
-            f"start. With true 1F1B, after its first: {wording.number(true['first_backward_ms'])} ms. "
-            "That does not make the step shorter than GPipe's, but activations are released earlier.",
+            f"With B, after the last rank's last forward: {_ms(gpipe, 'first_backward_ms')} after the start. With "
+            f"true 1F1B, after its first: {_ms(true, 'first_backward_ms')}. That does not make the step shorter than "
+            "GPipe's, but activations are released earlier.",
         ),
         (
             "Do more micro-batches always help?",
             f"No. {lead}, B's bubble shrinks, and its step goes from {_ms(start[GPIPE])} to "
-            f"{_ms(gpipe)}. The bubble of A, one by one, stays: {_ms(start[ONE_BY_ONE])}, then {_ms(naive)}; the "
-            "difference is what small micro-batches cost in addition. C, the single loop often taught as 1F1B, goes "
-            f"from {_ms(start[LOOP])} to {_ms(loop)}, "
-            f"{wording.percent(loop['predicted_ms'] / naive['predicted_ms'])} of A's predicted time: each rank begins "
-            "one forward before it waits for a backward; rank 0 would need one "
-            "for each rank.",
+            f"{_ms(gpipe)}. The bubble of A, one by one, stays: {_ms(start[ONE_BY_ONE])}, then {_ms(naive)}"
+            f"{'; the difference is what small micro-batches cost in addition' * parts_cost}. C, the single loop often "
+            f"taught as 1F1B, goes from {_ms(start[LOOP])} to {_ms(loop)}, "
+            f"{wording.percent(loop['predicted_step_time_ms'] / naive['predicted_step_time_ms'])} of A's predicted "
+            "time: each rank begins one forward before it waits for a backward; rank 0 would need one for each rank.",
         ),
         (
             "Which method gains most?",
             "B and true 1F1B: equally, if stages are equal and transfers free; the predictions show it. With "
-            f"{many} micro-batches, against the whole batch in one piece, the step was measured "
+            f"{many} micro-batches, against the whole batch in one piece, the step is "
             + ", ".join(
-                f"{whole['step_time_ms'] / row['step_time_ms']:.2f} times as fast with {row['method']} (predicted "
-                f"{whole['predicted_ms'] / row['predicted_ms']:.2f})"
-                for row in (gpipe, true, loop, naive)
+                f"{_faster(row, whole)} times as fast with {row['method']}" for row in (gpipe, true, loop, naive)
             )
-            + ". Below 1 it is slower: small micro-batches cost extra.",
+            + f".{' Below 1 it is slower: small micro-batches cost extra.' * slower_than_whole}",
         ),
         (
             "Which would you use at scale?",
@@ -277,17 +280,27 @@ def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
     ]
 
 
-def _working(row: Row) -> float:
+def _said(row: Row, name: str, show: Callable[[Any], str]) -> str:
+    return quoted(show(row[name]), show(row[f"predicted_{name}"]), name not in row["marked"])
+
+
+def _working(row: Row) -> str:
     """Return how many ranks work at a time, on average."""
-    return float(sum(row["utilisation"]))
+    return _said(row, "utilisation", lambda shares: f"{sum(shares):.2f}")
 
 
-def _ms(row: Row) -> str:
-    return f"{wording.number(row['step_time_ms'])} ms (predicted {wording.number(row['predicted_ms'])})"
+def _ms(row: Row, name: str = "step_time_ms") -> str:
+    return _said(row, name, lambda value: f"{wording.number(value)} ms")
 
 
 def _bubble(row: Row) -> str:
-    return f"{wording.percent(row['bubble'])} measured, {wording.percent(row['predicted_bubble'])} predicted"
+    return _said(row, "bubble", wording.percent)
+
+
+def _faster(row: Row, whole: Row) -> str:
+    """Return how many times as fast as the whole batch in one piece a step is."""
+    measured, predicted = (f"{whole[name] / row[name]:.2f}" for name in ("step_time_ms", "predicted_step_time_ms"))
+    return quoted(measured, predicted, not any("step_time_ms" in each["marked"] for each in (row, whole)))
 
 
 def _peaks(row: Row) -> str:

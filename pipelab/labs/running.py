@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pipelab.engine.emulation import EmulatedStage, emulated, instantly
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.verify.verify import Verification
 from pipelab.errors import SplitError
+from pipelab.labs.believing import Watch
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
@@ -54,6 +54,7 @@ class Result:
         loss: the batch's loss.
         proof: what `verify` found.
         core_share: for which fraction of their working time the ranks had a processor core; 1 on GPUs.
+        others: which share of the processor other programs used while the steps ran.
     """
 
     measured: Trace
@@ -62,6 +63,7 @@ class Result:
     loss: float
     proof: Verification
     core_share: float
+    others: float
 
 
 def core_share(processor_seconds: float, traces: Sequence[Trace]) -> float:
@@ -125,7 +127,7 @@ def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None
     """
     turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
     traces: list[list[Trace]] = [[] for _ in jobs]
-    losses, processor_seconds = [0.0 for _ in jobs], [0.0 for _ in jobs]
+    losses, watches = [0.0 for _ in jobs], [Watch() for _ in jobs]
     share = 1 / (len(jobs) * (turns + 1))  # and one turn to verify the gradients
     results: list[Result] = []
     with ExitStack() as stack:
@@ -136,19 +138,19 @@ def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None
             if turn == 0:
                 with instantly(job.model):
                     pipes[index].step(x, y)  # the first step warms up
-            began = time.process_time()
-            for _ in range(each):
-                step = pipes[index].step(x, y)
-                traces[index].append(step.trace)
-                losses[index] = step.loss.item()
-            processor_seconds[index] += time.process_time() - began
+            with watches[index]:
+                for _ in range(each):
+                    step = pipes[index].step(x, y)
+                    traces[index].append(step.trace)
+                    losses[index] = step.loss.item()
         for index, (job, pipe) in enumerate(zip(jobs, pipes, strict=True)):
             report(f"verifying {job.plan.name}", (turns * len(jobs) + index) * share)
             x, y = job.batch()
             with instantly(job.model):
                 proof = pipe.verify(x, y)
             measured = sorted(traces[index], key=lambda trace: trace.makespan)[len(traces[index]) // 2]
-            cores = 1.0 if has_gpu() else core_share(processor_seconds[index], traces[index])
+            cores = 1.0 if has_gpu() else core_share(watches[index].own, traces[index])
             cost = Cost.fit(traces[index])
-            results.append(Result(measured, cost, simulate(job.plan, cost), losses[index], proof, cores))
+            others = watches[index].others()
+            results.append(Result(measured, cost, simulate(job.plan, cost), losses[index], proof, cores, others))
     return results

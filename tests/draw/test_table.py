@@ -39,6 +39,13 @@ def test_a_csv_file_holds_all_values_in_full(tmp_path):
     assert rows[2]["step"] == rows[2]["peaks"] == ""
 
 
+def test_what_a_row_marks_ends_in_a_star_for_readers_and_is_named_in_a_csv_file(tmp_path):
+    table = pipelab.Table([ROWS[0] | {"marked": ("step", "bubble")}, ROWS[1]], COLUMNS)
+    assert [line.split()[2:] for line in str(table).splitlines()[1:]] == [["30*", "50.0", "%*"], ["25.5", "25.0", "%"]]
+    first, _ = csv.DictReader(table.save(tmp_path / "t.csv").read_text().splitlines())
+    assert (first["step"], first["marked"]) == ("30.0", "step bubble")
+
+
 def test_letters_with_a_meaning_are_escaped(tmp_path):
     assert r"c\|\<d>" in LONG.save(tmp_path / "t.md").read_text()
     tex = LONG.save(tmp_path / "t.tex").read_text()

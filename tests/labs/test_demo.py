@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from strategies import in_order
 from pipelab import schedules
 from pipelab.cli import showing
 from pipelab.labs import demo
+from pipelab.labs.believing import LEGEND
 from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
 
 SMALL = demo.Setting(ranks=2, microbatches=4, steps=3, rows=10, blocks=2, width=16, length=16)
@@ -68,6 +70,15 @@ def test_every_schedule_learns_exactly_what_plain_training_learns(name, plain):
     assert plain.losses[-1] < plain.losses[0]
 
 
+@pytest.mark.parametrize(("step_ms", "others", "marked"), [(50, 0.0, False), (80, 0.0, True), (50, 0.3, True)])
+def test_a_measured_time_off_its_prediction_or_of_a_busy_machine_is_marked(plain, step_ms, others, marked):
+    trained = demo.train_with("naive", SMALL, plain)
+    usual = replace(plain, step_ms=50, others=0.0)
+    table = showing._training_table(SMALL, usual, [replace(trained, step_ms=step_ms, others=others)])
+    took = list(table.columns[1].cells)
+    assert took == ["50", f"{step_ms}{'*' * marked}"]
+
+
 def test_training_on_other_data_is_not_called_the_same(plain):
     other = demo.Setting(**{**{name: getattr(SMALL, name) for name in SMALL.__slots__}, "seed": 1})
     assert not demo.train_with("gpipe", other, plain).same
@@ -85,6 +96,7 @@ def test_the_demo_prints_its_tables_and_leaves_pictures(tmp_path, monkeypatch, c
     assert text.count("exactly") >= 4
     assert "…" not in text  # no heading and no cell is cut
     assert "NO" not in text
+    assert " ".join(text.split()).count(LEGEND) == 2  # below each of the two tables
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["four-devices.html", "four-devices.svg", "training.html", "training.svg"]
     told = capsys.readouterr().out

@@ -16,6 +16,7 @@ import torch
 
 import pipelab
 from pipelab.labs import ddp, hw1
+from pipelab.labs.believing import LEGEND
 
 
 def row(processes, step_ms, **more):
@@ -31,6 +32,10 @@ SHOWN = {
     "memory_mb": 50,
     "delay_ms": 0,
     "data_parallel_devices": None,
+    "data_parallel": False,
+    "batch": 64,
+    "others": 0.0,
+    "usual_step_off_ms": 1.0,
     "alone_ms": 1,
     "width": 8,
     "depth": 2,
@@ -103,6 +108,7 @@ def computed(monkeypatch):
             "rank_ms": [step_ms for _ in each],
             "utilisation": [0.5 for _ in each],
             "memory_mb": [1 + rank for rank in each],
+            "others": 0.0,
         }
 
     monkeypatch.setattr(hw1, "run_job", found)
@@ -131,6 +137,49 @@ def test_a_fit_of_runs_that_differ_less_than_their_steps_is_doubted(stdev, belie
     rows = [row(1, 100, **SHOWN), row(2, 60, **SHOWN | {"stdev_ms": stdev})]
     fit, *_ = hw1.table(rows).notes
     assert ("do not trust the fit" in fit) != believed
+
+
+@pytest.mark.parametrize(
+    ("figures", "marked"), [({}, False), ({"usual_step_off_ms": 9.6}, True), ({"others": 0.2}, True)]
+)
+def test_a_time_is_marked_if_its_steps_differ_or_other_programs_ran(figures, marked):
+    rows = [row(1, 60, **SHOWN | figures), row(2, 40, **SHOWN)]
+    table = hw1.table(rows)
+    one, two = table.rows
+    assert ("step_ms" in one["marked"], "step_ms" in two["marked"]) == (marked, False)
+    assert ("speed_up" in two["marked"]) == marked  # it divides the time of one process
+    assert any("60*" in line for line in table.text(120).splitlines()) == marked
+    assert (LEGEND in table.notes) == marked
+
+
+def test_a_delayed_time_is_marked_if_it_is_off_what_the_delay_predicts(computed):
+    planned = hw1.runs(["16x2"], [1, 2], experiment="straggler")
+    plain, late = hw1.table(list(hw1.measurements(planned)), "straggler").rows
+    assert (plain["predicted_step_ms"], late["predicted_step_ms"]) == (None, 24)
+    assert "step_ms" not in late["marked"]
+    off = hw1.table([plain, late | {"step_ms": 30}], "straggler")
+    assert "step_ms" in off.rows[1]["marked"]
+    assert "predicted 20 ms (measured 26 ms*) longer" in " ".join(off.notes)
+
+
+def test_where_more_processes_are_not_faster_there_is_no_serial_fraction():
+    plain = [row(1, 10, **SHOWN), row(2, 20, **SHOWN)]
+    slow = [each | {"run": "m, DDP + 10 ms", "delay_ms": 10, "step_ms": each["step_ms"] + 10} for each in plain]
+    slow[1]["speed_up"], plain[1]["speed_up"] = 20 / 30, 10 / 20
+    notes = " ".join(hw1.table(plain + slow, "delay").notes)
+    assert "raises the serial fraction" not in notes
+    assert "serial fraction of" not in notes
+    assert "0.50 times as fast as one without it" in notes
+    assert "with it 0.67 (predicted 0.67) times" in notes
+
+
+def test_a_delay_raises_the_serial_fraction_where_more_processes_are_faster():
+    plain = [row(1, 100, **SHOWN), row(2, 60, **SHOWN)]
+    slow = [each | {"run": "m, DDP + 10 ms", "delay_ms": 10, "step_ms": each["step_ms"] + 10} for each in plain]
+    slow[1]["speed_up"] = 110 / 70
+    notes = " ".join(hw1.table(plain + slow, "delay").notes)
+    assert "raises the serial fraction from 20.0 % to (s T + d) / (T + d) = 27.3 %" in notes
+    assert "measured: 27.3 %" in notes
 
 
 def test_a_larger_batch_is_not_called_slower_than_a_smaller_one(computed):

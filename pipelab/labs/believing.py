@@ -1,0 +1,85 @@
+"""Whether a measured figure can be believed: it is near its prediction, and other programs left the processor alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+_OFF, _NOTICED = 0.15, 0.1
+"""Beyond which part of its prediction a figure is off, and beyond which share of the processor programs disturb it."""
+
+LEGEND = (
+    "*: more than 15 % off its prediction, or measured while other programs used over 10 % of the processor: not "
+    "reliable."
+)
+"""What the mark of a figure that is not believed means."""
+
+
+def believable(measured: float, predicted: float | None, others: float) -> bool:
+    """Return whether a measured figure can be believed.
+
+    Example:
+        >>> believable(110, 100, others=0.02), believable(120, 100, others=0.02), believable(110, 100, others=0.3)
+        (True, False, False)
+
+    Args:
+        measured: the figure.
+        predicted: what it should be; `None` if there is no prediction.
+        others: the share of the processor, all cores together, that other programs used meanwhile, from 0 to 1.
+    """
+    return others <= _NOTICED and (predicted is None or abs(measured - predicted) <= _OFF * abs(predicted))
+
+
+def quoted(measured: str, predicted: str | None, believed: bool) -> str:
+    """Return a measured figure with its prediction, which comes first if the measured one is not believed.
+
+    Example:
+        >>> quoted("110 ms", "100 ms", True), quoted("120 ms", "100 ms", False), quoted("120 ms", None, False)
+        ('110 ms (predicted 100 ms)', 'predicted 100 ms (measured 120 ms*)', '120 ms*')
+    """
+    shown = measured if believed else f"{measured}*"
+    if predicted is None:
+        return shown
+    return f"{shown} (predicted {predicted})" if believed else f"predicted {predicted} (measured {shown})"
+
+
+class Watch:
+    """Watch the processor while steps run: `with watch:` adds a span.
+
+    Attributes:
+        own: processor seconds of this process.
+    """
+
+    def __init__(self) -> None:
+        self.own = self._used = self._whole = 0.0
+
+    def __enter__(self) -> None:
+        self._before = _processor()
+
+    def __exit__(self, *_: object) -> None:
+        own, used, whole = (now - before for now, before in zip(_processor(), self._before, strict=True))
+        self.own, self._used, self._whole = self.own + own, self._used + used, self._whole + whole
+
+    def others(self, own: float | None = None) -> float:
+        """Return the share of the processor that other programs used, from 0 to 1; 0 on systems without `/proc/stat`.
+
+        Args:
+            own: processor seconds of all processes that were measured; by default, of this one alone.
+        """
+        used = self._used - (self.own if own is None else own) - (os.cpu_count() or 1) / _TICKS  # a tick may be cut
+        return max(0.0, used / self._whole) if self._whole else 0.0
+
+
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+"""The kernel's counts in a second."""
+
+
+def _processor() -> tuple[float, float, float]:
+    """Return processor seconds so far: this process's, all programs', and those that all cores had, idle or not."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    except OSError:  # another system
+        ticks = [0] * 8
+    idle, waiting = ticks[3:5]
+    return time.process_time(), (sum(ticks) - idle - waiting) / _TICKS, sum(ticks) / _TICKS

@@ -45,7 +45,7 @@ __all__ = [
 MOST_SLOTS = 1 << 22
 """How many stages times micro-batches a plan may have. One of this size is checked and simulated in about 4 GB."""
 
-NO_TORCH = """to run on tensors takes PyTorch, which is not installed
+NO_TORCH = """this needs PyTorch, which is not installed
   try: pip install "torch>=2.12\""""
 """What is said where PyTorch is missing: pipelab is installed without it."""
 

@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pipelab.catalogue import schedules
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import grouped, whole_numbers
 from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, show, wrote
 from pipelab.draw.table import Column, Table
 from pipelab.errors import PipelabError, UsageError
+from pipelab.labs import hybrid as hybrids
 from pipelab.labs.grading.tasks import HOMEWORK, HOMEWORK4, start_homework
-
-if TYPE_CHECKING:
-    from pipelab.labs.hybrid import Hybrid
+from pipelab.labs.report import claim as claims
+from pipelab.labs.report.claims import CLAIMS
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
 
@@ -196,22 +197,20 @@ def report(
     """
     require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
-    from pipelab.labs.report import claim as course
-    from pipelab.labs.report.claims import CLAIMS
-
-    say(course.SETTING)
+    say(claims.SETTING)
     for number, each in enumerate(CLAIMS, start=1):
-        say(f"\n{number}. {each.about}: the report says {each.says}: {course.verdict(each)}")
-        echo(course.text(each))
+        say(f"\n{number}. {each.about}: the report says {each.says}: {claims.verdict(each)}")
+        if each.readings:
+            echo(claims.text(each))
         if each.remark:
             say(each.remark)
-    say(f"\n{course.summary(CLAIMS)}")
+    say(f"\n{claims.summary(CLAIMS)}")
     if save:
-        claims = course.table(CLAIMS)
+        table = claims.table(CLAIMS)
         for path in save:
-            wrote(claims.save(path))
-    say(f"\nThe right figures, {course.READINGS[0]}, for more devices that do the same work:")
-    _figures(course.figures(), "units", save_figures, [course.READINGS[0].job()] if measure else [], steps)
+            wrote(table.save(path))
+    say(f"\nThe right figures, {claims.READINGS[0]}, for more devices that do the same work:")
+    _figures(claims.figures(), "units", save_figures, [claims.READINGS[0].job()] if measure else [], steps)
 
 
 @lab.command()
@@ -223,6 +222,7 @@ def hybrid(
     forward: Annotated[float, typer.Option("--forward", "-f", min=0, help="ms of a stage's forward")] = 50,
     backward: Annotated[float, typer.Option("--backward", "-b", min=0, help="ms of a stage's backward")] = 80,
     ring_step: Annotated[float, typer.Option(min=0, help="ms of one of the 2 (D - 1) steps of the all-reduce")] = 20,
+    schedule: Annotated[str, typer.Option(help="of each pipeline, with one stage on each rank")] = "1f1b",
     codecs: Annotated[str, typer.Option(help="how gradients travel: none fp16 bf16 int8 int8-ef")] = "none,fp16,int8",
     training_steps: Annotated[int, typer.Option(min=1, help="steps of SGD")] = 50,
     measure: Measure = False,
@@ -239,38 +239,36 @@ def hybrid(
     require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
     from pipelab.labs import compressed
-    from pipelab.labs import hybrid as course
 
-    job = course.Hybrid(
+    job = hybrids.Hybrid(
         stages=stages,
         replicas=replicas,
         microbatches=microbatches,
         forward=forward,
         backward=backward,
         ring_step=ring_step,
+        schedule=schedules[schedule],
     )
     say(f"{stages} stages x {replicas} replicas: device (s, d) runs stage s of replica d. {job.work}.\n")
-    echo(course.timeline(job))
+    echo(hybrids.timeline(job))
     names = codecs.split(",")
-    made = compressed.trainings(stages, replicas, microbatches, names, training_steps)
+    made = compressed.trainings(stages, replicas, microbatches, names, training_steps, job.schedule)
     rows, whole = finished(made, 1 + len(names), "training")
     _end(rows, whole, compressed.table, save)
     _figures(compressed.layouts(job), "bytes", save_figures, [job] if measure else [], steps)
 
 
 def _figures(
-    jobs: Sequence[Hybrid], memory_unit: str, save: list[Path] | None, run: Sequence[Hybrid], steps: int
+    jobs: Sequence[hybrids.Hybrid], memory_unit: str, save: list[Path] | None, run: Sequence[hybrids.Hybrid], steps: int
 ) -> None:
     """Show the figures of jobs, and run some of them for real."""
-    from pipelab.labs import hybrid as course
-
-    show(course.table(jobs, memory_unit), save)
+    show(hybrids.table(jobs, memory_unit), save)
     if not run:
         return
-    rows, whole = finished(course.measured(run, steps), 2 * len(run), "measuring")
+    rows, whole = finished(hybrids.measured(run, steps), 2 * len(run), "measuring")
     if rows:
         say(f"On emulated devices, median of {steps} mini-batches; the gradients match plain training:")
-    _end(rows, whole, course.measured_table, None)
+    _end(rows, whole, hybrids.measured_table, None)
 
 
 @lab.command()

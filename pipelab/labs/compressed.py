@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from pipelab.engine.collectives.codecs import codec_of
 from pipelab.engine.collectives.ring import RingResult, ring_all_reduce
 from pipelab.engine.pipeline import Pipeline
 from pipelab.labs.hybrid import Hybrid, same_work
-from pipelab.schedule import replicate
+from pipelab.schedule import Schedule, replicate
 
 NUMBERS = 120
 """Parameters of each stage, and so numbers of its gradient."""
@@ -63,6 +64,7 @@ def layouts(job: Hybrid) -> list[Hybrid]:
         job.forward * job.stages,
         job.backward * job.stages,
         ring_step=job.ring_step,
+        schedule=job.schedule,
         rows=_ROWS,
         weights=4 * NUMBERS * job.stages,
         activation=4 * kept * job.stages,
@@ -75,6 +77,7 @@ def trainings(
     microbatches: int = 6,
     codecs: Sequence[str] = ("none", "fp16", "int8"),
     steps: int = 50,
+    schedule: type[Schedule] = OneFOneB,
 ) -> Iterator[dict[str, Any]]:
     """Train from the same weights on the same batch with each codec; yield a row for each.
 
@@ -87,6 +90,7 @@ def trainings(
         microbatches: how many micro-batches each of them runs.
         codecs: how gradients travel around the ring, as for `pipelab.ring_all_reduce`.
         steps: how many steps of SGD.
+        schedule: the schedule of each pipeline.
 
     Raises:
         UsageError: if there is no such codec.
@@ -97,26 +101,27 @@ def trainings(
     x = torch.randn(replicas * microbatches * _ROWS, _WIDTH, generator=generator)
     y = x.roll(1, dims=1).abs()
     alone = model(stages)
-    before = _loss(alone, x, y)
     _descend([alone], lambda: mse(alone(x), y).backward(), steps)
-    hybrid = replicate(OneFOneB(stages, microbatches), replicas)
-    shared = model(stages)
+    pipeline = schedule(stages, microbatches)
+    hybrid = replicate(pipeline, replicas)
+    shared, falling = model(stages), list[float]()
     with Pipeline(shared, hybrid, mse, ["cpu"] * hybrid.ranks) as pipe:
-        _descend([shared], lambda: pipe.step(x, y), steps)
+        _descend([shared], lambda: falling.append(float(pipe.step(x, y).loss)), steps)
 
-    def results(copy: nn.Module) -> dict[str, Any]:
-        losses = {"first_loss": before, "last_loss": _loss(copy, x, y), "alone_loss": _loss(alone, x, y)}
-        return {**losses, "weights_off": _difference(copy, alone), "steps": steps, "replicas": replicas}
+    def results(copy: nn.Module, losses: list[float]) -> dict[str, Any]:
+        losses = [*losses, _loss(copy, x, y)]
+        ends = {"first_loss": losses[0], "last_loss": losses[-1], "alone_loss": _loss(alone, x, y), "losses": losses}
+        return {**ends, "weights_off": _difference(copy, alone), "steps": steps, "replicas": replicas, "stages": stages}
 
-    yield {"gradients": "R, one model", **results(shared)}
+    yield {"gradients": "R, one model", **results(shared, falling)}
     for codec in codecs:
-        copy, equal, rings = _around_a_ring(stages, replicas, microbatches, x, y, codec, steps)
+        copy, equal, rings, falling = _around_a_ring(pipeline, replicas, x, y, codec, steps)
         yield {
             "gradients": f"ring, {codec}",
             "payload_bytes": sum(each.payload_bytes for each in rings) / hybrid.ranks,
             "scale_bytes": sum(each.scale_bytes for each in rings) / hybrid.ranks,
             "replicas_equal": equal,
-            **results(copy),
+            **results(copy, falling),
         }
 
 
@@ -132,26 +137,30 @@ def _descend(copies: Sequence[nn.Module], backward: Callable[[], object], steps:
 
 
 def _around_a_ring(
-    stages: int, replicas: int, microbatches: int, x: torch.Tensor, y: torch.Tensor, codec: str, steps: int
-) -> tuple[nn.Sequential, bool, list[RingResult]]:
-    """Train copies; return the first, whether all were equal bit for bit after every step, and each stage's ring."""
-    copies = [model(stages) for _ in range(replicas)]
+    schedule: Schedule, replicas: int, x: torch.Tensor, y: torch.Tensor, codec: str, steps: int
+) -> tuple[nn.Sequential, bool, list[RingResult], list[float]]:
+    """Train copies; return the first, whether all were equal bit for bit after every step, rings and losses.
+
+    There is a ring for each stage, and for each step the loss of the whole batch before it.
+    """
+    copies = [model(schedule.ranks) for _ in range(replicas)]
     rings: dict[int, RingResult] = {}
     equal: list[bool] = []
+    losses: list[float] = []
 
     def gradients() -> None:
         equal.append(all(torch.equal(_vector(copies[0]), _vector(copy)) for copy in copies))
-        for pipe, rows, targets in zip(pipes, x.chunk(replicas), y.chunk(replicas), strict=True):
-            pipe.step(rows, targets)
-        for stage in range(stages):
+        shares = zip(pipes, x.chunk(replicas), y.chunk(replicas), strict=True)
+        losses.append(fmean(float(pipe.step(rows, targets).loss) for pipe, rows, targets in shares))
+        for stage in range(schedule.ranks):
             rings[stage] = _reduced([copy[stage] for copy in copies], codec, rings.get(stage))
 
     with ExitStack() as stack:
-        schedule, devices = OneFOneB(stages, microbatches), ["cpu"] * stages
+        devices = ["cpu"] * schedule.ranks
         pipes = [stack.enter_context(Pipeline(copy, schedule, mse, devices)) for copy in copies]
         _descend(copies, gradients, steps)
     equal.append(all(torch.equal(_vector(copies[0]), _vector(copy)) for copy in copies))
-    return copies[0], all(equal), list(rings.values())
+    return copies[0], all(equal), list(rings.values()), losses
 
 
 def _reduced(copies: Sequence[nn.Module], codec: str, before: RingResult | None) -> RingResult:
@@ -182,6 +191,20 @@ def _difference(ours: nn.Module, alone: nn.Module) -> float:
     return float((one - other).norm() / other.norm())
 
 
+def _fall(losses: Sequence[float]) -> str:
+    """Return the first loss, the last, and up to three between, equally far apart."""
+    most = min(4, len(losses) - 1)
+    return " ".join(f"{losses[place * (len(losses) - 1) // most]:.4f}" for place in range(most + 1))
+
+
+def _total(row: Mapping[str, Any]) -> str:
+    """Return the bytes of all devices in words, such as `int8 2,160 bytes, 2,448 with scales`."""
+    devices, scales = row["stages"] * row["replicas"], row["scale_bytes"]
+    payload = row["payload_bytes"] * devices
+    more = f", {wording.number(payload + scales * devices)} with scales" if scales else ""
+    return f"{row['gradients'].partition(', ')[2]} {wording.number(payload)} bytes{more}"
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of trainings, one row for each codec."""
     columns = [
@@ -189,8 +212,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("payload_bytes", "bytes sent by a device", wording.number),
         Column("scale_bytes", "of scales", wording.number),
         Column("replicas_equal", "replicas equal", lambda equal: "bit for bit" if equal else "no"),
-        Column("first_loss", "loss before", "{:.4f}".format),
-        Column("last_loss", "after", "{:.4f}".format),
+        Column("losses", "loss before SGD, on the way, after", _fall),
         Column("alone_loss", "one device", "{:.4f}".format),
         Column("weights_off", "weights off by", "{:.1e}".format),
     ]
@@ -202,7 +224,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"A device sends its stage's gradient of {NUMBERS} numbers, {4 * NUMBERS} bytes, in 2 (D - 1) = "
             f"{2 * (first['replicas'] - 1)} messages of 1 / {first['replicas']} each: 2 (D - 1) / D = {share:g} times "
             f"the gradient, {wording.number(share * 4 * NUMBERS)} bytes without a codec. int8 adds a scale to each.",
-            f"The losses are those of the whole batch, before and after {first['steps']} steps of SGD; one device "
-            "trains on the same batch. Replicas are compared after every step.",
+            f"All {first['stages'] * first['replicas']} devices together send: {'; '.join(map(_total, rows[1:]))}.",
+            f"The losses are those of the whole batch, from the first to after the last of {first['steps']} steps of "
+            "SGD; one device trains on the same batch. Replicas are compared after every step.",
         ]
     return Table(rows, columns, notes=notes)

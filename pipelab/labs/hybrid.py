@@ -22,19 +22,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelab.catalogue import Interleaved1F1B, OneFOneB
 from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
-from pipelab.engine.emulation import emulated
 from pipelab.errors import UsageError, require_size
-from pipelab.labs.running import Job, run_all
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from pipelab.labs.running import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,9 @@ class Hybrid:
 
     def job(self, *, alone: bool = False) -> Job:
         """Return what runs the work for real on emulated devices, or on one of them."""
+        from pipelab.engine.emulation import emulated
+        from pipelab.labs.running import Job
+
         plan = self.alone_plan if alone else self.plan
         reduce = self.cost.times(plan)["R"]
         model = emulated(self.stages, self.forward, self.backward, all_reduce_ms=reduce)
@@ -323,6 +327,8 @@ def measured(jobs: Sequence[Hybrid], steps: int = 3) -> Iterator[dict[str, Any]]
         jobs: the jobs.
         steps: how many mini-batches are measured, after one to warm up; the row has the one of median length.
     """
+    from pipelab.labs.running import run_all
+
     for job in jobs:
         for alone, predicted in ((False, job.trace), (True, job.alone)):
             (result,) = run_all([job.job(alone=alone)], steps)

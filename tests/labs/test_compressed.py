@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pipelab
 from pipelab.errors import UsageError
 from pipelab.labs import compressed
 from pipelab.labs.hybrid import Hybrid
@@ -37,6 +38,28 @@ def test_stages_times_replicas_learn_what_one_device_learns(rows):
         assert row["last_loss"] == pytest.approx(row["alone_loss"], rel=1e-3)
     assert max(row["weights_off"] for row in rows[:2]) < 1e-6
     assert rows[2]["weights_off"] < rows[3]["weights_off"] < 1e-2
+
+
+def test_the_loss_falls_from_step_to_step(rows):
+    for row in rows:
+        assert len(row["losses"]) == 20 + 1
+        assert row["losses"] == sorted(row["losses"], reverse=True)
+        assert (row["first_loss"], row["last_loss"]) == (row["losses"][0], row["losses"][-1])
+
+
+def test_the_table_has_the_bytes_of_all_devices_and_losses_on_the_way(rows):
+    table = compressed.table(rows)
+    assert "All 12 devices together send: none 8,640 bytes; fp16 4,320 bytes; int8 2,160 bytes, 2,448 with scales." in (
+        table.notes
+    )
+    losses = rows[0]["losses"]
+    assert " ".join(f"{losses[step]:.4f}" for step in (0, 5, 10, 15, 20)) in table.text(120)
+
+
+@pytest.mark.parametrize("kind", [pipelab.GPipe, pipelab.Naive])
+def test_any_schedule_with_one_stage_on_each_rank_trains_the_same(rows, kind):
+    (first,) = compressed.trainings(codecs=(), steps=20, schedule=kind)
+    assert first["last_loss"] == pytest.approx(rows[0]["last_loss"], rel=1e-6)
 
 
 def test_an_unknown_codec_is_refused_before_any_work(monkeypatch):
@@ -71,15 +94,23 @@ def test_the_command_shows_timeline_bytes_training_and_figures(pipelab_command, 
     code, output, error = pipelab_command(
         "lab", "hybrid", "-k", "2", "-d", "2", "-m", "2", "--codecs", "int8", "--training-steps", "3",
         "--measure", "--steps", "1", "-f", "5", "-b", "8", "--ring-step", "2", "-o", "t.csv",
-        "--save-figures", "f.html",
+        "--save-figures", "f.html", "--schedule", "gpipe",
     )  # fmt: skip
     assert code == 0, error
     assert "t =   0 ms: device (0, 0) does F0, (0, 1) F1" in output
+    assert "t =  10 ms: device (1, 0) does F2, (1, 1) F3" in output  # 1F1B has B0 there
     assert "Measured speed-up of 2 x 2" in output
     one_model, ring = csv.DictReader(Path("t.csv").read_text().splitlines())
     assert (one_model["gradients"], ring["gradients"]) == ("R, one model", "ring, int8")
     assert ring["replicas_equal"] == "True"
     assert "memory efficiency" in Path("f.html").read_text()
+
+
+def test_a_schedule_that_is_none_or_has_several_stages_on_a_rank_is_refused(pipelab_command):
+    for name, said in (("nope", "not a registered schedule"), ("looped-bfs", "one stage on each rank")):
+        code, _, error = pipelab_command("lab", "hybrid", "--schedule", name)
+        assert code == 1
+        assert said in error
 
 
 def test_an_unknown_codec_is_told_by_the_command(pipelab_command):

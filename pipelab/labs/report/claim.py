@@ -23,6 +23,9 @@ from pipelab.labs.hybrid import Hybrid, same_work
 FORWARD, BACKWARD, RING_STEP, ROWS, ACTIVATION = 50, 80, 20, 32, 10
 """Milliseconds of a micro-batch forward and backward, and of a ring's step; rows of a micro-batch; units of memory."""
 
+SYNCHRONISATION = 20
+"""Milliseconds that the report counts for synchronisation between stages, and leaves out of its total."""
+
 SETTING = (
     "The report's setting: 50 ms forward and 80 ms backward per micro-batch, 2 stages x 2 replicas, 8 micro-batches, "
     "an all-reduce of 2 (D - 1) steps of 20 ms for D replicas. Two things can be read in two ways each:\n"
@@ -50,17 +53,10 @@ class Reading:
     def job(self, stages: int = 2, replicas: int = 2, microbatches: int = 8, **more: Any) -> Hybrid:
         """Return the job that the report means, with other sizes if need be."""
         share = stages if self.split else 1
-        return Hybrid(
-            stages=stages,
-            replicas=replicas,
-            microbatches=microbatches // replicas if self.in_all else microbatches,
-            forward=FORWARD / share,
-            backward=BACKWARD / share,
-            ring_step=self.ring_step,
-            rows=ROWS,
-            activation=ACTIVATION,
-            **more,
-        )
+        each = microbatches // replicas if self.in_all else microbatches
+        times = {"forward": FORWARD / share, "backward": BACKWARD / share, "ring_step": self.ring_step}
+        given = times | {"rows": ROWS, "activation": ACTIVATION} | more
+        return Hybrid(stages=stages, replicas=replicas, microbatches=each, **given)
 
     def __str__(self) -> str:
         return self.name or f"{'split' if self.split else 'per stage'}, 8 {'in all' if self.in_all else 'per replica'}"
@@ -77,7 +73,7 @@ class Claim:
         about: what it says something about.
         says: what it says, in its own figures.
         reported: these figures; a range is a pair.
-        figure: computes a right one from a job.
+        figure: computes a right one from a job, or several.
         how: says in one line, with numbers, how it follows, for the last job.
         jobs: for each figure, what its job has in place of the setting's.
         readings: the readings under which the values differ.
@@ -85,12 +81,13 @@ class Claim:
         digits: how many decimals of the right value are shown.
         off: how much a right figure may be off, for it is rounded.
         remark: what a reader can learn from it.
+        undecided: whether what is known of the report does not say if it is right.
     """
 
     about: str
     says: str
     reported: tuple[float | tuple[float, float], ...]
-    figure: Callable[[Hybrid], float]
+    figure: Callable[[Hybrid], Any]
     how: Callable[[Hybrid], str]
     jobs: Sequence[Mapping[str, Any]] = ({},)
     readings: tuple[Reading, ...] = READINGS
@@ -98,10 +95,12 @@ class Claim:
     digits: int = 2
     off: float = 0.5
     remark: str = ""
+    undecided: bool = False
 
     def value(self, reading: Reading) -> list[float]:
         """Return the right figures in a reading."""
-        return [self.figure(reading.job(**sizes)) for sizes in self.jobs]
+        found = [self.figure(reading.job(**sizes)) for sizes in self.jobs]
+        return [*found[0]] if isinstance(found[0], tuple) else found
 
 
 _COLUMNS = (
@@ -122,13 +121,15 @@ def rows(claim: Claim) -> Iterator[dict[str, Any]]:
             "says": claim.says,
             "reading": str(reading),
             "value": " ".join([*(f"{round(value, claim.digits):g}" for value in values), claim.unit]).strip(),
-            "verdict": "right" if all(right) else some if any(right) else "wrong",
+            "verdict": "open" if claim.undecided else "right" if all(right) else some if any(right) else "wrong",
             "how": claim.how(reading.job(**claim.jobs[-1])),
         }
 
 
 def verdict(claim: Claim) -> str:
-    """Return whether a claim is right, wrong, or right under some of its readings."""
+    """Return whether a claim is right, wrong, or right under some of its readings; or that this cannot be decided."""
+    if claim.undecided:
+        return "cannot be decided here"
     right = [row["verdict"] == "right" for row in rows(claim)]
     if all(right):
         return "right"
@@ -155,14 +156,15 @@ def text(claim: Claim) -> str:
 def summary(claims: Sequence[Claim]) -> str:
     """Return how many claims are right, and what most of the wrong ones have in common."""
     verdicts = [verdict(each) for each in claims]
-    counts = {each: sum(found.startswith(each) for found in verdicts) for each in ("right", "right under", "wrong")}
+    words = ("right", "right under", "wrong", "cannot")
+    counts = {each: sum(found.startswith(each) for found in verdicts) for each in words}
     return (
         f"Of {len(verdicts)} claims, these are right: {counts['right'] - counts['right under']}; right under one "
-        f"reading: {counts['right under']}; wrong: {counts['wrong']}. The report's model of one pipeline and its ring "
-        "is sound: the total, the work of each device, warm-up, steady state, cooldown, the ring's steps and 1F1B's "
-        "memory all follow, each in a reading. Most of what is wrong has one cause: figures of different readings, so "
-        "of different work, stand side by side. Say once what a stage takes and how many micro-batches each replica "
-        "runs, and let the baseline do the same work."
+        f"reading: {counts['right under']}; wrong: {counts['wrong']}; open: {counts['cannot']}. The report's model of "
+        "one pipeline and its ring is sound: the total, the work of each device, warm-up, steady state, cooldown, the "
+        "ring's steps and 1F1B's memory all follow, each in a reading. Most of what is wrong has one cause: figures of "
+        "different readings, so of different work, stand side by side. Say once what a stage takes and how many "
+        "micro-batches each replica runs, and let the baseline do the same work."
     )
 
 

@@ -23,7 +23,13 @@ from pipelab.engine.model.split import Stages, split
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
 from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
-from pipelab.engine.stage.loss import Loss, require_even_targets, require_loss, warn_of_ignored
+from pipelab.engine.stage.loss import (
+    Loss,
+    require_even_targets,
+    require_loss,
+    warn_of_another_average,
+    warn_of_ignored,
+)
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.step import Step, StepState
 from pipelab.engine.threads import ThreadsEngine
@@ -151,6 +157,7 @@ class Pipeline:
             runner.names = self.stages.names[stage]
         self._one_at_a_time = threading.RLock()  # an RLock, as the thread that holds it gets an error, not a wait
         self._running = False
+        self._stepped = False
 
     def step(self, x: Any, y: Any, scaler: torch.amp.GradScaler | None = None) -> Step:
         """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
@@ -188,6 +195,9 @@ class Pipeline:
             scale = float(scaler.scale(one))
             state, loss = self.run(x, y, scale=scale)
             self.engine.share_overflow(own, scale)
+        if not self._stepped:
+            self._stepped = True
+            warn_of_another_average(loss, self.reduction, state.outputs)
         return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
 
     def run(self, x: Any, y: Any, only: int | None = None, scale: float = 1.0) -> tuple[StepState, Loss]:

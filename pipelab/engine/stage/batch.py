@@ -30,7 +30,10 @@ def rows_of(value: object, what: str) -> int:
         raise BatchError(f"{what} holds a tensor without dimensions: dimension 0 must be the rows of the batch")
     counts = sorted({tensor.shape[0] for tensor in tensors})
     if len(counts) > 1:
-        raise BatchError(f"the tensors in {what} have {' and '.join(map(str, counts))} rows: they must have the same")
+        raise BatchError(
+            f"the tensors in {what} have {' and '.join(map(str, counts))} rows: they must have the same\n"
+            f"  try: for sequences of unlike length, torch.nn.utils.rnn.pad_sequence({what}, batch_first=True)"
+        )
     return counts[0]
 
 

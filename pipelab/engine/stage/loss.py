@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipelab.engine.stage.batch import Reduction
+from pipelab.engine.stage.batch import Reduction, join
 from pipelab.engine.stage.pytree import described, tensors_of
 from pipelab.errors import LossError
 
@@ -49,12 +49,15 @@ class Loss:
             LossError: if the function does not return one real number that depends on the output.
         """
         try:
-            loss = self.function(output, self.targets[microbatch])
+            made: Any = self.function(output, self.targets[microbatch])
         except Exception as error:
             error.add_note(f"in the loss of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}")
             raise
-        if not isinstance(loss, torch.Tensor):
-            raise LossError(f"the loss function returned {type(loss).__name__}, not a tensor")
+        if not isinstance(made, torch.Tensor):
+            part = "['loss']" if isinstance(made, Mapping) else "[0]" if isinstance(made, (tuple, list)) else ""
+            hint = f"\n  try: loss_fn=lambda output, target: your_loss(output, target){part}" if part else ""
+            raise LossError(f"the loss function returned {type(made).__name__}, not a tensor{hint}")
+        loss = made
         if loss.numel() != 1:
             raise LossError(
                 f"the loss function returned a tensor of shape {tuple(loss.shape)}, not one number: "
@@ -176,6 +179,29 @@ def warn_of_ignored(
             "weighs micro-batches by rows, gives other gradients than the whole batch\n"
             f"  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of target[:, 1:] if your "
             "loss shifts them; or reduction=len, if it averages over rows",
+            stacklevel=4,
+        )
+
+
+def warn_of_another_average(loss: Loss, reduction: Reduction, outputs: Sequence[Any]) -> None:
+    """Warn if, with `reduction="mean"`, the loss of two micro-batches together is not the average of both."""
+    pair = [each for each in (0, 1) if each < len(outputs) and outputs[each] is not None and loss.weights[each]]
+    if len(pair) < 2 or reduction != "mean":
+        return
+    try:
+        with torch.no_grad():
+            both = loss.function(join(list(outputs[:2])), join(loss.targets[:2])).detach().reshape(())
+    except Exception:  # noqa: BLE001 - outputs that cannot be joined, as with a loss among them
+        return
+    some = loss.some(pair)
+    some.values = loss.values[:2]
+    total = some.total().to(both) / sum(some.weights)
+    if abs(both - total) > max(1e-3, 8 * torch.finfo(both.dtype).eps) * abs(both):  # a NaN is no reason
+        warnings.warn(
+            f"the losses of two micro-batches average to {total:.4g}, and loss_fn of both together is {both:.4g}: with "
+            "reduction='mean', gradients are not the whole batch's\n"
+            "  try: reduction='sum' for a loss that sums, a function from a target to its micro-batch's weight for one "
+            "that leaves targets out, or reduction=len to weigh by rows nevertheless",
             stacklevel=4,
         )
 

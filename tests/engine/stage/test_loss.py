@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import plain
 import pytest
 import torch
 from torch import nn
 
 from pipelab import OneFOneB, Pipeline
 from pipelab.errors import LossError, StageError
+
+mse = nn.functional.mse_loss
 
 CLASSES = 3
 WEIGHT = torch.tensor([1.0, 2.0, 4.0])
@@ -51,9 +54,9 @@ def test_a_loss_of_ones_own_that_may_leave_targets_out_is_warned_of():
 
     x, target = data(0, 1, 5)
     told = r"(?s)have 2, 3, 4 others: .*reduction=lambda"
-    with pipeline(own) as pipe, pytest.warns(UserWarning, match=told) as warned:
+    with pipeline(own) as pipe, pytest.warns(UserWarning, match=told) as warned, pytest.warns(match="average to"):
         pipe.step(x, target)
-    assert warned[0].filename == __file__
+    assert all(each.filename == __file__ for each in warned)
     assert_right(own, x, target, reduction=lambda target: (target != -100).sum())
     assert_right(own, *data(0, 4, 8))  # as many of each
     with pipeline(own, reduction=len) as pipe:  # it is meant
@@ -130,3 +133,53 @@ def test_a_class_that_is_not_there_is_told_by_the_loss_itself():
         pipe.step(x, target)
     with pipeline(nn.CrossEntropyLoss(weight=WEIGHT)) as pipe, pytest.raises(LossError, match="weight of its class"):
         pipe.step(x, target)
+
+
+def summed(output, target):
+    return ((output - target) ** 2).sum()
+
+
+def ignoring(output, target):
+    return nn.functional.cross_entropy(output, target, ignore_index=5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [(summed, torch.randn(8, 6)), (ignoring, torch.tensor([1, 5, 2, 3, 5, 5, 1, 0]))],
+    ids=["a sum", "ignored targets"],
+)
+def test_the_first_step_warns_if_a_loss_of_ones_own_does_not_average_over_rows(loss, target):
+    with Pipeline(plain.mlp(2), OneFOneB(2, 4), loss) as pipe:
+        with pytest.warns(UserWarning, match="two micro-batches average to .* together is"):
+            pipe.step(plain.batch(8)[0], target)
+        pipe.step(plain.batch(8)[0], target)  # once is enough
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [(lambda loss: {"loss": loss}, r"\['loss'\]"), (lambda loss: (loss, 1), r"\[0\]")],
+    ids=["dict", "tuple"],
+)
+def test_a_loss_with_extra_values_is_refused_with_the_line_to_write(answer, part):
+    pipe = Pipeline(plain.mlp(2), OneFOneB(2, 4), lambda output, target: answer(mse(output, target)))
+    with pipe, pytest.raises(StageError, match=rf"(?s)the loss function returned.*your_loss\(output, target\){part}"):
+        pipe.step(*plain.batch(8))
+
+
+def test_an_auxiliary_loss_travels_with_the_values_of_the_stages():
+    class Balanced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, given):
+            value, extra = given if isinstance(given, tuple) else (given, 0.0)
+            value = self.layer(value)
+            return value, extra + value.pow(2).mean()
+
+    def loss(output, target):
+        return mse(output[0], target) + 0.01 * output[1]
+
+    with Pipeline([Balanced(), Balanced()], OneFOneB(2, 4), loss) as pipe:
+        assert pipe.verify(*plain.batch(8)).exact
+        pipe.step(*plain.batch(8))

@@ -101,7 +101,7 @@ docs: .venv/docs.stamp ## serve the documentation; it follows your edits
 site: .venv/docs.stamp ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pictures: .venv/dev.stamp ## draw the README's picture anew
+pictures: .venv/dev.stamp ## draw the README's pictures anew
 	@$(BIN)/python docs/pictures.py
 
 dist: site .venv/dev.stamp ## build the wheel and the source archive into dist/, with the documentation in them

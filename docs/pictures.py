@@ -1,4 +1,4 @@
-"""Draw the picture of the README with the README's own lines, so that neither can be out of date: `make pictures`."""
+"""Draw the README's pictures, with its own lines, and the slides', so that none is out of date: `make pictures`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pipelab
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def examples() -> list[tuple[str, str | None]]:
-    """Return the README's Python blocks, each with what it prints: the text block that follows it, if there is one."""
-    parts = re.split(r"^```python\n", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+def examples(page: str = "README.md") -> list[tuple[str, str | None]]:
+    """Return a page's Python blocks, each with what it prints: the text block that follows it, if there is one."""
+    parts = re.split(r"^```python\n", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     found = []
     for part in parts:
         code, _, rest = part.partition("\n```")
@@ -29,6 +31,18 @@ def run(code: str, folder: Path, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
+def others(folder: Path) -> None:
+    """Draw the README's first picture and the slides': two schedules on one axis, and the naive one alone."""
+    naive, gpipe, delayed, alternate = (
+        pipelab.simulate(kind(ranks=4, microbatches=8))
+        for kind in (pipelab.Naive, pipelab.GPipe, pipelab.DelayedBackward, pipelab.OneFOneB)
+    )
+    naive.save(folder / "naive.svg")
+    pipelab.compare(gpipe, alternate, names=["GPipe", "1F1B"]).save(folder / "gpipe_and_1f1b.svg")
+    pipelab.compare(delayed, alternate, names=["Single loop", "1F1B"]).save(folder / "delayed_and_1f1b.svg")
+
+
 if __name__ == "__main__":
     first, _ = examples()[0]
     run(first, ROOT / "docs" / "images", {"__name__": "__main__"})
+    others(ROOT / "docs" / "images")

@@ -14,6 +14,7 @@ import yaml
 from mkdocs.config import load_config
 from mkdocs.structure.files import InclusionLevel, get_files, set_exclusions
 from mkdocs.structure.pages import Page
+from mkdocs.utils.yaml import yaml_load
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,7 +40,7 @@ def write(folder: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content)
 
-    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    settings = yaml_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     del settings["hooks"], settings["watch"], settings["exclude_docs"]
     settings["nav"] = config.nav
     (folder / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")

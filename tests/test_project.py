@@ -38,7 +38,7 @@ def requirements() -> list[Requirement]:
 
 def test_every_make_target_that_a_reader_is_told_of_exists() -> None:
     targets = set(re.findall(r"^(\w+):", read("Makefile"), flags=re.MULTILINE))
-    for page in ("README.md", "CONTRIBUTING.md", "docs/index.md", ".ci/run"):
+    for page in ("README.md", "CONTRIBUTING.md", "docs/index.md", ".ci/run", ".github/workflows/pages.yml"):
         told = set(re.findall(r"(?:^|[`:] ?|=\S+ )make (\w+)", read(page), flags=re.MULTILINE))
         assert told <= targets, page
     assert {"demo", "test"} <= set(re.findall(r"^make (\w+)", read("README.md"), flags=re.MULTILINE))
@@ -62,13 +62,15 @@ def test_every_page_of_the_navigation_exists() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks
-def test_the_readme_does_what_it_says(tmp_path: Path) -> None:
+def test_the_readme_and_home_do_what_they_say(tmp_path: Path) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for code, printed in PICTURES["examples"]():
-        output = PICTURES["run"](code, tmp_path, namespace)
-        assert printed is None or output.rstrip() == printed.rstrip()
+    for page in ("README.md", "docs/index.md"):  # Home goes on with the README's schedule
+        for code, printed in PICTURES["examples"](page):
+            output = PICTURES["run"](code, tmp_path, namespace)
+            assert printed is None or output.rstrip() == printed.rstrip()
+    PICTURES["others"](tmp_path)
     if metadata.version("matplotlib") != pins()["matplotlib"]:
-        pytest.skip("needs the pinned matplotlib, which drew the README's picture")
+        pytest.skip("needs the pinned matplotlib, which drew the README's pictures")
     for drawn in tmp_path.glob("*.svg"):
         assert drawn.read_text() == read(f"docs/images/{drawn.name}"), "out of date: make pictures"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -399,8 +400,17 @@ def test_live_pictures_share_their_script() -> None:
     assert whole == []
 
 
+def test_every_handout_prints_on_one_page(browser: Any, site: str) -> None:
+    visit = Visit(browser, site, 1280, 800)
+    handouts = sorted((SITE / "teach").glob("handout_*/"))
+    assert handouts
+    for handout, paper in product(handouts, ("A4", "Letter")):
+        visit.open(f"teach/{handout.name}/")
+        assert len(re.findall(rb"/Type /Page\b", visit.tab.pdf(format=paper))) == 1, handout.name
+
+
 @pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks
-@pytest.mark.parametrize("page", ["misconceptions.md", "how_to/from_a_script.md"])
+@pytest.mark.parametrize("page", ["misconceptions.md", "how_to/from_a_script.md", "teach/key.md", "teach/copying.md"])
 def test_the_code_of_a_page_runs_and_its_numbers_hold(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,10 +207,11 @@ def test_help_fits_eighty_columns_and_says_every_default(pipelab_command, monkey
         assert f"workers of the pipeline; by default {'2, with --emulate 4' if command == 'run' else 4}" in told
 
 
-DOCUMENTS = [Path(__file__).parents[2] / name for name in ("README.md", "docs/command.md")]
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / name for name in ("README.md", "docs/command.md")]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "docs/teach/slides.md"], ids=lambda path: path.name)
 def test_what_the_documents_show_is_what_the_command_prints(pipelab_command, folder, document):
     (mine,) = re.findall(r"In `my_file.py`.*?```python\n(.*?)```", DOCUMENTS[0].read_text(encoding="utf-8"), re.DOTALL)
     Path("my_file.py").write_text(mine)

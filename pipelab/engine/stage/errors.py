@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pipelab.engine.device.devices import RankDevice
 from pipelab.errors import PipelabError, StageError
@@ -57,20 +58,26 @@ def stage_error(
 def layer_of(error: BaseException, module: nn.Module, full: Mapping[str, str] | None = None) -> str:
     """Return the layer of a module that raised an error: `"2.1, Linear(…)"`; "" if it was the module itself.
 
-    A layer that is used several times has all its names; a layer that PyTorch's tracer made has its name alone.
+    A layer that is used several times has all its names; the layer of a traced stage has its name alone.
     `full` has the whole model's names for those of the module.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
-    running = [frame.f_locals.get("self") for frame in reversed(frames)]
+    frames = [each for each in traceback.walk_tb(error.__traceback__) if each[0].f_code.co_name == "forward"]
+    running = [frame.f_locals.get("self") for frame, _ in reversed(frames)]
     every = [(name, layer) for name, layer in module.named_modules(remove_duplicate=False) if name]
     layer = next((each for each in running if any(each is other for _, other in every)), None)
     if not isinstance(layer, nn.Module):
         return ""
-    local = (re.sub(r"^(traced|others\.[^.]*)\.", "", name) for name, other in every if other is layer)
-    found = dict.fromkeys((full or {}).get(name, name) for name in local)
+    if isinstance(layer, fx.GraphModule):  # one forward for all layers: each line begins with the operation's name
+        line = next(
+            linecache.getline(frame.f_code.co_filename, at)
+            for frame, at in frames
+            if frame.f_locals.get("self") is layer
+        )
+        operation = line.strip().partition(" ")[0]
+        stacks = [node.meta.get("nn_module_stack") for node in layer.graph.nodes if node.name == operation]
+        return [*stacks[0].values()][-1][0] if stacks and stacks[0] else ""
+    found = dict.fromkeys((full or {}).get(name, name) for name, other in every if other is layer)
     names = " or ".join(found)
-    if type(layer).__module__.startswith(("torch.export", "torch.fx")):
-        return names
     kind = type(layer).__name__
     if not any(layer.children()):
         with suppress(Exception):  # a student's extra_repr may raise, and must not hide the error

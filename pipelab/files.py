@@ -14,13 +14,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from pipelab.errors import FormatError
+from pipelab.errors import FormatError, UsageError
 
 _GZIP = b"\x1f\x8b"
 """How gzip files begin, and no text in UTF-8 does."""
 
 _MOST_BYTES = 1 << 30
 """The trace of the largest plan has about half as many."""
+
+
+def teacher(name: str) -> Path:
+    """Return a file of the folder `teacher`: solutions, keys, answers. Students' copies lack it.
+
+    It is beside the package in the repository and in the copy for teachers, and inside it in a teacher's wheel.
+
+    Raises:
+        UsageError: if it is not there.
+    """
+    package = Path(__file__).parent
+    for place in (package / "teacher" / name, package.parent / "teacher" / name):
+        if place.exists():
+            return place
+    raise UsageError("students' copies have no answers\n  try, as a teacher, in the repository: make teacher")
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:

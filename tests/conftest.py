@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, settings
 
 from pipelab.cli import app
 
+TEACHER = Path(__file__).resolve().parents[1] / "teacher"
+
 collect_ignore = ["scripts", "fuzz"]  # other processes run the first, test_fuzz.py the second
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,6 +68,7 @@ NEEDS = {
     "dot": (lambda: shutil.which("dot"), "Graphviz: sudo apt install graphviz"),
     "gpu": (_has_gpu, "a GPU that PyTorch can use"),
     "npm": (lambda: shutil.which("npm"), "npm: sudo apt install npm"),
+    "teacher": (TEACHER.is_dir, "the folder teacher, which students' copies lack"),
 }
 """By mark, whether the machine has what the test needs, and what brings it."""
 

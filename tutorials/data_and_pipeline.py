@@ -213,7 +213,7 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: what would you do with the second cluster if its nodes had 8 devices? The solution is in
-# `tutorials/solutions/data_and_pipeline.py`.
+# When you are done: what would you do with the second cluster if its nodes had 8 devices? Teachers have the solution,
+# `teacher/solutions/data_and_pipeline.py`.
 #
 # `pipelab lab hybrid` makes such tables for a machine of your own numbers, and measures them with emulated stages.

@@ -178,5 +178,5 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: is the best number of micro-batches on eight ranks larger or smaller than on four, and why? The
-# solution is in `tutorials/solutions/fill_and_drain.py`.
+# When you are done: is the best number of micro-batches on eight ranks larger or smaller than on four, and why?
+# Teachers have the solution, `teacher/solutions/fill_and_drain.py`.

@@ -300,4 +300,4 @@ print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
 # When you are done: does your plan equal that of `pipelab.OneFOneB`, for all sizes from 1 to 8? Then run the model
-# above with it. The solution is in `tutorials/solutions/first_schedule.py`.
+# above with it. Teachers have the solution, `teacher/solutions/first_schedule.py`.

@@ -242,6 +242,6 @@ print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
 # When you are done: what happens to the first par with the vocabulary of a newer model, 128,000 words? And what would
-# *you* do about it? The solution is in `tutorials/solutions/gpt2.py`.
+# *you* do about it? Teachers have the solution, `teacher/solutions/gpt2.py`.
 #
 # [Hugging Face models](../hugging_face.md) has the rest: autocast, other lengths, what cannot be traced.

@@ -237,4 +237,4 @@ print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
 # When you are done: how many different chunks does a rank send in the first phase, and which one does it never send
-# there? The solution is in `tutorials/solutions/gradients_around_a_ring.py`.
+# there? Teachers have the solution, `teacher/solutions/gradients_around_a_ring.py`.

@@ -216,7 +216,7 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: why is a group of five worse than one of four? The solution is in
-# `tutorials/solutions/interleaved.py`.
+# When you are done: why is a group of five worse than one of four? Teachers have the solution,
+# `teacher/solutions/interleaved.py`.
 #
 # On some machines, many transfers have a third price: they stand in one queue. [The wire](the_wire.md) is about that.

@@ -202,4 +202,4 @@ print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
 # When you are done: for a latency of 2 there is an order of the same kind with 69 units and 21 activations. Where can
-# one activation be saved? The solution is in `tutorials/solutions/latency.py`.
+# one activation be saved? Teachers have the solution, `teacher/solutions/latency.py`.

@@ -260,4 +260,4 @@ print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
 # When you are done: how far do you get with a cap of 2 on the *first* rank only, where the embedding needs memory, too?
-# (`memory_cap` may be a list.) The solution is in `tutorials/solutions/memory_wall.py`.
+# (`memory_cap` may be a list.) Teachers have the solution, `teacher/solutions/memory_wall.py`.

@@ -225,8 +225,8 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: try a lead that *grows* with the rank, and read what the check says. The solution is in
-# `tutorials/solutions/option_c.py`.
+# When you are done: try a lead that *grows* with the rank, and read what the check says. Teachers have the solution,
+# `teacher/solutions/option_c.py`.
 #
 # The practical's loop comes with pipelab as `pipelab.DelayedBackward`, and the true one as `pipelab.OneFOneB`, so
 # `pipelab compare delayed 1f1b` draws both. The same exercise on real devices, with its questions, is [Practical

@@ -240,4 +240,4 @@ print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
 # When you are done: run your plan for two ranks with `plain.py`, which then needs a 4 where it has an 8. Are the
-# gradients still right? The solution is in `tutorials/solutions/own_schedule_on_pytorch.py`.
+# gradients still right? Teachers have the solution, `teacher/solutions/own_schedule_on_pytorch.py`.

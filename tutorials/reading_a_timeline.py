@@ -188,5 +188,5 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: is the cut with the shortest step also the one in which the slowest rank has the least to do? The
-# solution is in `tutorials/solutions/reading_a_timeline.py`.
+# When you are done: is the cut with the shortest step also the one in which the slowest rank has the least to do?
+# Teachers have the solution, `teacher/solutions/reading_a_timeline.py`.

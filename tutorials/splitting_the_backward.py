@@ -245,5 +245,5 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: which rank spends all that it has on putting off, and why that one? The solution is in
-# `tutorials/solutions/splitting_the_backward.py`.
+# When you are done: which rank spends all that it has on putting off, and why that one? Teachers have the solution,
+# `teacher/solutions/splitting_the_backward.py`.

@@ -243,4 +243,4 @@ print("par!" if reaches_par(answer) else "not yet")
 # %% [markdown]
 # When you are done: the same idea is one function in Megatron-LM, which sends a forward's output and receives a
 # backward's gradient in one call. What does the call's name begin with, and why is there no such function for the
-# warm-up? The solution is in `tutorials/solutions/the_wire.py`.
+# warm-up? Teachers have the solution, `teacher/solutions/the_wire.py`.

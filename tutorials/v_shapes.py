@@ -265,5 +265,5 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: with equal times, does it matter which of the four legs are slow? The solution is in
-# `tutorials/solutions/v_shapes.py`.
+# When you are done: with equal times, does it matter which of the four legs are slow? Teachers have the solution,
+# `teacher/solutions/v_shapes.py`.

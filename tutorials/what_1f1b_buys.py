@@ -198,4 +198,4 @@ print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
 # When you are done: how many rows does GPipe hold if it runs the whole batch at once, and does it help to cut the batch
-# finer? The solution is in `tutorials/solutions/what_1f1b_buys.py`.
+# finer? Teachers have the solution, `teacher/solutions/what_1f1b_buys.py`.

@@ -135,6 +135,6 @@ def _sheet() -> str:
     lines = ["# Levels of `pipelab challenge`, with answers"]
     for number, each in enumerate(levels().values(), 1):
         lines += [f"\n## {number}. {each.title} (`{each.name}`)", each.story, f"{each.given}."]
-        lines += [f"Good: {each.good:g}. Par: {each.par:g}, proven. {each.teacher}", f"Source: {each.source}."]
+        lines += [f"Good: {each.good:g}. Par: {each.par:g}, proven. {each.note}", f"Source: {each.source}."]
         lines += [f"```text\n{each.solution}\n```"]
     return "\n\n".join(lines)

@@ -94,6 +94,7 @@ def test_a_random_game_never_gets_where_check_and_simulate_judge_otherwise(play,
         assert {str(event.action): event.start for event in found.trace.events} == pytest.approx(said)
 
 
+@pytest.mark.teacher
 @pytest.mark.parametrize("each", LEVELS, ids=lambda each: each.name)
 def test_par_can_be_reached_by_hand_with_what_is_forced(play, each):
     rows = [list(map(str, row)) for row in each.solution.rows]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelab import files
+from pipelab.challenges import levels as levels_module
 from pipelab.challenges.levels import levels
 
 
@@ -62,9 +64,22 @@ def test_one_broken_result_neither_stays_nor_takes_the_others_along(pipelab_comm
     assert json.loads(state.read_text()) == {"four": 33, "three": 39}
 
 
-def test_hints_come_one_by_one_and_the_sheet_has_all_answers(pipelab_command):
+def test_hints_come_one_by_one(pipelab_command):
     assert pipelab_command("challenge", "fill", "--hint", "2")[1].count("\n  hint ") == 2
+
+
+def test_without_the_teachers_folder_there_is_no_sheet(pipelab_command, monkeypatch, tmp_path):
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "pipelab" / "files.py"))
+    levels_module._answers.cache_clear()
+    code, output, error = pipelab_command("challenge", "--sheet")
+    assert (code, output) == (1, "")
+    assert "make teacher" in error
+
+
+@pytest.mark.teacher
+def test_the_sheet_has_all_answers(pipelab_command):
     sheet = pipelab_command("challenge", "--sheet")[1]
     for each in levels().values():
         assert each.title in sheet
         assert str(each.solution) in sheet
+        assert each.note in sheet

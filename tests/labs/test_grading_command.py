@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import csv
 import json
 import os
 import subprocess
 import sys
+import textwrap
 import tomllib
 import zipfile
 from types import ModuleType
 from typing import Any
 
+import jsonschema
 import pytest
 from homework import LAST, MOVE, ROOT, SOLUTION, changed, first
 
 import pipelab
 from pipelab.cli import grading
-from pipelab.errors import UsageError
+from pipelab.errors import NO_TORCH, UsageError
 from pipelab.labs.grading import report, runner, schedules
 from pipelab.labs.grading.runner import Limits, grade, submissions
 from pipelab.labs.grading.tasks import HOMEWORK4, Assignment, Grade, Mark
@@ -81,6 +84,15 @@ def test_what_cannot_be_graded_has_exit_code_2(arguments, pipelab_command, folde
     (folder / "notebook.ipynb").write_text("{}")
     code, out, err = pipelab_command("grade", *arguments)
     assert (code, out, "could not grade" in err) == (2, "", True)
+
+
+@pytest.mark.parametrize("target", ["a.py", "."])
+def test_without_pytorch_one_sentence_says_what_is_missing(target, folder):
+    (folder / "a.py").write_text(SOLUTION)
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = ['pipelab', 'grade', '{target}']\n"
+    code += "from pipelab.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"could not grade: {NO_TORCH}\n")
 
 
 def test_a_folder_has_a_line_for_each_a_summary_and_a_table(pipelab_command, folder):
@@ -318,31 +330,32 @@ GRADESCOPE = {
         }
     ],
 }
-CLASSROOM50 = {
-    "schema": {"classroom50/result/v1"},
-    "classroom": str,
-    "assignment": str,
-    "assignment_type": {"individual", "group"},
-    "owner": str,
-    "usernames": [str],
-    "submission": str,
-    "commit": str,
-    "release": str,
-    "review": str,
-    "datetime": str,
-    "graded_at": str,
-    "score": int,
-    "max-score": int,
-    "tests": [
-        {
-            "test-name": str,
-            "passed": bool,
-            "score": int,
-            "max-score": int,
-            "status": {"passed", "failed", "not reached"},
-        }
-    ],
+# The rules of foundation50/classroom50, schemas/result-v1.schema.json, in November 2026. No other key is allowed.
+WORD, TIME = {"type": "string", "minLength": 1}, {"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$"}
+POINTS = {"type": "integer", "minimum": 0}
+TEST = {"test-name": WORD, "passed": {"type": "boolean"}, "score": POINTS, "max-score": POINTS}
+NEEDED = {
+    "schema": {"const": "classroom50/result/v1"},
+    **dict.fromkeys(("classroom", "assignment", "owner", "commit", "release", "review"), WORD),
+    "assignment_type": {"enum": ["individual", "group"]},
+    "submission": {"type": "string", "pattern": "^submit/"},
+    "datetime": TIME,
+    "score": POINTS,
+    "max-score": POINTS,
+    "tests": {"type": "array", "items": {"type": "object", "required": [*TEST], "properties": TEST}},
 }
+CLASSROOM50 = {
+    "type": "object",
+    "required": [*NEEDED],
+    "properties": {**NEEDED, "graded_at": TIME, "submitted_by": {"type": "object", "required": ["username"]}},
+    "additionalProperties": False,
+}
+
+
+def fits_classroom50(value: Any) -> bool:
+    """Raise if a result does not fit Classroom 50's schema, or has more points than there are."""
+    jsonschema.validate(value, CLASSROOM50)
+    return all(each["score"] <= each["max-score"] for each in (value, *value["tests"]))
 
 
 def misfits(value: Any, schema: Any, place: str = "it") -> list[str]:
@@ -378,9 +391,20 @@ def test_both_formats_fit_their_schema(one):
     gradescope = json.loads(json.dumps(report.gradescope(one)))
     assert misfits(gradescope, GRADESCOPE) == []
     assert gradescope["score"] == sum(test["score"] for test in gradescope["tests"])
-    classroom = json.loads(json.dumps(report.classroom50(one)))
-    assert misfits(classroom, CLASSROOM50) == []
+    classroom = json.loads(json.dumps(report.classroom50(one, {})))
+    assert fits_classroom50(classroom)
     assert classroom["score"] == sum(test["score"] for test in classroom["tests"])
+
+
+def test_classroom50_shows_the_hints_and_the_reason_and_allows_no_other_key():
+    task = HOMEWORK4[0]
+    one = report.classroom50(Grade("a.py", [Mark(task, 0, "F0 F1", "F0", "half", task.hint)]), {})
+    assert task.hint in one["tests"][0]["output"]
+    assert GRADES[3].reason in report.classroom50(GRADES[3], {})["tests"][0]["output"]
+    with pytest.raises(jsonschema.ValidationError, match="usernames"):
+        fits_classroom50(one | {"usernames": ["ada"]})
+    with pytest.raises(jsonschema.ValidationError, match="submit/"):
+        fits_classroom50(one | {"submission": "a.py"})
 
 
 def test_hidden_sizes_are_shown_on_gradescope_only_once_published():
@@ -413,13 +437,25 @@ def test_classroom50_says_in_the_environment_what_is_graded(tmp_path, monkeypatc
         "RELEASE_URL": "https://example.org/releases/1",
     }
     found = report.classroom50(GRADES[0], environment)
-    assert misfits(found, CLASSROOM50) == []
+    assert fits_classroom50(found)
     assert (found["classroom"], found["assignment"], found["assignment_type"]) == ("cs50", "hw4", "group")
-    assert (found["owner"], found["usernames"]) == ("ada", ["ada"])
+    assert found["owner"] == "ada"
     assert (found["submission"], found["commit"]) == ("submit/1", "https://example.org/commit/1")
     assert (found["review"], found["release"]) == (found["commit"], "https://example.org/releases/1")
     assert found["datetime"] == "2026-06-01T14:32:01Z"  # of the commit; grading again does not change it
     assert found["graded_at"] > found["datetime"]
+
+
+def test_the_step_for_github_classroom_makes_what_its_reporter_reads(folder):
+    grade = report.as_json(Grade("a.py", [Mark(task, 0, hint=task.hint) for task in HOMEWORK4]))
+    (folder / "grade.json").write_text(json.dumps(grade))
+    page = (ROOT / "docs" / "grading.md").read_text(encoding="utf-8")
+    script = textwrap.dedent(page.partition("<<'END' >> \"$GITHUB_OUTPUT\"\n")[2].partition("          END\n")[0])
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    result = json.loads(base64.b64decode(said.removeprefix("result=")))
+    assert (result["status"], result["max_score"], len(result["tests"])) == ("fail", 100, len(HOMEWORK4))
+    assert {(each["status"], each["score"]) for each in result["tests"]} == {("fail", 0)}
+    assert result["tests"][0]["message"] == HOMEWORK4[0].hint
 
 
 def test_the_command_writes_both_formats_and_nothing_else(pipelab_command, folder):
@@ -427,7 +463,7 @@ def test_the_command_writes_both_formats_and_nothing_else(pipelab_command, folde
     code, _, _ = pipelab_command("grade", "a.py", "--gradescope", "out", "--classroom50", "result.json")
     assert code == 0  # Classroom 50 takes anything else for a failure of the grader
     assert misfits(json.loads((folder / "out" / "results.json").read_text()), GRADESCOPE) == []
-    assert misfits(json.loads((folder / "result.json").read_text()), CLASSROOM50) == []
+    assert fits_classroom50(json.loads((folder / "result.json").read_text()))
     assert [path.name for path in (folder / "out").iterdir()] == ["results.json"]
     assert pipelab_command("grade", "nowhere.py", "--classroom50", "result.json")[0] == 2
 

@@ -22,7 +22,7 @@ from threading import Timer
 from typing import Any
 
 import pipelab
-from pipelab.errors import PipelabError, UsageError
+from pipelab.errors import NO_TORCH, PipelabError, UsageError
 from pipelab.labs.grading.tasks import HOMEWORK, Assignment, Grade, Mark, Task
 
 _MOST_BYTES = 64 << 20
@@ -189,10 +189,13 @@ def sandbox() -> list[str]:
 
     In it there are Python, what it needs, and an empty folder for temporary files. There is no network, no other
     process, and no right that would lift a limit.
+
+    Raises:
+        UsageError: without PyTorch, which runs the submissions.
     """
     program, torch = shutil.which("bwrap"), importlib.util.find_spec("torch")
-    assert torch is not None
-    assert torch.origin is not None
+    if torch is None or torch.origin is None:
+        raise UsageError(NO_TORCH)
     needed = [
         "/usr",
         "/bin",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import re
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress

@@ -27,5 +27,5 @@ for scaled in (True, False):
         schedule.step(x) if rank == 0 else schedule.step(target=y)
 
     found = diagnose(step, model, x, y, loss_fn, microbatches=4, trained=[mine])
-    say(code=found.code, factor=found.factor, parameters=list(found.parameters))
+    say(code=found.code, factor=found.factor, right=[each.right for each in found.parameters.values()])
 dist.destroy_process_group()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,6 +68,20 @@ _AT_ONCE = 1 << 20
 _CHANGED = "The step changes the weights: micro-batches after that have other gradients."
 
 
+class Compared(NamedTuple):
+    """How the gradient of one parameter compares with plain training's.
+
+    Attributes:
+        right: whether they differ by rounding only.
+        factor: what it is multiplied by: 1 if it is right, `None` if it is no multiple of plain training's.
+        off: by which share of what is added up they differ (2-norm).
+    """
+
+    right: bool
+    factor: float | None
+    off: float
+
+
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """What is wrong with a training step's gradients, if anything is.
@@ -78,7 +92,7 @@ class Diagnosis:
             divided by at each addition. `None` if it is not one number.
         microbatches: which micro-batches the code is about: the only ones that counted, those that counted more than
             once, those that cannot be told apart, those with another sign; empty if it is about all.
-        parameters: which parameters it is about; empty if it is about all.
+        parameters: for each parameter, by name, whether its gradient is right, and its own factor.
         counts: how often each micro-batch is in the gradients, 1 being right; NaN for one that adds nothing in plain
             training either. Empty if there is nothing to count.
         residual: the largest share of a parameter's gradient that the counts do not explain (2-norm, relative to what
@@ -95,9 +109,14 @@ class Diagnosis:
     sentence: str
     factor: float | None = None
     microbatches: tuple[int, ...] = ()
-    parameters: tuple[str, ...] = ()
+    parameters: dict[str, Compared] = field(default_factory=dict)
     counts: tuple[float, ...] = ()
     residual: float = 0.0
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """The parameters whose gradients are wrong."""
+        return tuple(name for name, each in self.parameters.items() if not each.right)
 
     def __str__(self) -> str:
         return self.sentence
@@ -258,15 +277,15 @@ class _Case:
         wrong = [name for name, each in rest.items() if each > self.tolerance] or miscounted
         silent = [name for name in wrong if not self.tables[name][-1, -1]]
         if silent and not any(table[-1, -1] for table in self.tables.values()):
-            return self._result(Finding("no-gradients", "The step left no gradients."))
+            return self._result(Finding("no-gradients", "The step left no gradients."), wrong=silent)
         loud = [name for name in wrong if name not in silent]
-        found, silent = self._explained(loud, silent) if loud else (self._right(doubt), silent)
+        found, silent = self._explained(loud, silent) if loud else (self._right(doubt, silent), silent)
         if not silent:
             return found
         missing = f"The step left no gradient in {listed(silent)}, where plain training leaves one."
         first = self._result(Finding("missing-gradients", missing)).sentence
         others = f"Of the others: {found}" if loud else "The others are right."
-        return replace(found, code="missing-gradients", sentence=f"{first}\n{others}", parameters=tuple(silent))
+        return replace(found, code="missing-gradients", sentence=f"{first}\n{others}")
 
     @property
     def most(self) -> float:
@@ -290,13 +309,13 @@ class _Case:
         explains = 2 * _left(table, counts) < _left(table, self._ones)
         return names if far and explains else [], far or bool(unclear)
 
-    def _right(self, doubt: bool) -> Diagnosis:
+    def _right(self, doubt: bool, silent: list[str]) -> Diagnosis:
         many = f"{len(self._ones)} micro-batch{'es' * (len(self._ones) > 1)}"
         words = f"All {len(self.tables)} gradients match plain training with the same {many} within {self.most:.1e}"
         words += f", in {', '.join(self.coarse)}." if self.coarse else "."
         if doubt and self.most > _TOLERANCE:
             words += "\nSuch rounding may hide a micro-batch: look again in float32, with fresh weights."
-        return self._result(Finding("right", words, 1.0), self._ones, self.most)
+        return self._result(Finding("right", words, 1.0), self._ones, self.most, silent)
 
     def _fit(self, names: list[str]) -> tuple[torch.Tensor, float, list[int]]:
         """Return each micro-batch's count, by how much counts may be off, and for which that is too much.
@@ -326,16 +345,13 @@ class _Case:
         if left[worst] > self.tolerance:
             share = f"{left[worst]:.1%} of the gradient of {worst}"
             found = Finding("unexplained", f"{share} comes from no micro-batch.")
-            return self._result(found, counts, left[worst]), silent
+            return self._result(found, counts, left[worst], [*names, *silent]), silent
         found = self._unclear(names, unclear) if unclear else named(counts, slack, self.sizes)
-        others = [name for name in self.tables if name not in names and name not in silent]
-        about: list[str] = []
-        if any(left[name] > self.tolerance for name in others):
-            about = names
-            found = found._replace(words=f"{found.words}\nThis is so in {listed(names)}; other gradients are right.")
+        others = [name for name, table in self.tables.items() if name not in silent and table.any()]
+        about = names if any(left[name] > self.tolerance for name in others) else others
         counts[unclear] = math.nan
         still = [name for name in silent if left[name] > self.tolerance]
-        return replace(self._result(found, counts, left[worst]), parameters=tuple(about)), still
+        return self._result(found, counts, left[worst], [*about, *still]), still
 
     def _unclear(self, names: list[str], unclear: list[int]) -> Finding:
         """Say that micro-batches cannot be told apart, and of what the gradients are a multiple, if they are."""
@@ -350,20 +366,46 @@ class _Case:
     def _table(self, names: list[str]) -> torch.Tensor:
         return torch.stack([self.tables[name] for name in names]).sum(0)
 
-    def _rest(self, counts: torch.Tensor) -> dict[str, float]:
+    def _rest(self, counts: torch.Tensor | dict[str, torch.Tensor]) -> dict[str, float]:
         """Return what these counts do not explain of each parameter's gradient, relative to what is added up."""
-        norms = {name: _norms(table, counts) for name, table in self.tables.items()}
-        added = {name: max(float(each[:-1].sum()), float(each[-1])) for name, each in norms.items()}
-        return relative({name: _left(table, counts) for name, table in self.tables.items()}, added)
+        each = counts if isinstance(counts, dict) else dict.fromkeys(self.tables, counts)
+        norms = {name: _norms(table, each[name]) for name, table in self.tables.items()}
+        added = {name: max(float(one[:-1].sum()), float(one[-1])) for name, one in norms.items()}
+        return relative({name: _left(table, each[name]) for name, table in self.tables.items()}, added)
 
-    def _result(self, found: Finding, counts: torch.Tensor | None = None, residual: float = 0.0) -> Diagnosis:
-        """Return a diagnosis: the finding, what else is known, and what to try."""
+    def _compared(self, wrong: set[str]) -> dict[str, Compared]:
+        """Compare each parameter's gradient with plain training's, if these are wrong and the others right."""
+        sums = {name: table[:, :-1].sum(1) for name, table in self.tables.items()}
+        multiples = {name: float((each[-1] / each[:-1].sum()).nan_to_num(0.0, 0.0)) for name, each in sums.items()}
+        off, rest = self._rest(self._ones), self._rest({name: each * self._ones for name, each in multiples.items()})
+        factors = {name: each if rest[name] <= self.tolerance else None for name, each in multiples.items()}
+        factors |= {name: 1.0 for name in factors if name not in wrong}
+        return {name: Compared(name not in wrong, each, off[name]) for name, each in factors.items()}
+
+    def _result(
+        self,
+        found: Finding,
+        counts: torch.Tensor | None = None,
+        residual: float = 0.0,
+        wrong: Sequence[str] = (),
+    ) -> Diagnosis:
+        """Return a diagnosis: the finding, which parameters are wrong, what else is known, and what to try."""
         hint = HINTS.get(found.code, "").format(microbatches=len(self._ones), replicas=self.sizes.replicas)
         lost = found.code in ("unexplained", "no-gradients")
         remarks = [_CHANGED] * (lost and self.changed) + self.remarks * (lost or found.code == "right")
-        sentence = "\n".join([found.words, *remarks, *([f"  try: {hint}"] if hint else [])])
+        parameters = self._compared({*wrong}) if found.code not in ("not-finite", "rounding") else {}
+        sentence = "\n".join([found.words, *_grouped(parameters), *remarks, *([f"  try: {hint}"] if hint else [])])
         numbers = () if counts is None else tuple(round(each, 6) for each in counts.tolist())
-        return Diagnosis(found.code, sentence, found.factor, found.microbatches, (), numbers, residual)
+        return Diagnosis(found.code, sentence, found.factor, found.microbatches, parameters, numbers, residual)
+
+
+def _grouped(parameters: dict[str, Compared]) -> list[str]:
+    """Return which parameters are right, and which are wrong by which factor; nothing if all are alike."""
+    groups: dict[str, list[str]] = {}
+    for name, each in parameters.items():
+        times = "no multiple" if each.factor is None else f"{each.factor:.4g} times"
+        groups.setdefault("right" if each.right else f"wrong, {times}", []).append(name)
+    return [f"  {what}: {listed(names)}" for what, names in groups.items()] if len(groups) > 1 else []
 
 
 def _norms(table: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:

@@ -152,7 +152,8 @@ class Run:
         }
         found = self.diagnosis
         multiple = found.code == "weighed-by-rows" and abs((found.factor or 0.0) - 1) > TOLERANCE
-        return "" if self.changed or multiple or found.parameters else kinds.get(found.code, "")
+        some = any(each.right for each in found.parameters.values()) and bool(found.wrong)
+        return "" if self.changed or multiple or some else kinds.get(found.code, "")
 
 
 @cache

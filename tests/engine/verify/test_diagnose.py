@@ -133,7 +133,8 @@ FIELD = [
 @pytest.mark.parametrize("bug", FIELD, ids=[bug.__name__ for bug in FIELD])
 def test_each_bug_reported_in_the_field_is_named(bug, one_process):
     found, code, factor, microbatches = bug()
-    assert (found.code, found.microbatches, found.parameters) == (code, microbatches, ())
+    assert (found.code, found.microbatches) == (code, microbatches)
+    assert set(found.wrong) == set(found.parameters)
     assert found.factor == pytest.approx(factor, rel=1e-4)
     assert found.residual < 1e-5
     assert "try: " in str(found)
@@ -230,7 +231,7 @@ def test_a_stage_without_gradients_is_named_and_the_others_are_explained():
 
     first = [name for name, _ in model.named_parameters() if name < "2"]
     found = diagnose(detached, model, x, y, mse, microbatches=5)
-    assert (found.code, found.factor, list(found.parameters)) == ("missing-gradients", 1, first)
+    assert (found.code, found.factor, list(found.wrong)) == ("missing-gradients", 1, first)
     assert "others are right" in str(found)
 
     def detached_and_summed(x, y):
@@ -238,7 +239,9 @@ def test_a_stage_without_gradients_is_named_and_the_others_are_explained():
             detached(rows, targets)
 
     found = diagnose(detached_and_summed, model, x, y, mse, microbatches=5)
-    assert (found.code, found.factor, list(found.parameters)) == ("missing-gradients", 5, first)
+    assert (found.code, found.factor, found.wrong) == ("missing-gradients", 5, tuple(found.parameters))
+    factors = {name: each.factor for name, each in found.parameters.items()}
+    assert factors == pytest.approx({name: 0 if name in first else 5 for name in found.parameters})
     assert "number of micro-batches" in str(found)
     assert diagnose(lambda x, y: None, model, x, y, mse, microbatches=5).code == "no-gradients"
 
@@ -254,7 +257,47 @@ def test_a_mistake_in_one_stage_only_names_its_parameters(factor, code):
 
     found = diagnose(looped(model, [1] * 5, after), model, x, y, mse, microbatches=5)
     assert (found.code, found.factor) == (code, factor)
-    assert found.parameters == tuple(name for name, _ in late)
+    assert found.wrong == tuple(name for name, _ in late)
+
+
+def after_a_loop(model, change):
+    """Return a right loop of five micro-batches, after which the gradients are changed."""
+    return looped(model, [1] * 5, lambda: change(dict(model.named_parameters())))
+
+
+def test_each_parameter_is_listed_with_its_own_factor():
+    model, (x, y) = plain.mlp(6), plain.batch(20)
+
+    def scaled(weights):
+        weights["0.weight"].grad *= 0.5
+        weights["2.weight"].grad *= 3
+        weights["2.bias"].grad.zero_()
+        weights["4.bias"].grad += torch.arange(6.0)
+
+    found = diagnose(after_a_loop(model, scaled), model, x, y, mse, microbatches=5)
+    assert found.wrong == ("0.weight", "2.weight", "2.bias", "4.bias")
+    factors = {name: each.factor for name, each in found.parameters.items()}
+    of_all = {"0.weight": 0.5, "0.bias": 1, "2.weight": 3, "2.bias": 0, "4.weight": 1, "4.bias": None}
+    assert {name for name, each in factors.items() if each is None} == {"4.bias"}
+    assert all(factors[name] == pytest.approx(each, rel=1e-5) for name, each in of_all.items() if each is not None)
+    assert found.parameters["0.weight"].off == pytest.approx(0.5 * shared(model, x, y, "0.weight"), rel=1e-3)
+    assert found.parameters["4.weight"].off < 1e-6
+    lines = str(found).splitlines()
+    assert "  right: 0.bias, 4.weight" in lines
+    assert "  wrong, 3 times: 2.weight" in lines
+    assert "  wrong, no multiple: 4.bias" in lines
+    model.append(nn.Linear(6, 6))
+    model.forward = lambda x: model[:5](x)  # the last layer is not used
+    found = diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5)
+    assert {*found.parameters} - {*found.wrong} == {"6.weight", "6.bias"}
+    right = diagnose(looped(model, [1] * 5), model, x, y, mse, microbatches=5)
+    assert (right.wrong, {each.factor for each in right.parameters.values()}) == ((), {1})
+
+
+def shared(model, x, y, name):
+    """Return how large a parameter's gradient is, relative to the sum of what five micro-batches add to it."""
+    alone = [each[name] for each in plain.each_alone(model, mse, x, y, 5)]
+    return float(sum(alone).norm() / sum(each.norm() for each in alone))
 
 
 def test_microbatches_that_cannot_be_told_apart_are_named_and_nothing_else():
@@ -465,10 +508,10 @@ def test_a_process_diagnoses_the_stages_that_it_trains():
             mse(copied(rows), targets).backward()
 
     found = diagnose(step, model, x, y, mse, microbatches=5, trained=[copied])
-    assert (found.code, found.parameters) == ("times-microbatches", ())
+    assert (found.code, len(found.wrong)) == ("times-microbatches", 4)
     assert all(each.grad is None for each in copied.parameters())
     part = diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5, trained=[model[2:]])
-    assert (part.code, part.parameters) == ("times-microbatches", ())  # names are the model's
+    assert (part.code, part.wrong) == ("times-microbatches", ("2.weight", "2.bias"))  # names are the model's
     with torch.no_grad():
         copied[2].weight += 1
     with pytest.raises(UsageError, match=r"2\.weight in trained has other weights"):
@@ -482,7 +525,7 @@ def test_processes_of_pytorchs_own_schedule_diagnose_their_stages():
     for each in processes.run_in(2, "diagnosed.py"):
         assert each.code == 0, processes.shown([each])
         assert [(fact["code"], fact["factor"]) for fact in each.facts] == [("right", 1), ("times-microbatches", 4)]
-        assert not any(fact["parameters"] for fact in each.facts)
+        assert [fact["right"] for fact in each.facts] == [[True] * 2, [False] * 2]  # a weight and a bias
 
 
 def test_what_cannot_be_compared_is_refused():

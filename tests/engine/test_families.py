@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ from pipelab.errors import SplitError
 
 transformers = pytest.importorskip("transformers")
 
+ROOT = Path(__file__).parents[2]
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -20,7 +25,10 @@ SIZES = {
 DECODER = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 T5 = {"vocab_size": 128, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
+GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "use_cache": False}
+NO_DROPOUT_HERE = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 FAMILIES = {
+    "GPT2LMHeadModel": ("GPT2Config", {**GPT2, **NO_DROPOUT_HERE}),
     "LlamaForCausalLM": ("LlamaConfig", DECODER),
     "MixtralForCausalLM": ("MixtralConfig", {**DECODER, "num_local_experts": 4}),
     "Qwen2ForCausalLM": ("Qwen2Config", DECODER),
@@ -79,6 +87,24 @@ def test_three_steps_are_those_of_plain_training(name, stages):
                 each.step()
                 each.zero_grad()
     assert distance(ours.parameters(), theirs.parameters()) < 1e-5
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_written_by_hand_learn_as_the_model_does(name, stages):
+    ours, theirs, (x, y) = made(name), made(name), batch(name)
+    page, code = ROOT / "docs" / "how_to" / "stages_by_hand.md", dict[str, Any]()
+    exec("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)), code)  # noqa: S102
+
+    def scores_loss(scores, targets):
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    with pipelab.Pipeline(code["stages_of"](ours, stages), pipelab.OneFOneB(stages, 4), scores_loss) as pipe:
+        found = pipe.step(x, y).loss
+    expected = loss(theirs(**x), y)
+    expected.backward()
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert distance(*([each.grad for each in model.parameters()] for model in (ours, theirs))) < 1e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any
 
@@ -229,7 +229,7 @@ class TracedStages:
                 name, rows = type(self._model).__name__, rows_of(example, "example")
                 raise SplitError(
                     f"PyTorch's tracer cannot trace {name} with {rows} rows: {type(error).__name__}: "
-                    f"{str(error).strip().splitlines()[0]}\n  try: a list of stage modules"
+                    f"{str(error).strip().splitlines()[0]}\n{self._by_hand()}"
                 ) from error
         own = set(map(id, self._model.parameters()))
         for stage, (part, _) in enumerate(parts):
@@ -259,6 +259,37 @@ class TracedStages:
             for hook in hooks:
                 hook.remove()
         return [median(each) for each in zip(*measured[1:], strict=True)]
+
+    def _by_hand(self) -> str:
+        """Return the lines that make the stages of a chain of layers without a tracer; or where it is no chain."""
+        calls = list[tuple[tuple[Any, ...], Any]]()
+        hooks = [
+            layer.register_forward_hook(
+                lambda _, args, kwargs, made: calls.append(((*args, *kwargs.values()), made)), with_kwargs=True
+            )
+            for _, layer in self.units
+        ]
+        try:
+            output = self._run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        names = [name for name, _ in self.units]
+        for index, ((_, made), (given, _)) in enumerate(pairwise(calls)):
+            if given[0] is not made or any(each is not None for each in given[1:]):
+                more = "more than that" if given[0] is made else "another value"
+                return f"  {names[index + 1]} takes {more}, not only what {names[index]} returns\n{_RECIPES}"
+        if len(calls[0][0]) != 1 or calls[-1][1] is not output:
+            return f"  the model computes something before {names[0]} or after {names[-1]}\n{_RECIPES}"
+        cuts = [0, *map(names.index, self._names), len(names)]
+        stages = (", ".join(f"layer({name!r})" for name in names[start:end]) for start, end in pairwise(cuts))
+        return "\n".join(
+            [
+                "  try: its layers, which run one after another, as stages:",
+                "      layer = model.get_submodule",
+                *(f"      stage{index} = nn.Sequential({each})" for index, each in enumerate(stages)),
+            ]
+        )
 
     def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
         """Return the layers that one forward runs once, in order; refuse what the tracer would lose."""
@@ -364,6 +395,7 @@ class TracedStages:
             return output
 
 
+_RECIPES = "  try: a list of stage modules, as 'Stages by hand' in the documentation has them for six families"
 _TRACED_RESULTS = (torch.Tensor, int, float, bool, str, type(None))
 
 

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Reading a measured timeline
 #
-# Your pipeline runs. Its gradients are right, and a step takes a third longer than the formula says. All ranks but one
-# wait half of the time. Somebody proposes a better schedule, somebody else a faster network.
+# Your pipeline runs. Its gradients are right, and a step takes a third longer than the simulation says. All ranks but
+# one wait half of the time. One colleague proposes a better schedule, another one a faster network.
 #
 # On this page you find out who is right, in three moves: ask where the time went, ask what it would be without one
 # cause, and compare with a prediction. At the end you do the same with a job that has never heard of pipelab.
 #
-# It takes 15 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. The page is a Python
+# It takes 15 minutes, and you need [Your first schedule](first_schedule.md) before it. The page is a Python
 # file, `tutorials/reading_a_timeline.py`: run it as a script, or cell by cell as a notebook.
 #
 # ## A job to look at
@@ -31,7 +31,8 @@ with pipelab.Pipeline(stages, pipelab.OneFOneB(4, 8), torch.nn.functional.mse_lo
 measured
 
 # %% [markdown]
-# By the formula it should take (8 + 3) × 30 = 330 ms.
+# With 1 and 2 units, [Your first schedule](first_schedule.md) simulated this order: 33 units. Here a unit is 10 ms, so
+# it should take 330 ms.
 #
 # ## Predict: who is it?
 #
@@ -47,10 +48,11 @@ idle = [sum(measured.ledger[rank].values()) for rank in range(4)]
 assert idle.index(min(idle)) == SLOW
 
 # %% [markdown] tags=["answer"]
-# The ledger splits each rank's time into work and waiting, by reason. Rank 2 is the one that hardly waits. **A rank
-# that waits is a victim; look for the one that does not.** The idle ranks wait for `dependency`: what they need has not
-# been computed yet. Were the network the cause, they would wait for `transfer`. Were the schedule the cause, they would
-# wait with all that they need there, for `order`.
+# The **ledger** splits each rank's time into work and waiting, by reason. Rank 2 is the one that hardly waits. **A rank
+# that waits is a victim; look for the one that does not.** Before its first action a rank waits for `fill`, and after
+# its last one for `drain`. In between, the idle ranks wait for `dependency`: what they need has not been computed yet.
+# If the network were the cause, they would wait for `transfer`. If the schedule were the cause, all that they need
+# would be there, and they would wait for `order`.
 
 # %% [markdown]
 # ## Why does this rank wait, now?
@@ -68,7 +70,7 @@ print(measured.why(rank=0, at=middle - 1))
 #
 # ## Predict: what would it save?
 #
-# Suppose that the slow stage were as quick as the others. How long would the step take?
+# Suppose the slow stage were as quick as the others. How long would the step take?
 
 # %%
 my_second_prediction = None  # ms
@@ -82,7 +84,7 @@ assert delays.index(max(delays)) == SLOW
 assert pipelab.what_if(measured, SLOW).trace.makespan < measured.makespan
 
 # %% [markdown] tags=["answer"]
-# Nearly the 330 ms of the formula: then no other cause is left that is worth a search. Without the delay of any *other*
+# Nearly 330 ms: then no other cause is left that is worth a search. Without the delay of any *other*
 # rank, the step would take as long as now.
 #
 # The slow rank has 8 × 18 = 144 ms more to do than the others. Nearly all of it makes the step longer; the rest falls
@@ -118,10 +120,10 @@ assert bound > 8 * 48  # what the slow stage has to do
 # No order can: the slow stage alone has 8 × 48 = 384 ms to do. So neither the schedule nor the network is to blame. The
 # *cut* is, or the device.
 #
-# ## A job of somebody else
+# ## Another team's job
 #
 # The files in `tutorials/somebodys_job` are from a job that uses PyTorch's own pipelining and knows nothing of pipelab:
-# two processes, interleaved 1F1B, profiled with `torch.profiler`. Nobody told you what is wrong with it.
+# two processes with two stages each, profiled with `torch.profiler`. You do not know what is wrong with it.
 
 # %%
 folder = Path(globals().get("__file__", ".")).parent / "somebodys_job"
@@ -138,8 +140,8 @@ assert pipelab.what_if(job, 0).delay == 0
 # %% [markdown]
 # Rank 0 works for a third of the time, and rank 1 nearly always: rank 0 [waits 15 ms](#s=0:idle.0.22.07198) for the
 # first gradient alone. If rank 1 were as quick as rank 0, the step would take
-# 70 ms instead of 172. That is what one looks for first in one's own profiles: a device that is throttled or shared, or
-# a stage that got more than its share. [Read a trace of somebody else's job](../profiles.md) says how to profile yours.
+# 70 ms instead of 172. Look for this first in your own profiles: a device that is throttled or shared, or a stage that
+# got more than its share. [Read a trace of another job](../profiles.md) says how to profile yours.
 
 # %%
 assert (round(job.makespan), round(pipelab.what_if(job, 1).trace.makespan)) == (172, 70)

@@ -14,10 +14,12 @@ from torch import nn
 
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.model.split import Stages
+from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.step import StepState
+from pipelab.errors import BatchError, LossError
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
 
@@ -55,6 +57,26 @@ class Engine(ABC):
     runners: Runners
     intra_op_threads: int
     transport: Transport = "buffered"
+
+    def agree(
+        self,
+        call: str,  # noqa: ARG002 - one process needs to compare nothing
+        parts: Sequence[Part],  # noqa: ARG002
+        caller: CallerContext,  # noqa: ARG002
+        error: BatchError | LossError | None,
+    ) -> None:
+        """Compare a call with those of other processes, and complete the parts of the batch that are not here.
+
+        Raises:
+            BatchError: if the processes make other calls, or have other batches.
+            LossError: with `BatchError`, what is wrong with the batch of any process: all processes raise it.
+        """
+        if error is not None:
+            raise error
+
+    def share_batch(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Return inputs and targets, from other processes where this one was given none."""
+        return x, y
 
     @abstractmethod
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:

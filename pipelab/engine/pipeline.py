@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +20,7 @@ from pipelab.engine.engine import Settings, Start
 from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
-from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage.batch import Part, Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import (
     Loss,
@@ -35,7 +34,7 @@ from pipelab.engine.step import Step, StepState
 from pipelab.engine.threads import ThreadsEngine
 from pipelab.engine.torchrun.start import start
 from pipelab.engine.verify.verify import Verification, verify
-from pipelab.errors import BatchError, UsageError, require_size
+from pipelab.errors import BatchError, LossError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
@@ -159,12 +158,14 @@ class Pipeline:
         self._running = False
         self._stepped = False
 
-    def step(self, x: Any, y: Any, scaler: torch.amp.GradScaler | None = None) -> Step:
+    def step(self, x: Any = None, y: Any = None, scaler: torch.amp.GradScaler | None = None) -> Step:
         """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
 
         Args:
-            x: the batch, `[rows, ...]`: a tensor, or a tuple or dict of tensors, as the first stage takes it.
-            y: the targets, `[rows, ...]`, as `loss_fn` takes them.
+            x: the batch, `[rows, ...]`: a tensor, or a tuple or dict of tensors, as the first stage takes it. A process
+                that does not hold the first stage (`is_first`) needs none.
+            y: the targets, `[rows, ...]`, as `loss_fn` takes them. A process that does not hold the last stage
+                (`is_last`) needs none.
             scaler: in place of `scaler.scale(loss).backward()`: gradients are multiplied by its scale, the loss is not.
                 `scaler.unscale_`, `step` and `update` follow as usual. If gradients overflow in one process, the
                 scalers of all skip the step.
@@ -173,7 +174,7 @@ class Pipeline:
             The loss of the whole batch, its outputs, and the trace.
 
         Raises:
-            BatchError: if the batch cannot be cut into the plan's micro-batches.
+            BatchError: if the batch cannot be cut into the plan's micro-batches, or a process lacks its part.
             LossError: if a cross entropy ignores targets, or weighs classes, and `reduction` does not say so.
             StageError: if a stage or the loss raised, with rank, stage and action. In threads the pipeline can be used
                 again; with several processes it has ended.
@@ -202,49 +203,69 @@ class Pipeline:
 
     def run(self, x: Any, y: Any, only: int | None = None, scale: float = 1.0) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other micro-batch's loss counts."""
-        self.stages.require_same_parts()
-        rows = rows_of(x, "x")
-        if rows_of(y, "y") != rows:
-            raise BatchError(f"x has {rows} rows and y has {rows_of(y, 'y')}: every row of x needs a target")
-        counts = row_counts(rows, self.plan.microbatches)
-        self.stages.require_no_lost_hooks()
-        inputs = split_batch(x, counts)
-        modules = self.stages.ready(inputs, counts)
-        targets = split_batch(y, counts)
-        weights = weights_of(self.reduction, counts, targets)
-        if only is not None:
-            weights = [weight if m == only else 0.0 for m, weight in enumerate(weights)]
-        warn_of_ignored(self.loss_fn, self.reduction, targets, counts)
-        even = partial(require_even_targets, self.loss_fn, self.reduction, targets, counts)
-        loss = Loss(self.loss_fn, targets, weights, even, scale)
-        with self._alone(modules, learning=True):
-            return self.engine.run(inputs, loss, self.caller(), watch_nan=self.watch_nan), loss
+        (inputs, targets), error = self._cut({"x": x, "y": y}, only)
+        with self._alone("step(x, y)", [inputs, targets], error) as caller:
+            loss = Loss(self.loss_fn, targets.pieces, targets.weights, scale)
+            return self.engine.run(inputs.pieces, loss, caller, watch_nan=self.watch_nan), loss
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any = None) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
 
         The modules' training mode is yours: call `pipe.eval()` before and `pipe.train()` after.
 
         Args:
-            x: the batch, `[rows, ...]`.
+            x: the batch, `[rows, ...]`, as in `step`.
 
         Raises:
-            BatchError: if the batch cannot be cut into the plan's micro-batches.
-            SplitError: as in `step`.
+            BatchError: as in `step`.
+            SplitError: likewise.
             StageError: if a stage raised.
         """
-        self.stages.require_same_parts()
-        counts = row_counts(rows_of(x, "x"), self.plan.microbatches)
-        self.stages.require_no_lost_hooks()
-        inputs = split_batch(x, counts)
-        modules = self.stages.ready(inputs, counts)
-        with self._alone(modules, learning=False):
-            state = self.engine.run(inputs, None, self.caller())
+        (inputs,), error = self._cut({"x": x})
+        with self._alone("forward(x)", [inputs], error) as caller:
+            state = self.engine.run(inputs.pieces, None, caller)
         return join(state.outputs)
 
+    def _cut(
+        self, batch: Mapping[str, Any], only: int | None = None
+    ) -> tuple[list[Part], BatchError | LossError | None]:
+        """Cut what this process was given of a batch into micro-batches; return what is wrong with it, too."""
+        self.stages.require_same_parts()
+        self.stages.require_no_lost_hooks()
+        parts = [Part(name, value is not None) for name, value in batch.items()]
+        for part, needed, stage in zip(parts, (self.is_first, self.is_last), ("first", "last"), strict=False):
+            if needed and not part.here:
+                return parts, BatchError(
+                    f"{part.name} is missing in this process, which holds the {stage} stage\n"
+                    f"  try: pipe.step(x, y); a process may leave {part.name} out where pipe.is_{stage} is False"
+                )
+        try:
+            for part in parts:
+                if part.here:
+                    value = batch[part.name]
+                    part.pieces = split_batch(value, row_counts(rows_of(value, part.name), self.plan.microbatches))
+            _require_same_rows([part for part in parts if part.here])
+            if len(parts) > 1 and parts[1].here:
+                self._weigh(parts[1], only)
+        except (BatchError, LossError) as error:
+            return parts, error
+        return parts, None
+
+    def _weigh(self, targets: Part, only: int | None) -> None:
+        """Set the weights of the micro-batches' losses; with `only`, of all others to zero."""
+        of_loss = (self.loss_fn, self.reduction, targets.pieces, targets.counts)
+        targets.weights = weights_of(self.reduction, targets.counts, targets.pieces)
+        if only is not None:
+            targets.weights = [weight if m == only else 0.0 for m, weight in enumerate(targets.weights)]
+        warn_of_ignored(*of_loss)
+        require_even_targets(*of_loss)
+
     @contextmanager
-    def _alone(self, modules: Sequence[nn.Module], *, learning: bool) -> Iterator[None]:
-        """Return a context in which no other thread runs micro-batches, nor a signal handler of this one."""
+    def _alone(self, call: str, parts: Sequence[Part], error: BatchError | LossError | None) -> Iterator[CallerContext]:
+        """Return a context in which no other thread runs micro-batches, nor a signal handler of this one.
+
+        All processes have agreed on the call and the batch, and the stages are ready for it.
+        """
         with self._one_at_a_time:
             if self._running:
                 raise UsageError(
@@ -253,15 +274,20 @@ class Pipeline:
                 )
             try:
                 self._running = True
-                with self.engine.runners.running(modules, learning=learning):
-                    yield
+                caller = self.caller()
+                self.engine.agree(call, parts, caller, error)
+                _require_same_rows(parts)
+                modules = self.stages.ready(parts[0].pieces, parts[0].counts)
+                with self.engine.runners.running(modules, learning=len(parts) > 1):
+                    yield caller
             finally:
                 self._running = False
 
-    def verify(self, x: Any, y: Any) -> Verification:
+    def verify(self, x: Any = None, y: Any = None) -> Verification:
         """Check that the pipeline's gradients equal those of the plain model; return by how much they differ.
 
-        Gradients, buffers, random state and the batch are restored afterwards.
+        Gradients, buffers, random state and the batch are restored afterwards. Every process runs the whole batch: one
+        that was given no `x` or no `y` gets it from another.
 
         Raises:
             VerificationError: naming the parameter and the micro-batch that differ first.
@@ -314,6 +340,16 @@ class Pipeline:
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
         return step_memory(self, x, y, optimizer)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process holds the first stage, which reads `x`; with `engine="threads"` it does."""
+        return 0 in self.engine.local_stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process holds the last stage, whose loss reads `y`; with `engine="threads"` it does."""
+        return self.plan.stages - 1 in self.engine.local_stages
 
     @property
     def devices(self) -> Sequence[RankDevice]:
@@ -426,3 +462,9 @@ class Pipeline:
     def caller(self) -> CallerContext:
         """Return the caller's autocast and hooks on saved tensors, which the workers apply too."""
         return CallerContext.capture(each.device.type for each in self.devices)
+
+
+def _require_same_rows(parts: Sequence[Part]) -> None:
+    rows = [sum(part.counts) for part in parts]
+    if len(set(rows)) > 1:
+        raise BatchError(f"x has {rows[0]} rows and y has {rows[1]}: every row of x needs a target")

@@ -102,7 +102,6 @@ class ThreadsEngine(Engine):
         """Run all micro-batches; return the step, its values complete.
 
         Raises:
-            LossError: if the loss does not average as it is said to.
             StageError: if a stage or the loss raised; the original error is the cause.
             StepTimeoutError: if nothing moved for `timeout` seconds.
             UsageError: if the engine was closed.
@@ -111,7 +110,6 @@ class ThreadsEngine(Engine):
         if not self._closer.alive:
             raise UsageError("this pipeline is closed: make a new one, or use it inside its with block")
         if loss is not None:
-            loss.require()
             self._generators.begin()
         step = ThreadsStep(inputs, loss, watch_nan, caller)
         step.begin(self._forward_rows if loss is None else self._rows, self.streams)

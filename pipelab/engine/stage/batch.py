@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,31 @@ from pipelab.plan.fault import shorten
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | torch.Tensor]
 """How a loss averages over its rows, which determines the weight of each micro-batch's loss."""
+
+
+@dataclass(slots=True)
+class Part:
+    """The inputs of a call, or its targets, in micro-batches.
+
+    Attributes:
+        name: `"x"` or `"y"`.
+        here: whether this process was given them.
+        pieces: the micro-batches. If this process was given none, tensors of their shapes with any numbers, once all
+            processes have agreed on the batch.
+        weights: of the targets, the weight of each micro-batch's loss.
+        words: a description, by which processes compare them.
+    """
+
+    name: str
+    here: bool
+    pieces: list[Any] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    words: str = ""
+
+    @property
+    def counts(self) -> list[int]:
+        """How many rows each micro-batch has."""
+        return [len(tensors_of(piece)[0]) for piece in self.pieces]
 
 
 def rows_of(value: object, what: str) -> int:

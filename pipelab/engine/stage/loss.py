@@ -26,8 +26,6 @@ class Loss:
         function: takes the model's output and the target, and returns a scalar.
         targets: per micro-batch.
         weights: per micro-batch, the weight of its loss in the loss of the batch.
-        require: raises `LossError` if row weights would be wrong for this loss. Engines call it after all processes
-            have agreed on the batch.
         scale: what all gradients are multiplied by, for a `GradScaler`.
         values: per micro-batch, the loss without weight and history, once it is known.
     """
@@ -35,7 +33,6 @@ class Loss:
     function: Callable[[Any, Any], torch.Tensor]
     targets: list[Any]
     weights: list[float]
-    require: Callable[[], None] = lambda: None
     scale: float = 1.0
     values: list[torch.Tensor | None] = field(default_factory=list)
 
@@ -179,7 +176,7 @@ def warn_of_ignored(
             "weighs micro-batches by rows, gives other gradients than the whole batch\n"
             f"  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of target[:, 1:] if your "
             "loss shifts them; or reduction=len, if it averages over rows",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

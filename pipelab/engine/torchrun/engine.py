@@ -21,6 +21,7 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.device.streams import begin, finish, rank_streams
 from pipelab.engine.engine import Engine, Settings
 from pipelab.engine.model.split import Stages
+from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, local_part, map_tensors, tensors_of
@@ -28,9 +29,9 @@ from pipelab.engine.stage.replicas import Runners, refuse_lost_hooks
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.tied import accumulate
 from pipelab.engine.step import RankState, StepState, describe
-from pipelab.engine.torchrun.agreement import agree, describe_batch, gathered, sample_of
+from pipelab.engine.torchrun.agreement import Wrong, agree, describe_batch, gathered
 from pipelab.engine.torchrun.groups import Connections, PipelineReplica, broadcast, holders_of
-from pipelab.engine.torchrun.messages import ValueMeta, learn_metas
+from pipelab.engine.torchrun.messages import ValueMeta, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.results import Clock, set_clocks, share
 from pipelab.engine.torchrun.runtime import lowered
@@ -87,17 +88,37 @@ class TorchEngine(Engine):
         self._runtime = lowered(replica.plan, self._place, self._stages, self._receive)
         self._metas: dict[str, dict[int, list[ValueMeta]]] = {}
         self._clock = Clock()
+        self._parts: dict[str, Part] = {}  # of the last batch, those that this process was not given
+        self._shapes = ""
         self._step: ProcessStep | None = None
         self._call = "begin"
         self._status = Status(self._describe, self._progress, self._peer, lambda: self._computing)
+
+    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, error: Wrong | None) -> None:
+        """Compare this process's call and batch with the others'; set the clocks again after a while."""
+        for part in parts:
+            if part.here:
+                wants = any(each.requires_grad for piece in part.pieces for each in tensors_of(piece))
+                words = [f"{part.name} {describe_batch(part.pieces)}"] + ["x wants a gradient"] * wants
+                part.words = "; ".join(words + [f"weights {' '.join(map(repr, part.weights))}"] * bool(part.weights))
+            elif known := self._parts.get(part.name):
+                part.words, part.pieces, part.weights = known.words, known.pieces, known.weights
+        about = self._about(caller, learning=len(parts) > 1)
+        old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
+
+        def work() -> None:
+            if agree(self.group, call, about, parts, int(old), error)[0]:
+                self._clock = set_clocks(self.group)
+
+        self.attend(work, call)
+        self._parts.update({part.name: part for part in parts if not part.here})
+        self._shapes = f"{about}; {parts[0].words}"
 
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
         """Run this process's part of all micro-batches; return the step of all processes.
 
         Raises:
             EngineError: if a replicated stage has a hook that would see a part of its gradients.
-            BatchError: if the processes have different batches, or do not make the same call.
-            LossError: if row weights would be wrong for the loss.
             StageError: if a stage or the loss raised.
             RankError: if another process failed or ended.
             StepTimeoutError: if there was no progress for `timeout` seconds.
@@ -108,9 +129,26 @@ class TorchEngine(Engine):
         clocks = begin([self._stream])
         step = ProcessStep(inputs, loss, watch_nan, caller, clocks=clocks)
         call = "forward(x)" if loss is None else "step(x, y)"
-        state: StepState = self.attend(partial(copy_context().run, self._run, call, step), call)
+        state: StepState = self.attend(partial(copy_context().run, self._run, step), call)
         finish([self._stream], [state.outputs, [] if loss is None else loss.values])
         return state
+
+    def share_batch(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Return inputs and targets, from other processes where this one was given none."""
+
+        def work() -> list[Any]:
+            agree(self.group, "verify(x, y)", "shares the batch")
+            values = [x, y]
+            for index, value in enumerate(values):
+                here = gathered(torch.tensor(value is not None), self.group).tolist()
+                if any(here) and not all(here):
+                    box = [to_bytes(value)]
+                    dist.broadcast_object_list(box, group=self.group, group_src=here.index(True))
+                    values[index] = from_bytes(box[0]) if value is None else value
+            return values
+
+        first, second = self.attend(work, "verify(x, y)")
+        return first, second
 
     def attend(self, work: Callable[[], Any], call: str) -> Any:
         """Run work that communicates, supervised; return its result."""
@@ -130,24 +168,19 @@ class TorchEngine(Engine):
             self._presence.clear()
             del self._connections, self._buffers, self._runtime, self.group
 
-    def _run(self, call: str, whole: ProcessStep) -> StepState:
+    def _run(self, whole: ProcessStep) -> StepState:
         """Run one step, in the worker thread, on the rank's stream."""
         inputs, loss, learning = whole.inputs, whole.loss, whole.loss is not None
         with ExitStack() as stack:
             self._stream.enter(stack)
-            # [1] do all processes run the same step?
-            shapes = self._shapes(inputs, whole.caller, learning=learning)
-            self._agree(call, shapes, inputs, loss)
-            if loss is not None:
-                loss.require()
             whole.caller.enter(stack)
-            # [2] which values will be sent?
+            # [1] which values will be sent?
             own = [inputs[microbatch] for microbatch in self._replica.microbatches]
             counts = [len(tensors_of(each)[0]) for each in own]
-            if shapes not in self._metas:
+            if self._shapes not in self._metas:
                 place = (self._replica, self._place, self._runners, self._stream, self._connections.pipeline)
-                self._metas[shapes] = learn_metas(*place, own, counts, learning=learning)
-            # [3] PyTorch's runtime runs this rank's order
+                self._metas[self._shapes] = learn_metas(*place, own, counts, learning=learning)
+            # [2] PyTorch's runtime runs this rank's order
             row = [action for action in self._row if learning or action.traits.forward]
             step = ProcessStep(
                 own,
@@ -157,25 +190,14 @@ class TorchEngine(Engine):
                 [RankState(self.rank, row, self._stream, {})],
                 clocks=whole.clocks,
                 counts=counts,
-                metas=self._metas[shapes],
+                metas=self._metas[self._shapes],
                 waited=[0] * len(row),
             )
             self._go(step)
-            # [4] all processes exchange times and losses
+            # [3] all processes exchange times and losses
             state = share(self.group, self.plan, self._replica, step, loss, self._clock)
         self._step = None
         return state
-
-    def _agree(self, call: str, about: str, inputs: list[Any], loss: Loss | None) -> None:
-        """Compare this process's call and batch with the others'; set the clocks again after a while."""
-        sample = sample_of(inputs)
-        if loss is not None:
-            weights = " ".join(f"{weight:g}" for weight in loss.weights)
-            about += f"; y {describe_batch(loss.targets)}; weights {weights}"
-            sample += sample_of(loss.targets)
-        old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
-        if agree(self.group, call, about, sample, int(old))[0]:
-            self._clock = set_clocks(self.group)
 
     def _go(self, step: ProcessStep) -> None:
         self._step = step
@@ -223,15 +245,13 @@ class TorchEngine(Engine):
         if works or flags:
             self._step.wait(works, flags)
 
-    def _shapes(self, inputs: list[Any], caller: CallerContext, *, learning: bool) -> str:
-        """Return all on which the metas of the values depend."""
-        modes = " ".join(_mode(runner.module) for runner in self._runners)
-        words = [f"x {describe_batch(inputs)}", f"modes {modes}", "to learn" if learning else "to evaluate"]
+    def _about(self, caller: CallerContext, *, learning: bool) -> str:
+        """Return all on which, with the inputs, the metas of the values depend."""
+        modules = [self.stages.model] if self.stages.is_traced else self.stages.modules
+        words = [f"modes {' '.join(map(_mode, modules))}", "to learn" if learning else "to evaluate"]
         if learning:
-            frozen = [_frozen(stage, runner.module) for stage, runner in enumerate(self._runners)]
+            frozen = [_frozen(stage, module) for stage, module in enumerate(self.stages.modules)]
             words += [f"frozen {', '.join(filter(None, frozen)) or 'nothing'}"]
-            wants = [any(tensor.requires_grad for tensor in tensors_of(each)) for each in inputs]
-            words += ["x wants a gradient"] if any(wants) else []
         words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in caller.autocast]
         return "; ".join(words)
 

@@ -211,6 +211,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
     Raises:
         VerificationError: naming the parameter and the micro-batch that differ first.
     """
+    x, y = pipe.engine.share_batch(x, y)
     loss = [pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else []
     with (
         pipe.engine.full_model(),

@@ -21,6 +21,7 @@ SITUATIONS = [
     "mesh",
     "differences",
     "placed_reduces",
+    "own_data",
 ]
 """Scripts that run in the same four processes, one after another."""
 
@@ -184,3 +185,57 @@ def test_all_reduces_placed_by_hand_run_beside_the_backwards_of_other_ranks(said
         assert fact["parameters"] == 4  # two stages of one layer
         assert fact["difference"] < 1e-6
         assert fact["beside"]  # of the replica that came last at least
+
+
+# ── A process needs only its own data ─────────────────────────────────────────────────────────────────────────────────
+
+OWN_DATA = {
+    "1f1b": [[True, False], [False, False], [False, False], [False, True]],
+    "zbv": [[True, True], [False, False], [False, False], [False, False]],
+    "replicas": [[True, False], [False, True]] * 2,
+    "weights": [[True, False], [False, False], [False, False], [False, True]],
+    "traced": [[True, False], [False, False], [False, False], [False, True]],
+}
+
+
+@pytest.fixture(scope="module")
+def said_by_two():
+    """What each of two processes said, by case."""
+    ended = processes.run_in(2, "in_turn.py", "together/own_data.py")
+    assert [each.code for each in ended] == [0] * 2, processes.shown(ended)
+    return lambda case: [[fact for fact in each.facts if fact["case"] == case] for each in ended]
+
+
+@pytest.mark.parametrize("case", OWN_DATA)
+def test_numbers_are_the_same_where_each_process_is_given_what_it_needs(said, said_by_two, case):
+    four, two = (ask(f"own data, {case}") for ask in (said, said_by_two))
+    for fact in (fact for each in (*four, *two) for fact in each):
+        assert (fact["losses"], fact["gradients"], fact["forward"], fact["proof"]) == (True, True, True, True)
+    assert [fact["told"] for (fact,) in four] == OWN_DATA[case]
+    assert case == "replicas" or [fact["told"] for (fact,) in two] == OWN_DATA[case][:: 1 if case == "zbv" else 3][:2]
+
+
+MISSING = {
+    "no inputs": r"^rank 0: x is missing .* the first stage\n  try: .* pipe\.is_first",
+    "no targets": r"^rank {last}: y is missing .* the last stage\n  try: .* pipe\.is_last",
+    "nothing": r"^rank 0: x is missing ",
+    "no rows to evaluate": r"^rank 0: x is missing ",
+    "other rows": r"^x has 8 rows and y has 6",
+    "too few rows": r"^rank 0: a batch of 2 rows cannot fill 4 micro-batches",
+    "no tensor": r"^rank 0: x holds no tensor",
+    "uneven targets": r"^rank {last}: CrossEntropyLoss ignores targets that are -100 .* have 2, 0, 2, 2: ",
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_wrong_with_one_process_s_part_of_the_batch_is_raised_alike_on_all(said, said_by_two, case):
+    for ask, last in ((said, 3), (said_by_two, 1)):
+        facts = [fact for (fact,) in ask(case)]
+        assert {fact["kind"] for fact in facts} == {"LossError" if case == "uneven targets" else "BatchError"}
+        assert len({fact["told"] for fact in facts}) == 1
+        assert re.match(MISSING[case].format(last=last), facts[0]["told"])
+        assert all(fact["loss"] for (fact,) in ask("goes on"))
+
+
+def test_two_loaders_with_one_seed_give_the_first_and_the_last_stage_the_same_rows(said):
+    assert [fact["losses"] for (fact,) in said("recipe")] == [[0.0] * 5] * 4

@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,12 +21,16 @@ from pipelab.labs.grading.tasks import HOMEWORK4, TEMPLATE, Grade, Mark
 def judged(text: str, folder: Path, seed: int = 0) -> Grade:
     path = folder / "handed_in.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location("handed_in", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sent = json.dumps(homework4.record(module, seed, lambda _: None))
+
+    def load() -> ModuleType:
+        spec = importlib.util.spec_from_file_location("handed_in", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    sent = json.dumps(homework4.record(load, seed, lambda _: None))
     marks, note = homework4.judge(json.loads(sent), seed)
     return Grade("handed_in.py", marks, note=note)
 
@@ -117,15 +122,42 @@ def test_every_way_to_move_the_targets_is_right(text, tmp_path):
     assert judged(text, tmp_path).passed
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["micro_y", "micro_y.to(micro_x.device)", "micro_y.to(model.devices[0])", "micro_y.cuda()", "micro_y.clone()"],
-)
+ELSEWHERE = {
+    "micro_y": "on the cpu",
+    "micro_y.to(micro_x.device)": "on the cpu",
+    "micro_y.to(model.devices[0])": "on the first GPU",
+    "micro_y.cuda()": "on the first GPU",
+    "micro_y.clone()": "on the cpu",
+    "micro_y.to('cpu')": "on the cpu",
+    "micro_y.to('cuda:0' if torch.cuda.is_available() else 'cpu')": "on the first GPU",
+    "micro_y.to(torch.device('cuda' if torch.cuda.device_count() else 'cpu'))": "on the first GPU",
+    "torch.tensor(micro_y.tolist(), device='cuda')": "on the first GPU",
+}
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
 def test_a_target_elsewhere_fails_though_a_processor_would_not_notice(place, tmp_path):
     grade = judged(changed((MOVE, f"targets.append({place})")), tmp_path)
     assert {"targets", "hidden sizes"} <= failed(grade)
     assert "order" not in failed(grade)
-    assert "0 of 4" in next(mark.effect for mark in grade.marks if mark.task.name == "targets")
+    assert "0 of 4" in mark_of(grade, "targets").effect
+    assert "on two GPUs the first loss raises" in mark_of(grade, "targets").effect
+    assert f"0 {ELSEWHERE[place]}" in mark_of(grade, "targets").found
+
+
+def test_a_script_that_moves_everything_to_gpus_when_it_is_imported_is_graded_on_a_laptop(tmp_path):
+    text = (ROOT / "tests" / "scripts" / "option_c_homework.py").read_text(encoding="utf-8")
+    assert judged(text, tmp_path).passed
+    grade = judged(text.replace("micro_y.to(device1", "micro_y.to(device0"), tmp_path)
+    assert failed(grade) == {"targets", "hidden sizes"}
+    with pytest.raises(RuntimeError, match="there is no cuda:2: the GPUs are cuda:0 to cuda:1"):
+        judged(text.replace('torch.device("cuda:1")', 'torch.device("cuda:2")'), tmp_path)
+
+
+def test_a_pretended_gpu_is_gone_when_the_submission_is_done(tmp_path):
+    before = (torch.cuda.is_available, torch.cuda.device_count, torch.nn.Parameter.__new__)
+    judged(SOLUTION, tmp_path)
+    assert (torch.cuda.is_available, torch.cuda.device_count, torch.nn.Parameter.__new__) == before
 
 
 @pytest.mark.parametrize(
@@ -277,9 +309,10 @@ def test_odd_ways_to_run_it_are_right(text, tmp_path):
     assert judged(text, tmp_path).passed
 
 
-def test_a_thread_of_its_own_loses_no_points_but_the_targets(tmp_path):
-    grade = judged(SOLUTION.replace('if __name__ == "__main__"', IN_A_THREAD + '\nif __name__ == "__main__"'), tmp_path)
-    assert failed(grade) <= {"targets", "hidden sizes"}
+def test_a_thread_of_its_own_loses_no_points(tmp_path):
+    assert judged(
+        SOLUTION.replace('if __name__ == "__main__"', IN_A_THREAD + '\nif __name__ == "__main__"'), tmp_path
+    ).passed
 
 
 def test_backwards_whose_gradients_are_removed_get_a_reason_that_says_so(tmp_path):

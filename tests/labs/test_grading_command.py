@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import inspect
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import tomllib
 import zipfile
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -246,7 +248,8 @@ def test_a_schedule_earns_less_in_proportion_above_its_par(pipelab_command, fold
 
 @pytest.mark.parametrize(("transport", "reached"), [("buffered", True), ("rank", False)])
 def test_a_par_is_judged_on_the_transport_that_was_given(pipelab_command, folder, transport, reached):
-    (folder / "my.py").write_text("import pipelab\nclass Mine(pipelab.Interleaved1F1B):\n    pass\n")
+    written = Path(inspect.getfile(pipelab.Interleaved1F1B)).read_text(encoding="utf-8")
+    (folder / "my.py").write_text(written.replace("class Interleaved1F1B", "class Mine"))
     size = ("--ranks", "8", "--microbatches", "16", "--par", "makespan=58.5", "--transport", transport)
     pipelab_command("grade", "my.py:Mine", *size, "--json", "a.json")
     tasks = {task["name"]: task["passed"] for task in json.loads((folder / "a.json").read_text())["tasks"]}
@@ -295,7 +298,7 @@ def test_a_wrong_schedule_fails_with_its_reason(name, wrong_schedules):
     assert found.score < 100
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zbv", "greedy"])
 def test_a_schedule_of_the_catalogue_is_at_its_own_par(name):
     kind = pipelab.schedules[name]
     trace = pipelab.simulate(kind(4, 8))
@@ -303,9 +306,72 @@ def test_a_schedule_of_the_catalogue_is_at_its_own_par(name):
     module = ModuleType("mine")
     vars(module)["Mine"] = type("Mine", (kind,), {"__module__": "mine"})
     given = Assignment("Mine", pars)
-    sent = json.dumps(schedules.record(module, given, lambda _: None))
-    marks, _ = schedules.judge(json.loads(sent), given)
+    sent = json.loads(json.dumps(schedules.record(lambda: module, given, lambda _: None)))
+    marks, note = schedules.judge(sent, given)
+    assert [mark.status for mark in marks] == ["passed", "failed", "not reached", "not reached", "not reached"]
+    assert f"pipelab's own {name}" in note
+    marks, _ = schedules.judge(sent | {"asked": []}, given)  # as if its actions were written there
     assert all(mark.passed for mark in marks)
+
+
+LOOKED_UP = {
+    "an empty subclass": "class Mine(pipelab.OneFOneB): pass",
+    "a subclass that asks its parent": """
+class Mine(pipelab.schedules["1f1b"]):
+    def actions(self, rank):
+        yield from super().actions(rank)
+""",
+    "another schedule's actions": """
+class Mine(pipelab.Schedule):
+    def actions(self, rank):
+        return pipelab.OneFOneB(self.ranks, self.microbatches).actions(rank)
+""",
+    "a plan's rows": """
+class Mine(pipelab.Schedule):
+    def actions(self, rank):
+        yield from pipelab.OneFOneB(self.ranks, self.microbatches).plan().rows[rank]
+""",
+}
+OWN = {
+    "written by hand": RIGHT,
+    "compared with the catalogue's": f"{RIGHT}\nassert len(pipelab.OneFOneB(4, 8).plan().rows) == 4",
+    "a subclass that changes the order": """
+class Mine(pipelab.GPipe):
+    def actions(self, rank):
+        order = list(super().actions(rank))
+        yield from order[: self.microbatches]
+        yield from reversed(order[self.microbatches :])
+""",
+}
+
+
+def _graded(text: str) -> Grade:
+    module = ModuleType("mine")
+
+    def load() -> ModuleType:
+        exec(f"import pipelab\n{text}", vars(module))  # noqa: S102
+        return module
+
+    given = Assignment("", {"makespan": 33})
+    marks, note = schedules.judge(schedules.record(load, given, lambda _: None), given)
+    return Grade("mine", marks, note=note)
+
+
+@pytest.mark.parametrize("text", LOOKED_UP.values(), ids=LOOKED_UP)
+def test_a_schedule_that_was_looked_up_gets_nothing_for_its_pars(text):
+    found = _graded(text)
+    assert "looked up: it is pipelab's own 1f1b" in found.note
+    assert [(mark.task.name, mark.score, mark.status) for mark in found.marks] == [
+        ("legal", 40, "passed"),
+        ("makespan", 0, "failed"),
+        ("hidden sizes", 0, "not reached"),
+    ]
+
+
+@pytest.mark.parametrize("text", OWN.values(), ids=OWN)
+def test_a_schedule_of_ones_own_is_not_taken_for_one_that_was_looked_up(text):
+    found = _graded(text)
+    assert (found.passed, found.note) == (True, "")
 
 
 # ── Formats ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,7 +1,8 @@
 """Submissions, run and graded by what they ran.
 
 - `tasks`: what is graded, for how many points, and the grade that comes out
-- `recording`: one call of homework 4's function: what ran, on two emulated devices
+- `emulated`: GPUs on one processor: tensors carry the name of the device where they would be
+- `recording`: one call of homework 4's function: what ran, on two emulated GPUs
 - `homework4`: what all calls of it left, and whether that was right
 - `schedules`: the plans that a schedule writes, against their pars
 - `report`: grades as text, JSON, a table, and in the formats of Gradescope and Classroom 50

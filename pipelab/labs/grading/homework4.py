@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from pipelab.labs.grading.recording import ANYWHERE, FIRST, HOST, SECOND, TOLERANCE, Data, Recorded, Run
+from pipelab.labs.grading.emulated import HOST, emulated
+from pipelab.labs.grading.recording import FIRST, SECOND, TOLERANCE, Data, Recorded, Run
 from pipelab.labs.grading.tasks import HOMEWORK4, Mark
 
 FUNCTION = "run_1F1B_homework"
@@ -70,7 +71,7 @@ def _forwards(run: Run) -> _Found:
 
 def _targets(run: Run) -> _Found:
     wrong = [m for m, (_, right) in run.targets.items() if not right]
-    names = {HOST: "not moved", FIRST: "on the first device", SECOND: "on the second device", ANYWHERE: "on the cpu"}
+    names = {HOST: "on the cpu", FIRST: "on the first GPU", SECOND: "on the second GPU"}
     found = [f"{m} {names.get(place, place)}" for m, (place, _) in sorted(run.targets.items())]
     seen = len(run.targets)
     effect = f"{seen} of {run.count} micro-batches have a loss"
@@ -174,12 +175,13 @@ def _rate(run: Run) -> float:
     return LEARNING_RATE if "mean" in run.kind() else LEARNING_RATE / run.count
 
 
-def record(module: ModuleType, seed: int, at: Callable[[str], None]) -> Data:
-    """Run an imported submission at every size, and train with it; return what happened, for `judge`.
+def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None]) -> Data:
+    """Import a submission with `load`, run it at every size, and train with it; return what happened, for `judge`.
 
     `at` is called with what is about to run. A LookupError says that the module has no such function.
     """
-    function = _function(module)
+    with emulated(2):  # a script may move its model when it is imported
+        function = _function(load())
     runs: list[Data] = []
     for rows in SHOWN:
         at(f"with {len(rows)} micro-batch{'es' * (len(rows) > 1)}")

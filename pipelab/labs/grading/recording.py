@@ -12,99 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from pipelab.engine.verify.diagnose import Diagnosis, diagnose
+from pipelab.labs.grading.emulated import emulated, gpu, place_of, put
 from pipelab.labs.grading.tasks import TEMPLATE, raised
 
 TOLERANCE = 1e-3
 """Relative differences below it are rounding."""
 
-# ── Two devices on one processor ────────────────────────────────────────────────────────────────────────────────────
-#
-# On a GPU, a loss whose target is on another device raises. A processor has one device, where any code would do. So
-# while a submission runs, every tensor carries the name of the device where it would be:
-#
-#     cpu:0  the batch, before it is moved      cpu:1  the model's first half      cpu:2  its second half
-#
-# `.device` returns that name, and `.to(...)` records it. cuda:0 and cuda:1 are other names of cpu:1 and cpu:2. A bare
-# "cpu" is what code for either machine finds here (`"cuda:1" if torch.cuda.is_available() else "cpu"`); it is accepted.
-
-HOST, FIRST, SECOND = (torch.device("cpu", index) for index in range(3))
-ANYWHERE = torch.device("cpu")
-
-
-def _place(tensor: torch.Tensor) -> torch.device:
-    found = vars(tensor).get("_place", HOST)
-    assert isinstance(found, torch.device)
-    return found
-
-
-def _put(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-    vars(tensor)["_place"] = place
-    return tensor
-
-
-class _Devices(TorchFunctionMode):
-    """While it is active, tensors are on the emulated devices above; `look` sees each function of two tensors."""
-
-    def __init__(self, look: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        super().__init__()
-        self._look = look
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func == torch.Tensor.device.__get__:
-            return _place(args[0])
-        if func is torch.Tensor.get_device:
-            return (_place(args[0]).index or 0) - 1
-        given = (value for each in (*args, *kwargs.values()) for value in _members(each))
-        tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        goal = _goal(func, args, kwargs)
-        if goal is not None:
-            others = {name: value for name, value in kwargs.items() if name not in ("device", "other")}
-            moved = args[0].to(*(each for each in args[1:] if not _is_device(each)), **others)
-            moved = moved.view_as(moved) if moved is args[0] else moved
-            return _put(moved, goal)
-        if len(tensors) == 2:
-            self._look(*tensors)
-        result = func(*args, **kwargs)
-        placed = max((_place(each) for each in tensors), key=lambda device: device.index or 0, default=HOST)
-        for each in _members(result):
-            if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
-                _put(each, placed)
-        return result
-
-
-def _members(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else [value]
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device | str | torch.Tensor) or type(value) is int
-
-
-def _goal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return where a call moves its tensor, or `None` if it does not move it."""
-    if func is torch.Tensor.cpu:
-        return ANYWHERE
-    if func not in (torch.Tensor.to, torch.Tensor.cuda):
-        return None
-    given = [each for each in (*args[1:], *kwargs.values()) if _is_device(each)]
-    if not given:
-        return FIRST if func is torch.Tensor.cuda else None
-    if isinstance(given[0], torch.Tensor):
-        return _place(given[0])
-    device = torch.device("cuda", given[0]) if type(given[0]) is int else torch.device(given[0])
-    if device.type == "cuda":
-        return torch.device("cpu", (device.index or 0) + 1)
-    return device if device.type == "cpu" else None  # another kind of device raises, as it does without us
-
+FIRST, SECOND = gpu(0), gpu(1)
+"""Where the halves of the model are."""
 
 Data = dict[str, Any]
 """What the submission's process sends, and JSON can hold."""
@@ -169,7 +90,6 @@ class Recorded:
         torch.manual_seed(seed)
         self.rows = rows
         self.model: nn.Module = _template()["TwoStages"]()
-        self.model.devices = [FIRST, SECOND]
         self.weights = list(self.model.parameters())
         width = self.weights[0].shape[1]
         x = torch.randn(sum(rows), width)
@@ -179,7 +99,7 @@ class Recorded:
         self.loss_fn = nn.MSELoss(reduction="mean" if len(set(rows)) == 1 else "sum")
         for half, device in ((self.model.first, FIRST), (self.model.second, SECOND)):
             for parameter in half.parameters():
-                _put(parameter, device)
+                put(parameter, device)
         self._events: list[tuple[str, int]] = []
         self._targets: dict[int, tuple[torch.device, bool]] = {}
 
@@ -193,7 +113,7 @@ class Recorded:
         pairs = [(x.clone(), y.clone()) for x, y in zip(self.x, self.y, strict=True)]
         error = ""
         try:
-            with _Devices(self._look):
+            with emulated(2, self._look), patch.object(self.model, "devices", [FIRST, SECOND]):
                 returned = function(self.model, pairs, self.loss_fn)
         except MemoryError:
             raise
@@ -279,12 +199,12 @@ class Recorded:
         if output.requires_grad:
             output.register_hook(lambda _: self._events.append(("B", m)))
 
-    def _look(self, one: torch.Tensor, other: torch.Tensor) -> None:
+    def _look(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note where a target is if something is computed from it and an output."""
-        for output, target in ((one, other), (other, one)):
+        for output, target in (tensors, tensors[::-1]) if len(tensors) == 2 else ():
             if output.shape == target.shape and (m := self._which(target, self.y)) >= 0:
                 if self._which(output, self.y) >= 0:
                     return
-                place, other_place = _place(target), _place(output)
-                right = place == other_place or ANYWHERE in (place, other_place)
+                place = place_of(target)
+                right = place == place_of(output)
                 self._targets[m] = (place, right and self._targets.get(m, (place, True))[1])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
+from pipelab.catalogue import schedules as catalogue
 from pipelab.checking.checker import as_plan, check
 from pipelab.draw.wording import number
+from pipelab.errors import PipelabError
 from pipelab.labs.grading.tasks import AmbiguousError, Assignment, Mark, Task
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
@@ -30,23 +34,43 @@ def _sizes(assignment: Assignment) -> list[tuple[int, int]]:
     return [(assignment.ranks, assignment.microbatches), *_hidden(assignment)]
 
 
-def record(module: ModuleType, assignment: Assignment, at: Callable[[str], None]) -> dict[str, Any]:
-    """Return the plan that a submission's schedule writes at each size, or its worst fault, for `judge`.
+@contextmanager
+def _watched() -> Iterator[set[str]]:
+    """Collect the names of the catalogue's schedules that are asked for their actions."""
+    asked = set[str]()
+
+    def watched(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            asked.add(name)
+            return method(*args)
+
+        return noted
+
+    with ExitStack() as patches:
+        for name, kind in catalogue.items():
+            for method in {"actions"} | ({"draft"} & vars(kind).keys()):
+                patches.enter_context(patch.object(kind, method, watched(getattr(kind, method), name)))
+        yield asked
+
+
+def record(load: Callable[[], ModuleType], assignment: Assignment, at: Callable[[str], None]) -> dict[str, Any]:
+    """Import a submission with `load`; return the plan that its schedule writes at each size, or its worst fault.
 
     `at` is called with what is about to run. A LookupError says that the module does not hold the schedule.
     """
-    kind = _schedule(module, assignment.schedule or "")
     found: list[dict[str, Any]] = []
-    for ranks, microbatches in _sizes(assignment):
-        at("with a hidden size" if found else f"with {ranks} ranks and {microbatches} micro-batches")
-        if faults := check(kind(ranks, microbatches)):
-            found.append({"fault": str(faults[0])})
-        else:
-            plan = as_plan(kind(ranks, microbatches))
-            found.append({"rows": [" ".join(map(str, row)) for row in plan.rows], "stages": plan.stages})
-        if "fault" in found[0]:
-            break
-    return {"found": found}
+    kind = _schedule(load(), assignment.schedule or "")
+    with _watched() as asked:  # not from the import on: to compare with the catalogue is fine
+        for ranks, microbatches in _sizes(assignment):
+            at("with a hidden size" if found else f"with {ranks} ranks and {microbatches} micro-batches")
+            if faults := check(kind(ranks, microbatches)):
+                found.append({"fault": str(faults[0])})
+            else:
+                plan = as_plan(kind(ranks, microbatches))
+                found.append({"rows": [" ".join(map(str, row)) for row in plan.rows], "stages": plan.stages})
+            if "fault" in found[0]:
+                break
+    return {"found": found, "asked": sorted(asked)}
 
 
 def judge(data: dict[str, Any], assignment: Assignment) -> tuple[list[Mark], str]:
@@ -66,6 +90,13 @@ def judge(data: dict[str, Any], assignment: Assignment) -> tuple[list[Mark], str
         return [*marks, *(Mark(task, 0, reached=False) for task in (*pars, others))], fault
     size = f"{assignment.ranks} ranks and {assignment.microbatches} micro-batches"
     marks = [Mark(legal, legal.points, "no fault", f"legal with {size}")]
+    if copied := next((name for name in data["asked"] if _same(first, name)), ""):
+        said = f"it is pipelab's own {copied}, which it asks for its actions and changes nowhere"
+        hint = "write actions(self, rank) yourself: which forwards and backwards does a rank run, and in which order?"
+        task = pars[0] if pars else others
+        looked_up = Mark(task, 0, "a schedule of your own", said, "nothing here is your own work", hint)
+        rest = [Mark(each, 0, reached=False) for each in (*pars, others) if each is not task]
+        return [*marks, looked_up, *rest], f"looked up: {said}"
     trace = simulate(first, Cost(**assignment.cost), order=assignment.order, transport=assignment.transport)
     found = {"makespan": trace.makespan, "peak": max(trace.peak_activations), "bubble": trace.bubble}
     marks += [_against_par(task, assignment.pars[task.name], found[task.name]) for task in pars]
@@ -75,6 +106,13 @@ def judge(data: dict[str, Any], assignment: Assignment) -> tuple[list[Mark], str
     score = others.points * right // max(len(tried), 1)
     marks.append(Mark(others, score, "legal at each hidden size that it accepts", said, hint=others.hint))
     return marks, ""
+
+
+def _same(plan: Plan, name: str) -> bool:
+    """Whether a schedule of the catalogue writes this plan."""
+    with suppress(PipelabError):
+        return catalogue[name](plan.ranks, plan.microbatches, plan.stages // plan.ranks).plan().rows == plan.rows
+    return False
 
 
 def _plan(data: dict[str, Any], ranks: int, microbatches: int) -> tuple[Plan | None, str]:

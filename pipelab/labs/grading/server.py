@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,10 +67,10 @@ def _recorded(request: dict[str, Any], name: str, report: Callable[..., None]) -
 
     try:
         at("while it is imported")
-        module = importlib.import_module(name)
+        load = partial(importlib.import_module, name)
         if assignment.schedule is None:
-            return {"record": homework4.record(module, assignment.seed, at)}
-        return {"record": schedules.record(module, assignment, at)}
+            return {"record": homework4.record(load, assignment.seed, at)}
+        return {"record": schedules.record(load, assignment, at)}
     except SyntaxError as error:
         reason = f"it is not Python: {error.msg}, line {error.lineno}"
     except SystemExit as error:

@@ -1,0 +1,162 @@
+"""GPUs on one processor: every tensor carries the name of the device where it would be.
+
+On a GPU, a loss whose target is on another device raises. A processor has one device, where any code would do. So a
+submission, from its import on, sees so many GPUs: `torch.cuda.is_available()` is true, `.to("cuda:1")` and
+`torch.randn(..., device="cuda:1")` name a place, and `.device` returns it. What a GPU does beside that, such as
+`torch.cuda.synchronize()`, does nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+HOST = torch.device("cpu")
+"""Where a tensor is that was not moved."""
+
+
+def gpu(index: int) -> torch.device:
+    """Return an emulated GPU."""
+    return torch.device("cuda", index)
+
+
+def place_of(tensor: torch.Tensor) -> torch.device:
+    """Return the device where a tensor would be."""
+    found = vars(tensor).get("_place", HOST)
+    assert isinstance(found, torch.device)
+    return found
+
+
+def put(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Say that a tensor is there; return it."""
+    vars(tensor)["_place"] = place
+    return tensor
+
+
+class Devices(TorchFunctionMode):
+    """While it is active, tensors have places.
+
+    Attributes:
+        calls: how often `Tensor.to` was called with a device.
+        moves: from where to where each copy went that landed on another device.
+    """
+
+    def __init__(self, count: int, look: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        super().__init__()
+        self.calls, self.moves = 0, list[tuple[torch.device, torch.device]]()
+        self._count, self._look = count, look
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKED:
+            return _ASKED[func](place_of(args[0]))
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        goal = self._goal(func, args, kwargs)
+        if goal is not None and func in _MOVES:
+            moved = args[0]
+            for each in (*args[1:], *kwargs.values()):
+                moved = moved.to(each.dtype if isinstance(each, torch.Tensor) else each) if _is_type(each) else moved
+            self.calls += func is torch.Tensor.to
+            if goal == place_of(args[0]):
+                return moved if moved is args[0] else put(moved, goal)
+            self.moves.append((place_of(args[0]), goal))
+            return put(moved.view_as(moved) if moved is args[0] else moved, goal)
+        if goal is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        tensors = [
+            each for value in (*args, *kwargs.values()) for each in _members(value) if isinstance(each, torch.Tensor)
+        ]
+        if func == _TENSOR.data.__set__:
+            put(args[0], place_of(args[1]))
+        elif len(tensors) > 1:
+            self._look(tensors)
+        result = func(*args, **kwargs)
+        placed = goal or max(map(place_of, tensors), key=lambda place: (place.type, place.index or 0), default=HOST)
+        for each in _members(result):
+            if isinstance(each, torch.Tensor) and not any(each is other for other in tensors):
+                put(each, placed)
+        return result
+
+    def _goal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
+        """Return where a call puts its result, or `None` if it does not say.
+
+        Raises:
+            RuntimeError: if there is no such GPU.
+        """
+        given = [each for each in (*args[1:], *kwargs.values()) if _is_device(each)] if func in _MOVES else []
+        goal = [*given, kwargs.get("device")][0]
+        if goal is None:
+            return {torch.Tensor.cpu: HOST, torch.Tensor.cuda: gpu(0)}.get(func)
+        if isinstance(goal, torch.Tensor):
+            return place_of(goal)
+        device = gpu(goal) if type(goal) is int else torch.device(goal)
+        if device.type == "cuda" and (device.index or 0) >= self._count:
+            raise RuntimeError(f"there is no {device}: the GPUs are cuda:0 to cuda:{self._count - 1}")
+        return gpu(device.index or 0) if device.type == "cuda" else device
+
+
+_TENSOR: Any = torch.Tensor  # whose properties have no types
+_MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
+_ASKED: dict[Any, Callable[[torch.device], Any]] = {
+    _TENSOR.device.__get__: lambda place: place,
+    _TENSOR.is_cuda.__get__: lambda place: place.type == "cuda",
+    _TENSOR.get_device: lambda place: -1 if place == HOST else place.index,
+}
+
+
+def _members(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device | str | torch.Tensor) or type(value) is int
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, torch.dtype | torch.Tensor)
+
+
+@contextmanager
+def emulated(count: int, look: Callable[[Sequence[torch.Tensor]], None] = lambda _: None) -> Iterator[Devices]:
+    """Emulate so many GPUs, in new threads too; `look` sees the tensors of every function of two or more.
+
+    Example:
+        >>> with emulated(2) as devices:
+        ...     x = torch.ones(3).to("cuda:1")
+        >>> devices.calls, devices.moves
+        (1, [(device(type='cpu'), device(type='cuda', index=1))])
+    """
+    mode = Devices(count, look)
+    run, make = threading.Thread.run, nn.Parameter.__new__
+    answers = {"is_available": True, "device_count": count, "current_device": 0, "get_device_name": "emulated"}
+    answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0)
+    names = ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats", "Stream", "stream", "device")
+    fake = {name: MagicMock(return_value=value) for name, value in answers.items()}
+    fake |= {name: MagicMock() for name in (*names, "current_stream", "Event")}
+    fake["Event"].return_value.elapsed_time.return_value = 0.0
+
+    def run_emulated(thread: threading.Thread) -> None:
+        with mode:
+            run(thread)
+
+    def made(kind: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> torch.Tensor:
+        parameter = make(kind, data, requires_grad)
+        return put(parameter, HOST if data is None else place_of(data))
+
+    with (
+        patch.multiple(torch.cuda, **fake),
+        patch.object(threading.Thread, "run", run_emulated),
+        patch.object(nn.Parameter, "__new__", made),
+        mode,
+    ):
+        yield mode

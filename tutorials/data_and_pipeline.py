@@ -168,52 +168,78 @@ assert min(CUTS, key=lambda cut: step(*cut, 64, hidden=1).makespan) == (16, 1)
 #   box is quick, and one across boxes is slow, so G is not one number. Values between stages are small, and may well
 #   cross.
 #
-# The exercise has two of these: memory, without FSDP, and nodes. Nothing hides the all-reduce.
+# The exercise has two of these: memory, without FSDP, and nodes.
 #
-# ## Exercise: cut two clusters
+# ## Exercise: what is worth a measurement?
 #
-# You are told how many `blocks` fit on a device, how many devices share a `node`, and `send_ms` for an all-reduce
-# within a node and for one that crosses nodes. Here, unlike in the picture above, the ranks that all-reduce with each
-# other are next to each other, so D replicas stay within a node if D is at most its size. Return P, the number of
-# stages.
+# You get 64 devices for a model of 64 blocks, and you do not know the network yet. Measuring one cut takes an hour of
+# all devices. So say which cuts to measure, before you know how long an all-reduce takes: return the numbers of stages,
+# such that the quickest cut is among them *whatever the network is*.
 #
-# - **Par on the first cluster: 123.5 ms.** 8 blocks fit; one node of 16 devices, 4 ms.
-# - **Par on the second: 133.5 ms.** 16 blocks fit; nodes of 4 devices, 4 ms within and 40 ms across.
+# You are told how many `blocks` fit on a device, how many devices share a `node`, and which share of the last backward
+# an all-reduce is `hidden` behind. Unlike in the picture above, ranks that all-reduce with each other are next to each
+# other, so D replicas stay within a node if D is at most its size. An all-reduce that crosses nodes may take much
+# longer than one within.
 #
-# The function below is all pipeline: the starting point, not the solution.
+# - **Par on the first cluster: 2 cuts.** 16 blocks fit; all devices share one node, and nothing is hidden.
+# - **Par on the second: 4 cuts.** All blocks fit; nodes of 8 devices; all of the last backward may hide the all-reduce.
+#
+# There are seven cuts: 1, 2, 4, 8, 16, 32 and 64 stages. The function below measures every cut that fits: the
+# starting point, not the solution.
 
 # %%
-CLUSTERS = [
-    {"blocks": 8, "node": 16, "within_ms": 4, "across_ms": 4},
-    {"blocks": 16, "node": 4, "within_ms": 4, "across_ms": 40},
-]
+CLUSTERS = [{"blocks": 16, "node": 64, "hidden": 0}, {"blocks": 64, "node": 8, "hidden": 1}]
 
 
 def answer(cluster):
-    """Return how many stages each pipeline has, of 16 devices."""
-    return 16
+    """Return the numbers of stages to measure, from 1 to 64."""
+    return [P for P in (1, 2, 4, 8, 16, 32, 64) if 64 / P <= cluster["blocks"]]
+
+
+# %%
+def milliseconds(P, cluster, within_ms, across_ms, N=64, M=64, W=3 * 64):
+    """Return how long a step of N // P replicas of P stages takes: as `step` does, by the formula."""
+    D = N // P
+    send_ms = within_ms if D <= cluster["node"] else across_ms
+    reduce = max(0, 2 * (D - 1) / D * send_ms / P - cluster["hidden"] * 2 / 3 * W / P)
+    return (M / D + P - 1) * W / P + reduce
+
+
+for hidden in (0, 1):
+    beside = {"node": 4, "hidden": hidden}
+    for P, D in CUTS:
+        send_ms = 24 if D <= 4 else 64
+        assert abs(milliseconds(P, beside, 24, 64, 16, 32, 48) - step(P, D, send_ms, hidden).makespan) < 1e-9
 
 
 # %%
 def reaches_par(answer):
     """Print how far an answer is from par; return whether it reaches both pars."""
     reached = []
-    for cluster, par in zip(CLUSTERS, (123.5, 133.5), strict=True):
-        P = answer(cluster)
-        if P not in (1, 2, 4, 8, 16) or BLOCKS / P > cluster["blocks"]:
-            print(f"{P} stages: not a cut of 16 devices, or more blocks on each than fit")
+    for cluster, par in zip(CLUSTERS, (2, 4), strict=True):
+        cuts = set(answer(cluster))
+        possible = [P for P in (1, 2, 4, 8, 16, 32, 64) if 64 / P <= cluster["blocks"]]
+        if not cuts <= set(possible) or not cuts:
+            print(f"{sorted(cuts)}: choose from {possible}")
             return False
-        D = 16 // P
-        makespan = step(P, D, cluster["within_ms"] if D <= cluster["node"] else cluster["across_ms"]).makespan
-        print(f"{P} stages x {D} replicas: {makespan:g} ms, par {par:g}")
-        reached.append(makespan <= par)
+        for within_ms in range(0, 402, 3):
+            for across_ms in (within_ms * factor for factor in (1, 2, 5, 20)):
+                times = {P: milliseconds(P, cluster, within_ms, across_ms) for P in possible}
+                best = min(possible, key=times.get)
+                if min(times[P] for P in cuts) > times[best] + 1e-9:
+                    print(
+                        f"{within_ms} ms within a node, {across_ms} across: best are {best} stages, not {sorted(cuts)}"
+                    )
+                    return False
+        print(f"{sorted(cuts)} of {possible}: the quickest is always among them; {len(cuts)} cuts, par {par}")
+        reached.append(len(cuts) <= par)
     return all(reached)
 
 
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: what would you do with the second cluster if its nodes had 8 devices? Teachers have the solution,
-# `teacher/solutions/data_and_pipeline.py`.
+# When you are done: which of these cuts drops out if the nodes have 8 devices and only 4 blocks fit on each? Teachers
+# have the solution, `teacher/solutions/data_and_pipeline.py`.
 #
 # `pipelab lab hybrid` makes such tables for a machine of your own numbers, and measures them with emulated stages.

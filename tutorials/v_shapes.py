@@ -22,7 +22,7 @@
 
 # %%
 import pipelab
-from pipelab import F, I, W
+from pipelab import B, F, I, W
 
 P, M = 4, 8  # ranks and micro-batches
 zbv = pipelab.simulate(pipelab.ZBV(P, M))
@@ -167,10 +167,21 @@ assert round(pipelab.simulate(pipelab.OneFOneB(P, M), uneven).makespan, 6) == 33
 # few activations has nothing else to run when a value is late.
 
 # %% [markdown]
+# V-Min is one end of a dial. A micro-batch that takes two or three slots per rank holds more, and leaves fewer gaps:
+
+# %%
+for speed, halves, expected in ((1, 4, 29.5), (2, 6, 28.5), (3, 8, 26.5)):
+    legs = Legs(P, M)
+    legs.speeds = (speed,) * 4
+    trace = pipelab.simulate(legs)
+    print(f"{speed} slots per rank: {trace.makespan:g} units, holds {max(trace.peak_activations)} halves")
+    assert (trace.makespan, max(trace.peak_activations)) == (expected, halves)
+
+# %% [markdown]
 # ## Both directions
 #
 # DeepSeek's **DualPipe** (DeepSeek-V3, 2024, section 3.2.1) makes every rank first and last without folding. Half of
-# the micro-batches enter at rank 0 and run up the ranks. The others enter at the last rank and run down.
+# the micro-batches enter at rank 0 and run down the ranks. The others enter at the last rank and run up.
 
 # %%
 dual = pipelab.DualPipe(P, M)
@@ -217,47 +228,64 @@ for pair in (2.5, 3):
 assert [pipelab.simulate(dual, pipelab.Cost(pair=pair)).makespan for pair in (2.5, 3)] == [24, 26]
 
 # %% [markdown]
-# ## Exercise: a dial for memory
+# ## Exercise: enter from both ends
 #
-# V-Min is one end of a dial. Slower legs hold activations for longer, and leave fewer gaps. Choose the four speeds and
-# the three turns of `Legs`, each a number of slots from 1 to 4. No two actions of a rank may fall into the same slot,
-# and every sixth slot is the same one to the next micro-batch.
+# Now build a pipeline in both directions yourself, with whole backwards, where a forward and a backward take one slot
+# each. A micro-batch never pauses: it enters in some slot, runs down its stages, one slot on each rank, turns around,
+# and comes back. Say for each micro-batch in which direction it goes, and in which slot it enters. No two actions of a
+# rank may fall into the same slot.
 #
-# - **Par with 6 half activations: 28.5 units.**
-# - **Par with 8 half activations: 26.5 units.**
+# - **Par on four ranks with 4 micro-batches: 10 units.** 1F1B takes 14.
+# - **Par on six ranks with 12 micro-batches: 28 units.** 1F1B takes 34.
 #
-# The function below is V-Min, with 4: the starting point, not the solution.
+# The function below sends all micro-batches down, as 1F1B does: the starting point, not the solution. (Draw the ranks
+# as rows and the slots as columns. In which slots does rank 0 work for a micro-batch that enters at slot 0, and the
+# last rank? Which slots are left for one from the other end? A rank has 2 P actions for P micro-batches.)
 
 
 # %%
-def answer(cap):
-    """Return four speeds and three turns."""
-    return (1, 1, 1, 1), (1, 1, 1)
+class BothWays(pipelab.Schedule):
+    """Every micro-batch enters at one of the ends in a slot of its own, and never pauses."""
+
+    enter = None  # of a micro-batch and the number of ranks: whether it goes down, and its first slot
+
+    def place(self, microbatch, stage):
+        down, _ = self.enter(microbatch, self.ranks)
+        return stage if down else self.ranks - 1 - stage
+
+    def slots(self, rank):
+        """Return the actions of a rank by slot, as lists."""
+        found = {}
+        for m in range(self.microbatches):
+            down, slot = self.enter(m, self.ranks)
+            s = rank if down else self.ranks - 1 - rank
+            found.setdefault(slot + s, []).append(F(m, s))
+            found.setdefault(slot + 2 * self.ranks - 1 - s, []).append(B(m, s))
+        return found
+
+    def actions(self, rank):
+        for _, actions in sorted(self.slots(rank).items()):
+            yield from actions
+
+
+def answer(microbatch, ranks):
+    """Return whether a micro-batch goes down the ranks, and the slot in which it enters."""
+    return True, 2 * microbatch
 
 
 # %%
 def reaches_par(answer):
     """Print how far an answer is from par; return whether it reaches both pars."""
     reached = []
-    for cap, par in ((6, 28.5), (8, 26.5)):
-        schedule = Legs(P, M)
-        schedule.speeds, schedule.turns = answer(cap)
-        if not {*schedule.speeds, *schedule.turns} <= {1, 2, 3, 4} or (len(schedule.speeds), len(schedule.turns)) != (
-            4,
-            3,
-        ):
-            print("four speeds and three turns, please, each from 1 to 4")
-            return False
-        for rank in range(P):
-            slots = schedule.slots(rank)
-            if len({slot % 6 for slot in slots}) < 4:
-                print(f"cap {cap}: on rank {rank}, the slots {slots} collide: {[slot % 6 for slot in slots]} of 6")
-                return False
-        if faults := pipelab.check(schedule, memory_cap=cap):
-            print(f"cap {cap}: {faults[0]}")
-            return False
-        trace = pipelab.simulate(schedule)
-        print(f"cap {cap}: {trace.makespan:g} units, par {par}; holds {max(trace.peak_activations)}")
+    for ranks, microbatches, par in ((4, 4, 10), (6, 12, 28)):
+        schedule = type("Mine", (BothWays,), {"enter": staticmethod(answer)})(ranks, microbatches)
+        for rank in range(ranks):
+            for slot, actions in sorted(schedule.slots(rank).items()):
+                if len(actions) > 1:
+                    print(f"{ranks} ranks: in slot {slot}, rank {rank} has {' and '.join(map(str, actions))}")
+                    return False
+        trace = pipelab.simulate(schedule, pipelab.Cost(forward=1, backward=1))
+        print(f"{ranks} ranks: {trace.makespan:g} units, par {par}; holds {trace.peak_activations}")
         reached.append(trace.makespan <= par)
     return all(reached)
 
@@ -265,5 +293,6 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: with equal times, does it matter which of the four legs are slow? Teachers have the solution,
-# `teacher/solutions/v_shapes.py`.
+# This is Chimera (Li and Hoefler 2021, section 3). When you are done: how much of the gain is left if a backward takes
+# twice as long as a forward? And what do both copies of a stage need at the end, which 1F1B does not? Teachers have the
+# solution, `teacher/solutions/v_shapes.py`.

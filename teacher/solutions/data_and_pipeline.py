@@ -1,21 +1,28 @@
-"""The exercise of `data_and_pipeline.py`: how many stages, and how many copies?
+"""The exercise of `data_and_pipeline.py`: which cuts are worth a measurement?
 
-On the first cluster, 2 G = 8 ms is less than W = 48 ms, so as few stages as fit: 2, with 8 replicas.
+Among cuts whose all-reduce is equally quick, only the last term of the formula knows P. So one of the ends is the best:
+the fewest stages that fit, or the most. Three things add a candidate:
 
-On the second, an all-reduce within a node is quick (8 < 48), and one across nodes is slow (80 > 48). The quick one
-wants as few stages as keep the replicas in a node: 4 x 4, 133.5 ms. The slow one wants as many stages as there are, 16
-x 1, but that is the pipeline without any all-reduce: 141 ms. With nodes of 8, it would be 2 x 8 and 123.5 ms.
+- The most stages of all, N, have no all-reduce. If one is hidden, the step from two replicas to one gains less than the
+  formula says, and N / 2 may be better than N.
+- With nodes there are two formulas. Within a node, the fewest stages are N / node. Cuts across nodes are slower than
+  they would be within, so if many stages are better there, N / node is better still. Only the fewest stages of all
+  remain.
 
-The function tries all cuts with the formula, which counts an all-reduce that nothing hides.
+So there are two cuts for the first cluster, 4 and 64, and four for the second: 1, 8, 32 and 64. If only 4 blocks fit, a
+pipeline needs 16 stages. Then all replicas are within a node, and 16, 32 and 64 are left.
 """
 
 
-def answer(cluster, devices=16, microbatches=32, blocks=16):
-    """Return how many stages each pipeline has."""
-    work = 3 * blocks
+def answer(cluster, devices=64, blocks=64):
+    """Return the numbers of stages to measure."""
+    fewest = max(1, blocks // cluster["blocks"])
+    cuts = {fewest, max(fewest, devices // cluster["node"]), devices}
+    if cluster["hidden"]:
+        cuts.add(devices // 2)
+    return sorted(cuts)
 
-    def milliseconds(P):
-        send = cluster["within_ms"] if devices // P <= cluster["node"] else cluster["across_ms"]
-        return work * microbatches / devices + work - 2 * send / devices + (2 * send - work) / P
 
-    return min((P for P in (1, 2, 4, 8, 16) if blocks / P <= cluster["blocks"]), key=milliseconds)
+assert answer({"blocks": 16, "node": 64, "hidden": 0}) == [4, 64]
+assert answer({"blocks": 64, "node": 8, "hidden": 1}) == [1, 8, 32, 64]
+assert answer({"blocks": 4, "node": 8, "hidden": 1}) == [16, 32, 64]

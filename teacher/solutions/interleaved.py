@@ -1,15 +1,17 @@
-"""The exercise of `interleaved.py`: how many stages per rank, in groups of how many?
+"""The exercise of `interleaved.py`: how large must a group be?
 
-A micro-batch that leaves a rank comes back after P stages and P transfers. Meanwhile the rank runs the other
-micro-batches of its group. With a group of P they are just enough if transfers are free, and a larger group pays for
-the transfers. With 8 activations, groups of eight do so for stages of a quarter. With 6.5 there is room for groups of
-six, and fewer stages are better, because each boundary more is a transfer more.
+A micro-batch that leaves a rank comes back after P stages and P transfers: P (f + L), if a stage's forward takes f. In
+this time the rank runs the other micro-batches of the group, f each. So a group of P (1 + L / f) is just enough.
+Without latency that is P, interleaved 1F1B. In the backwards, a stage takes longer and a transfer does not: what is
+enough for the forwards is enough for them.
 
-A group of five leaves a last group of one: 5 + 5 + 5 + 1. A group with fewer micro-batches than ranks cannot keep the
-ranks busy until its first one is back, so they wait although the other groups are larger. 6 + 6 + 4 and 8 + 8 are fine.
+Of 16 micro-batches, groups of five leave a last group of one. A group with fewer micro-batches than ranks cannot keep
+the ranks busy until its first one is back, so they wait although the other groups are larger.
 """
 
 
-def answer(cap):
-    """Return the number of stages per rank, and the size of a group."""
-    return (2, 6) if cap < 8 else (4, 8)
+def answer(ranks, microbatches, forward, latency):
+    """Return how many micro-batches a group should have."""
+    enough = ranks * (1 + latency / forward)
+    divisors = [group for group in range(1, microbatches + 1) if microbatches % group == 0]
+    return next((group for group in divisors if group >= enough - 1e-9), microbatches)

@@ -1,14 +1,35 @@
-"""The exercise of `own_schedule_on_pytorch.py`: plans for PyTorch, by hand.
+"""The exercise of `own_schedule_on_pytorch.py`: a pass that splits backwards, and puts weight gradients off.
 
-Rank 0 waits for input gradients, not for weight gradients. So the ranks behind it run `I` as early as they can, and
-keep `W` for times in which they would wait. These are the rows of ZB-H1 (Qi et al. 2024): on the last of three ranks
-the first `W` comes only after the third `I`.
+The ranks before wait for input gradients, not for weight gradients. So rank r keeps its last r `W` for times in which
+it would wait, and for the end. Rank 0 holds the most activations and owes nothing; every rank after it holds one
+activation less for its forwards, and one more for what it owes. From 1F1B the pass makes ZB-H1 (Qi et al. 2023).
+
+From `TwoFTwoB` on two ranks with 8 micro-batches it makes a plan of 25 units instead of 27.
 """
 
-answer = {
-    2: """0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3
-1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3""",
-    3: """0F0,0F1,0F2,0I0,0W0,0F3,0I1,0W1,0I2,0W2,0I3,0W3
-1F0,1F1,1I0,1F2,1I1,1W0,1F3,1I2,1W1,1I3,1W2,1W3
-2F0,2I0,2F1,2I1,2F2,2I2,2W0,2F3,2I3,2W1,2W2,2W3""",
-}
+import pipelab
+
+
+def answer(lines):
+    """Return the lines of a plan, with split backwards."""
+    written = []
+    for rank, line in enumerate(lines):
+        words, owed = [], []
+        for word in line.split(","):
+            if "B" in word:
+                words.append(word.replace("B", "I"))
+                owed.append(word.replace("B", "W"))
+                if len(owed) > rank:
+                    words.append(owed.pop(0))
+            else:
+                words.append(word)
+        written.append(",".join(words + owed))
+    return written
+
+
+def _lines(schedule):
+    return [",".join(map(str, row)) for row in schedule.plan().rows]
+
+
+for ranks, microbatches in ((2, 4), (3, 4), (4, 8), (8, 16)):
+    assert answer(_lines(pipelab.OneFOneB(ranks, microbatches))) == _lines(pipelab.ZBH1(ranks, microbatches))

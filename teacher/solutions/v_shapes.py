@@ -1,14 +1,41 @@
-"""The exercise of `v_shapes.py`: how fast should a micro-batch travel?
+"""The exercise of `v_shapes.py`: when may micro-batches enter from both ends?
 
-All four legs at the same speed: one, two or three slots per rank. With two, a rank has a slot between the visits of one
-micro-batch in which others have their turn; it holds six halves, and the step is a unit shorter. With three it holds
-eight, as ZB-V does, and takes 26.5 units; ZB-V's own order, which is not made of equal legs, takes 25.5.
+A micro-batch that goes down and enters at slot 0 takes slots r and 2 P - 1 - r on rank r. One that comes from the other
+end takes P - 1 - r and P + r. With an even number of ranks, these are even slots on one side and odd ones on the other.
+So two micro-batches, one from each end, may enter in the same slot, and two more every two slots. P of them fill the 2
+P slots of a rank nearly without a gap. The next P enter 2 P slots later.
 
-The speeds (1, 3, 1, 3) and (3, 1, 3, 1) give the same as (2, 2, 2, 2): what counts is how long a micro-batch takes down
-and up together.
+This is Chimera (Li and Hoefler 2021). It takes 2 M + P - 2 units. If a backward takes twice as long, it takes 48 units
+on six ranks with 12 micro-batches, and 1F1B takes 51. The ranks hold two stages each, so they need memory for twice the
+parameters, and an all-reduce for each stage.
 """
 
+import pipelab
+from pipelab import B, F
 
-def answer(cap):
-    """Return four speeds and three turns."""
-    return ((2, 2, 2, 2) if cap < 8 else (3, 3, 3, 3)), (1, 1, 1)
+
+def answer(microbatch, ranks):
+    """Return whether a micro-batch goes down the ranks, and the slot in which it enters."""
+    block, place = divmod(microbatch, ranks)
+    return place % 2 == 0, 2 * ranks * block + 2 * (place // 2)
+
+
+class _Chimera(pipelab.Schedule):
+    def place(self, microbatch, stage):
+        return stage if answer(microbatch, self.ranks)[0] else self.ranks - 1 - stage
+
+    def actions(self, rank):
+        taken = {}
+        for m in range(self.microbatches):
+            down, slot = answer(m, self.ranks)
+            s = rank if down else self.ranks - 1 - rank
+            taken[slot + s], taken[slot + 2 * self.ranks - 1 - s] = F(m, s), B(m, s)
+        for slot in sorted(taken):
+            yield taken[slot]
+
+
+for ranks, microbatches in ((2, 6), (4, 4), (4, 8), (6, 12)):
+    makespan = pipelab.simulate(_Chimera(ranks, microbatches), pipelab.Cost(forward=1, backward=1)).makespan
+    assert makespan == 2 * microbatches + ranks - 2
+assert pipelab.simulate(_Chimera(6, 12), pipelab.Cost(forward=1, backward=2)).makespan == 48
+assert pipelab.simulate(pipelab.OneFOneB(6, 12), pipelab.Cost(forward=1, backward=2)).makespan == 51

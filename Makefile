@@ -7,11 +7,11 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newest newest-environment light fuzz mutants lint types docs site pictures dist bench clean
+.PHONY: help demo test newest newest-environment light fuzz mutants lint types docs site pictures bench clean
 
 help: ## show this list
 	@echo "pipelab: make <target>, where target is one of"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1 \2/p' Makefile | while read -r name text; do printf '  %-9s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1 \2/p' $(MAKEFILE_LIST) | while read -r name text; do printf '  %-9s %s\n' "$$name" "$$text"; done
 
 demo: .venv/run.stamp ## run a pipeline on this machine: checked, simulated, drawn, executed
 	@$(BIN)/pipelab demo $(ARGS)
@@ -104,9 +104,6 @@ site: .venv/docs.stamp ## build the documentation into site/
 pictures: .venv/dev.stamp ## draw the README's pictures anew
 	@$(BIN)/python docs/pictures.py
 
-dist: site .venv/dev.stamp ## build the wheel and the source archive into dist/, with the documentation in them
-	@rm -rf dist && $(BIN)/python -m build
-
 bench: .venv/run.stamp ## measure how fast pipelab is
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
@@ -139,6 +136,8 @@ clean: ## remove the environment and everything that was built
 	@$(PYTHON) -m venv .venv
 	@$(PYTHON) -c "$$BORROW_TORCH"
 	@touch $@
+
+-include teacher/make.mk
 
 define CHECK_PYTHON
 import sys

@@ -1,4 +1,7 @@
-"""Put the built site, if there is one, into what is published: `pipelab docs` serves it from the installed package."""
+"""Put the built site, if there is one, into what is published: `pipelab docs` serves it from the installed package.
+
+A teacher's wheel has the solutions and keys too: see teacher/distribute.py.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +18,5 @@ class Site(BuildHookInterface):  # type: ignore[type-arg]
         """Add the folder."""
         if version == "standard" and (Path(self.root) / "site" / "index.html").is_file():
             build_data["force_include"]["site"] = "site" if self.target_name == "sdist" else "pipelab/site"
+        if version == "standard" and self.metadata.version.endswith("+teacher"):
+            build_data["force_include"]["teacher"] = "pipelab/teacher"

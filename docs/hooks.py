@@ -93,7 +93,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, trace in TRACES.items():
         files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))
     files_of_the_playground(files, config)
-    tutorials = Path(config.config_file_path).parent / "tutorials"
+    root = Path(config.config_file_path).parent
+    for path in (root / "teacher" / "site").rglob("*.md"):  # the key, which students' copies lack
+        uri = f"teach/{path.relative_to(root / 'teacher' / 'site').as_posix()}"
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
+    tutorials = root / "tutorials"
     for path in tutorials.glob("*/*.gz"):  # what a tutorial reads, for the reader of its notebook
         files.append(File.generated(config, f"tutorials/{path.parent.name}/{path.name}", content=path.read_bytes()))
     for source in sorted(tutorials.glob("*.py")):

@@ -71,7 +71,7 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_has_outputs() -> None
 
 def built() -> Path:
     """Return the folder of the site that `make site` built from the files as they are now."""
-    sources = [path for folder in ("docs", "tutorials", "pipelab") for path in (ROOT / folder).rglob("*")]
+    sources = [path for folder in ("docs", "tutorials", "pipelab", "teacher") for path in (ROOT / folder).rglob("*")]
     newest = max(path.stat().st_mtime for path in (*sources, ROOT / "mkdocs.yml") if path.suffix in SOURCES)
     home = SITE / "index.html"
     if not home.is_file() or home.stat().st_mtime < newest:
@@ -410,7 +410,7 @@ def test_every_handout_prints_on_one_page(browser: Any, site: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks
-@pytest.mark.parametrize("page", ["misconceptions.md", "how_to/from_a_script.md", "teach/key.md", "teach/copying.md"])
+@pytest.mark.parametrize("page", ["misconceptions.md", "how_to/from_a_script.md", "teach/copying.md"])
 def test_the_code_of_a_page_runs_and_its_numbers_hold(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,8 +228,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_comman
     assert "use one of .csv" in error
 
 
+@pytest.mark.teacher
 def test_the_documentation_shows_what_the_command_prints(pipelab_command):
-    page = Path(course.__file__).parents[3] / "docs" / "teach" / "transcripts" / "report.md"
+    page = Path(course.__file__).parents[3] / "teacher" / "site" / "transcripts" / "report.md"
     (shown,) = re.findall(r"```console\n\$ pipelab lab report\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
     _, output, _ = pipelab_command("lab", "report")
     assert shown == output.rstrip()

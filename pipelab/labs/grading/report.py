@@ -135,7 +135,7 @@ def write_bundle(folder: Path, schedule: str, options: Sequence[str]) -> Path:
             entry.external_attr = 0o755 << 16
             archive.writestr(entry, text)
         for file in sorted(package.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts:
+            if file.is_file() and not {"__pycache__", "teacher"} & {*file.relative_to(package).parts}:
                 archive.write(file, file.relative_to(package.parent))
     return path
 

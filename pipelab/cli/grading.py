@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as notation
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from pipelab.cli.targets import settings
 from pipelab.errors import PipelabError, UsageError, clean
 from pipelab.labs.grading import report
 from pipelab.labs.grading.runner import Limits, grade, sandbox, submissions
-from pipelab.labs.grading.tasks import HOMEWORK, Assignment, Grade
+from pipelab.labs.grading.tasks import HOMEWORKS, Assignment, Grade
 from pipelab.simulation.cost import Cost
 
 _Par = Annotated[
@@ -46,9 +47,17 @@ _Tables = Annotated[
 @grouped
 def grade_command(
     times: Times,
-    target: Annotated[
-        str | None,
-        typer.Argument(help=f"{HOMEWORK}, my_file.py:MySchedule, or a folder of submissions", show_default=False),
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar=f"[{'|'.join(HOMEWORKS)}] TARGET",
+            help="a homework's file, my_file.py:MySchedule, or a folder of submissions; the homework's name may be "
+            "left out for hw4, and for a file with its usual name. Without a target: the points, with reasons",
+            show_default=False,
+        ),
+    ] = None,
+    marks: Annotated[
+        Path | None, typer.Option(help="a TOML file with other points, as printed without a target")
     ] = None,
     par: _Par = None,
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="the schedule's size that the pars are for")] = 4,
@@ -64,7 +73,7 @@ def grade_command(
     classroom50: _Classroom = None,
     save: _Tables = None,
 ) -> None:
-    """Grade homework 4, or a schedule against its pars.
+    """Grade a homework, or a schedule against its pars.
 
     By what it runs, never by what it prints.
 
@@ -76,21 +85,24 @@ def grade_command(
         require_writable(save, ("a table of grades", (".csv", ".txt", ".md", ".tex")))
         for path in filter(None, (json, classroom50)):
             files.require_writable(path)
+        homework, target = _named(targets or [])
         where, name = _split(target)
         pars = settings(par or [], "--par")
         schedule, cost = name if par or name else None, asdict(times.cost())
-        assignment = Assignment(schedule, pars, ranks, microbatches, cost, times.order, times.transport, seed)
+        points = _points(marks, homework) if marks else {}
+        assignment = Assignment(
+            schedule, homework, points, pars, ranks, microbatches, cost, times.order, times.transport, seed
+        )
         limits = Limits(seconds, memory)
         if gradescope is not None:
             gradescope.mkdir(parents=True, exist_ok=True)
-            if where is None:
-                wrote(report.write_bundle(gradescope, name, _options(assignment, limits)))
-                return
         if where is None:
-            raise UsageError(f"name a file, such as pipelab grade {HOMEWORK}")
+            _untargeted(assignment, limits, name, gradescope, bool(targets))
+            return
+        main = HOMEWORKS[homework].file
         alone = gradescope is not None or classroom50 is not None
-        found, skipped = submissions(where, alone)
-        several = not (alone or where.is_file() or (where / HOMEWORK).exists())
+        found, skipped = submissions(where, alone, main)
+        several = not (alone or where.is_file() or (where / main).exists())
         if several and not sandbox():
             echo(_OPEN, error=True)
         for each, why in skipped.items():
@@ -114,7 +126,7 @@ def grade_command(
     except (PipelabError, OSError) as error:
         echo(folded(f"could not grade: {error}"), error=True)
         if gradescope is not None and gradescope.is_dir() and not grades:  # or Gradescope shows an error of its own
-            failed = Grade(target or "no file", reason=f"could not grade: {error}")
+            failed = Grade(" ".join(targets or ["no file"]), reason=f"could not grade: {error}")
             wrote(_write_json(gradescope / "results.json", report.gradescope(failed)))
         raise typer.Exit(2) from error
     if not complete or any(each.ambiguous for each in grades):
@@ -144,6 +156,46 @@ def _save(
 
 def _write_json(path: Path, value: Any) -> Path:
     return files.write(path, notation.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _untargeted(assignment: Assignment, limits: Limits, name: str, gradescope: Path | None, named: bool) -> None:
+    """Write Gradescope's archive, or print the points of the homework that was named."""
+    homework = assignment.homework
+    marks = assignment.weighed().marks(homework)
+    if gradescope is not None:
+        given = marks if assignment.points else ""
+        wrote(report.write_bundle(gradescope, homework, name, _options(assignment, limits), given))
+    elif named:
+        echo(marks)
+    else:
+        raise UsageError("name a file, such as pipelab grade pipeline_homework.py")
+
+
+def _named(targets: Sequence[str]) -> tuple[str, str | None]:
+    """Return the homework and the target that are named; the file's name may say which homework it is.
+
+    Example:
+        >>> _named(["hw4", "handed_in"]), _named(["my.py:Mine"]), _named(["hw4"])
+        (('hw4', 'handed_in'), ('hw4', 'my.py:Mine'), ('hw4', None))
+    """
+    named = [each for each in targets[:1] if each in HOMEWORKS]
+    target, *more = [*targets[len(named) :], None]
+    if len(more) > 1:
+        raise UsageError(f"{target} and {more[0]}: grade one file or folder at a time")
+    path = Path(target or "")
+    usual = (name for name, each in HOMEWORKS.items() if path.name == each.file or (path / each.file).exists())
+    return next(iter([*named, *usual]), "hw4"), target
+
+
+def _points(path: Path, homework: str) -> dict[str, int]:
+    try:
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    if not isinstance(read.get(homework), dict):
+        raise UsageError(f"{path} has no part [{homework}]: pipelab grade {homework} prints one to begin with")
+    points: dict[str, int] = read[homework]
+    return points
 
 
 def _split(target: str | None) -> tuple[Path | None, str]:

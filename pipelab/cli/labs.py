@@ -21,7 +21,7 @@ from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, sho
 from pipelab.draw.table import Column, Table
 from pipelab.errors import PipelabError, UsageError
 from pipelab.labs import hybrid as hybrids
-from pipelab.labs.grading.tasks import HOMEWORK, HOMEWORK4, start_homework
+from pipelab.labs.grading.tasks import HOMEWORKS, start_homework
 from pipelab.labs.report import claim as claims
 from pipelab.labs.report.claims import CLAIMS
 
@@ -31,6 +31,9 @@ SaveTable = Annotated[
     list[Path] | None,
     typer.Option("--save", "-o", help="a file to write: csv md tex html txt; png svg pdf: the plot; repeatable"),
 ]
+
+Folder = Annotated[Path, typer.Argument(help="where --start writes; it is made if need be", show_default=False)]
+Start = Annotated[bool, typer.Option("--start", help="write the homework's file with its holes")]
 
 lab = typer.Typer(help="Run an experiment of the course, and make its table.", no_args_is_help=True)
 
@@ -88,6 +91,12 @@ def _end(rows: list[Row], whole: bool, table: Callable[[list[Row]], Table], save
         show(table(rows), save)
     if not whole:
         raise typer.Exit(1)
+
+
+def _start(name: str, folder: Path) -> None:
+    """Write a homework's file into a folder, and say what to do with it."""
+    path = start_homework(name, folder)
+    echo(f"wrote {path}\n\n  python {path}         runs it\n  pipelab grade {path}  grades what it runs")
 
 
 @lab.command()
@@ -272,21 +281,18 @@ def _figures(
 
 
 @lab.command()
-def hw4(
-    folder: Annotated[Path, typer.Argument(help="where to; it is made if need be", show_default=False)] = Path(),
-    start: Annotated[bool, typer.Option("--start", help="write the file with its three holes")] = False,
-) -> None:
+def hw4(folder: Folder = Path(), start: Start = False) -> None:
     """Homework 4: write 1F1B yourself.
 
     Without --start, what it asks for, with the points. With it, the file; it never overwrites yours.
     """
-    if not start:
-        rows = [{"task": each.name, "points": each.points} for each in HOMEWORK4]
-        show(Table(rows, [Column("task"), Column("points")]), None)
-        say(f"pipelab lab hw4 --start writes {HOMEWORK} with three holes, and pipelab grade {HOMEWORK} grades it.")
+    if start:
+        _start("hw4", folder)
         return
-    path = start_homework(folder)
-    echo(f"wrote {path}\n\n  python {path}         runs it\n  pipelab grade {path}  grades what it runs")
+    rows = [{"task": each.name, "points": each.points} for each in HOMEWORKS["hw4"].tasks]
+    show(Table(rows, [Column("task"), Column("points")]), None)
+    file = HOMEWORKS["hw4"].file
+    say(f"pipelab lab hw4 --start writes {file} with three holes, and pipelab grade {file} grades it.")
 
 
 @lab.command()

@@ -14,11 +14,15 @@ import pytest
 import torch
 from homework import BACKWARD, LAST, MOVE, ROOT, SOLUTION, changed, first
 
+from pipelab.errors import UsageError
 from pipelab.labs.grading import homework4
-from pipelab.labs.grading.tasks import HOMEWORK4, TEMPLATE, Grade, Mark
+from pipelab.labs.grading.tasks import HOMEWORKS, Grade, Mark, marks_of
+
+TEMPLATE = HOMEWORKS["hw4"].template
+HOMEWORK4 = HOMEWORKS["hw4"].tasks
 
 
-def judged(text: str, folder: Path, seed: int = 0) -> Grade:
+def judged(text: str, folder: Path, seed: int = 0, points: dict[str, int] | None = None) -> Grade:
     path = folder / "handed_in.py"
     path.write_text(text)
 
@@ -31,8 +35,8 @@ def judged(text: str, folder: Path, seed: int = 0) -> Grade:
         return module
 
     sent = json.dumps(homework4.record(load, seed, lambda _: None))
-    marks, note = homework4.judge(json.loads(sent), seed)
-    return Grade("handed_in.py", marks, note=note)
+    found, note = homework4.judge(json.loads(sent), seed)
+    return Grade("handed_in.py", marks_of(found, HOMEWORKS["hw4"].weighed(points or {})), note=note)
 
 
 def failed(grade: Grade) -> set[str]:
@@ -235,6 +239,30 @@ def test_a_mistake_fails_the_tasks_in_the_teachers_table_and_no_others(name, mis
 
 def test_the_teachers_table_has_no_other_rows():
     assert sum(line.startswith("| ") for line in NOTES.splitlines()) == len(MISTAKES) + 1
+
+
+def test_a_teacher_weighs_the_tasks(tmp_path):
+    total = changed(
+        ("        if i > 0:", "    total = 0\n    for i in range(1, len(outputs)):\n        if True:"),
+        (BACKWARD, BACKWARD.replace("loss_fn", "total = total + loss_fn").replace(".backward()", "")),
+        (LAST, f"(total + {LAST.removesuffix('.backward()')}).backward()"),
+    )
+    detached = changed(("outputs.append(output)", "outputs.append(output.detach())"))
+    defaults = [judged(text, tmp_path).score for text in (changed(GPIPE), total, detached)]
+    assert defaults == [70, 70, 15]
+    assert judged(detached, tmp_path, points={"not_reached": 50}).score == 52
+    points = {"order": 60, "not_reached": 50}
+    weighed = [judged(text, tmp_path, points=points) for text in (changed(GPIPE), total, detached, SOLUTION)]
+    assert [(grade.score, grade.max_score) for grade in weighed] == [(75, 140), (75, 140), (72, 140), (140, 140)]
+    assert [mark.task.name for mark in judged(SOLUTION, tmp_path, points={"hidden sizes": 0}).marks][-1] == "training"
+
+
+@pytest.mark.parametrize(
+    "points", [{"orders": 3}, {"order": -1}, {"order": 2.5}, {"order": True}, {"not_reached": 100}]
+)
+def test_other_names_and_numbers_are_no_points(points):
+    with pytest.raises(UsageError, match="whole points of one of forwards, targets"):
+        HOMEWORKS["hw4"].weighed(points)
 
 
 def test_each_cause_has_its_own_hint(mistaken):

@@ -26,7 +26,9 @@ from pipelab.cli import grading
 from pipelab.errors import NO_TORCH, UsageError
 from pipelab.labs.grading import report, runner, schedules
 from pipelab.labs.grading.runner import Limits, grade, submissions
-from pipelab.labs.grading.tasks import HOMEWORK4, Assignment, Grade, Mark
+from pipelab.labs.grading.tasks import HOMEWORKS, Assignment, Grade, Mark
+
+HOMEWORK4 = HOMEWORKS["hw4"].tasks
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("kept_servers")]
 
@@ -588,6 +590,32 @@ def test_the_bundle_grades_as_gradescope_would_run_it(pipelab_command, folder):
     assert json.loads((autograder / "results" / "results.json").read_text())["score"] == 100
     for each in ("setup.sh", "run_autograder"):
         subprocess.run(["bash", "-n", str(autograder / "source" / each)], check=True)
+
+
+def test_the_points_are_printed_as_a_file_that_changes_them(pipelab_command, folder):
+    code, out, _ = pipelab_command("grade", "hw4")
+    points = tomllib.loads(out)["hw4"]
+    assert (code, sum(points.values()), len(points)) == (0, 100, len(HOMEWORK4) + 1)
+    assert all("#" in line for line in out.splitlines() if "=" in line)  # each has its reason
+    (folder / "marks.toml").write_text(out.replace('"order" = 20', '"order" = 50'))
+    (folder / "a.py").write_text(
+        changed(("        if i > 0:", "    for i in range(1, len(outputs)):\n        if True:"))
+    )
+    code, out, _ = pipelab_command("grade", "hw4", "a.py", "--marks", "marks.toml")
+    assert (code, "70 of 130 points" in out) == (1, True)
+    assert pipelab_command("grade", "hw4", "--marks", "marks.toml", "--gradescope", "bundle")[0] == 0
+    with zipfile.ZipFile(folder / "bundle" / "autograder.zip") as archive:
+        assert tomllib.loads(archive.read("marks.toml").decode())["hw4"]["order"] == 50
+        assert b"pipelab grade hw4 /autograder/submission --marks /autograder/source/marks.toml" in archive.read(
+            "run_autograder"
+        ).replace(b" --seed 0 --seconds 5.0 --memory 1024", b"")
+
+
+@pytest.mark.parametrize("text", ["[hw4", "[hw3]\norder = 3", "[hw4]\norders = 3"])
+def test_a_file_of_marks_that_is_none_is_refused(text, pipelab_command, folder):
+    (folder / "marks.toml").write_text(text)
+    (folder / "a.py").write_text(SOLUTION)
+    assert pipelab_command("grade", "a.py", "--marks", "marks.toml")[0] == 2
 
 
 def test_the_bundle_installs_what_the_project_needs():

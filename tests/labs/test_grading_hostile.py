@@ -15,7 +15,9 @@ from homework import BACKWARD, ROOT, SOLUTION, changed, first, inside
 
 from pipelab.labs.grading import runner
 from pipelab.labs.grading.runner import GraderError, Limits, grade, submissions
-from pipelab.labs.grading.tasks import TEMPLATE, Assignment, Grade
+from pipelab.labs.grading.tasks import HOMEWORKS, Assignment, Grade
+
+TEMPLATE = HOMEWORKS["hw4"].template
 
 pytestmark = pytest.mark.dist
 

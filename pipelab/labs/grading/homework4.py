@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 from pipelab.labs.grading.emulated import HOST, emulated
 from pipelab.labs.grading.recording import FIRST, SECOND, TOLERANCE, Data, Recorded, Run
-from pipelab.labs.grading.tasks import HOMEWORK4, Mark
+from pipelab.labs.grading.tasks import Found, function_of
 
 FUNCTION = "run_1F1B_homework"
 PARAMETERS = ("model", "micro_batches", "loss_fn")
@@ -26,18 +23,6 @@ def _hidden(seed: int) -> list[tuple[int, ...]]:
     numbers = random.Random(seed)  # noqa: S311 - hidden from a reader of this file, not from an attacker
     uneven = [numbers.randint(1, 6) for _ in range(numbers.randint(3, 6))]
     return [(3,) * 7, (*uneven, max(uneven) + 1)]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a check found; `reached` is whether the fault is its own, and not a consequence of another one."""
-
-    right: bool
-    expected: str = ""
-    found: str = ""
-    effect: str = ""
-    hint: str = ""
-    reached: bool = True
 
 
 # ── The checks of one run ───────────────────────────────────────────────────────────────────────────────────────────
@@ -60,16 +45,16 @@ def _peak(events: Sequence[tuple[str, int]]) -> int:
     return peak
 
 
-def _forwards(run: Run) -> _Found:
+def _forwards(run: Run) -> Found:
     expected = [("F", m) for m in range(run.count)]
     found = [event for event in run.events if event[0] == "F"]
     once = sum(times == 1 for times in run.times("F"))
     stopped = bool(run.error) and found == expected[: len(found)]
     effect = f"{once} of {run.count} micro-batches go forward once"
-    return _Found(found == expected, _names(expected), _names(found), effect, reached=not stopped)
+    return Found(found == expected, _names(expected), _names(found), effect, reached=not stopped)
 
 
-def _targets(run: Run) -> _Found:
+def _targets(run: Run) -> Found:
     wrong = [m for m, (_, right) in run.targets.items() if not right]
     names = {HOST: "on the cpu", FIRST: "on the first GPU", SECOND: "on the second GPU"}
     found = [f"{m} {names.get(place, place)}" for m, (place, _) in sorted(run.targets.items())]
@@ -80,10 +65,10 @@ def _targets(run: Run) -> _Found:
         effect = f"on two GPUs the first loss raises an error: {could}"
     wanted = "every target on the output's device when the loss is computed"
     said = ", ".join(found) or "no loss of an output and its target was computed"
-    return _Found(not wrong and (seen > 0 or run.count == 1), wanted, said, effect, reached=bool(seen))
+    return Found(not wrong and (seen > 0 or run.count == 1), wanted, said, effect, reached=bool(seen))
 
 
-def _right_order(run: Run) -> _Found:
+def _right_order(run: Run) -> Found:
     """Judge everything but the last backward, which is a task of its own."""
     expected = _order(run.count)
     right = run.events in (expected, expected[:-1])
@@ -94,18 +79,18 @@ def _right_order(run: Run) -> _Found:
     # Without repetitions, is it the beginning of the right order? Then they, or an error, are the only fault.
     firsts, lasts = list(dict.fromkeys(run.events)), list(dict.fromkeys(reversed(run.events)))[::-1]
     only = any(each == expected[: len(each)] for each in (firsts, lasts) if run.error or each != run.events)
-    return _Found(right, _names(expected), _names(run.events), effect, reached=_forwards(run).right and not only)
+    return Found(right, _names(expected), _names(run.events), effect, reached=_forwards(run).right and not only)
 
 
-def _last(run: Run) -> _Found:
+def _last(run: Run) -> Found:
     left = [m for m, times in enumerate(run.times("B")) if not times]
     effect = f"{len(left) / run.count:.0%} of the micro-batches are never learned from"
     found = f"no backward of {', '.join(map(str, left))}" if left else "it ran"
     reached = _forwards(run).right and not run.error
-    return _Found(bool(run.times("B")[-1]), f"a backward of {run.count - 1}", found, effect, reached=reached)
+    return Found(bool(run.times("B")[-1]), f"a backward of {run.count - 1}", found, effect, reached=reached)
 
 
-def _once(run: Run) -> _Found:
+def _once(run: Run) -> Found:
     times = run.times("B")
     twice = [m for m, each in enumerate(times) if each > 1]
     stops = "second time" in run.error
@@ -119,10 +104,10 @@ def _once(run: Run) -> _Found:
     first = run.events[1:2] == [("B", 0)] and 0 in twice
     hint = "In the first round i is 0. Which element of a list has the index i - 1 then?" if first else ""
     wanted = "at most one backward of each micro-batch"
-    return _Found(ran and not twice and not stops, wanted, found, effect, hint, reached=ran or stops)
+    return Found(ran and not twice and not stops, wanted, found, effect, hint, reached=ran or stops)
 
 
-def _gradients(run: Run) -> _Found:
+def _gradients(run: Run) -> Found:
     found = run.diagnosis.sentence.partition("\n")[0]
     missing = run.count - sum(count > TOLERANCE for count in run.diagnosis.counts)
     explained = bool(run.diagnosis.counts) and run.diagnosis.code != "unexplained"
@@ -139,10 +124,10 @@ def _gradients(run: Run) -> _Found:
     wanted = f"each of the {run.count} counts once (a sum) or 1/{run.count} times (a mean); the weights are unchanged"
     effect = f"{missing} of {run.count} micro-batches are missing from the gradient" if missing else found
     reached = all(times == 1 for times in run.times("B"))
-    return _Found(bool(run.kind()), wanted, found, effect, hint, reached)
+    return Found(bool(run.kind()), wanted, found, effect, hint, reached)
 
 
-_CHECKS: dict[str, Callable[[Run], _Found]] = {
+_CHECKS: dict[str, Callable[[Run], Found]] = {
     "forwards": _forwards,
     "targets": _targets,
     "order": _right_order,
@@ -155,7 +140,7 @@ _CHECKS: dict[str, Callable[[Run], _Found]] = {
 # ── The whole submission ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _training(data: Data, run: Run, seed: int) -> _Found:
+def _training(data: Data, run: Run, seed: int) -> Found:
     """Train for some steps, plainly and with the submission's gradients, and compare the losses of the whole batch."""
     trained, plain = Recorded(run.rows, seed), Recorded(run.rows, seed)
     begun, rate = trained.whole_loss(), _rate(run)
@@ -168,7 +153,7 @@ def _training(data: Data, run: Run, seed: int) -> _Found:
     loss, right = trained.whole_loss(), plain.whole_loss()
     effect = f"the loss falls from {begun:.3f} to {loss:.3f}, and should fall to {right:.3f}"
     same = abs(loss - right) <= TOLERANCE * right and len(data["steps"]) == STEPS
-    return _Found(same, f"loss {right:.4f} after {STEPS} steps", f"loss {loss:.4f}{stopped}", effect)
+    return Found(same, f"loss {right:.4f} after {STEPS} steps", f"loss {loss:.4f}{stopped}", effect)
 
 
 def _rate(run: Run) -> float:
@@ -181,7 +166,7 @@ def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None])
     `at` is called with what is about to run. A LookupError says that the module has no such function.
     """
     with emulated(2):  # a script may move its model when it is imported
-        function = _function(load())
+        function = function_of(load(), FUNCTION, PARAMETERS)
     runs: list[Data] = []
     for rows in SHOWN:
         at(f"with {len(rows)} micro-batch{'es' * (len(rows) > 1)}")
@@ -198,8 +183,8 @@ def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None])
     return {"runs": runs, "training": {"steps": steps, "error": error}, "hidden": hidden}
 
 
-def judge(data: Data, seed: int) -> tuple[list[Mark], str]:
-    """Return a mark for each task from what `record` returned, and what its gradients are of.
+def judge(data: Data, seed: int) -> tuple[dict[str, Found], str]:
+    """Return what each task's check found in what `record` returned, and what its gradients are of.
 
     Raises:
         ValueError, TypeError, LookupError: if these are not its data, or say that backwards left nothing.
@@ -212,7 +197,7 @@ def judge(data: Data, seed: int) -> tuple[list[Mark], str]:
     wrong = [name for name, check in _CHECKS.items() if not all(check(run).right for run in hidden)]
     right = sum(all(check(run).right for check in _CHECKS.values()) for run in hidden)
     own_loss = any(run.own_loss for run in runs)
-    found["hidden sizes"] = _Found(
+    found["hidden sizes"] = Found(
         not wrong,
         "everything above, at sizes that are not shown",
         f"wrong there: {', '.join(wrong)}" if wrong else "right there too",
@@ -220,24 +205,19 @@ def judge(data: Data, seed: int) -> tuple[list[Mark], str]:
         "Your function gets loss_fn, which is another one there. Does it call it?" if own_loss else "",
         reached=all(each.right for each in found.values()),
     )
-    marks = []
-    for task in HOMEWORK4:
-        seen = found[task.name]
-        words = ("", "") if seen.right else (seen.effect, (seen.hint or task.hint) if seen.reached else "")
-        marks.append(Mark(task, task.points * seen.right, seen.expected, seen.found, *words, seen.reached))
     errors = (f"with {run.count} micro-batch{'es' * (run.count > 1)}: {run.error}" for run in runs if run.error)
     notes = [f"the gradients are those of {runs[0].kind()}"] if runs[0].kind() else []
     notes += ["it computes a loss of its own and never calls loss_fn"] if own_loss else []
-    return marks, next(errors, "; ".join(notes))
+    return found, next(errors, "; ".join(notes))
 
 
-def _of_shown(runs: Sequence[Run], training: _Found) -> dict[str, _Found]:
+def _of_shown(runs: Sequence[Run], training: Found) -> dict[str, Found]:
     """Return what each check found at the shown sizes: only what is a cause was reached, and has its hint.
 
     Causes are sought at the first size where something is wrong. What goes wrong only after a first right call is a
     matter of the second call, or else of the size.
     """
-    found: dict[str, _Found] = {}
+    found: dict[str, Found] = {}
     wrong_at = next((run for run in runs if not all(check(run).right for check in _CHECKS.values())), None)
     for name, check in _CHECKS.items():
         run = next((run for run in runs if not check(run).right), runs[0])
@@ -255,23 +235,4 @@ def _of_shown(runs: Sequence[Run], training: _Found) -> dict[str, _Found]:
     if wrong and not any(found[name].reached for name in wrong):  # an error is the only cause
         first, error = found[wrong[0]], "The error above is the cause. What does the line that it names do there?"
         found[wrong[0]] = replace(first, reached=True, hint=error if runs[0].error else first.hint)
-    return found
-
-
-def _function(module: ModuleType) -> Callable[..., object]:
-    """Return the submission's function; a LookupError says that there is none that can be called as it should."""
-    function: Any = vars(module).get(FUNCTION)
-    if not callable(function):
-        own = {name.lower(): name for name, each in vars(module).items() if inspect.isfunction(each)}
-        close = [own[name] for name in get_close_matches(FUNCTION.lower(), own, n=1)]
-        guess = f"; did you mean {close[0]}?" if close else ""
-        raise LookupError(  # noqa: TRY004 - the server reports LookupErrors
-            f"it defines no function {FUNCTION}; it defines {', '.join(own.values()) or 'no function'}{guess}"
-        )
-    try:
-        inspect.signature(function).bind(*PARAMETERS)
-    except (TypeError, ValueError):
-        written = f"{FUNCTION}{inspect.signature(function)}"
-        raise LookupError(f"it defines {written}; it is called as {FUNCTION}({', '.join(PARAMETERS)})") from None
-    found: Callable[..., object] = function
     return found

@@ -119,18 +119,19 @@ def gradescope(grade: Grade) -> dict[str, Any]:
     }
 
 
-def write_bundle(folder: Path, schedule: str, options: Sequence[str]) -> Path:
+def write_bundle(folder: Path, homework: str, schedule: str, options: Sequence[str], marks: str = "") -> Path:
     """Write what Gradescope takes, `autograder.zip`; return its path.
 
     The archive holds pipelab itself, so Gradescope only has to install what pipelab needs. There it grades the named
-    schedule, or homework 4, with these options of `pipelab grade`.
+    schedule, or the homework, with these options of `pipelab grade`, and with these marks if there are any.
     """
+    options = [*options, *(["--marks", "/autograder/source/marks.toml"] if marks else [])]
     target = shlex.quote("/autograder/submission" + f":{schedule}" * bool(schedule))
     package = Path(pipelab.__file__).parent
     path = folder / "autograder.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        run = _RUN.format(target=target, options=shlex.join(options))
-        for name, text in (("setup.sh", _SETUP), ("run_autograder", run)):
+        run = _RUN.format(homework=homework, target=target, options=shlex.join(options))
+        for name, text in (("setup.sh", _SETUP), ("run_autograder", run), ("marks.toml", marks)):
             entry = zipfile.ZipInfo(name)
             entry.external_attr = 0o755 << 16
             archive.writestr(entry, text)
@@ -155,7 +156,7 @@ _RUN = """#!/usr/bin/env bash
 # Gradescope runs this for each submission.
 export PYTHONPATH=/autograder/source
 mkdir -p /autograder/results
-python3 -m pipelab grade {target} {options} --gradescope /autograder/results
+python3 -m pipelab grade {homework} {target} {options} --gradescope /autograder/results
 exit 0  # what was found is in results.json; another exit code would hide it
 """
 

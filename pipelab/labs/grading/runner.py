@@ -23,7 +23,7 @@ from typing import Any
 
 import pipelab
 from pipelab.errors import NO_TORCH, PipelabError, UsageError
-from pipelab.labs.grading.tasks import HOMEWORK, Assignment, Grade, Mark, Task
+from pipelab.labs.grading.tasks import Assignment, Grade, Mark, Task
 
 _MOST_BYTES = 64 << 20
 """Of a submission's files, and four times as many of what it writes."""
@@ -72,11 +72,13 @@ class Submission:
         return {str(each.relative_to(self.folder)): base64.b64encode(each.read_bytes()).decode() for each in found}
 
 
-def submissions(target: Path, alone: bool = False) -> tuple[list[Submission], dict[str, str]]:
+def submissions(
+    target: Path, alone: bool = False, main: str = "pipeline_homework.py"
+) -> tuple[list[Submission], dict[str, str]]:
     """Return the submissions in a folder, or the one that a file or a folder is, and why each other hand-in is skipped.
 
-    A folder is one submission if it holds `pipeline_homework.py`. In any other folder, each Python file is a
-    submission, and so is each folder with `pipeline_homework.py` or a single Python file; or those one level deeper.
+    A folder is one submission if it holds `main`, the homework's file. In any other folder, each Python file is a
+    submission, and so is each folder with `main` or a single Python file; or those one level deeper.
     If it is `alone`, it is one submission whatever its file is called. A target without submissions is refused.
     """
     if not target.exists():
@@ -86,15 +88,15 @@ def submissions(target: Path, alone: bool = False) -> tuple[list[Submission], di
             raise UsageError(f"{target} is {why}")
         return [Submission(target.name, target.parent, target.name, "modules")], {}
     skipped: dict[str, str] = {}
-    if alone or (target / HOMEWORK).exists():
-        found = list(_of_folder(target, target.resolve().name, skipped))
+    if alone or (target / main).exists():
+        found = list(_of_folder(target, target.resolve().name, skipped, main))
     else:
-        found = [each for path in _within(target) for each in _of(path, skipped)]
+        found = [each for path in _within(target) for each in _of(path, skipped, main)]
     if len(found) > 1 and alone:
         raise UsageError(f"{target} holds {', '.join(each.name for each in found)}: name the one to grade")
     if not found:
         whys = "".join(f"\n  {name}: {why}" for name, why in skipped.items())
-        raise UsageError(f"{target} holds no submission: no Python file, and no folder with {HOMEWORK}{whys}")
+        raise UsageError(f"{target} holds no submission: no Python file, and no folder with {main}{whys}")
     return found, skipped
 
 
@@ -108,28 +110,28 @@ def _no_python(path: Path) -> str:
     return kinds.get(path.suffix.lower(), "not a Python file")
 
 
-def _of(path: Path, skipped: dict[str, str]) -> Iterator[Submission]:
+def _of(path: Path, skipped: dict[str, str], main: str) -> Iterator[Submission]:
     if path.is_symlink():
         skipped[path.name] = "a link: hand in the file itself"
     elif path.is_dir():
-        yield from _of_folder(path, path.name, skipped)
+        yield from _of_folder(path, path.name, skipped, main)
     elif why := _no_python(path):
         skipped[path.name] = why
     else:
         yield Submission(path.name, path.parent, path.name, "nothing")
 
 
-def _of_folder(path: Path, name: str, skipped: dict[str, str], deeper: bool = True) -> Iterator[Submission]:
+def _of_folder(path: Path, name: str, skipped: dict[str, str], main: str, deeper: bool = True) -> Iterator[Submission]:
     inside = _within(path)
     files = [each.name for each in inside if each.suffix == ".py"]
     folders = [each for each in inside if each.is_dir() and deeper]
-    if HOMEWORK in files or len(files) == 1:
-        yield Submission(name, path, HOMEWORK if HOMEWORK in files else files[0])
+    if main in files or len(files) == 1:
+        yield Submission(name, path, main if main in files else files[0])
     elif files:
-        skipped[name] = f"it holds {len(files)} Python files: call one of them {HOMEWORK}, or grade this folder alone"
+        skipped[name] = f"it holds {len(files)} Python files: call one of them {main}, or grade this folder alone"
     elif folders:
         for folder in folders:
-            yield from _of_folder(folder, f"{name}/{folder.name}", skipped, deeper=False)
+            yield from _of_folder(folder, f"{name}/{folder.name}", skipped, main, deeper=False)
     else:
         others = [f"a folder with {why}" for each in inside if ":" in (why := _no_python(each))]
         skipped[name] = (others or ["a folder without a Python file" if inside else "an empty folder"])[0]

@@ -35,7 +35,10 @@ import torch
 
 from pipelab.files import kernel_bytes
 from pipelab.labs.grading import homework4, schedules
-from pipelab.labs.grading.tasks import AmbiguousError, Assignment, raised
+from pipelab.labs.grading.tasks import AmbiguousError, Assignment, marks_of, raised
+
+_MODULES: dict[str, Any] = {"hw4": homework4}
+"""By homework: `record` runs a submission and returns what happened, `judge` what each task's check finds in it."""
 
 _KEPT = 4000
 """Characters of a submission's output that the grade shows."""
@@ -69,7 +72,7 @@ def _recorded(request: dict[str, Any], name: str, report: Callable[..., None]) -
         at("while it is imported")
         load = partial(importlib.import_module, name)
         if assignment.schedule is None:
-            return {"record": homework4.record(load, assignment.seed, at)}
+            return {"record": _MODULES[assignment.homework].record(load, assignment.seed, at)}
         return {"record": schedules.record(load, assignment, at)}
     except SyntaxError as error:
         reason = f"it is not Python: {error.msg}, line {error.lineno}"
@@ -201,7 +204,8 @@ def _judged(record: Any, assignment: Assignment) -> dict[str, Any]:
     """Return the marks for a record, or the reason why it is none."""
     try:
         if assignment.schedule is None:
-            marks, note = homework4.judge(record, assignment.seed)
+            found, note = _MODULES[assignment.homework].judge(record, assignment.seed)
+            marks = marks_of(found, assignment.weighed())
         else:
             marks, note = schedules.judge(record, assignment)
     except Exception as error:  # noqa: BLE001 - whatever a record that is none leads to

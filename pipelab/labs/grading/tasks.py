@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import inspect
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pipelab.errors import PipelabError, UsageError
 from pipelab.plan.fault import students_line
 from pipelab.plan.transfers import Order, Transport
-
-HOMEWORK = "pipeline_homework.py"
-TEMPLATE = Path(__file__).with_name(f"{HOMEWORK}.txt")
-"""What students get. Its solution and the teacher's notes are not in this package."""
 
 
 class AmbiguousError(PipelabError):
@@ -28,6 +29,68 @@ class Task:
     points: int
     hint: str  # the next move if it failed; it does not give the answer away
     hidden: bool = False  # about sizes that students do not see
+    why: str = ""  # it has so many points
+
+
+@dataclass(frozen=True, slots=True)
+class Homework:
+    """A homework: what students get, and what is graded. The solution and the teacher's notes are not in this package.
+
+    Example:
+        >>> HOMEWORKS["hw4"].file, HOMEWORKS["hw4"].tasks[0].name, HOMEWORKS["hw4"].tasks[0].points
+        ('pipeline_homework.py', 'forwards', 10)
+    """
+
+    title: str
+    file: str
+    tasks: Sequence[Task]
+    not_reached: int = 0  # percent of its points that a task has if it was not reached
+    not_reached_why: str = ""
+
+    @property
+    def template(self) -> Path:
+        """What students get."""
+        return Path(__file__).with_name(f"{self.file}.txt")
+
+    def weighed(self, points: Mapping[str, int]) -> Homework:
+        """Return it with other points, by the names of its tasks; `not_reached` is a name too. Without points, no task.
+
+        Raises:
+            UsageError: if there is no such task, or these are no points.
+        """
+        named = {task.name: task.points for task in self.tasks} | {"not_reached": self.not_reached}
+        for name, number in points.items():
+            most = 99 if name == "not_reached" else 1000
+            if name not in named or type(number) is not int or not 0 <= number <= most:
+                raise UsageError(f"{name} = {number}: expected whole points of one of {', '.join(named)}")
+        named |= points
+        tasks = [replace(task, points=named[task.name]) for task in self.tasks if named[task.name]]
+        return replace(self, tasks=tasks, not_reached=named["not_reached"])
+
+    def marks(self, name: str) -> str:
+        """Return the points as a file that `--marks` reads, each with its reason."""
+        lines = [(task.name, task.points, task.why) for task in self.tasks]
+        lines.append(
+            (
+                "not_reached",
+                self.not_reached,
+                f"percent of its points for a task that was not reached: {self.not_reached_why}",
+            )
+        )
+        shown = (f"{f'{json.dumps(each)} = {points}':27} # {why}" for each, points, why in lines)
+        return "\n".join([f"# {self.title}: {sum(task.points for task in self.tasks)} points", f"[{name}]", *shown])
+
+
+def _homeworks() -> dict[str, Homework]:
+    read = tomllib.loads(Path(__file__).with_name("homework.toml").read_text(encoding="utf-8"))
+    return {
+        name: Homework(**(told | {"tasks": [Task(task, **known) for task, known in told["tasks"].items()]}))
+        for name, told in read.items()
+    }
+
+
+HOMEWORKS = _homeworks()
+"""What can be graded, by the name that the command line uses; for each task, a module has a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +114,29 @@ class Mark:
     def status(self) -> str:
         """Passed, failed or not reached."""
         return "passed" if self.passed else "failed" if self.reached else "not reached"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a check found; `reached` is whether the fault is its own, and not a consequence of another one."""
+
+    right: bool
+    expected: str = ""
+    found: str = ""
+    effect: str = ""
+    hint: str = ""
+    reached: bool = True
+
+
+def marks_of(found: Mapping[str, Found], homework: Homework) -> list[Mark]:
+    """Return a mark for each task of a homework; if it was not reached, it has a share of its points at most."""
+    marks = []
+    for task in homework.tasks:
+        seen = found[task.name]
+        score = task.points if seen.right else 0 if seen.reached else task.points * homework.not_reached // 100
+        words = ("", "") if seen.right else (seen.effect, (seen.hint or task.hint) if seen.reached else "")
+        marks.append(Mark(task, score, seen.expected, seen.found, *words, seen.reached))
+    return marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +173,11 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What to grade: homework 4, or a schedule."""
+    """What to grade: a homework, or a schedule."""
 
-    schedule: str | None = None  # the name of its class; empty for the only one in the file; None for homework 4
+    schedule: str | None = None  # the name of its class; empty for the only one in the file; None for a homework
+    homework: str = "hw4"  # one of `HOMEWORKS`
+    points: dict[str, int] = field(default_factory=dict)  # of the homework's tasks, where a teacher changes them
     pars: dict[str, float] = field(default_factory=dict)  # such as {"makespan": 33}
     ranks: int = 4  # the size that the pars are for
     microbatches: int = 8
@@ -110,10 +198,14 @@ class Assignment:
             if name == "bubble" and par > 1:
                 raise UsageError(f"--par bubble={par:g}: the bubble is a share, at most 1: write bubble={par / 100:g}")
 
+    def weighed(self) -> Homework:
+        """Return the homework with its points."""
+        return HOMEWORKS[self.homework].weighed(self.points)
+
     def tasks(self) -> Sequence[Task]:
-        """Return the tasks; their points add up to 100."""
+        """Return the tasks; unless a teacher has changed them, their points add up to 100."""
         if self.schedule is None:
-            return HOMEWORK4
+            return self.weighed().tasks
         legal = Task("legal", 40 if self.pars else 70, "run pipelab check on your file: it explains every fault")
         pars = [Task(name, 40 // len(self.pars), _PAR_HINTS[name]) for name in self.pars]
         others = "does the class use self.ranks and self.microbatches everywhere, or a number of its own somewhere?"
@@ -129,18 +221,6 @@ _PAR_HINTS = {
 }
 """The quantities of a schedule that can have a par; `peak` is the largest of all ranks."""
 
-HOMEWORK4: Sequence[Task] = (
-    Task("forwards", 10, "Which line runs the model on micro_x, how often for each micro-batch, in which order?"),
-    Task("targets", 15, "A loss needs output and target on one device. Where does the last layer leave its output?"),
-    Task("order", 20, "When forward i is done, which outputs wait for a backward? Write three rounds down by hand."),
-    Task("last backward", 10, "Count on paper: how many forwards and backwards has the loop run when it ends?"),
-    Task("no second backward", 10, "Which line runs a backward that another line, or round, has run before?"),
-    Task("gradients", 15, "Compare .grad with that of the whole batch: does each output meet its own target?"),
-    Task("training", 10, "Call the function twice. What does the second call find that the first one left?"),
-    Task("hidden sizes", 10, "Any number of micro-batches and of rows must work. Which number is fixed?", hidden=True),
-)
-"""The tasks of homework 4; `homework4` has a check for each."""
-
 
 def raised(error: BaseException, function: Callable[..., object] | None = None) -> str:
     """Return what a submission raised, and at which of its lines, on one line."""
@@ -150,25 +230,44 @@ def raised(error: BaseException, function: Callable[..., object] | None = None) 
     return f"{type(error).__name__}: {said if len(said) <= 120 else said[:119] + '…'} ({where})"
 
 
-def start_homework(folder: Path) -> Path:
-    """Write homework 4's file with its three holes into a folder, which is made if need be; return its path.
+def function_of(module: ModuleType, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """Return a submission's function or class; a LookupError says that none can be called as it should."""
+    function: Any = vars(module).get(name)
+    if not callable(function):
+        own = {key.lower(): key for key, each in vars(module).items() if inspect.isfunction(each)}
+        close = [own[key] for key in get_close_matches(name.lower(), own, n=1)]
+        guess = f"; did you mean {close[0]}?" if close else ""
+        raise LookupError(  # noqa: TRY004 - the server reports LookupErrors
+            f"it defines no function {name}; it defines {', '.join(own.values()) or 'no function'}{guess}"
+        )
+    try:
+        inspect.signature(function).bind(*parameters)
+    except (TypeError, ValueError):
+        written = f"{name}{inspect.signature(function)}"
+        raise LookupError(f"it defines {written}; it is called as {name}({', '.join(parameters)})") from None
+    found: Callable[..., Any] = function
+    return found
+
+
+def start_homework(name: str, folder: Path) -> Path:
+    """Write a homework's file with its holes into a folder, which is made if need be; return its path.
 
     Example:
         >>> import tempfile
-        >>> start_homework(Path(tempfile.mkdtemp())).name
+        >>> start_homework("hw4", Path(tempfile.mkdtemp())).name
         'pipeline_homework.py'
 
     Raises:
         UsageError: if the file exists: nobody's work is overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / HOMEWORK
+    path = folder / HOMEWORKS[name].file
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(TEMPLATE.read_text(encoding="utf-8"))
+            file.write(HOMEWORKS[name].template.read_text(encoding="utf-8"))
     except FileExistsError:
         raise UsageError(
             f"{path} exists, and stays as it is. To grade it: pipelab grade {path}. "
-            f"For a fresh file, name another folder: pipelab lab hw4 --start {folder / 'again'}"
+            f"For a fresh file, name another folder: pipelab lab {name} --start {folder / 'again'}"
         ) from None
     return path

@@ -178,8 +178,8 @@ def _entry(name: str) -> zipfile.ZipInfo:
 
 
 _WORDS, _RULES = (
-    ("name", "title", "story", "given", "hints", "lesson"),
-    ("microbatches", "latency", "cap", "good", "par"),
+    ("name", "title", "story", "given", "goals", "unit", "hints", "lesson"),
+    ("microbatches", "latency", "cap", "queued", "within", "good", "par"),
 )
 
 
@@ -188,6 +188,7 @@ def _levels() -> dict[str, dict[str, Any]]:
     return {
         each.name: {
             **{key: getattr(each, key) for key in (*_WORDS, *_RULES)},
+            "listed": [row.split() for row in each.listed],
             "home": [each.rank_of(stage) for stage in range(each.stages)],
             "times": [{kind: each.time(kind, rank) for kind in each.kinds} for rank in range(each.ranks)],
             "kinds": {

@@ -313,7 +313,7 @@ def test_a_level_is_solved_by_hand_without_python_and_refused_in_the_words_of_ch
     tab = opened("challenges.html")
     asked = []
     tab.on("request", lambda request: asked.append(request.url))
-    wait_until(tab, "document.querySelectorAll('.ch-levels button').length === 12")
+    wait_until(tab, "document.querySelectorAll('.ch-levels button').length === 15")
     placed = "document.querySelectorAll('.ch-bar').length"
     assert tab.evaluate(placed) >= 1  # 0F0 leaves no choice
     worth, clicks = tab.locator(".ch-worth"), 0
@@ -350,7 +350,12 @@ def test_a_level_is_solved_by_hand_without_python_and_refused_in_the_words_of_ch
     assert tab.evaluate(placed) == 64
     assert tab.evaluate("localStorage.getItem('pipelab-challenges')") == '{"fill":15,"four":"looked up"}'
     tab.locator(".ch-worth button").click()
-    assert tab.locator(".ch-title").text_content() == "Three in flight"
+    assert tab.locator(".ch-title").text_content() == "In a circle"
+    assert tab.locator(".ch-note").nth(2).text_content() == "listed next: F2 F3 B0 B1 B2 B3"  # the rest ran as listed
+    for word in ("0F2", "2B0", "2B1", "2B2"):
+        if not tab.locator(f".ch-bar[title^='{word},']").count():
+            tab.get_by_role("button", name=f": {word} on rank {word[0]}, begins at").click()
+    assert "2 moves. Par!" in worth.text_content()
     tab.evaluate(f"location.hash = {solved!r}")
     wait_until(tab, f"{placed} === {bars}")
     tab.evaluate("location.hash = '#fill:9F9.<img>'")

@@ -7,6 +7,9 @@ window.pipelabBoard ??= class Board {
     this.placed = new Map(); // word -> [rank, start, end]
     this.free = level.home.map(() => 0);
     this.held = level.home.map(() => 0);
+    this.peak = level.home.map(() => 0);
+    this.queues = {}; // "0>1" -> who may take the next values from rank 0 to 1, if they wait for each other
+    this.sent = {}; // "0>1" -> when the last one left
     for (const word of moves) this.place(word);
   }
 
@@ -30,6 +33,8 @@ window.pipelabBoard ??= class Board {
       if (value === null) continue;
       if (!this.there.has(value)) return null;
       const [when, home] = this.there.get(value);
+      if (level.queued && home !== rank && this.queues[`${home}>${rank}`][0] !== `${stage}${kind}${microbatch}`)
+        return null;
       start = Math.max(start, when + (home === rank ? 0 : level.latency));
     }
     return start;
@@ -61,15 +66,34 @@ window.pipelabBoard ??= class Board {
     this.placed.set(word, [rank, start, end]);
     this.free[rank] = end;
     this.held[rank] += this.level.kinds[kind].held;
+    this.peak[rank] = Math.max(this.peak[rank], this.held[rank]);
+    for (const queue of Object.values(this.queues)) if (queue[0] === word) queue.shift();
     for (const text of this.level.kinds[kind].gives)
-      this.there.set(this.value(text, Number(microbatch), Number(stage)), [end, rank]);
+      this.there.set(this.value(text, Number(microbatch), Number(stage)), [this.leaves(text, word, rank, end), rank]);
     return this;
   }
 
+  // When a value leaves: when it is made, but in a queue not before the one ahead of it has arrived.
+  leaves(text, word, rank, end) {
+    const [, stage, , microbatch] = /^(\d+)([A-Z])(\d+)$/.exec(word),
+      next = Number(stage) + ({ "out(m,s)": 1, "gin(m,s)": -1 }[text] ?? 0),
+      home = this.level.home[next],
+      ends = `${rank}>${home}`;
+    if (!this.level.queued || home === undefined || home === rank) return end;
+    (this.queues[ends] ??= []).push(`${next}${next > stage ? "F" : "B"}${microbatch}`);
+    this.sent[ends] = Math.max(end, this.level.latency + (this.sent[ends] ?? -Infinity));
+    return this.sent[ends];
+  }
+
   // The next action of a rank if there is no choice: if nothing else could ever come first there, whatever the other
-  // ranks do, even without a cap.
+  // ranks do, even without a cap. Of listed rows, the next one where it can run. Queues can block, so there is none.
   get forced() {
     const { level } = this;
+    if (level.listed.length) {
+      const ready = this.ready.flat().map(([word]) => word);
+      return this.left.map(([next]) => next).find((next) => ready.includes(next)) ?? null;
+    }
+    if (level.queued) return null;
     for (const [rank, choices] of this.ready.entries()) {
       if (choices.length !== 1) continue;
       const later = new this.constructor({ ...level, cap: null }, this.placed.keys());
@@ -94,6 +118,34 @@ window.pipelabBoard ??= class Board {
 
   get makespan() {
     return Math.max(0, ...this.free);
+  }
+
+  // Of listed rows, what is not placed yet.
+  get left() {
+    return this.level.listed.map((row) => row.filter((word) => !this.placed.has(word)));
+  }
+
+  // What the order is worth, as Python's Level.score: the time, the peak, or the moves if what is left stays as listed.
+  get score() {
+    if (this.level.within) return Math.max(...this.peak);
+    if (!this.level.listed.length) return this.makespan;
+    const { left, rows } = this;
+    let moves = 0;
+    this.level.listed.forEach((listed, rank) => {
+      const kept = [],
+        row = [...rows[rank].split(" ").filter(Boolean), ...left[rank]];
+      for (const at of row.map((word) => listed.indexOf(word))) {
+        const length = kept.findIndex((end) => end >= at);
+        kept[length < 0 ? kept.length : length] = at;
+      }
+      moves += row.length - kept.length;
+    });
+    return moves;
+  }
+
+  // Who may take what waits in the queues before a rank, the next one first.
+  waiting(rank) {
+    return Object.keys(this.queues).flatMap((ends) => (ends.endsWith(`>${rank}`) ? this.queues[ends] : []));
   }
 
   // The rows as text, to be compared with those of known schedules.

@@ -30,11 +30,11 @@
     return own <= par ? "★★★" : own <= good ? "★★" : "★";
   };
 
-  function keep(makespan) {
+  function keep(score) {
     const own = best()[level.name];
-    if ((typeof own === "number" && own <= makespan) || (looked && own !== undefined)) return;
+    if ((typeof own === "number" && own <= score) || (looked && own !== undefined)) return;
     try {
-      localStorage.setItem(KEPT, JSON.stringify({ ...best(), [level.name]: looked ? "looked up" : makespan }));
+      localStorage.setItem(KEPT, JSON.stringify({ ...best(), [level.name]: looked ? "looked up" : score }));
     } catch {
       /* a private window */
     }
@@ -60,7 +60,7 @@
     list();
     find(".ch-title").textContent = level.title;
     find(".ch-story").textContent = level.story;
-    find(".ch-given").textContent = `${level.given}. Good: ${level.good}. Par: ${level.par}.`;
+    find(".ch-given").textContent = `${level.given}; ${level.goals}.`;
     hinted();
     if (!placed.length) forced();
     show();
@@ -117,12 +117,22 @@
   // The smallest of 1, 2, 5, 10 ... that gives at most twelve ticks.
   const step = (whole) => [1, 2, 5, 10, 20, 50].find((each) => whole / each <= 12) ?? 100;
 
+  // What a player has to know of a rank: what is left of its listed row, or what waits in its queue.
+  function note(board, rank) {
+    const names = (words) => words.map(label).join(" ");
+    if (level.listed.length) return `listed next: ${names(board.left[rank]) || "nothing"}`;
+    if (!level.queued) return "";
+    return board.waiting(rank).length ? `in its queue, for ${names(board.waiting(rank))}` : "its queue is empty";
+  }
+
   // One lane for each rank: what it holds, what is placed, and below it, at its time, what may run next.
   function draw(board) {
     const { ready } = board,
       ends = [board.makespan, ...ready.flat().map(([, , end]) => end)],
-      whole = Math.max(level.par * 1.15, ...ends) * 1.04,
+      goal = level.within ?? (level.listed.length ? 0 : level.par),
+      whole = Math.max(goal * 1.15, ...ends, 10) * 1.04,
       place = (time) => `${(100 * time) / whole}%`,
+      width = find(".ch-board").clientWidth,
       deepest = Math.max(1, ...ready.map((each) => each.length));
     const spread = (element, start, end, word) => {
       Object.assign(element.style, { left: place(start), width: place(end - start), background: colour(word) });
@@ -135,21 +145,26 @@
         head = tag("div", `rank ${rank}`, { className: "ch-rank" }),
         bars = tag("div", "", { className: "ch-bars" }),
         next = tag("div", "", { className: "ch-next" });
-      if (level.cap) {
-        const full = board.held[rank] >= level.cap,
-          boxes = "■".repeat(board.held[rank]) + "□".repeat(Math.max(0, level.cap - board.held[rank])),
-          about = `holds ${board.held[rank]} of ${level.cap} activations`;
-        const className = full ? "ch-held ch-full" : "ch-held";
+      if (level.cap || level.within) {
+        const held = board.held[rank],
+          most = level.cap ?? board.peak[rank],
+          boxes = "■".repeat(held) + "□".repeat(most - held),
+          about = `holds ${held} activations, ${level.cap ? `of ${most}` : `at most ${most} so far`}`;
+        const className = level.cap && held >= level.cap ? "ch-held ch-full" : "ch-held";
         head.append(tag("small", boxes, { className, title: about, ariaLabel: about }));
       }
       for (const [word, [home, start, end]] of board.placed)
         if (home === rank) {
-          const bar = tag("div", label(word), { className: "ch-bar", title: `${word}, ${start} to ${end}` });
+          const fits = ((end - start) / whole) * width > 6 * label(word).length,
+            bar = tag("div", fits ? label(word) : /\d+$/.exec(word)[0], { className: "ch-bar" });
+          bar.title = `${word}, ${start} to ${end}`;
           bars.append(spread(bar, start, end, word));
         }
-      const par = tag("div", "", { className: "ch-line", title: `par, ${level.par}` });
-      par.style.left = place(level.par);
-      bars.append(par);
+      if (goal) {
+        const line = tag("div", "", { className: "ch-line", title: `${level.within ? "allowed" : "par"}, ${goal}` });
+        line.style.left = place(goal);
+        bars.append(line);
+      }
       next.style.height = `${deepest * 2}rem`;
       ready[rank].forEach(([word, start, end], row) => {
         const button = tag("button", label(word), {
@@ -165,7 +180,7 @@
         });
         next.append(button);
       });
-      lane.append(head, bars, next);
+      lane.append(head, bars, tag("small", note(board, rank), { className: "ch-note" }), next);
       return lane;
     });
     const axis = tag("div", "", { className: "ch-axis" });
@@ -178,7 +193,8 @@
     foot.append(tag("div", ""), axis);
     find(".ch-board").replaceChildren(...lanes, foot);
     if (focused !== undefined) (find(`.ch-next button[data-rank="${focused}"]`) ?? find(".ch-next button"))?.focus();
-    say(`${board.placed.size} placed; the latest ends at ${board.makespan}`);
+    const more = level.unit === "units" ? "" : `; ${board.score} ${level.unit}`;
+    say(`${board.placed.size} placed; the latest ends at ${board.makespan}${more}`);
     valued(ready.flat().length ? null : worth(board));
   }
 
@@ -186,12 +202,16 @@
     if (!board.complete)
       return {
         reached: "refused",
-        said: "A dead end: each rank waits, or holds as many activations as fit. Undo, and let a backward come sooner.",
+        said: `A dead end: each rank waits, ${
+          level.queued ? "for what is not the first in its queue, " : ""
+        }or holds as many activations as fit. Undo, and let a backward come sooner.`,
       };
-    const { makespan } = board,
+    const { makespan, score } = board,
       name = level.known[board.rows.join("; ")],
-      reached = makespan <= level.par ? "par" : makespan <= level.good ? "good" : "legal";
-    return { reached, makespan, said: name ? `You built ${name}.` : "" };
+      reached = score <= level.par ? "par" : score <= level.good ? "good" : "legal";
+    if (level.within && makespan > level.within)
+      return { reached: "refused", said: `It takes ${makespan} units, and the level allows ${level.within}.` };
+    return { reached, score, said: name ? `You built ${name}.` : "" };
   }
 
   const ink = (colour) => {
@@ -201,30 +221,31 @@
 
   function valued(worth) {
     const box = find(".ch-worth"),
-      { reached, makespan, said } = worth ?? {};
+      { reached, score, said } = worth ?? {};
     box.hidden = !worth;
     if (!worth) return;
     const words = {
-      par: "Par! Nothing is quicker.",
+      par: "Par! No order does better.",
       good: `Good. Par is ${level.par}.`,
       legal: `It counts. Good is ${level.good}, par ${level.par}.`,
       refused: "It does not count.",
     };
     box.className = `ch-worth ch-${reached}`;
     box.replaceChildren(
-      tag("strong", makespan === undefined ? words[reached] : `${makespan} units. ${words[reached]}`),
+      tag("strong", score === undefined ? words[reached] : `${score} ${level.unit}. ${words[reached]}`),
     );
     if (reached === "par") box.append(tag("p", level.lesson));
-    if (looked && makespan !== undefined) box.append(tag("p", "Looked up: place it yourself, and it counts."));
+    if (looked && score !== undefined)
+      box.append(tag("p", "Looked up: now you know where it leads. Place it yourself, and it counts."));
     if (said) box.append(tag("pre", said));
     const names = Object.keys(levels),
       following = names[names.indexOf(level.name) + 1];
-    if (makespan !== undefined && following) {
+    if (score !== undefined && following) {
       const button = tag("button", `next level: ${levels[following].title}`, { type: "button" });
       button.addEventListener("click", () => open(following, []));
       box.append(button);
     }
-    if (makespan !== undefined) keep(makespan);
+    if (score !== undefined) keep(score);
   }
 
   find("#ch-undo").addEventListener("click", () => {

@@ -35,8 +35,7 @@ def attempt(name: str, code: str) -> dict[str, Any]:
         where = f"line {lines[-1]}: " if lines else ""
         return {"worth": {"reached": "refused", "said": clean(f"{where}{last}")}, "moves": [], "looked": False}
     events = sorted(made.trace.events, key=lambda each: (each.start, each.end)) if made.trace else []
-    shipped = type(found).__module__.startswith("pipelab.") and not isinstance(found, pipelab.Plan)
-    return {"worth": worth(made), "moves": [str(each.action) for each in events], "looked": shipped}
+    return {"worth": worth(made), "moves": [str(each.action) for each in events], "looked": made.looked_up}
 
 
 def worth(made: Attempt) -> dict[str, Any]:
@@ -47,7 +46,6 @@ def worth(made: Attempt) -> dict[str, Any]:
     source = pipelab.schedules[name].source if name else ""
     return {
         "reached": made.reached,
-        "makespan": made.makespan,
+        "score": made.score,
         "said": f"You built {name}: {source}" if name else "",
-        "peaks": list(made.trace.peak_activations),
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pipelab.errors import PipelabError, UsageError
 from pipelab.files import teacher
 from pipelab.plan.actions import HALVES, TRAITS, Kind
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import Transport
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
@@ -40,10 +43,14 @@ class Level:
         forward, backward: how long a rank takes for a micro-batch: one number, or one for each rank. `I` and `W` are
             half of a backward each.
         latency: how long a value is on its way.
-        good, par: a first makespan to reach, and the shortest that is possible.
+        queued: whether the values from a rank to another arrive, and are taken, in the order in which they were sent.
+        within: the longest makespan that counts, where the goal is the lowest peak.
+        listed: the rows that are given, where the goal is the fewest moves of an action within its row.
+        good, par: a first score to reach, and the lowest that is possible, in `unit`.
         hints: three, each says more than the one before.
         lesson: what it shows, in one sentence, for who has reached par.
         source: who found the schedule that reaches par.
+        answer: `fingerprint` of the answer, if it is a solver's that follows no pattern.
     """
 
     name: str
@@ -63,6 +70,20 @@ class Level:
     forward: float | Sequence[float] = 1
     backward: float | Sequence[float] = 2
     latency: float = 0
+    queued: bool = False
+    within: float | None = None
+    listed: Sequence[str] = ()
+    answer: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What a score counts."""
+        return "moves" if self.listed else "activations" if self.within else "units"
+
+    @property
+    def goals(self) -> str:
+        """What is to be reached, in one line."""
+        return f"good: {self.good:g} {self.unit}; par: {self.par:g}"
 
     @property
     def stages(self) -> int:
@@ -83,7 +104,24 @@ class Level:
         kinds = "F, B, or I and W instead of B" if self.split else "F and B"
         per = f", shared by the rank's {self.stages_per_rank} stages" if self.stages_per_rank > 1 else ""
         times = f"forward {_times(self.forward)}, backward {_times(self.backward)}{per}{latency}"
-        return f"{self.ranks} ranks{stages}, {self.microbatches} micro-batches; {kinds}; {times}{cap}"
+        within = f"; at most {self.within:g} units" if self.within else ""
+        queue = "; values from a rank to another are taken in the order in which they were sent" * self.queued
+        return f"{self.ranks} ranks{stages}, {self.microbatches} micro-batches; {kinds}; {times}{cap}{within}{queue}"
+
+    def score(self, trace: Trace) -> float:
+        """Return what an order is worth, in `unit`: the lower, the better."""
+        if self.within:
+            return max(trace.peak_activations)
+        if not self.listed:
+            return trace.makespan
+        moves = 0
+        for row, listed in zip(trace.plan.rows, self.listed, strict=True):
+            kept: list[int] = []  # by length, where the longest run of actions in their listed order can end first
+            for at in map(listed.split().index, map(str, row)):
+                length = bisect_left(kept, at)
+                kept[length : length + 1] = [at]
+            moves += len(row) - len(kept)
+        return moves
 
     def rank_of(self, stage: int) -> int:
         """Return which rank holds a stage."""
@@ -146,7 +184,7 @@ def levels() -> dict[str, Level]:
 
     Example:
         >>> len(levels()), levels()["fill"].par
-        (12, 15)
+        (15, 15)
     """
     text = files("pipelab.challenges").joinpath("levels.toml").read_text(encoding="utf-8")
     return {name: Level(name=name, **given) for name, given in tomllib.loads(text).items()}
@@ -175,24 +213,27 @@ class Attempt:
         refusals: why it does not count, in sentences; empty if it does.
         trace: when everything happens, if it counts.
         recognised: the name of the catalogue's schedule that has the same rows, if there is one.
+        looked_up: whether the order was given by the name of a schedule in the catalogue, or is a solver's answer.
     """
 
     level: Level
     refusals: Sequence[str]
     trace: Trace | None = None
     recognised: str | None = None
+    looked_up: bool = False
 
     @property
-    def makespan(self) -> float | None:
-        """How long it takes, if it counts."""
-        return None if self.trace is None else self.trace.makespan
+    def score(self) -> float | None:
+        """What it is worth in the level's `unit`, if it counts."""
+        return None if self.trace is None else self.level.score(self.trace)
 
     @property
     def reached(self) -> str:
         """`"par"`, `"good"`, `"legal"`, or `"refused"`."""
-        if self.makespan is None:
+        score = self.score
+        if score is None:
             return "refused"
-        return "par" if self.makespan <= self.level.par else "good" if self.makespan <= self.level.good else "legal"
+        return "par" if score <= self.level.par else "good" if score <= self.level.good else "legal"
 
 
 def judge(level: Level, subject: Plan | Schedule) -> Attempt:
@@ -205,19 +246,37 @@ def judge(level: Level, subject: Plan | Schedule) -> Attempt:
     Example:
         >>> import pipelab
         >>> found = judge(levels()["four"], pipelab.OneFOneB(4, 8))
-        >>> found.reached, found.makespan, found.recognised
-        ('par', 33.0, '1f1b')
+        >>> found.reached, found.score, found.recognised, found.looked_up
+        ('par', 33.0, '1f1b', True)
         >>> judge(levels()["four"], pipelab.GPipe(4, 8)).refusals[0].splitlines()[0]
         'memory-cap: 0F4 would be activation 5 in flight on rank 0 (cap 4)'
     """
     plan = subject.draft() if isinstance(subject, Schedule) else subject
     if refusal := _other_sizes(level, plan):
         return Attempt(level, [refusal])
-    if faults := check(plan, memory_cap=level.cap):
+    transport: Transport = "edge" if level.queued else "buffered"
+    if faults := check(plan, memory_cap=level.cap, order="at-use", transport=transport):
         return Attempt(level, [str(fault) for fault in faults])
     if refusal := _against_the_rules(level, plan):
         return Attempt(level, [refusal])
-    return Attempt(level, [], simulate(plan, level.cost), _recognised(level, plan))
+    trace = simulate(plan, level.cost, order="at-use", transport=transport)
+    if level.within and trace.makespan > level.within:
+        return Attempt(level, [f"it takes {trace.makespan:g} units, and the level allows {level.within:g}"])
+    known = next(((name, known.name) for name, known in level.known if known.rows == plan.rows), None)
+    name, title = known or (None, None)
+    by_name = type(subject) in schedules.values() if isinstance(subject, Schedule) else plan.name == title
+    return Attempt(level, [], trace, name, by_name or fingerprint(plan) == level.answer)
+
+
+def fingerprint(plan: Plan) -> str:
+    """Return eight characters that hardly any other order has: a level knows its answer by them, and does not say it.
+
+    Example:
+        >>> import pipelab
+        >>> fingerprint(pipelab.GPipe(2, 2).plan())
+        'dda2bb6b'
+    """
+    return hashlib.sha256(str(plan.rows).encode()).hexdigest()[:8]
 
 
 def _other_sizes(level: Level, plan: Plan) -> str | None:
@@ -243,8 +302,3 @@ def _against_the_rules(level: Level, plan: Plan) -> str | None:
             if home != rank:
                 return f"{action} is on rank {rank}: in this level, stage {action.stage} is on rank {home}"
     return None
-
-
-def _recognised(level: Level, plan: Plan) -> str | None:
-    """Return the name of the first schedule in the catalogue with the same rows."""
-    return next((name for name, known in level.known if known.rows == plan.rows), None)

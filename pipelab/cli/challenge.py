@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from pipelab.cli.targets import find, has_sizes
 from pipelab.draw import text
 
 _MOST_REFUSALS = 3
-_MARKS = {"par": "***", "good": "** ", "legal": "*  "}
+_MARKS = {"par": "***", "good": "** ", "legal": "*  ", "": ""}
 
 
 def challenge(
@@ -53,22 +54,30 @@ def _list() -> None:
     for column in ("level", "", "best", "good", "par", "what it is about"):
         table.add_column(column)
     for number, each in enumerate(levels().values(), 1):
-        own = best.get(each.name)
-        reached = "" if own is None else _MARKS["par" if own <= each.par else "good" if own <= each.good else "legal"]
-        shown = "" if own is None else f"{own:g}"
-        table.add_row(f"{number} {each.name}", reached, shown, f"{each.good:g}", f"{each.par:g}", each.title)
+        own = best.get(each.name, inf)
+        reached = _MARKS["par" if own <= each.par else "good" if own <= each.good else "legal" if own < inf else ""]
+        shown = _shown(own) if each.name in best else ""
+        table.add_row(
+            f"{number} {each.name}", reached, shown, f"{each.good:g}", f"{each.par:g} {each.unit}", each.title
+        )
     Console().print(table)
     say("pipelab challenge fill: what to do in the first one")
 
 
 def _show(level: Level, hints: int) -> None:
     echo(folded(f"{level.title}. {level.story}"))
-    echo(f"\n  {level.given}\n  good: {level.good:g} units; par: {level.par:g}")
+    echo(folded(f"\n  {level.given}\n  {level.goals}"))
+    for rank, row in enumerate(level.listed):
+        echo(f"  rank {rank} | {row}")
     if (own := _best().get(level.name)) is not None:
-        echo(f"  your best so far: {own:g}")
+        echo(f"  your best so far: {_shown(own)}")
     for number, hint in enumerate(level.hints[:hints], 1):
         echo(folded(f"  hint {number}: {hint}"))
     say(f"pipelab challenge {level.name} my_file.py:MySchedule: your attempt; --hint 1: a hint")
+
+
+def _shown(own: float) -> str:
+    return f"{own:g}" if own < inf else "looked up"
 
 
 def _try(level: Level, target: str) -> None:
@@ -83,18 +92,20 @@ def _try(level: Level, target: str) -> None:
             echo(f"and {more} more: pipelab check shows all", error=True)
         raise typer.Exit(1)
     echo(text.timeline(attempt.trace))
-    echo(f"{level.title}: {_said(attempt)}")
+    echo(folded(f"{level.title}: {_said(attempt)}"))
     if (built := attempt.recognised) is not None:
         say(f"you built {built}: {schedules[built].source}")
+    if attempt.looked_up:
+        say("looked up: now you know where it leads. Write it yourself, and it counts")
     _keep(attempt)
 
 
 def _said(attempt: Attempt) -> str:
     level = attempt.level
     if attempt.reached == "par":
-        return f"{attempt.makespan:g} units. Par! Nothing is quicker"
+        return f"{attempt.score:g} {level.unit}. Par! No order does better. {level.lesson}"
     ahead = "good" if attempt.reached == "good" else f"legal; good is {level.good:g}"
-    return f"{attempt.makespan:g} units, {ahead}; par is {level.par:g}"
+    return f"{attempt.score:g} {level.unit}, {ahead}; par is {level.par:g}"
 
 
 def _file() -> Path:
@@ -104,7 +115,7 @@ def _file() -> Path:
 
 
 def _best() -> dict[str, float]:
-    """Return the shortest makespan so far, by level, of what the file holds that can be one."""
+    """Return the lowest score so far, by level, of what the file holds that can be one; infinity is "looked up"."""
     try:
         kept = json.loads(files.read_text(_file()))
     except (OSError, ValueError):
@@ -120,12 +131,13 @@ def _best() -> dict[str, float]:
 
 def _keep(attempt: Attempt) -> None:
     best = _best()
-    assert attempt.makespan is not None
-    if attempt.makespan < best.get(attempt.level.name, float("inf")):
+    assert attempt.score is not None
+    score, name = inf if attempt.looked_up else attempt.score, attempt.level.name
+    if name not in best or score < best[name]:
         path = _file()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.write(path, json.dumps(best | {attempt.level.name: attempt.makespan}, indent=1))
+            files.write(path, json.dumps(best | {name: score}, indent=1))
         except OSError as error:
             say(f"this result is not kept: {error.filename}: {error.strerror}")
 
@@ -135,6 +147,6 @@ def _sheet() -> str:
     lines = ["# Levels of `pipelab challenge`, with answers"]
     for number, each in enumerate(levels().values(), 1):
         lines += [f"\n## {number}. {each.title} (`{each.name}`)", each.story, f"{each.given}."]
-        lines += [f"Good: {each.good:g}. Par: {each.par:g}, proven. {each.note}", f"Source: {each.source}."]
+        lines += [f"{each.goals.capitalize()}, proven. {each.note}", f"Source: {each.source}."]
         lines += [f"```text\n{each.solution}\n```"]
     return "\n\n".join(lines)

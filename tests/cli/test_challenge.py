@@ -11,6 +11,20 @@ from pipelab import files
 from pipelab.challenges import levels as levels_module
 from pipelab.challenges.levels import levels
 
+MINE = """
+import pipelab
+from pipelab import B, F
+
+class MySchedule(pipelab.Schedule):
+    def actions(self, rank):
+        warmup = min(self.microbatches, self.ranks - rank)
+        yield from map(F, range(warmup))
+        for m in range(self.microbatches):
+            yield B(m)
+            if warmup + m < self.microbatches:
+                yield F(warmup + m)
+"""
+
 
 @pytest.fixture(autouse=True)
 def state(tmp_path, monkeypatch):
@@ -19,17 +33,43 @@ def state(tmp_path, monkeypatch):
     return tmp_path / "state" / "pipelab" / "challenges.json"
 
 
-def test_an_attempt_is_drawn_named_and_kept_if_it_is_the_best(pipelab_command, state):
-    code, output, _ = pipelab_command("challenge", "four", "1f1b")
+@pytest.fixture
+def mine(folder):
+    """Write a learner's 1F1B; return what to give the command."""
+    Path("mine.py").write_text(MINE)
+    return "mine.py:MySchedule"
+
+
+def test_an_attempt_is_drawn_named_and_kept_if_it_is_the_best(pipelab_command, state, mine):
+    code, output, _ = pipelab_command("challenge", "four", mine)
     assert code == 0
     assert "33 units" in output
     assert "rank 3 │" in output
     assert "you built 1f1b: " in output
+    assert levels()["four"].lesson in " ".join(output.split())
     assert json.loads(state.read_text()) == {"four": 33}
     assert pipelab_command("challenge", "four", "naive")[0] == 0
     assert json.loads(state.read_text()) == {"four": 33}
     assert "***" in pipelab_command("challenge")[1]
     assert "your best so far: 33" in pipelab_command("challenge", "2")[1]
+
+
+def test_what_is_looked_up_is_marked_and_gives_way_to_what_is_written(pipelab_command, mine):
+    assert "looked up" in pipelab_command("challenge", "four", "1f1b")[1]
+    listed = pipelab_command("challenge")[1]
+    assert ("looked up" in listed, "***" in listed) == (True, False)
+    assert "your best so far: looked up" in pipelab_command("challenge", "four")[1]
+    assert "looked up" not in pipelab_command("challenge", "four", mine)[1]
+    pipelab_command("challenge", "four", "1f1b")
+    listed = pipelab_command("challenge")[1]
+    assert ("looked up" in listed, "***" in listed) == (False, True)
+
+
+def test_scores_may_be_moves_or_activations_and_listed_rows_are_shown(pipelab_command, folder):
+    assert levels()["circle"].listed[2] in pipelab_command("challenge", "circle")[1]
+    one_f_one_b = pipelab_command("challenge", "light", "1f1b")[1]
+    assert "4 activations, good; par is 3" in one_f_one_b
+    assert "2 moves" in pipelab_command("challenge")[1]
 
 
 def test_a_refused_attempt_ends_with_1_and_keeps_nothing(pipelab_command, state):
@@ -46,22 +86,22 @@ def test_a_plan_in_a_file_counts(pipelab_command, folder):
 
 
 @pytest.mark.parametrize("broken", ["{", "[]", '{"four": "x"}', '{"other": 3}'])
-def test_a_broken_file_of_results_is_no_hindrance(pipelab_command, state, broken):
+def test_a_broken_file_of_results_is_no_hindrance(pipelab_command, state, broken, mine):
     state.parent.mkdir(parents=True)
     state.write_text(broken)
     assert "***" not in pipelab_command("challenge")[1]
-    assert pipelab_command("challenge", "fill", "gpipe")[0] == 0
-    assert json.loads(state.read_text()) == {"fill": 15}
+    assert pipelab_command("challenge", "four", mine)[0] == 0
+    assert json.loads(state.read_text()) == {"four": 33}
 
 
 @pytest.mark.parametrize("broken", ["NaN", "-1", "true", "null", '"33"', "[]"])
-def test_one_broken_result_neither_stays_nor_takes_the_others_along(pipelab_command, state, broken):
+def test_one_broken_result_neither_stays_nor_takes_the_others_along(pipelab_command, state, broken, mine):
     state.parent.mkdir(parents=True)
-    state.write_text(f'{{"four": {broken}, "three": 39}}')
+    state.write_text(f'{{"four": {broken}, "three": 33}}')
     listed = pipelab_command("challenge")[1]
     assert listed.count("***") == 1
-    assert pipelab_command("challenge", "four", "1f1b")[0] == 0
-    assert json.loads(state.read_text()) == {"four": 33, "three": 39}
+    assert pipelab_command("challenge", "four", mine)[0] == 0
+    assert json.loads(state.read_text()) == {"four": 33, "three": 33}
 
 
 def test_hints_come_one_by_one(pipelab_command):

@@ -52,7 +52,7 @@ NAMES = {
 """What papers call a schedule; one that is not listed has its class's name."""
 
 TOOLTIPS = ("bubble", "critical path", "latency", "makespan", "own span", "peak activations", "rendezvous", "straggler")
-"""Words of the glossary that answer the pointer on every page. Rank, stage and micro-batch stand in every line."""
+"""Words of the glossary that answer the pointer on every page. Rank, stage and micro-batch are in every line."""
 
 PAPERS = {
     "PipeDream (SOSP '19)": "https://doi.org/10.1145/3341301.3359646",
@@ -116,7 +116,7 @@ def share(files: Files, config: MkDocsConfig) -> None:
 
 
 def card_of_links(trace: Trace) -> bytes:
-    """Return the picture that stands beside a link to the site elsewhere."""
+    """Return the picture that is beside a link to the site elsewhere."""
     figure = Figure(figsize=(12, 6.3), dpi=100, facecolor="white")
     trace.plot(figure.add_axes((0.06, 0.12, 0.9, 0.55)))
     figure.text(0.06, 0.86, "pipelab", size=44, weight="bold")
@@ -383,7 +383,7 @@ def formulas(kind: type[pipelab.Schedule]) -> str:
         )
     letters = (
         "`P` ranks, `M` micro-batches, rank `r`; `F`, `B`, `I` and `W` are the times of a forward, a backward and its "
-        "two halves for a rank's share of the model, `T` that of a transfer. "
+        "two halves for a rank's share of the model, `T` the time of a transfer. "
         "[All letters](../reference/schedules.md#the-catalogue)."
     )
     return "\n".join([*lines, "", letters])
@@ -397,7 +397,7 @@ def example(kind: type[pipelab.Schedule]) -> str:
 
 
 def code(name: str) -> str:
-    """Return a schedule's class as a file of its own, as a code block; check that it gives the catalogue's plan."""
+    """Return a schedule's class as a whole file, as a code block; check that it gives the catalogue's plan."""
     kind = pipelab.schedules[name]
     if not kind.closed_forms:
         return "It computes its order from its parameters, so there is no list of actions to show."

@@ -1,6 +1,6 @@
 """Generate what is made for every site: tutorials, the table of formulas, and examples of pipelab's own pages.
 
-A tutorial is a Python file in percent format (`# %%` starts a cell, `# %% [markdown]` one of text). So it is at once a
+A tutorial is a Python file in percent format (`# %%` starts a cell, `# %% [markdown]` one of text). So it is both a
 script, a notebook (VS Code, PyCharm, `jupytext --to ipynb`), a test and a page. The site runs each cell, shows its
 output below it, and offers the notebook with these outputs for download.
 """
@@ -178,7 +178,7 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
 
 
 def _page(stem: str, blocks: Sequence[tuple[bool, str]]) -> str:
-    """Return a tutorial's page: runs of answers are folded, and its notebook and script stand below the title."""
+    """Return a tutorial's page: runs of answers are folded, and its notebook and script are below the title."""
     parts = []
     for answer, run_of in groupby(blocks, key=itemgetter(0)):
         text = "\n\n".join(block for _, block in run_of)

@@ -8,7 +8,7 @@ model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64),
 schedule = pipelab.OneFOneB(ranks=4, microbatches=8)
 
 with pipelab.Pipeline(model, schedule, nn.MSELoss(), engine="torch") as pipe:
-    optimizer = torch.optim.Adam(pipe.parameters())  # those of this process's stages
+    optimizer = torch.optim.Adam(pipe.parameters())  # of this process's stages
     for _ in range(20):
         x, y = torch.randn(32, 64), torch.randn(32, 64)
         optimizer.zero_grad()

@@ -91,7 +91,7 @@ def require_writable(path: str | os.PathLike[str]) -> None:
     elif not folder.is_dir():
         number, why = errno.ENOTDIR, f"{folder} is a file, not a folder"
     elif not os.access(path if path.exists() else _target(path).parent, os.W_OK):
-        number, why = errno.EACCES, "you may not write there: name a file in a folder of your own"
+        number, why = errno.EACCES, "you may not write there: name a file in your own folder"
     if why:
         raise OSError(number, why, str(path))
 

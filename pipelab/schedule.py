@@ -74,7 +74,7 @@ class Schedule(ABC):
     needs: ClassVar[Mapping[str, str]] = {}
     """What the schedule needs to exist, in words, each with its formula: `{"an even number of ranks": "P % 2 == 0"}`.
 
-    The letters are those of `closed_forms`. A schedule without needs accepts any size.
+    The letters are as in `closed_forms`. A schedule without needs accepts any size.
     """
 
     stages_per_rank: int = 1
@@ -125,7 +125,7 @@ class Schedule(ABC):
         for rank in range(self.ranks):
             row: list[object] = []
             try:
-                # Extended, not built at once: the actions before an error show where it happened.
+                # Extended one by one: the actions before an error show where it happened.
                 row.extend(islice(_iterable(self.actions(rank)), min(limit, room + 1)))
             except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
                 faults.append(_raised(self, rank, row, error))
@@ -350,7 +350,7 @@ class Replicated(Schedule):
         return plan
 
     def _dealt(self, item: Any, replica: int) -> Any:
-        """Return an item with its micro-batch's number among those of all replicas."""
+        """Return an item with its micro-batch's number among all replicas' micro-batches."""
         if isinstance(item, Pair):
             return Pair(self._dealt(item.forward, replica), self._dealt(item.backward, replica))
         assert isinstance(item, Action)

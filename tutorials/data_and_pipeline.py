@@ -26,7 +26,7 @@ pipelab.simulate(both, pipelab.Cost(forward=1, backward=2, all_reduce=2))
 
 # %% [markdown]
 # Ranks 0 and 1 are one pipeline, ranks 2 and 3 the other one. Rank 0 and rank 2 hold stage 0, so [their
-# `R`](#s=0:0R.0) is the same all-reduce: it begins when both are there. [That of stage 1](#s=0:1R.1) begins earlier,
+# `R`](#s=0:0R.0) is the same all-reduce: it begins when both are there. [Stage 1's](#s=0:1R.1) begins earlier,
 # while stage 0 still computes.
 #
 # ## A machine with N devices
@@ -156,7 +156,7 @@ assert min(CUTS, key=lambda cut: step(*cut, 64, hidden=1).makespan) == (16, 1)
 # %% [markdown]
 # ## What binds in practice?
 #
-# So why is everybody in the middle? Because of such a hidden all-reduce, and because something else binds:
+# So why do most people choose the middle? Because of such a hidden all-reduce, and because something else binds:
 #
 # - **Memory.** A whole model may not fit on one device, and a stage does. Then the answer is the *smallest* P that
 #   fits, if the network is quick and every replica holds all of its stage. FSDP (ZeRO, Rajbhandari et al. 2020) drops
@@ -242,4 +242,4 @@ print("par!" if reaches_par(answer) else "not yet")
 # When you are done: which of these cuts drops out if the nodes have 8 devices and only 4 blocks fit on each? Teachers
 # have the solution, `teacher/solutions/data_and_pipeline.py`.
 #
-# `pipelab lab hybrid` makes such tables for a machine of your own numbers, and measures them with emulated stages.
+# `pipelab lab hybrid` makes such tables for a machine with your numbers, and measures them with emulated stages.

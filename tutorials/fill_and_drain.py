@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Fill, drain and the bubble
 #
-# You rent four GPUs by the hour, cut your model into four stages, and run GPipe. At the end of the month somebody asks
+# You rent four GPUs by the hour, cut your model into four stages, and run GPipe. At the end of the month you are asked
 # how much of the time that you paid for was spent computing. On this page you find out where the rest went, why more
 # micro-batches make it smaller, and why the smallest bubble is not the shortest step.
 #

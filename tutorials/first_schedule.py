@@ -13,13 +13,13 @@ pipelab.simulate(pipelab.Naive(ranks=4, microbatches=8))
 # %% [markdown]
 # They wait. Each row is a GPU, and what is light is idle. A better order takes a third of the time.
 #
-# A model that is cut like this has **stages**. A **rank** is a worker that holds one of them, on a device of its own.
+# A model that is cut like this has **stages**. A **rank** is a worker that holds one of them, on its own device.
 # The batch is cut into **micro-batches**, and each of them must go forward through all stages and then backward
 # through all of them, as `loss.backward()` does on one device. What is left to decide is the *order* in which every
 # rank does its work. That order is the **schedule**.
 #
-# On this page you find out what an order costs in time and in memory, make two mistakes that everybody makes, and write
-# 1F1B, on which most other schedules are built.
+# On this page you find out what an order costs in time and in memory, make two mistakes that most people make, and
+# write 1F1B, on which most other schedules are built.
 #
 # It takes 15 minutes. You need to know PyTorch, and nothing about pipelines. The page is a Python file,
 # `tutorials/first_schedule.py`: run it as a script, or cell by cell as a notebook. Twice it asks for a prediction.
@@ -111,16 +111,16 @@ gpipe
 # ## The price
 #
 # What a forward computes, its **activations**, must be kept until its backward has run. GPipe begins no backward before
-# all forwards are done, so every rank keeps all 8 at once. With 80 micro-batches it would keep 80.
+# all forwards are done, so every rank keeps all 8. With 80 micro-batches it would keep 80.
 
 # %%
-print(f"most activations held at once, by rank: {gpipe.peak_activations}")
+print(f"most activations held, by rank: {gpipe.peak_activations}")
 assert gpipe.peak_activations == (8, 8, 8, 8)
 
 # %% [markdown]
-# Could a rank do its backwards earlier, and so let go of memory earlier? The last rank can: it may turn around at once,
-# `F0 B0 F1 B1 …`. The rank before it must be one forward ahead, so that the last one never waits; the rank before that,
-# two. So each rank
+# Could a rank do its backwards earlier, and so let go of memory earlier? The last rank can: it may turn around right
+# away, `F0 B0 F1 B1 …`. The rank before it must be one forward ahead, so that the last one never waits; the rank before
+# that, two. So each rank
 #
 # 1. **warms up** with a few forwards: the last rank with 1, the first with as many as there are ranks,
 # 2. then keeps a **steady state**: one backward, one forward, one backward, one forward: *1F1B*,
@@ -150,7 +150,7 @@ for fault in faults:
     print(fault)
 
 # %% [markdown]
-# `check` returns every fault at once, each with a code, an explanation and a next move. All forwards are there, but
+# `check` returns every fault, each with a code, an explanation and a next move. All forwards are there, but
 # each rank still owes the backwards of its warm-up: we forgot to drain. (`.plan()` would have raised a
 # `ScheduleError` with the same explanation. An illegal order never runs.)
 
@@ -299,5 +299,5 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: does your plan equal that of `pipelab.OneFOneB`, for all sizes from 1 to 8? Then run the model
+# When you are done: does your plan equal `pipelab.OneFOneB`'s, for all sizes from 1 to 8? Then run the model
 # above with it. Teachers have the solution, `teacher/solutions/first_schedule.py`.

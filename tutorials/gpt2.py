@@ -1,7 +1,7 @@
 # %% [markdown]
 # # GPT-2, split and trained
 #
-# So far every model was a row of equal layers. Now somebody gives you a real one: its inputs have names, it returns a
+# So far every model was a row of equal layers. Now you get a real one: its inputs have names, it returns a
 # record, its loss ignores padding, and its first layer and its last one are the same weight. You are to train it on
 # several ranks, with the gradients that plain training would have.
 #
@@ -155,7 +155,7 @@ assert round(math.log(WORDS), 1) == 6.9
 # ## Predicted and measured
 #
 # `Cost.fit` reads from the traces of the GPipe steps how long each stage takes. With it, 1F1B can be predicted, and
-# then measured. The prediction stands above, practice below:
+# then measured. The prediction is above, practice below:
 
 # %%
 predicted = pipelab.simulate(pipelab.OneFOneB(2, 8), pipelab.Cost.fit(gpipe))

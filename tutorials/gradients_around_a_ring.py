@@ -2,8 +2,8 @@
 # # Gradients around a ring
 #
 # Eight copies of a model have each seen another part of the batch. Now all of them need the *mean* of their gradients.
-# If everybody sends to one, that one is the bottleneck; if everybody sends to everybody, the network is. On this page
-# you follow the numbers around a **ring**, where nobody is, count the bytes, and make the messages smaller.
+# If all send to one, that one is the bottleneck; if all send to all, the network is. On this page
+# you follow the numbers around a **ring**, where neither is, count the bytes, and make the messages smaller.
 #
 # It takes 15 minutes. What such an **all-reduce** means for the choice between copies and stages is in [Data x
 # pipeline](data_and_pipeline.md). All replicas are in one process here, so any laptop will do. The page is a Python
@@ -83,13 +83,13 @@ print(Table(rows, [*columns, Column("error", "relative error", "{:.0e}".format)]
 
 # %% [markdown]
 # The last assertion is about something that is easy to get wrong: all replicas must end with the same *bits*. If they
-# do not, their weights drift apart, step by step, and nobody notices. Two rules are enough. A message is passed on as
+# do not, their weights drift apart, step by step, without a warning. Two rules are enough. A message is passed on as
 # it arrived, never encoded anew. And the owner of a chunk keeps what it sent, not what it had.
 #
 # ## What does not fit?
 #
 # The largest `fp16` number is 65504, and what travels are *sums*. So three ranks that hold 40000 each overflow. `bf16`
-# has the range of a float32 and only 8 bits of precision. NaN reaches everybody, as it should; `int8` has one scale for
+# has the range of a float32 and only 8 bits of precision. NaN reaches all ranks, as it should; `int8` has one scale for
 # a chunk, so the whole chunk is NaN.
 
 # %%

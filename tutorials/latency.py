@@ -57,7 +57,7 @@ print(one_f_one_b.ledger)
 # In 1F1B, each rank is exactly as far ahead as it must be when transfers are free: the gradient that it wants next has
 # *just* been made by the rank below. Now that gradient is still on the wire, and the rank has nothing else to do. Then
 # its next forward starts late, so the rank below gets its input late, and so on. The more micro-batches there are, the
-# more often everybody pays:
+# more often all ranks pay:
 
 # %%
 print("micro-batches  GPipe  1F1B  without latency")

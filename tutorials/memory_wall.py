@@ -23,7 +23,7 @@ from pipelab import B, F
 P, M = 4, 8  # ranks and micro-batches
 cost = pipelab.Cost(forward=1, backward=2)
 gpipe = pipelab.simulate(pipelab.GPipe(P, M), cost)
-print(f"most activations held at once, by rank: {gpipe.peak_activations}")
+print(f"most activations held, by rank: {gpipe.peak_activations}")
 assert gpipe.peak_activations == (8, 8, 8, 8)
 
 # %% [markdown]
@@ -41,7 +41,7 @@ assert [fault.code for fault in faults] == ["memory-cap"] * 4
 assert str(faults[0].action) == "0F4"
 
 # %% [markdown]
-# The next move stands there too: a backward must come first. That is all that the wall asks for.
+# It names the next move, too: a backward must come first. That is all that the wall asks for.
 #
 # ## Predict: when can the first backward come?
 #
@@ -68,7 +68,7 @@ one_f_one_b
 # ## How much is enough?
 #
 # When all ranks are busy, a micro-batch begins every F + B = 3 units, and stays on rank 0 for a round trip of 12. So 12
-# / 3 = **4** of them are there at once. On rank r the round trip is shorter, (P - r) × (F + B), and P - r are enough.
+# / 3 = **4** of them are there together. On rank r the round trip is shorter, (P - r) × (F + B), and P - r are enough.
 # Queues in shops obey the same rule (Little's law): how many are inside is how often one comes, times how long one
 # stays.
 
@@ -149,7 +149,7 @@ print(pipelab.check(WarmedUp(2, 3, 2, 1))[0])
 
 # %% [markdown]
 # Rank 1 wants a third forward before its first backward, and rank 0 sends only two before it wants a gradient. So a
-# warm-up must never be longer than that of the rank before. That is the whole rule: every 1F1B that keeps to it is
+# warm-up must never be longer than the previous rank's. That is the whole rule: every 1F1B that keeps to it is
 # legal.
 
 # %%

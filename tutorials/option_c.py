@@ -32,7 +32,7 @@ cost = pipelab.Cost(forward=1, backward=2)
 
 # %% [markdown]
 # It is legal: every micro-batch gets its forward and its backward, in an order that can run. And its gradients are
-# right, as those of every legal order. Only its time is in question.
+# right, as in every legal order. Only its time is in question.
 
 # %%
 assert pipelab.check(SingleLoop(ranks=2, microbatches=8)) == []
@@ -180,7 +180,7 @@ for same in range(9):
 # one backward and one forward of rank 0, every time.
 #
 # If rank 0 is **one forward further ahead**, the input that rank 1 wants lies there already. So the lead must fall by
-# one from rank to rank, down to 0 on the last one, which can turn around at once. The exercise is to write that.
+# one from rank to rank, down to 0 on the last one, which can turn around right away. The exercise is to write that.
 #
 # This is also why one rank's code cannot tell you whether a schedule is good. On the last rank, the single loop is
 # nearly 1F1B. It is the *differences* between ranks that let them work at the same time.

@@ -74,7 +74,7 @@ with pipelab.Pipeline(model, schedule, torch.nn.functional.mse_loss) as pipe:
 # %% [markdown]
 # ## In processes
 #
-# Now each rank becomes a process of its own, as on a cluster, and PyTorch's runtime runs the plan: it sends, receives
+# Now each rank becomes a process, as on a cluster, and PyTorch's runtime runs the plan: it sends, receives
 # and decides when what happens. This is the script:
 
 # %%
@@ -197,8 +197,8 @@ assert pipelab.Plan.from_csv(folder / "plan.csv").rows == plan.rows
 # Compilers have *passes*: programs that read a program and write a better one. Write a pass for plans. It gets the file
 # of a schedule with whole backwards, one line for each rank, and returns the file of a quicker plan.
 #
-# PyTorch knows two halves of a backward: `1I0` is the gradient of stage 1's input for micro-batch 0, `1W0` that of its
-# weights. The ranks before wait for the input's gradient only. Each of `F`, `I` and `W` takes one unit.
+# PyTorch knows two halves of a backward: `1I0` is the gradient of stage 1's input for micro-batch 0, `1W0` the gradient
+# of its weights. The ranks before wait for the input's gradient only. Each of `F`, `I` and `W` takes one unit.
 #
 # - **Par for 1F1B on two ranks with 4 micro-batches: 13 units.** Whole backwards take 15.
 # - **Par for 1F1B on four ranks with 8: 27 units, with at most 4 activations on any rank.** Whole backwards take 33.

@@ -35,7 +35,7 @@ assert torch.allclose(x.grad, input_grad, atol=1e-5)
 assert torch.allclose(weight.grad, weight_grad, atol=1e-5)
 
 # %% [markdown]
-# Another rank waits for the **input gradient**, `I`. Nobody waits for the **weight gradient**, `W`, before the
+# Another rank waits for the **input gradient**, `I`. No rank waits for the **weight gradient**, `W`, before the
 # optimizer runs. The two products have the same size, and so has the forward's. So let each of the three take one unit:
 
 # %%

@@ -14,7 +14,7 @@
 #
 # ## Rows with sends and receives
 #
-# Until now, a value simply arrived. On a real wire somebody must send it, and somebody must be there to receive it.
+# Until now, a value simply arrived. On a real wire one rank must send it, and another must be there to receive it.
 # `pipelab.lower` writes both into the rows. `0SEND_F1` sends what `0F1` gave, `1RECV_F1` receives it on the next rank.
 
 # %%
@@ -25,10 +25,10 @@ for rank, row in enumerate(rows):
     print(f"rank {rank} | {' '.join(row)}")
 
 # %% [markdown]
-# This is what everybody writes first: receive right before you need it (the order *at-use*), send right after you have
+# This is what most people write first: receive right before you need it (the order *at-use*), send right after you have
 # it.
 #
-# A `send` like that of `torch.distributed` **meets** its `recv`: neither returns before the other side is there.
+# A `send` like `torch.distributed`'s **meets** its `recv`: neither returns before the other side is there.
 # (Sometimes a buffer lets a small message through. Then the program works in the test and hangs with the real model.)
 
 # %% [markdown]
@@ -67,7 +67,7 @@ def run(rows, forward=1, backward=2):
 # ## Predict: does it hang?
 #
 # Be the machine: go through the two rows above with a finger on each. Does it hang, and if so, on which two words do
-# your fingers stand?
+# your fingers stop?
 
 # %%
 my_prediction = None  # "no", or the two words
@@ -77,14 +77,14 @@ print(f"predicted {my_prediction}; stuck at {run(rows)[1]}")
 assert run(rows) == (4, ["0SEND_F1", "1SEND_B0"])
 
 # %% [markdown] tags=["answer"]
-# Rank 0 wants to send the second micro-batch down. Rank 1 wants to send the first gradient up. Each stands before a
+# Rank 0 wants to send the second micro-batch down. Rank 1 wants to send the first gradient up. Each waits before a
 # send, and would receive only afterwards. Two people in a doorway, each holding the door for the other one.
 
 # %% [markdown]
 # ## Ask before it runs
 #
 # `check` finds it without running anything, if you say two things: in which *order* a rank posts its sends and
-# receives, and which *transport* carries them. With `transport="rank"`, all sends and receives of a rank stand in one
+# receives, and which *transport* carries them. With `transport="rank"`, all sends and receives of a rank wait in one
 # queue and meet there, as in our script: so it hangs where our script hangs. (How long it takes is another matter. In
 # that queue transfers wait beside the rank, which computes meanwhile.) The plan itself is right; its transfers are not.
 
@@ -147,13 +147,13 @@ assert (gpipe, one_f_one_b) == ((33, []), (45, []))
 # the rank, while it computes. What they wait for depends on the machine, and on its version:
 #
 # - **gloo**, on CPUs: for nothing. A value arrives (`transport="buffered"`).
-# - **NCCL, up to PyTorch 2.11**: all sends and receives of a rank stand in *one* queue (`"rank"`).
+# - **NCCL, up to PyTorch 2.11**: all sends and receives of a rank wait in *one* queue (`"rank"`).
 # - **NCCL, since PyTorch 2.12**: each *pair* of ranks has a queue (`"pair"`). But if you write
 #   `init_process_group(device_id=...)`, it is one queue again.
 # - Some machines let a receive that waits **hold the rank** (`"holding"`): it computes nothing until then.
 #
 # With one stage per rank, 1F1B takes 33 units again in each of the queues. With several, a value that is ready may
-# stand behind one that is not:
+# wait behind one that is not:
 
 # %%
 for transport in ("rank", "pair"):
@@ -225,16 +225,16 @@ def reaches_par(answer):
 
 
 def what_is_wrong(row, before):
-    """Return why a row cannot stand for another one, or None."""
+    """Return why a row cannot replace another one, or None."""
     if sorted(row) != sorted(before):
         return "it has other words than before"
     if [word for word in row if "_" not in word] != [word for word in before if "_" not in word]:
         return "its forwards and backwards are in another order"
     for word in row:
         if "SEND" in word and row.index(word) < row.index(word.replace("SEND_", "")):
-            return f"{word} stands before what it sends"
+            return f"{word} comes before what it sends"
         if "RECV" in word and row.index(word) > row.index(word.replace("RECV_", "")):
-            return f"{word} stands after what needs it"
+            return f"{word} comes after what needs it"
     return None
 
 

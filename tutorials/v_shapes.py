@@ -245,7 +245,7 @@ assert [pipelab.simulate(dual, pipelab.Cost(pair=pair)).makespan for pair in (2.
 
 # %%
 class BothWays(pipelab.Schedule):
-    """Every micro-batch enters at one of the ends in a slot of its own, and never pauses."""
+    """Every micro-batch enters at one of the ends in some slot, and never pauses."""
 
     enter = None  # of a micro-batch and the number of ranks: whether it goes down, and its first slot
 

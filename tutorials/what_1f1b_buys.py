@@ -197,5 +197,5 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: how many rows does GPipe hold if it runs the whole batch at once, and does it help to cut the batch
-# finer? Teachers have the solution, `teacher/solutions/what_1f1b_buys.py`.
+# When you are done: how many rows does GPipe hold if it runs the whole batch in one piece, and does it help to cut the
+# batch finer? Teachers have the solution, `teacher/solutions/what_1f1b_buys.py`.

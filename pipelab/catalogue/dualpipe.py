@@ -110,13 +110,13 @@ class DualPipe(Schedule):
         for _ in range(behind + 1):  # [2] both ways in turn
             yield F(next(f0))
             yield F(next(f1))
-        for _ in range(before):  # [3] the first far gradients: their weights at once
+        for _ in range(before):  # [3] the first far gradients: their weights right away
             yield split(next(b1))
             yield owed.popleft()
             yield F(next(f1))
         for at in range(self.microbatches // 2 - self.ranks + behind + 1):  # [4] steady state
             forward, backward = F(next(f0)), B(next(b1))
-            if at == 0 and before == 0:  # in the middle: everybody waits for this backward
+            if at == 0 and before == 0:  # in the middle: all ranks wait for this backward
                 yield forward
                 yield backward
             else:

@@ -19,7 +19,7 @@ class DualPipeV(VShaped):
     In nearly every slot a rank computes a forward of one stage and a backward of the other (`F(2, 0) & B(0, 3)`): the
     transfers of the one hide behind the arithmetic of the other. It is one half of DualPipe's symmetric picture, folded
     at the middle: DualPipe's micro-batches from the other direction are the way back up here. So each rank holds two
-    stages of its own, and no parameters are held twice.
+    its own stages, and no parameters are held twice.
 
     A pair that takes as long as its two halves is slower than the halves one after the other (`Cost(pair=None)`): the
     forward's output waits for the pair's end. Each stage activation is half a rank's share.
@@ -66,13 +66,13 @@ class DualPipeV(VShaped):
         for _ in range(rank + 1):  # [2] down and up in turn
             yield F(next(f0), down)
             yield F(next(f1), up)
-        for _ in range(hops):  # [3] the first gradients: their weights at once
+        for _ in range(hops):  # [3] the first gradients: their weights right away
             yield split(next(b1), up)
             yield owed.popleft()
             yield F(next(f1), up)
         for at in range(microbatches - self.enough + rank + 1):  # [4] steady state
             forward, backward = F(next(f0), down), B(next(b1), up)
-            if at == 0 and hops == 0:  # the tip: this backward is what everybody waits for
+            if at == 0 and hops == 0:  # the tip: this backward is what all ranks wait for
                 yield forward
                 yield backward
             else:

@@ -33,7 +33,7 @@ policies: dict[str, Priority] = {
     "forward-first": _forward_first,
     "oldest-first": _oldest_first,
 }
-"""The named priorities. Weight gradients come last in all of them, because nobody waits for one."""
+"""The named priorities. Weight gradients come last in all of them, because no rank waits for one."""
 
 
 class Greedy(Schedule):
@@ -56,7 +56,7 @@ class Greedy(Schedule):
             runs first; among equals, the lowest micro-batch, then the last stage. The
             [`Moment`][pipelab.catalogue.list_scheduling.Moment] is the state of the rank: the `time`, how many
             activations are `held`, and the `last` action.
-        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for no
+        memory_cap: how many stage activations a rank may hold: one number, or one per rank; `None` for no
             limit. If a micro-batch visits a rank twice, a cap can end in a deadlock; the error names the rank.
         cost: the times of actions and transfers; by default forward 1, backward 2 and free transfers.
         split: whether to split backwards into `I` and `W`, so that weight gradients fill the idle time.
@@ -74,7 +74,7 @@ class Greedy(Schedule):
         4 activations: 29.0 units
         5 activations: 27.0 units
 
-        A policy of your own is a function. In this one, weight gradients come last until the rank holds 5 activations;
+        Your own policy is a function. In this one, weight gradients come last until the rank holds 5 activations;
         then they come first, because they release them.
 
         >>> def frugal(action, rank, moment):

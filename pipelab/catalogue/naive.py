@@ -14,7 +14,7 @@ class Naive(SingleStage):
         rank 0 | F0       B0 F1       B1
         rank 1 |    F0 B0       F1 B1
 
-    One rank works at a time. `Naive(ranks, 1)` sends the whole batch at once, as a model split by hand with `.to()`
+    One rank works at a time. `Naive(ranks, 1)` sends the whole batch in one, as a model split by hand with `.to()`
     does.
 
     Example:

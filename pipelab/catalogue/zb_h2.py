@@ -20,7 +20,7 @@ class ZBH2(SingleStage):
     micro-batches and equal times, no rank waits between its own first start and its own last end.
 
     The makespan need not be shorter: if `I` and `W` are equal and no longer than `F`, ZB-H1's makespan is the same. The
-    gain is that rank 0 is done before the last rank, and can begin its next step at once if the optimizer allows it:
+    gain is that rank 0 is done before the last rank, and can begin its next step right away if the optimizer allows it:
     the paper postpones the check that all ranks would have to wait for. So compare each rank's own span,
     `Trace.spans`. With fewer than `2 * P - 1` micro-batches and equal times, ZB-H1's makespan is never longer; if `I`
     is longer than `F` or than `W`, it can be.

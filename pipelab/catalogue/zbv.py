@@ -19,7 +19,7 @@ class ZBV(VShaped):
     holds as much as 1F1B's rank 0: ZB-H2's gain, in 1F1B's memory.
 
     With at least `2 * P - 1` micro-batches and equal times, no rank waits between its own first start and its own last
-    end; the makespan is longer, because the ranks do not start at once. Every rank holds at most `2 * P` stage
+    end; the makespan is longer, because the ranks do not start together. Every rank holds at most `2 * P` stage
     activations, each half a rank's share: `P` of 1F1B's.
 
     The order is PyTorch's: fixed, and fitted to equal times. Where `W` is shorter than `F` and `I`, ranks wait; where

@@ -1,4 +1,4 @@
-"""CHECKED: every fault of a plan at once, explained.
+"""CHECKED: every fault of a plan, explained.
 
 - `checker`: `check`: all faults, worst kind first
 - `rules`: everything exactly once, each action on its rank

@@ -1,4 +1,4 @@
-"""Check a plan: find every fault at once and explain it.
+"""Check a plan: find every fault and explain it.
 
 A plan is right if every micro-batch passes every stage exactly once forward and exactly once backward (`B`, or `I` and
 `W`), on the rank that the placement names, and if the graph of "needs" and "comes after" has no cycle. A cycle is a
@@ -78,7 +78,7 @@ class Faults(list[Fault]):
         """Draw the plan as far as it runs, with its faults; the suffix is `html`, `svg`, `png`, `pdf` or `txt`.
 
         Each rank is a row of its actions in order. Where nothing can start any more, the blocked actions are marked. A
-        cycle is drawn as numbered arrows, what is missing dotted, and what may not stand there struck out. If pipelab
+        cycle is drawn as numbered arrows, what is missing dotted, and what may not be there struck out. If pipelab
         has tried out another order, it is the second picture.
 
         Example:
@@ -123,7 +123,7 @@ def check(
 
     Args:
         plan: the plan or schedule.
-        memory_cap: how many stage activations a rank may hold at once, or how many bytes if there is a `memory`: one
+        memory_cap: how many stage activations a rank may hold, or how many bytes if there is a `memory`: one
             number, or one per rank.
         order: in which order each rank posts its sends and receives: see `simulate`.
         transport: which of them wait for each other: see `simulate`. With any but `"buffered"`, a plan whose
@@ -144,7 +144,7 @@ def check(
             rank 1 | F0 F1 F2 F3 F4 F5 F6 F7 B0 …
                                  ^^
 
-        A plan can be right and yet hang where a rank's sends and receives stand in one queue. PyTorch's issue 172668
+        A plan can be right and yet hang where a rank's sends and receives wait in one queue. PyTorch's issue 172668
         reports such a plan, whose receives were put right before their use:
 
         >>> for fault in pipelab.check(pipelab.OneFOneB(ranks=2, microbatches=4), order="at-use", transport="rank"):

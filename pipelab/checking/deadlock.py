@@ -19,7 +19,7 @@ Head = int | tuple[int, int]
 AnyWait = TypeVar("AnyWait", bound="Wait")
 
 _MOST_TRIED = 1_000_000
-"""Cycles times actions beyond which further cycles get no repair of their own: each has to be tried out."""
+"""Cycles times actions beyond which further cycles get no repair: each has to be tried out."""
 _MOST_KEPT = 20_000
 """How many actions a plan may have whose repaired rows are kept for a picture: objects take longer than codes."""
 
@@ -29,12 +29,12 @@ class Wait:
     """A step of a cycle: what is stuck, and what it waits for.
 
     Attributes:
-        rank: the rank in whose row it stands.
+        rank: the rank in whose row it is.
         name: what is stuck.
         needs: what that waits for, as the rest of a sentence.
         needed: the name of that.
-        on: where that stands: a rank, or a queue of transfers and its rank. What is stuck there is the next step.
-        place: where what is stuck stands in its row, in words.
+        on: where that is: a rank, or a queue of transfers and its rank. What is stuck there is the next step.
+        place: where what is stuck is in its row, in words.
         needed_place: the same of what it waits for.
     """
 
@@ -78,7 +78,7 @@ class _Names:
         return self.pair_of.get(code) or self.bound.codes.action(code)
 
     def place(self, code: int, rank: int) -> str:
-        """Return where a code stands in a rank's row."""
+        """Return where a code is in a rank's row."""
         return f", position {self.bound.position(rank, self.bound.rows[rank].index(code))}"
 
 
@@ -89,7 +89,7 @@ def deadlocks(
     excused: Collection[int] = (),
     atomic_pairs: bool = False,
 ) -> list[Fault]:
-    """Return one fault for each cycle of ranks that a walk left stuck; the options are those of the walk."""
+    """Return one fault for each cycle of ranks that a walk left stuck; the options are the walk's."""
     names = _Names(bound, atomic_pairs)
     waits = {rank: _wait(names, walk, rank) for rank in walk.stuck}
     faults: list[Fault] = []

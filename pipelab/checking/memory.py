@@ -1,7 +1,7 @@
 """Memory in bytes: what each stage takes, and so what the actions of a rank add and free.
 
 rank 0  ██ weights, optimizer's state: always; gradients: from the first 0B or 0W on
-          ░░ activations of 0F0: from its start to the end of 0B0, or to that of 0I0
+          ░░ activations of 0F0: from its start to the end of 0B0 or 0I0
             ▒▒ what 0I0 leaves for 0W0: to the end of 0W0
 """
 
@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """How many bytes each stage takes: of its own, and for each micro-batch.
+    """How many bytes each stage takes: always, and for each micro-batch.
 
     A number holds for every stage; a list has one number per stage. `Pipeline.memory` measures them.
 

@@ -220,7 +220,7 @@ def _one_move(trials: _Trials, blocked: Sequence[BlockedRank]) -> tuple[int, Rep
 
 
 def _waits_for_itself(bound: BoundPlan, row: Sequence[int], excused: Collection[int]) -> bool:
-    """Return whether an action comes before one of its own row that it needs, apart from the excused ones."""
+    """Return whether an action comes before an action of its row that it needs, apart from the excused ones."""
     codes = bound.codes
     later = set(row)
     for code in row:
@@ -234,7 +234,7 @@ def _waits_for_itself(bound: BoundPlan, row: Sequence[int], excused: Collection[
 def _new_order(trials: _Trials, cycle: Sequence[int]) -> Repair | None:
     """Return a new order for some ranks with which the whole plan runs; nothing if none was found."""
     bound = trials.bound
-    if bound.reduces:  # an all-reduce binds several rows at once
+    if bound.reduces:  # an all-reduce binds several rows together
         return None
     moves, runs = _reordered(trials, cycle)
     if not runs:

@@ -18,7 +18,7 @@ _PAIR_HINT = (
 class Wire:
     """A lowered plan on a transport, as jobs that follow each other.
 
-    What a pair gives leaves after both of its halves, where its sends stand. In a queue, a transfer follows the one
+    What a pair gives leaves after both of its halves, where its sends are. In a queue, a transfer follows the one
     before it, at both of its ends. A receive that holds its rank is followed by all that comes after it in the row.
 
     Args:
@@ -29,10 +29,10 @@ class Wire:
     Attributes:
         low: the plan.
         holding: whether a receive holds its rank.
-        job: by code, its job; that of a value that crosses is `transfer(value)`.
+        job: by code, its job; the job of a value that crosses is `transfer(value)`.
         network: the jobs, and what each follows.
         queues: the values in each queue, by the rank that has it and a number.
-        ends: by value that crosses, the queues that it stands in.
+        ends: by value that crosses, the queues that it waits in.
         made: by value that crosses, the job at whose end it exists.
     """
 
@@ -105,7 +105,7 @@ def transfer_deadlocks(bound: BoundPlan, order: Order, transport: Transport) -> 
 
 
 def hang(bound: BoundPlan, order: Order, transport: Transport) -> Hang | None:
-    """Return where a legal plan and its transfers stand still; `None` if they do not."""
+    """Return where a legal plan and its transfers are stuck; `None` if they do not."""
     if transport == "buffered":
         return None
     if bound.pairs:  # may hang without any queue, and then has no order in which it does not
@@ -142,7 +142,7 @@ class Hang:
         return all(job(each) in self._done for each in step[1])
 
     def blocks(self, rank: int, step: Step) -> bool:
-        """Return whether a rank stands before a step: the next one, or the first transfer in one of its queues."""
+        """Return whether a rank waits before a step: the next one, or the first transfer in one of its queues."""
         queues = self.wire.ends[step[1][0]] if step[0] != "run" else ()
         return step == self._step[rank] or any(each[0] == rank and self._value[each] == step[1][0] for each in queues)
 

@@ -125,7 +125,7 @@ def grade_command(
             wrote(path)
     except (PipelabError, OSError) as error:
         echo(folded(f"could not grade: {error}"), error=True)
-        if gradescope is not None and gradescope.is_dir() and not grades:  # or Gradescope shows an error of its own
+        if gradescope is not None and gradescope.is_dir() and not grades:  # or Gradescope shows its own error
             failed = Grade(" ".join(targets or ["no file"]), reason=f"could not grade: {error}")
             wrote(_write_json(gradescope / "results.json", report.gradescope(failed)))
         raise typer.Exit(2) from error

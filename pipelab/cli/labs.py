@@ -114,7 +114,7 @@ def practical9(
 
     The table, and the eight questions answered from it.
 
-    Emulated times are those of the whole batch. Without a core for each rank and one for other programs, the default is
+    Emulated times are for the whole batch. Without a core for each rank and one for other programs, the default is
     `--emulate 20 40`.
     """
     counts = whole_numbers("--microbatches", microbatches)
@@ -322,7 +322,7 @@ def hw1(
 
     DDP over 1, 2 and 4 processes, Amdahl's law, and DataParallel against DDP.
 
-    All processes share one batch. Times are those of rank 0.
+    All processes share one batch. Times are rank 0's.
     """
     counts = whole_numbers("--processes", processes)
     require_writable(save, TABLE)

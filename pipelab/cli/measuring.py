@@ -62,7 +62,7 @@ class Work:
 
 
 def measure(names: Sequence[str], plans: Sequence[Plan], work: Work) -> tuple[Comparison, list[Result]]:
-    """Run plans and return their steps side by side; a single plan's step stands beside its prediction."""
+    """Run plans and return their steps side by side; a single plan's step is beside its prediction."""
     results = _run(work.jobs(plans, [1] * len(plans)), work.measured_steps)
     if len(results) == 1:
         (only,) = results
@@ -124,7 +124,7 @@ def why_slow(ranks: int, core_share: float, command: str, slower: bool = False) 
     """
     if core_share >= _CROWDED and not slower:
         return ""
-    why = "all cores busy at once slow each other down here"
+    why = "all cores busy together slow each other down here"
     if ranks > cores():
         why = f"{ranks} ranks take turns on {_counted_cores()}"
     elif core_share < _CROWDED:

@@ -100,7 +100,7 @@ def save_timeline(trace: Trace, path: Path, times: Times, width: str | None = No
 
 @contextmanager
 def faults_saved(subject: Schedule | Plan, order: Order, transport: Transport, save: Sequence[Path]) -> Iterator[None]:
-    """Where a schedule cannot be simulated, draw its faults instead, to those of the files that can show them."""
+    """If a schedule cannot be simulated, draw its faults instead, to the files that can show them."""
     try:
         yield
     except ScheduleError as error:
@@ -159,7 +159,7 @@ def folded(message: str) -> str:
 
 
 def is_row(line: str) -> bool:
-    """Return whether a message's line holds actions, or marks under them, which stand in columns."""
+    """Return whether a message's line holds actions, or marks under them, which are in columns."""
     return " | " in line or not line.strip(" ^")
 
 

@@ -52,7 +52,7 @@ def show_demo(folder: Path, steps: int) -> None:
     console.print(
         f"[dim]{LEGEND}\n\nplain: one thread runs the same micro-batches in turn. speed-up: plain's step time divided "
         "by the schedule's; naive has one rank at work at a time, so it gains nothing. pred.: predicted from plain's "
-        "step time and naive's action times. peak: micro-batches whose activations a rank holds at once.[/]\n"
+        "step time and naive's action times. peak: micro-batches whose activations a rank holds at any time.[/]\n"
     )
     slower = any(each.speed_up < 1 for each in trained[1:])
     command = f"pipelab run {' '.join(_TRAINED)}"
@@ -79,7 +79,7 @@ def show_demo(folder: Path, steps: int) -> None:
     for path in _save(folder, trained, emulations):
         wrote(path)
     console.print(
-        f"\nOpen {folder / 'four-devices.html'} first. Then write a schedule of your own: README.md shows how, and "
+        f"\nOpen {folder / 'four-devices.html'} first. Then write your own schedule: README.md shows how, and "
         "`pipelab check my_file.py` explains what is wrong with it."
     )
 

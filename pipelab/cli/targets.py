@@ -127,7 +127,7 @@ def _parameters(target: str) -> tuple[str, dict[str, Any]]:
         ('mine.py:Lagged', {'lag': 3, 'policy': 'eager'})
 
     Raises:
-        UsageError: if what stands in the parentheses is anything else.
+        UsageError: if the parentheses hold anything else.
     """
     match = _CALL.fullmatch(target)
     if match is None:
@@ -270,7 +270,7 @@ def _make(kind: type[Schedule], ranks: int, microbatches: int, options: dict[str
         raise
     except Exception as error:
         unmade = isinstance(error, AttributeError) and isinstance(error.obj, kind)
-        hint = "\n  try: a schedule with an __init__ of its own calls super().__init__(ranks, microbatches) first"
+        hint = "\n  try: a schedule with its own __init__ calls super().__init__(ranks, microbatches) first"
         raise UsageError(
             f"making {kind.__name__}(ranks={ranks}, microbatches={microbatches}) raised {type(error).__name__}: "
             f"{error}\n  at {students_line(error, kind.__init__)}{hint * unmade}"

@@ -40,7 +40,7 @@ class Job:
         microbatches: how many there are.
         stages_per_rank: how many stages each rank holds.
         one_at_a_time: whether the schedule gets one micro-batch after the other.
-        rows: the plan, as text, for the runtime, which has no order of its own.
+        rows: the plan, as text, for the runtime, which has no order.
     """
 
     kind: str

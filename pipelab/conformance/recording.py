@@ -157,7 +157,7 @@ def executed_by_runtime(plan: Plan) -> Plan:
 def lowered_by_pytorch(kind: str, plan: Plan) -> tuple[list[list[str]], list[list[str]]]:
     """Return a plan's rows with transfers, as `_add_send_recv` places them and as PyTorch's runtime runs them.
 
-    The second are the class's own if it has any; GPipe and 1F1B have loops of their own, so they are the runtime's.
+    The second are the class's own if it has any; GPipe and 1F1B have their own loops, so they are the runtime's.
 
     Example:
         >>> import pipelab
@@ -218,7 +218,7 @@ def _row(
     microbatches: int,
     rows: Iterable[Iterable[Item]] | None = None,
 ) -> Record:
-    """Return what one rank executes; `rows` is for the runtime, which has no order of its own."""
+    """Return what one rank executes; `rows` is for the runtime, which has no order."""
     record: Record = []
     try:
         native.run_on_recorders(_schedule(kind, stages_of_rank, rank, microbatches, record, rows), microbatches)

@@ -67,7 +67,7 @@ class Reference:
     one_at_a_time: bool = False
 
     def has(self, schedule: Schedule) -> bool:
-        """Return whether PyTorch has an order of its own at a schedule's size."""
+        """Return whether PyTorch has its own order at a schedule's size."""
         with suppress(NativeRefusalError):
             if self.kind != _RUNTIME:
                 executed(self.kind, schedule.ranks, schedule.microbatches, schedule.stages_per_rank)

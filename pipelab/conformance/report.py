@@ -87,7 +87,7 @@ class Line:
         refusal_here: pipelab's reason for the first of them.
         not_ours: how many of these PyTorch accepts.
         differences: the first difference at each size at which orders differ.
-        transfers: the first difference at each size at which sends and receives stand elsewhere.
+        transfers: the first difference at each size at which sends and receives differ.
         numbers: the steps that were compared.
     """
 
@@ -166,7 +166,7 @@ def first_difference(plan: Plan, theirs: Plan) -> Difference | None:
 
 
 def misplaced_transfer(plan: Plan, reference: Reference) -> Difference | None:
-    """Return where a plan's sends and receives first stand elsewhere than PyTorch puts them; `None` if nowhere.
+    """Return where a plan's sends and receives first differ from PyTorch's; `None` if nowhere.
 
     Looks at the rows that PyTorch's `_add_send_recv` makes, and then at those that its runtime runs.
     """

@@ -72,7 +72,7 @@ def group_of_one() -> Iterator[None]:
     """
     if distributed.is_initialized():
         raise EngineError(
-            "this process is in a process group already, and the comparison with PyTorch needs a group of its own: "
+            "this process is in a process group already, and the comparison with PyTorch needs its own group: "
             "run it without torchrun"
         )
     store = distributed.HashStore()  # type: ignore[attr-defined]  # public, and listed nowhere

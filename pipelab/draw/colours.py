@@ -30,7 +30,7 @@ HATCHES: dict[Reason, str] = {
     "all-reduce": "x",
     "drain": "\\",
 }
-"""For each reason of an idle time, matplotlib's letter for its hatch. Who waits for nobody fills or drains."""
+"""For each reason of an idle time, matplotlib's letter for its hatch. A rank that waits for none fills or drains."""
 
 
 class Ground(NamedTuple):
@@ -54,7 +54,7 @@ def ground(reason: Reason) -> Ground:
 
 
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7A7A7A")
-"""Eight colours for micro-batches or stages, in turns: those of Okabe and Ito, with grey for black."""
+"""Eight colours for micro-batches or stages, in turns: Okabe and Ito's, with grey for black."""
 
 DIVERGING = ("#2166AC", "#4393C3", "#92C5DE", "#D1E5F0", "#F7F7F7", "#FDDBC7", "#F4A582", "#D6604D", "#B2182B")
 """From much less, blue, over no change to much more, red: RdBu of ColorBrewer (Harrower and Brewer, "ColorBrewer.org",

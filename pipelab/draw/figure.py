@@ -356,7 +356,7 @@ def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None = None
         wide, title = width - _LEFT - _RIGHT, 0.1
     lanes = [height(trace.ranks) for trace in traces]
     high = sum(lanes) + len(traces) * title + (len(traces) if not same_axis else 1) * _AXIS
-    if width is not None and width < _NARROW:  # the legend stands below the axis's name
+    if width is not None and width < _NARROW:  # the legend is below the axis's name
         patches, columns = _entries(traces, width)
         high += 0.2 * -(-len(patches) // columns)
     if same_axis:

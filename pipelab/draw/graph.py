@@ -25,7 +25,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 SUFFIXES = _TEXT + _PICTURES
 """The formats of `save`."""
 _MOST = 2_000
-"""How many actions a picture may have: dot takes minutes for more, and nobody could read it."""
+"""How many actions a picture may have: dot takes minutes for more, and it could not be read."""
 
 _INSTALL = """  Debian, Ubuntu: apt install graphviz
   macOS:          brew install graphviz

@@ -98,7 +98,7 @@ def in_gaps(gaps: Iterable[Gap], ax: Axes) -> Iterator[tuple[Gap, str, float]]:
 
 def _typical(lanes: Lanes) -> dict[Kind, float]:
     typical = lanes.typical(range(lanes.trace.ranks))
-    # An all-reduce stands once at the end of a row and does not set the size of the others.
+    # An all-reduce comes once at the end of a row and does not set the size of the others.
     return {kind: time for kind, time in typical.items() if kind in PER_MICROBATCH}
 
 

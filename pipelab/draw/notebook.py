@@ -1,4 +1,4 @@
-"""What notebooks show: a page in a frame of its own, a still picture where scripts do not run, and text without either.
+"""What notebooks show: a page in its own frame, a still picture where scripts do not run, and text without either.
 
 The frame's page has no access to the notebook (`sandbox`), and the notebook's styles do not reach it. The two exchange
 two facts: the page says how high it is, and the notebook whether it is dark.
@@ -35,7 +35,7 @@ _MOST_ACTIONS = 4_000
 _MOST_CELLS = 200
 """How many actions of a rank the rows of a plan show."""
 
-# In the page. Its height is that of its body and not of the document, which is never lower than the frame.
+# In the page. Its height is its body's and not the document's, which is never lower than the frame.
 _INSIDE = """
 <style>
 body { margin: .5rem auto; }

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pipelab.plan.plan import Plan
 
 _STRUCK: tuple[Code, ...] = ("wrong-rank", "duplicate", "out-of-range", "not-an-action", "ambiguous-stage", "endless")
-"""The faults of an item that may not stand where it stands."""
+"""The faults of an item that may not be where it is."""
 _MOST_CYCLES = 4
-"""How many cycles get pictures of their own: a message shows as many in full."""
+"""How many cycles get their own pictures: a message shows as many in full."""
 _MOST_NOTES = 16
 _MOST_ACTIONS = 20_000
 """Of larger plans there is no second picture, which would take long."""
@@ -53,8 +53,8 @@ class Cell:
         names: what cycles call it: itself, and if it is a pair, its halves.
         actions: what gives it its colours: one, two of a pair, none of a transfer.
         state: whether it ran, is what its rank is stuck at, comes after that, or is missing.
-        position: where it stands in the row as written; `None` if it does not.
-        struck: whether it may not stand there.
+        position: where it is in the row as written; `None` if it does not.
+        struck: whether it may not be there.
         over: whether its rank holds more activations with it than a cap allows.
         moved: whether a repair has moved it.
     """
@@ -85,7 +85,7 @@ class Drawing:
     Attributes:
         title: what it shows.
         rows: the cells of each rank; a last row without a rank holds what belongs to no known rank.
-        arrows: the cycle, closed; those of its steps that stand in a row.
+        arrows: the cycle, closed; its steps that are in a row.
         notes: what the arrows say, or the faults.
         hint: what to do about it.
         after: whether it shows what pipelab has tried out.
@@ -282,7 +282,7 @@ def _row(plan: Plan, rank: int, stuck: int | None, struck: set[Place], over: set
 
 
 def _moved(rows: list[list[Cell]], before: list[list[Cell]]) -> list[list[Cell]]:
-    """Return rows with what stands elsewhere than before framed."""
+    """Return rows, with what has moved framed."""
     found: list[list[Cell]] = []
     for row, old in zip(rows, before, strict=False):
         names, old_names = ([cell.label for cell in each] for each in (row, old))

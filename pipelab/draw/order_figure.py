@@ -25,7 +25,7 @@ KEY = (
     ("blocked", "red frame: blocked, it waits for what cannot come"),
     ("waiting", "faint: comes after that, so it never starts"),
     ("missing", "dotted: missing"),
-    ("struck", "struck out: may not stand there"),
+    ("struck", "struck out: may not be there"),
     ("over", "dashed frame: more activations than the cap allows"),
     ("moved", "green frame: moved"),
 )
@@ -79,7 +79,7 @@ def plot(drawings: Sequence[Drawing], title: str, words: bool = True) -> Figure:
 
     Args:
         drawings: the pictures.
-        title: stands on top.
+        title: on top.
         words: whether titles and sentences are part of the figure; a page has them as text beside it.
     """
     from matplotlib.figure import Figure

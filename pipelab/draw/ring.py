@@ -63,8 +63,8 @@ def _held(send: Send, ranks: int) -> str:
 def plot(steps: Sequence[Sequence[Send]], chunks: Sequence[int]) -> Figure:
     """Draw what every rank holds at first and after each step.
 
-    A column is a step, a line is a rank, and a box is a chunk. Each rank has a colour: a chunk has those of the ranks
-    that are added up in it. A finished chunk has a bold frame; an arrow is a message.
+    A column is a step, a line is a rank, and a box is a chunk. Each rank has a colour: a chunk has the colours of
+    the ranks that are added up in it. A finished chunk has a bold frame; an arrow is a message.
 
     Args:
         steps: by step, the messages that are on their way at the same time.

@@ -48,7 +48,7 @@ class Column:
         key: the key in each row, and the column's name in a CSV file.
         head: the heading; by default, the key.
         show: returns a value as text.
-        left: whether its cells are words that are set flush left, as those of the first column are, not figures.
+        left: whether its cells are words that are set flush left, as in the first column, not figures.
     """
 
     key: str
@@ -79,7 +79,7 @@ class Table:
     Attributes:
         rows: one dict for each row. A row may have more values than the columns show.
         columns: the columns that readers see, in order. A CSV file has every key of the rows.
-        across: the key whose values become columns of their own, as numbers of micro-batches do. The text then has one
+        across: the key whose values become separate columns, as numbers of micro-batches do. The text then has one
             block for each further column, with the first column's values down its side.
         axes: what `plot` draws: the key along the x-axis, and for each plot a key along its y-axis. There is one line
             for each value of the first column, unless that is the x-axis itself.

@@ -38,7 +38,7 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
 
     Every action is drawn to scale; one that is shorter than a character is a thin line. A timeline that is too wide is
     drawn smaller as long as the numbers can be read. Then it is folded into bands, one below the other. Where these
-    would be more than a screen, its middle is left out: a count stands there, and what repeats, such as `FB x 253`.
+    would be more than a screen, its middle is left out: a count is there, and what repeats, such as `FB x 253`.
 
     Args:
         trace: what to draw.

@@ -25,7 +25,7 @@ _LATE_NANOSECONDS = 200_000
 
 @dataclass(slots=True)
 class _Backward:
-    """The backward of one micro-batch through a layer: its two parts, which may run at once (`B`) or apart (`I`, `W`).
+    """The backward of one micro-batch through a layer: its two parts, which may run together (`B`) or apart (`I`, `W`).
 
     Attributes:
         trunk: nanoseconds that the input's gradient takes.
@@ -41,7 +41,7 @@ class _Backward:
 
 
 class _Trunk(torch.autograd.Function):
-    """Pass a tensor on after so many nanoseconds, and its gradient after those of the backward's trunk."""
+    """Pass a tensor on after so many nanoseconds, and its gradient after the nanoseconds of the backward's trunk."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, nanoseconds: int, backward: _Backward) -> torch.Tensor:
@@ -61,7 +61,7 @@ class _Trunk(torch.autograd.Function):
 
 
 class _Branch(torch.autograd.Function):
-    """Pass a weight on at once, and its gradient after the nanoseconds of the backward's branch."""
+    """Pass a weight on immediately, and its gradient after the nanoseconds of the backward's branch."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, backward: _Backward) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Engine(ABC):
         caller: CallerContext,  # noqa: ARG002
         error: BatchError | LossError | None,
     ) -> None:
-        """Compare a call with those of other processes, and complete the parts of the batch that are not here.
+        """Compare a call with the other processes' calls, and complete the parts of the batch that are not here.
 
         Raises:
             BatchError: if the processes make other calls, or have other batches.

@@ -37,7 +37,7 @@ Tensors = WeakValueDictionary[int, torch.Tensor]
 
 
 def stage_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer | None) -> Memory:
-    """Return the bytes of every stage: run the first micro-batch, each stage on a rank of its own."""
+    """Return the bytes of every stage: run the first micro-batch, each stage on its own rank."""
     _require_threads(pipe)
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     first_x, first_y = (split_batch(each, counts)[0] for each in (x, y))

@@ -100,7 +100,7 @@ def _parameters(
             if parameter not in names:
                 raise UsageError(
                     f"group {index} of the optimizer has a parameter of shape {list(parameter.shape)} that is not the "
-                    "model's\n  try: an optimizer of its own for it, saved with optimizer.state_dict()"
+                    "model's\n  try: a separate optimizer for it, saved with optimizer.state_dict()"
                 )
             yield index, parameter
 

@@ -269,7 +269,7 @@ class Pipeline:
         with self._one_at_a_time:
             if self._running:
                 raise UsageError(
-                    "a signal handler called this pipeline in the middle of its own step or forward\n"
+                    "a signal handler called this pipeline in the middle of a step or forward\n"
                     "  try: set a variable in the handler, and look at it after the step"
                 )
             try:
@@ -284,7 +284,7 @@ class Pipeline:
                 self._running = False
 
     def verify(self, x: Any = None, y: Any = None) -> Verification:
-        """Check that the pipeline's gradients equal those of the plain model; return by how much they differ.
+        """Check that the pipeline's gradients equal the plain model's; return by how much they differ.
 
         Gradients, buffers, random state and the batch are restored afterwards. Every process runs the whole batch: one
         that was given no `x` or no `y` gets it from another.
@@ -377,7 +377,7 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages that this process holds, stage by stage, each once.
 
-        With `engine="threads"` it holds all of them, with `engine="torch"` those of its rank.
+        With `engine="threads"` it holds all of them, with `engine="torch"` only its rank's.
         """
         of_stages = (self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
         return iter(dict.fromkeys(chain.from_iterable(of_stages)))
@@ -402,7 +402,7 @@ class Pipeline:
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state under the model's own names, for `torch.distributed.checkpoint.save` and `load`.
 
-        With `engine="torch"` it is that of this process's parameters, and saving merges the dictionaries of all
+        With `engine="torch"` it has this process's parameters, and saving merges the dictionaries of all
         processes: any other number of ranks can go on. The keys are PyTorch's, of `flatten_optimizer_state_dict=True`.
 
         Example:

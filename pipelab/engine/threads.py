@@ -14,7 +14,7 @@ An all-reduce of gradients over the ranks of a stage (`R`) is a barrier and a su
     rank 0 │ … 0B2 ─┐ meets          ┌─ 0R: adds the others' gradients to its own ─┐
     rank 3 │ … 0B3 ──────────┐ meets ┴─ 0R ────────────────────────────────────────┴ goes on
 
-The gradients of the lowest rank are the model's own, `.grad` itself; those of the other ranks are added to it in the
+The gradients of the lowest rank are the model's own, `.grad` itself; the other ranks' are added to it in the
 order of the ranks, so that the same step gives the same bits.
 """
 
@@ -245,7 +245,7 @@ _before = 0.0
 
 @contextmanager
 def quick_switches() -> Iterator[None]:
-    """Let a thread that wants the interpreter lock have it at once, instead of after Python's usual 5 milliseconds.
+    """Let a thread that wants the interpreter lock have it immediately, instead of after Python's usual 5 milliseconds.
 
     A rank whose backward has ended needs the lock to go on; another rank that is running a forward gives it up and
     takes it back many times in a row, each time too briefly for a sleeping thread to wake up. With a short interval it
@@ -266,7 +266,7 @@ def quick_switches() -> Iterator[None]:
                 sys.setswitchinterval(_before)
 
 
-def run_row(step: ThreadsStep, rank: int) -> None:  # noqa: PLR0912 - one loop, so that no call stands between actions
+def run_row(step: ThreadsStep, rank: int) -> None:  # noqa: PLR0912 - one loop, so that no call is between actions
     """Run one rank's row. This is the hot loop: at small sizes its own time is what a step costs."""
     mine, values, ready, loss = step.ranks[rank], step.values, step.ready, step.loss
     stream = mine.stream
@@ -333,7 +333,7 @@ class Instruction:
         act: what is done.
         needs: the value it starts from, by number; `None` for the batch's rows, the loss, or what the stage kept.
         receives: whether another rank gives that value.
-        gives: the value it computes, by number; `None` where nobody needs it.
+        gives: the value it computes, by number; `None` if it is not needed.
         sends: whether another rank needs it.
         all_reduce: the all-reduce in which it takes part.
     """
@@ -378,7 +378,7 @@ class ThreadsStep(StepState):
         values: by number, the values under way.
         ready: by number, a lock that is released when the value is there; only for values that change ranks.
         barriers: for each all-reduce, where its ranks meet.
-        stopped: whether everybody should stop.
+        stopped: whether all ranks should stop.
     """
 
     rows: Sequence[Sequence[Instruction]] = ()
@@ -423,7 +423,7 @@ def instructions(
     *,
     backward: bool,
 ) -> list[Row]:
-    """Return every rank's instructions for a legal plan; only those of the forwards unless `backward`.
+    """Return every rank's instructions for a legal plan; only the forwards' unless `backward`.
 
     Args:
         bound: the plan, bound.

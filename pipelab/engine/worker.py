@@ -54,7 +54,7 @@ class Worker:
         ready = threading.Event()
         self.idle = threading.Event()
         self.idle.set()
-        # The thread does not hold its worker. So it ends even if an interrupt strikes before anybody has the worker.
+        # The thread does not hold its worker. So it ends even if an interrupt strikes before any caller has the worker.
         weakref.finalize(self, self._jobs.put, None).atexit = False
         self.thread = threading.Thread(target=_live, args=(self._jobs, ready, threads), name=name, daemon=True)
         callers = torch.get_num_threads()

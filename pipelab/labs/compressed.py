@@ -1,6 +1,6 @@
 """Train pipelines times replicas whose gradients travel around a ring, in several codecs: bytes, replicas, the loss.
 
-Each replica is a pipeline of its own, with its own copy of the model and its own micro-batches. After every mini-batch
+Each replica is a separate pipeline, with its own copy of the model and its own micro-batches. After every mini-batch
 each stage's gradients go around the ring of its replicas, and each replica takes its own SGD step. So that replicas are
 equal bit for bit is not built in: it is looked at after every step.
 

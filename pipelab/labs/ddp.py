@@ -62,7 +62,7 @@ class Job:
         delay_ms: a sleep at the beginning of every step.
         delayed: the one rank that sleeps; `None` for all.
         data_parallel: `DataParallel` in one process, instead of DDP.
-        gpus: whether each process has a GPU of its own; `DataParallel` has all.
+        gpus: whether each process has its own GPU; `DataParallel` has all.
     """
 
     processes: int
@@ -141,7 +141,7 @@ def free_memory() -> float:
 
 
 def run_job(job: Job, timeout: float = 600.0) -> dict[str, Any]:
-    """Run a job in processes of its own; return what rank 0 measured.
+    """Run a job in its own processes; return what rank 0 measured.
 
     No process is left behind: neither by an error or an interrupt, nor if this process is killed.
 

@@ -53,7 +53,7 @@ class Plain:
         step_ms: the median milliseconds of a step, without the first.
         losses: the loss of every step, in nats per byte.
         weights: the parameters after the last step.
-        whole_batch_ms: the median milliseconds of a step on the whole batch at once.
+        whole_batch_ms: the median milliseconds of a step on the whole batch.
         cores: how many processor threads that used.
         others: which share of the processor other programs used while it trained.
     """

@@ -95,7 +95,7 @@ class Hybrid:
 
     @property
     def all_microbatches(self) -> int:
-        """How many micro-batches the mini-batch has: those of all replicas."""
+        """How many micro-batches the mini-batch has, in all replicas."""
         return self.microbatches * self.replicas
 
     @property

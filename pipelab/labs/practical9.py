@@ -65,7 +65,7 @@ def measurements(
 ) -> Iterator[dict[str, Any]]:
     """Measure every method with every number of micro-batches, always on the same batch; yield a row for each.
 
-    The whole batch at once is measured one time, and its row is repeated for each number of micro-batches.
+    The whole batch is measured one time, and its row is repeated for each number of micro-batches.
 
     Args:
         ranks: how many ranks there are.

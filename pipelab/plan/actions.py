@@ -28,7 +28,7 @@ class Traits:
 
     Attributes:
         word: the kind in a word.
-        needs: the values that it needs: at most one of its own stage, and one of a neighbour.
+        needs: the values that it needs: at most one of the same stage, and one of a neighbour.
         gives: the values that it gives. Other actions wait for the first; a second one only its own rank needs.
         holds: the size of `Memory` that its rank holds from its start on.
         releases: the size of `Memory` that its rank holds no more from its end on.
@@ -246,7 +246,7 @@ def F(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
 
 @lru_cache(maxsize=1 << 16, typed=True)
 def B(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
-    """Full backward of one micro-batch: the input gradient and the weight gradient at once.
+    """Full backward of one micro-batch: the input gradient and the weight gradient together.
 
     Example:
         >>> B(0)
@@ -266,7 +266,7 @@ def I(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802, E743 
 
 @lru_cache(maxsize=1 << 16, typed=True)
 def W(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
-    """Weight gradient only: nobody waits for it, so it can fill idle time."""
+    """Weight gradient only: no rank waits for it, so it can fill idle time."""
     return Action("W", microbatch, stage)
 
 

@@ -1,7 +1,7 @@
 """A plan bound to stages and turned into codes, which `check` and `simulate` walk through.
 
-Binding keeps every item that may stand in a legal plan and records a fault for every other item. `check` still checks
-the rest of the plan, so that a student sees all mistakes at once.
+Binding keeps every item that may be in a legal plan and records a fault for every other item. `check` still checks
+the rest of the plan, so that a student sees all mistakes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BoundPlan:
     Attributes:
         codes: the tables that say what a code means.
         rows: per rank, the codes of its legal items, in order, each code once (an `R` once per rank).
-        positions: per rank, where each code stands in the row as written; `None` where code `i` is item `i`.
+        positions: per rank, where each code is in the row as written; `None` where code `i` is item `i`.
         pairs: the codes of the forwards that open an overlapped pair.
         rank_of_slot: by slot, the rank that must run the stage for the micro-batch, or -1 if that is not known.
         rank_of: by code, the rank that lists it (the first of several), or -1.
@@ -224,7 +224,7 @@ class BoundPlan:
         return {code: index for index, code in enumerate(self.rows[rank])}
 
     def position(self, rank: int, index: int) -> int:
-        """Return where the rank's `index`-th code stands in its row as written."""
+        """Return where the rank's `index`-th code is in its row as written."""
         positions = self.positions[rank]
         return index if positions is None else positions[index]
 
@@ -313,7 +313,7 @@ class BoundPlan:
 
 
 def _repeated(rank: int, position: int, action: Action, first: int) -> Refusal:
-    """Return why an action may not stand there: a rank lists it already."""
+    """Return why an action may not be there: a rank lists it already."""
     message = f"{action} appears again on rank {rank}, position {position}; it was first on rank {first}"
     each = " on each rank" if action.traits.collective else ""
     return "duplicate", message, f"remove one of the two: every action runs exactly once{each}"

@@ -59,7 +59,7 @@ class Codes:
         second_need: by code, another one, or `always`.
         comes: by code, which of the two another stage gives, or `always`.
         gives: by code, the value that waiting ranks get from the action. `B` gives a second one, `gw`, which only the
-            `R` of its own rank needs.
+            `R` of the same rank needs.
         always: the value that is there from the start.
 
     Example:
@@ -177,7 +177,7 @@ class Codes:
         return f"{VALUES[family].split('(')[0]}({self.microbatch[slot]}, {self.stage[slot]})"
 
     def by_code(self, times: Mapping[Kind, Sequence[float]]) -> list[float]:
-        """Return, by code, the times of each kind, given by stage or by slot; those of `R` are given by stage."""
+        """Return, by code, the times of each kind, given by stage or by slot; the times of `R` are given by stage."""
         listed: list[float] = []
         for kind in KINDS:
             listed += self.by_slot(times[kind]) if kind in PER_MICROBATCH else times[kind]

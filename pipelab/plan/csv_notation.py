@@ -48,7 +48,7 @@ def _is_item(word: str) -> bool:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the rows of a plan in one text, which stand on lines of their own or between semicolons.
+    """Return the rows of a plan in one text, which are on separate lines or between semicolons.
 
     Example:
         >>> lines_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1; 1F0 1B0 1F1 1B1")

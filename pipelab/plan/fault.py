@@ -41,7 +41,7 @@ class Link:
     """One step of a cycle: it waits for the next link, the last one for the first.
 
     Attributes:
-        rank: the rank in whose row it stands.
+        rank: the rank in whose row it is.
         name: the action, pair, send or receive, in PyTorch's notation.
         words: what it waits for, as a sentence.
     """

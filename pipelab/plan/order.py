@@ -154,7 +154,7 @@ class Network:
 
     Attributes:
         follows: the same.
-        order: the jobs in an order in which each stands after those that it follows; without those that wait in a
+        order: the jobs in an order in which each comes after those that it follows; without those that wait in a
             circle, or for one that does.
 
     Example:

@@ -130,7 +130,7 @@ class Plan:
         """Read a plan from a file in PyTorch's CSV notation (`compute_only`): one line per rank; empty cells are idle.
 
         A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are ignored. Blanks
-        may stand instead of commas, and `rank 0 |` before the first action, as in what `print(plan)` shows.
+        may replace commas, and `rank 0 |` before the first action, as in what `print(plan)` shows.
 
         Raises:
             FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or

@@ -56,7 +56,7 @@ class Runtime:
     Attributes:
         waits: whether the rows say when the runtime waits for sends and reductions, as from version 2.15 on.
         lookahead: by rank, for how many of the coming stages the runtime gathers the weights of sharded models.
-        outstanding: how many sends of a rank may be under way at once; `None` for any number.
+        outstanding: how many sends of a rank may be under way together; `None` for any number.
     """
 
     waits: bool
@@ -65,7 +65,7 @@ class Runtime:
 
 
 ACTIVE_STAGES = 3
-"""How many stages PyTorch's runtime keeps unsharded at once, if a model is sharded with FSDP."""
+"""How many stages PyTorch's runtime keeps unsharded together, if a model is sharded with FSDP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Lowering:
         bound: the plan.
         crossings: what crosses between ranks, by value.
         rows: for each rank, its steps.
-        order: where its sends and receives stand.
+        order: where its sends and receives are.
         by_time: for the order `"by-time"`, the values that cross, in their order.
     """
 
@@ -121,7 +121,7 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
 
     Args:
         bound: the plan.
-        order: where its sends and receives stand.
+        order: where its sends and receives are.
         by_time: for the order `"by-time"`, all values that cross in the order in which they are to cross.
         runtime: if given, the rows have all words of this runtime of PyTorch, for sharded models and for waiting.
 
@@ -213,7 +213,7 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
     items = list(map(tuple, units(bound.rows[rank], bound.pairs)))
     if runtime is None:
         return [("run", item) for item in items]
-    active: set[int] = set()  # before 2.15, filled and emptied as PyTorch's, because its order is that of a set
+    active: set[int] = set()  # before 2.15, filled and emptied as PyTorch's, because its order is a set's
     by_age: list[int] = []
     made = [0] * codes.stages
     steps: list[Step] = []
@@ -326,7 +326,7 @@ def _within(low: Lowering, outstanding: int) -> list[list[Step]]:
     """Move waits forward so that no rank has more sends under way, as PyTorch's `_add_wait_send_budget` (from 2.15 on).
 
     Before a send that would be one too many, the rank waits for another one that is under way. A wait lasts until the
-    receive has been posted, so it may not stand before anything that this receive needs. Of those that may, it takes
+    receive has been posted, so it may not come before anything that this receive needs. Of those that may, it takes
     the first whose receive comes before in any case, else the first.
     """
     after: dict[Step, list[Step]] = defaultdict(list)  # what comes after an item or a transfer, in any case

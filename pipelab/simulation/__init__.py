@@ -1,7 +1,7 @@
 """SIMULATED: when everything would happen, and how traces compare.
 
 - `clock`: `simulate`: a plan's times, if actions and transfers took so long
-- `wire`: the same, with sends and receives that stand in queues; `lower`
+- `wire`: the same, with sends and receives that wait in queues; `lower`
 - `contention`: the same, with transfers that keep ranks busy or slow them down
 - `cost`: `Cost`: how long actions and transfers take
 - `links`: `Links` between ranks; `all_reduce_time`

@@ -101,7 +101,7 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
         plan: a plan or a schedule, whose order does not matter; or a trace, simulated or measured, whose actions
             then take as long as they took there. Measured transfers count as free.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
-        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
+        memory_cap: how many stage activations a rank may hold: one number, or one per rank; `None` for any
             number.
 
     Returns:

@@ -32,7 +32,7 @@ class Row:
         makespan: from the first start to the last end, in `unit`.
         unit: the unit of time.
         bubble: the idle share of all rank time, from 0 to 1.
-        peak_activations: for each rank, the most stage activations held at once.
+        peak_activations: for each rank, the most stage activations held at any time.
         peak_share: for each rank, that peak as a share of the whole batch's activations of one rank's share of the
             model: 1.0 is all micro-batches of all its stages. A ZBV's 8 half-stages are not twice a 1F1B's 4.
         busy_share: for each rank, the share of the makespan that it worked.

@@ -42,7 +42,7 @@ class Cost:
 
     Every time is in one unit of your choice (name it with `unit`). A number holds for all stages; a list always has
     one number per stage. Times of work and sizes of what travels may also be a function of (micro-batch, stage), for
-    micro-batches of unequal length; its numbers, as those of a list, are one stage's own.
+    micro-batches of unequal length; its numbers, as in a list, are one stage's own.
 
     Attributes:
         forward: time of `F`.
@@ -57,7 +57,7 @@ class Cost:
         bandwidth: bytes per unit of time; if left out, size does not matter.
         links: latency and bandwidth inside a node and between nodes, instead of the two before; `Links`, or a dict of
             its three arguments.
-        sender: `"free"`, as if a device of its own moved the values: the rank that gives one goes on at once. `"busy"`:
+        sender: `"free"`, as if another device moved the values: the rank that gives one goes on immediately. `"busy"`:
             it starts nothing before all that it sends has arrived; it counts as idle then.
         slowdown: how many times as long work takes while a value is on its way from or to its rank, 1 or more. An
             action that takes 10 alone, 4 of it beside a transfer, then takes longer: with a slow-down of 2, in the 4
@@ -150,7 +150,7 @@ class Cost:
         if not (self.links is None or isinstance(self.links, Links)):
             raise CostError(f"links={shorten(self.links)}: expected pipelab.Links(ranks_per_node, inside, between)")
         if self.links is not None and (self.latency or self.bandwidth is not None):
-            raise CostError("links have latencies and bandwidths of their own: leave out latency and bandwidth")
+            raise CostError("links have their own latencies and bandwidths: leave out latency and bandwidth")
         for name, words in _WORDS.items():
             if (word := getattr(self, name)) not in words:
                 raise CostError(f"{name}={word!r}: expected {' or '.join(map(repr, words))}")
@@ -164,7 +164,7 @@ class Cost:
     ) -> Cost:
         """Return the costs that traces show: the median time of each kind of action on each stage.
 
-        One step of a busy machine may predict half or twice the usual one. Of several, the median is that of all, and
+        One step of a busy machine may predict half or twice the usual one. Of several, it is the median of all, and
         `spread` says how far each is from what the costs predict for it.
 
         In a measured trace, an action takes the time since its rank and its inputs were there: what the rank did
@@ -209,7 +209,7 @@ class Cost:
         return replace(cost, spread=spread(steps, cost))
 
     def merged(self, stages: int | Sequence[int]) -> Cost:
-        """Return the costs of a model cut into fewer stages: those of neighbours are added.
+        """Return the costs of a model cut into fewer stages: the costs of neighbours are added.
 
         A trace of a finely cut model so predicts coarser cuts. The bytes that a merged stage sends on are its last
         stage's, and those that it sends back its first stage's. What ran between two stages, such as a transfer, is not
@@ -280,7 +280,7 @@ class Cost:
     def times(self, plan: Plan) -> dict[Kind, list[float]]:
         """Return, for each kind of action, its time on every stage of a plan.
 
-        If a time is a function, all but those of `R` are by slot: micro-batch 0 on all stages, then micro-batch 1.
+        If a time is a function, all but the times of `R` are by slot: micro-batch 0 on all stages, then micro-batch 1.
 
         Example:
             >>> import pipelab

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipelab.simulation.cost import Cost
 
 _FEW = 3
-"""From fewer measured transfers of one stage than this, no time of its own is fitted: those of all stages count."""
+"""From fewer measured transfers of one stage than this, its time is not fitted: the times of all stages count."""
 
 _TRUSTED = 0.15
 """By which share half of the repeated actions may differ from the usual one before a fit warns. With nothing else to do

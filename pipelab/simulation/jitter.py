@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NUMBERS_AT_ONCE = 1 << 24
-"""How many times are held at once; more draws run in blocks. A part of the meaning of a seed."""
+"""How many times are held together; more draws run in blocks. A part of the meaning of a seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def jitter(
 ) -> Jitter:
     """Simulate a plan many times, each action with noise on its time and some ranks slower than others.
 
-    Each time is multiplied by a random factor of its own, log-normal with mean 1 and standard deviation `spread`, so
+    Each time is multiplied by its own random factor, log-normal with mean 1 and standard deviation `spread`, so
     the mean work stays the same. The order of the actions stays too. Transfers have no
     noise, and do not wait for each other. What a rank waits for
     then comes late in some draws and not early enough in others, so the mean makespan grows.
@@ -102,7 +102,7 @@ def jitter(
         cost: how long actions and transfers take undisturbed; by default forward 1, backward 2 and free transfers.
         spread: the standard deviation of an action's time, as a share of it; 0 for no noise.
         slow: by rank, how many times as long its actions take.
-        draws: how many simulations; all run at once, with NumPy.
+        draws: how many simulations; all run together, with NumPy.
         seed: of the random numbers. The same arguments give the same draws, on the same version of NumPy.
 
     Example:

@@ -66,7 +66,7 @@ class MemoryUse:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """For each rank, the most bytes that it holds at once."""
+        """For each rank, the most bytes that it holds at any time."""
         return tuple(held.total for held in self.at_peak)
 
     @property

@@ -89,7 +89,7 @@ def optimum(
     Args:
         plan: the plan or schedule. Overlapped pairs may be taken apart, unless the cost has a `pair`.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
-        memory_cap: how many stage activations a rank may hold at once: one number, or one per rank; `None` for any
+        memory_cap: how many stage activations a rank may hold: one number, or one per rank; `None` for any
             number.
         seconds: how long the solver may take at most.
 

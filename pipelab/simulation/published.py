@@ -173,4 +173,4 @@ published: dict[str, TrainingSetup] = {
     "llama3-405b-8192": _llama(64, 32, 430),
     "llama3-405b-16384": _llama(128, 16, 400),
 }
-"""Published set-ups by name; the number at the end of Llama's is that of its GPUs."""
+"""Published set-ups by name; the number at the end of Llama's counts its GPUs."""

@@ -21,7 +21,7 @@ class WhatIf:
 
     Attributes:
         rank: the rank.
-        delay: how much longer its actions took than those of the same kind usually did on the other ranks, added up.
+        delay: how much longer its actions took than actions of the same kind usually did on the other ranks, added up.
         before: the trace as it was.
         trace: the trace without the delay, simulated. The rank's noise counts as delay, so it is too short on a busy
             machine.

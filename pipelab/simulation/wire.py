@@ -68,13 +68,13 @@ class LoweredPlan:
 
         `0UNSHARD` and `0RESHARD` gather and free the weights of stages that are sharded with FSDP, `0REDUCE_GRAD`
         reduces their gradients, and `0WAIT_SEND_F3` waits until a send is over. PyTorch gives these words turns when it
-        places receives, so a few transfers may stand elsewhere than in `rows`.
+        places receives, so a few transfers may be elsewhere than in `rows`.
 
         Args:
             torch: the version of PyTorch, such as `"2.13"`; by default the installed one, else the newest.
             unshard_lookahead: for how many of its coming stages a rank gathers weights: `"full"`, 3; `"auto"`, at most
                 3 but only 2 on rank 0; or one number for each rank. For PyTorch 2.15 and newer.
-            max_outstanding_sends: how many sends of a rank may be under way at once; by default any number. For
+            max_outstanding_sends: how many sends of a rank may be under way together; by default any number. For
                 PyTorch 2.15 and newer. Of a plan with a thousand sends this takes seconds, as in PyTorch.
 
         Example:

@@ -67,7 +67,7 @@ class Diff(Sequence[Change]):
 
     - `durations`: actions take longer. The times go evenly from the first trace's to the second's, and each change
       counts for as long as its action is on the critical path.
-    - `transfers`: values travel longer, or stand longer behind others; counted for the action that needs them.
+    - `transfers`: values travel longer, or wait longer behind others; counted for the action that needs them.
     - `late starts`: actions begin later after their rank and all that they need are there.
     - `order`: other actions are on the critical path, because an action follows another one on its rank, or is on
       another rank. It is what exchanging the orders changes, in the mean of both traces' times; the other parts are

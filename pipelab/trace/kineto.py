@@ -102,7 +102,7 @@ def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
     Args:
         path: the file's name.
         data: what it holds.
-        ahead: how much later its times begin to count than those of the first file, in microseconds.
+        ahead: how much later its times begin to count than the first file's, in microseconds.
 
     Raises:
         FormatError: if an event that counts has no start or length.

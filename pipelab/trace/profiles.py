@@ -1,4 +1,4 @@
-"""Profiles of all ranks of somebody else's job as one trace: steps, ranks, stages, and clocks."""
+"""Profiles of all ranks of another job as one trace: steps, ranks, stages, and clocks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Order:
     """Which action follows which in a trace, and how long each takes.
 
     Attributes:
-        turns: the numbers of the actions in each turn: one, or two that overlap. A turn stands after those it follows.
+        turns: the numbers of the actions in each turn: one, or two that overlap. A turn comes after those it follows.
         network: what each turn follows, and what travels between them.
         times: the trace's own times.
         travels: for each value that travels between ranks, whether the rank was idle when it was given.
@@ -180,7 +180,7 @@ def passed(order: Order, old: Times, new: Times) -> Iterator[tuple[Path, float]]
 
 
 def _between(old: Times, new: Times, way: float) -> Times:
-    """Return times between those of two traces."""
+    """Return times between the times of two traces."""
 
     def mixed(some: Sequence[float], others: Sequence[float]) -> list[float]:
         return [one + way * (other - one) for one, other in zip(some, others, strict=True)]

@@ -195,7 +195,7 @@ class Trace:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank, the most stage activations held at once.
+        """For each rank, the most stage activations held at any time.
 
         Each forward adds one. The full backward releases it, or the weight gradient if the backward is split.
         """
@@ -222,7 +222,7 @@ class Trace:
         """The chain of actions that determines the makespan, first to last.
 
         From the last action, each step back goes to what the action waited for longest: the action before it on its
-        rank, or the giver of a value that it needs, with its transfer. If both were ready at once, it goes to the
+        rank, or the giver of a value that it needs, with its transfer. If both were ready together, it goes to the
         former. If the transfer stood behind another one, the step goes to the giver of that one.
 
         Example:
@@ -290,7 +290,7 @@ class Trace:
         """Read a trace that `save` wrote as `json`, or PyTorch's profiles of a job that does not use pipelab.
 
         A profile is what `torch.profiler` writes with `export_chrome_trace`, one file for each rank. It shows a step of
-        `torch.distributed.pipelining`: see [Somebody else's job](../profiles.md).
+        `torch.distributed.pipelining`: see [Read a trace of another job](../profiles.md).
 
         Args:
             path: the file, packed with gzip or not. For profiles, the files of all ranks: a list, or a pattern such as

@@ -3,6 +3,6 @@
 - `server`: the command, and the server of the page
 
 `play.html` is the page around the picture, with the sliders of `sliders.html`; `gallery.html` shows all schedules, and
-`fault.html` stands in the picture's place. `python -m pipelab.cli.play` is the process in which schedules are made and
+`fault.html` takes the picture's place. `python -m pipelab.cli.play` is the process in which schedules are made and
 drawn.
 """

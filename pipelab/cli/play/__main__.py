@@ -1,6 +1,6 @@
 """The process in which `pipelab play` makes and draws schedules: one line of JSON asks, JSON and a zero byte answer.
 
-What a schedule needs is imported once. Each drawing then has a fork of its own, which imports the student's file again,
+What a schedule needs is imported once. Each drawing then has its own fork, which imports the student's file again,
 so nothing is left of the version before. If a file does not end, the fork ends itself and says at which line it was.
 """
 

@@ -180,7 +180,7 @@ def _read(name: str) -> str:
 
 
 def _script_safe(data: str) -> str:
-    """Return JSON that cannot end the script element it stands in, whatever a name holds."""
+    """Return JSON that cannot end the script element it is in, whatever a name holds."""
     return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

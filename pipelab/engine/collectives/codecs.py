@@ -6,7 +6,7 @@
       │ decode                                            integers * scale
     chunk float32    1.0  -0.504  0.197
 
-Pass a codec's name, or an object of your own with the three attributes of `Codec`.
+Pass a codec's name, or your own object with the three attributes of `Codec`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def codec_of(codec: str | Codec) -> Codec:
 
 
 def name_of(codec: Codec) -> str:
-    """Return a codec's name, or that of its class.
+    """Return a codec's name, or its class's.
 
     Example:
         >>> name_of(CODECS["fp16"])

@@ -74,7 +74,7 @@ class Part:
         message = _encoded(chunk, self._codec)
         if self.kept is not None:
             lost = (chunk - self._decoded(message)) * share
-            # NaN and infinity were sent as such. To send them again in every later step would help nobody.
+            # NaN and infinity were sent as such. To send them again in every later step would not help.
             self.kept.tensor_split(self.ranks)[number].copy_(lost.nan_to_num(0.0, 0.0, 0.0))
         return message
 
@@ -90,8 +90,8 @@ def exchange(part: Part, group: dist.ProcessGroup) -> None:
     for step in range(2 * (part.ranks - 1)):
         message = [each.to(device) for each in part.message(step)]
         buffers = [each.to(device) for each in part.buffers(step)]
-        # Both at once: if all ranks first sent and then received, all would wait for a receiver. And as bytes, because
-        # no backend knows all types.
+        # Both at the same time: if all ranks first sent and then received, all would wait for a receiver. And as
+        # bytes, because no backend knows all types.
         ops = [dist.P2POp(dist.isend, _bytes(each.contiguous()), group=group, group_peer=onward) for each in message]
         ops += [dist.P2POp(dist.irecv, _bytes(each), group=group, group_peer=before) for each in buffers]
         for work in dist.batch_isend_irecv(ops) if ops else ():

@@ -83,7 +83,7 @@ class GpuClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)  # of its own, so that no work stands before an anchor
+        self._stream = torch.cuda.Stream(device)  # a separate one, so that no work comes before an anchor
         self.anchor = self.measure()
 
     def measure(self) -> _Anchor:

@@ -103,7 +103,7 @@ class CpuStream:
 
 
 class CudaStream:
-    """A rank on a CUDA device, or on a share of one, with a stream of its own."""
+    """A rank on a CUDA device, or on a share of one, with its own stream."""
 
     def __init__(self, runs_on: RankDevice, clock: GpuClock, others: Sequence[torch.device]) -> None:
         """Make the stream; `others` are the other CUDA devices of the pipeline."""

@@ -25,7 +25,7 @@ from pipelab.plan.fault import shorten
 
 
 def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None = None) -> None:
-    """Refuse a buffer that two stages use, and a layer with parameters that stands in two.
+    """Refuse a buffer that two stages use, and a layer with parameters that is in two.
 
     PyTorch's tracer copies a tensor that two stages use, so only its name shows it: the model's own, after `prefix`.
     """
@@ -81,8 +81,8 @@ class Stages:
         model: the model that was split, or an `nn.ModuleList` of the list of stages.
         modules: one module per stage, in order. They share their parameters with the model.
         sizes: how many layers each stage holds.
-        named: the model whose names count: `model`, or that of `name_after`.
-        names: for each stage, its names of layers and parameters, with those of `named` where they differ.
+        named: the model whose names count: `model`, or `name_after`'s.
+        names: for each stage, its names of layers and parameters, with `named`'s where they differ.
         is_traced: whether PyTorch's tracer made the stages.
     """
 
@@ -361,7 +361,7 @@ def _given(given: object, into: int) -> Stages:
 
 
 def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any, at: Sequence[str] | None) -> Stages:
-    named = list(model._modules.items())  # noqa: SLF001 - `named_children` leaves out a layer that stands there twice
+    named = list(model._modules.items())  # noqa: SLF001 - `named_children` leaves out a layer that is there twice
     layers = list(model)
     _require_enough(len(layers), into, "nn.Sequential")
     if by == "time" and example is None:

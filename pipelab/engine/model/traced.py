@@ -29,7 +29,7 @@ from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoi
 from pipelab.errors import SplitError
 
 TRACED = "traced."
-"""What stands before the model's own names in a traced stage."""
+"""What comes before the model's own names in a traced stage."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ def _copied(copies: dict[fx.Node, fx.Node], each: Any) -> Any:
 def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
     """Move a traced stage to a device: its tensors, and the devices in its graphs.
 
-    Parameters stay the same objects. Buffers become new objects, which replace those of the model.
+    Parameters stay the same objects. Buffers become new objects, which replace the model's.
     """
 
     def on_device(argument: Any) -> Any:
@@ -313,7 +313,7 @@ class TracedStages:
     def require_same(self, modules: Sequence[nn.Module], example: Any = None) -> None:
         """Refuse traced stages with other outputs or gradients than the model on an example.
 
-        Those of a model that draws random numbers are compared if the stages draw them in the same order.
+        The outputs of a model that draws random numbers are compared if the stages draw them in the same order.
         """
         name, example, before = type(self._model).__name__, self._placed(example), AttributeSnapshot(self._model)
         self._run(example)  # a counter may have, in the next call, the value that the tracer recorded
@@ -412,7 +412,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the model's children with their names, those of lists, of sequences, and of what holds a list one by one.
+    """Return the model's children with their names; lists, sequences, and what holds a list give theirs one by one.
 
     A part of a list is one layer, unless it holds a list itself.
     """

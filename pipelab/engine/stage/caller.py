@@ -2,7 +2,7 @@
 
 As in plain training, forwards and losses run under autocast and backwards do not: a backward computes in the types of
 its forward. Hooks on saved tensors, such as `torch.autograd.graph.save_on_cpu`, pack in the forward and unpack in the
-backward; several workers may call them at once.
+backward; several workers may call them at the same time.
 """
 
 from __future__ import annotations

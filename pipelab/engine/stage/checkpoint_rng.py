@@ -2,13 +2,13 @@
 
 A checkpoint runs its part of a stage twice, and resets the random generator for the second run. A generator belongs to
 a device, not to a thread: while other ranks use it, the second run drops other numbers than the first, and the
-gradients are those of no forward. So a step's first micro-batch is watched:
+gradients belong to no forward. So a step's first micro-batch is watched:
 
     step         note the state of the generators
     3B0 … 0B0    if one has moved since, and the stage's history holds a checkpoint, refuse what draws
 
 An ordinary backward draws nothing: what draws there is a checkpoint's second run. The mode is slow, and so is a walk
-through the history. A step in which nobody draws costs two looks at the generator.
+through the history. A step without a draw costs two looks at the generator.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Generators:
         self._before = self._states()
 
     def moved(self) -> bool:
-        """Tell whether anybody has drawn, in this step or an earlier one; to be asked again when a step has ended.
+        """Return whether any stage has drawn, in this step or an earlier one; to be asked again when a step has ended.
 
         In the middle of a step a state may look untouched: while another rank's checkpoint runs again, it is reset.
         """
@@ -112,7 +112,7 @@ class _WatchedStage:
         self._run(self._stage.backward_weight, microbatch, gradients, kept, loss)
 
     def _look(self, forward: tuple[Any, Any]) -> None:
-        """Look for a checkpoint in the history of what a forward kept, if anybody drew."""
+        """Look for a checkpoint in the history of what a forward kept, if any stage drew."""
         _, output = forward
         self._refuses = self._generators.moved() and holds_checkpoint(
             [tensor for tensor in tensors_of(output) if tensor.requires_grad]

@@ -58,7 +58,7 @@ def layer_of(error: BaseException, module: nn.Module, full: Mapping[str, str] | 
     """Return the layer of a module that raised an error: `"2.1, Linear(…)"`; "" if it was the module itself.
 
     A layer that is used several times has all its names; the layer of a traced stage has its name alone.
-    `full` has the whole model's names for those of the module.
+    `full` has the whole model's names for the module's.
     """
     frames = [each for each in traceback.walk_tb(error.__traceback__) if each[0].f_code.co_name == "forward"]
     running = [frame.f_locals.get("self") for frame, _ in reversed(frames)]

@@ -157,7 +157,7 @@ def warn_of_ignored(
 ) -> None:
     """Warn if a loss of the user's own may ignore more targets of one micro-batch than of another.
 
-    What it does with them nobody can see from outside; of PyTorch's own, `require_even_targets` knows. Targets on a GPU
+    What it does with them cannot be seen from outside; of PyTorch's own, `require_even_targets` knows. Targets on a GPU
     are left alone: to look at them would wait for it.
     """
     known = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.")

@@ -1,4 +1,4 @@
-"""Split backward: the gradient of a stage's input now (`I`), those of its weights later (`W`).
+"""Split backward: the gradient of a stage's input now (`I`), the gradients of its weights later (`W`).
 
 The *trunk* is the part of the graph between the stage's outputs and its input; *branches* end at weights. A node of the
 trunk from which a branch leaves is a *fork*, such as a linear layer.
@@ -14,7 +14,7 @@ trunk from which a branch leaves is a *fork*, such as a linear layer.
          input
 
 Autograd asks a node only for the gradients that it needs, so a linear layer computes its input's gradient in `I` and
-its weight's in `W`. An operation that always computes all its gradients at once (an LSTM, some attention kernels) does
+its weight's in `W`. An operation that always computes all its gradients together (an LSTM, some attention kernels) does
 so in `I` and again in `W`: the numbers are the same, and each is added once, but it takes longer.
 
 Some weights get their gradient in `I` nevertheless, and `W` only adds it to `.grad`:

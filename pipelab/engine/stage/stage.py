@@ -188,7 +188,7 @@ def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any],
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_inference():
             place, version = tensor.data_ptr(), tensor._version  # noqa: SLF001 - there is no public way
             memory, before = returned.get(place, _NEVER)
-            if before != version and place and memory() is not None:  # still the same memory: nobody has freed it
+            if before != version and place and memory() is not None:  # still the same memory: it has not been freed
                 raise EngineError(
                     "the stage wrote into its output for an earlier micro-batch, which another stage may not have read "
                     f"yet\n  try: {RETURN_A_CLONE}"

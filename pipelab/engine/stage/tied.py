@@ -55,7 +55,7 @@ class Tied:
         self._aliases = {}
 
     def gradient(self, stages: Iterable[int]) -> torch.Tensor | None:
-        """Return the sum of these stages' gradients, on the parameter's device; forget those of all."""
+        """Return the sum of these stages' gradients, on the parameter's device; forget the gradients of all."""
         taken = {stage: each.grad for stage, each in self._aliases.items()}
         for each in self._aliases.values():
             each.grad = None

@@ -318,11 +318,11 @@ class TorchEngine(Engine):
         return found
 
     def clip_grad_norm_(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scale this process's gradients so that those of all processes have a norm of at most `max_norm`."""
+        """Scale this process's gradients so that all processes' together have a norm of at most `max_norm`."""
         kind, most = float(norm_type), float(max_norm)
         self._settle()
         total: torch.Tensor = self.attend(lambda: self._norm(most, kind), "clip_grad_norm_()")
-        # PyTorch's functions of many tensors at once refuse DTensors beside others.
+        # PyTorch's functions of many tensors refuse DTensors beside others.
         spread = any(hasattr(parameter, "to_local") for parameter in parameters)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach=False if spread else None)
         return total

@@ -123,7 +123,7 @@ class Connections:
     members: tuple[int, ...]
 
     def abort(self) -> None:
-        """Close gloo's connections at once: a thread of this process that waits in one of its groups gets an error.
+        """Close gloo's connections immediately: a thread of this process that waits in one of its groups gets an error.
 
         Gloo has no call for it, but a receive that times out closes all connections of its group on this process.
         """

@@ -2,7 +2,7 @@
 
 `python -m pipelab.engine.torchrun.launch script.py …` is what each process runs: the script, inside PyTorch's `record`,
 which leaves the error that ends it in a file. torchrun would do the same, but it listens on every network device, and
-unpickles what anybody writes there.
+unpickles whatever is written there.
 """
 
 from __future__ import annotations

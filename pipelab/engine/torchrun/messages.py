@@ -6,8 +6,8 @@ process; buffers and random state are restored afterwards.
 
 If a stage does not use a part of its input, that part has no gradient. The receiver waits for one all the same, so
 zeros are sent, and with them which gradients are present: an optimizer with weight decay treats `None` and zeros
-differently. That message travels between CPUs, also if gradients travel between GPUs, so that nobody waits for a GPU to
-read it.
+differently. That message travels between CPUs, also if gradients travel between GPUs, so that no process waits for a
+GPU to read it.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def _digest_of_weights(modules: Sequence[nn.Module]) -> str | None:
 
 
 def warn_of_other_weights(digests: Sequence[str | None]) -> None:
-    """Warn if processes begin with other weights than rank 0: the stages would be those of different models."""
+    """Warn if processes begin with other weights than rank 0: the stages would belong to different models."""
     others = [rank for rank, digest in enumerate(digests) if None not in (digests[0], digest) and digest != digests[0]]
     if others:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Gradients compared with plain training's: a pipeline's, and those of any other training step.
+"""Gradients compared with plain training's: a pipeline's, and any other training step's.
 
 - `verify`: `Pipeline.verify`: what is compared, and the result as a sentence
 - `diagnose`: any step's gradients, as multiples of what each micro-batch adds, and the mistake behind them

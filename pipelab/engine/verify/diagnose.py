@@ -63,7 +63,7 @@ _OFF = 0.1
 """A count that is further from 1 is wrong in coarse types too, if it explains half of the difference."""
 
 _AT_ONCE = 1 << 20
-"""How many elements of a gradient are in double precision at once."""
+"""How many elements of a gradient are in double precision at the same time."""
 
 _CHANGED = "The step changes the weights: micro-batches after that have other gradients."
 
@@ -143,7 +143,7 @@ def diagnose(
     not.
 
     Args:
-        step: runs on `(x, y)` what stands between `zero_grad` and `optimizer.step`: a loop, or a schedule's step.
+        step: runs on `(x, y)` what comes between `zero_grad` and `optimizer.step`: a loop, or a schedule's step.
         model: leaves its gradients in the `.grad` of its parameters.
         x: the batch, of all replicas.
         y: its targets.
@@ -360,7 +360,7 @@ class _Case:
         alike = self._rest(factor * self._ones)
         multiple = all(alike[name] <= self.tolerance for name in names)
         fact = f"The gradients are {factor:.6g} times plain training's" if multiple else "The gradients are wrong"
-        words = f"{fact}, but those of micro-batches {listed(unclear)} are too alike to tell which of them counted."
+        words = f"{fact}, but micro-batches {listed(unclear)} have gradients too alike to tell which of them counted."
         return Finding("collinear", words, factor if multiple else None, tuple(unclear))
 
     def _table(self, names: list[str]) -> torch.Tensor:

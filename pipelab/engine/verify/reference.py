@@ -162,7 +162,7 @@ def _slopes(loss_fn: LossFunction, output: Any, target: Any) -> list[torch.Tenso
 def _shares(loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any) -> list[float]:
     """Return each micro-batch's weight in the loss of the whole batch.
 
-    The slope of the batch's loss along a micro-batch's output is that of its own loss, times this weight.
+    The slope of the batch's loss along a micro-batch's output is its own loss's slope, times this weight.
     """
     each_alone = [_slopes(loss_fn, output, target) for output, target in zip(outputs, targets, strict=True)]
     try:
@@ -289,7 +289,7 @@ _TOLERANCE_ON_A_GPU = 1e-5
 """Likewise on a GPU: libraries choose other kernels for a part of it than for all of it; some add up in no order."""
 
 _WHOLE_BATCH_TOLERANCE = 1e-4
-"""Likewise against the whole batch at once, relative to the sum itself: generous, because a wrong weight is off by far
+"""Likewise against the whole batch, relative to the sum itself: generous, because a wrong weight is off by far
 more than rounding."""
 
 _TOLERANCE_OF_A_LOSS = 1e-3
@@ -316,7 +316,7 @@ def differences(
 
 
 def relative(differences: dict[str, float], norms: dict[str, float]) -> dict[str, float]:
-    """Return the norms of differences relative to those of the gradients; see `_SMALLEST_SHARE`."""
+    """Return the norms of differences relative to the gradients' norms; see `_SMALLEST_SHARE`."""
     least = _least(norms)
     return {name: each / (max(norms[name], least) or 1.0) for name, each in differences.items()}
 

@@ -1,4 +1,4 @@
-"""Compare a pipeline's gradients with plain training's: the same micro-batches, and the whole batch at once."""
+"""Compare a pipeline's gradients with plain training's: the same micro-batches, and the whole batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Verification:
         exact: whether all gradients are equal bit for bit.
         largest_difference: the largest difference of a parameter's gradient, in the 2-norm, relative to what the
             micro-batches add to it: the sum of the norms of their gradients.
-        whole_batch_difference: the largest difference of a parameter's gradient from the whole batch's at once, in the
+        whole_batch_difference: the largest difference of a parameter's gradient from the whole batch's, in the
             2-norm, relative to the gradient itself; `None` if something is unproven.
         unproven: what cannot be verified, such as dropout.
         idle: the parameters that got no gradient, in the pipeline and in plain training alike.
@@ -107,7 +107,7 @@ class Verification:
 def _at_once(
     pipe: Pipeline, x: Any, y: Any, reference: Gradients, rewind: Rewind
 ) -> tuple[tuple[float | None, bool, tuple[str, ...]], str]:
-    """Return how far the micro-batches' gradients are from those of the whole batch at once; if too far, also why.
+    """Return how far the micro-batches' gradients are from the whole batch's; if too far, also why.
 
     Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
     input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
@@ -123,7 +123,7 @@ def _at_once(
         if not isinstance(pipe.stages.model, nn.ModuleList):
             raise
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
-        return (None, False, (f"the stages, given as a list, do not take the whole batch at once ({why})",)), ""
+        return (None, False, (f"the stages, given as a list, do not take the whole batch ({why})",)), ""
     if not wrong:
         return (difference, False, ()), ""
     looks: list[tuple[float, str]] = []
@@ -141,7 +141,7 @@ def _at_once(
 
 
 def _difference_at_once(pipe: Pipeline, x: Any, y: Any, reference: Gradients) -> tuple[float, str]:
-    """Compare with the whole batch at once, with the weights as they are; if the difference is too large, say why.
+    """Compare with the whole batch, with the weights as they are; if the difference is too large, say why.
 
     Then the loss does not average as `reduction` says, or a stage computes something else of a part of the batch.
     """
@@ -206,7 +206,7 @@ def _of_rows_mixed(pipe: Pipeline, wrong: list[str], reference: dict[str, torch.
 
 
 def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
-    """Compare a pipeline's gradients with those of plain training, one micro-batch after another.
+    """Compare a pipeline's gradients with plain training's, one micro-batch after another.
 
     Raises:
         VerificationError: naming the parameter and the micro-batch that differ first.
@@ -311,7 +311,7 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
 
 _BESIDE_THE_VALUES = (
     "\n  try: look for state that a stage stores from one micro-batch to the next, and for what a stage does to a "
-    "tensor of an earlier stage: reads it from an attribute, hooks it, or runs a backward of its own"
+    "tensor of an earlier stage: reads it from an attribute, hooks it, or runs its own backward"
 )
 _UNLIKE_ITS_TRACE = (
     "\n  try: look for what the traced model reads outside of its modules, such as a global variable or a class "

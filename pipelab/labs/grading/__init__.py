@@ -6,6 +6,6 @@
 - `homework4`: what all calls of it left, and whether that was right
 - `schedules`: the plans that a schedule writes, against their pars
 - `report`: grades as text, JSON, a table, and in the formats of Gradescope and Classroom 50
-- `runner`: submissions in processes of their own, in a sandbox where there is one
+- `runner`: submissions in their own processes, in a sandbox where there is one
 - `server`: the process that runs them, with limits, and judges what they recorded
 """

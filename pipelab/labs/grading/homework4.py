@@ -69,7 +69,7 @@ def _targets(run: Run) -> Found:
 
 
 def _right_order(run: Run) -> Found:
-    """Judge everything but the last backward, which is a task of its own."""
+    """Judge everything but the last backward, which is a separate task."""
     expected = _order(run.count)
     right = run.events in (expected, expected[:-1])
     effect = f"{sum(map(bool, run.times('B')))} of {run.count} micro-batches go backward"

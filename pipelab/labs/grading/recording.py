@@ -1,7 +1,7 @@
 """One call of homework 4's function: what ran, on two emulated devices, and what it left in the gradients.
 
 The submission's process records, and sends what it has recorded as plain data. The process that judges has never
-imported the submission: it puts the gradients into a model of its own, made from the same seed, and explains those.
+imported the submission: it puts the gradients into its own model, made from the same seed, and explains those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Submissions in processes of their own, with limits: what `pipelab grade` calls. Needs no PyTorch in this process."""
+"""Submissions in their own processes, with limits: what `pipelab grade` calls. Needs no PyTorch in this process."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _end_all(group: int) -> None:
 
 
 def _written(request: dict[str, Any], folder: Path) -> str:
-    """Write a submission's files into a folder of its own; return the name of its module."""
+    """Write a submission's files into its own folder; return the name of its module."""
     stem = Path(request["main"]).stem.replace(".", "_")
     name = "submission" if stem in sys.modules or stem in sys.stdlib_module_names else stem
     for path, data in request["files"].items():
@@ -187,7 +187,7 @@ def _serve(request: dict[str, Any]) -> dict[str, Any]:
                 os.dup2(printed.fileno(), 1)
                 os.dup2(1, 2)
                 os.dup2(report_to, 3)
-                os.closerange(4, 256)  # this server's own ends, so that nobody else answers in its place
+                os.closerange(4, 256)  # this server's own ends, so that no other process answers in its place
                 _run(request, folder, name, 3)
             try:
                 answer = _follow(request, pid, began, lambda: _reports(reported.fileno()), printed.fileno())
@@ -232,7 +232,7 @@ def _follow(
     reason, ended, status = "", 0, 0
     while not ended and not reason:
         if select.select([0], [], [], 0.01)[0]:
-            sys.exit(0)  # nobody waits for the result any more; `_serve` ends the submission
+            sys.exit(0)  # the result is no longer wanted; `_serve` ends the submission
         ended, status = os.waitpid(pid, os.WNOHANG)
         if os.fstat(printed).st_size > request["output"]:
             reason = f"it printed more than {request['output'] // 1000} kB"

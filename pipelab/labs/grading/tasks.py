@@ -258,7 +258,7 @@ def start_homework(name: str, folder: Path) -> Path:
         'pipeline_homework.py'
 
     Raises:
-        UsageError: if the file exists: nobody's work is overwritten.
+        UsageError: if the file exists: no work is overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / HOMEWORKS[name].file

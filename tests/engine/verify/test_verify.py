@@ -416,7 +416,7 @@ def test_stages_for_a_micro_batchs_rows_are_verified_without_the_whole_batch():
     assert proof.exact
     assert proof.whole_batch_difference is None
     (reason,) = proof.unproven
-    assert reason.startswith("the stages, given as a list, do not take the whole batch at once (RuntimeError: shape")
+    assert reason.startswith("the stages, given as a list, do not take the whole batch (RuntimeError: shape")
 
 
 def test_a_loss_that_puts_the_shapes_right_itself_is_not_said_to_spread():

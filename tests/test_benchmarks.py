@@ -173,3 +173,13 @@ def test_an_action_has_the_same_kernels_each_time(benchmarks, third, same, witho
     seen = [kernel(7, 2 * at, 2 * at + 2, name) for at, name in enumerate(names) if name is not None]
     (row,) = compared(seen, spans)["rows"]
     assert (row["same_kernels"], row["actions_without_kernels"]) == (same, without)
+
+
+@pytest.mark.dist
+def test_the_memory_of_every_process_is_measured():
+    command = [sys.executable, str(BENCHMARKS / "rank_memory.py"), "64", "meta"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    _, _, *rows = found.stdout.splitlines()
+    assert [re.match(r"\| meta \| (\d) \| 0\.1 MB \| [\d.-]+ MB \| [\d.-]+ MB \|$", row)[1] for row in rows] == list(
+        "0123"
+    )

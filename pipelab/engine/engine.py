@@ -86,10 +86,11 @@ class Engine(ABC):
     def close(self, error: BaseException | None = None) -> None:
         """Release threads and connections; `error` is the exception with which the caller's own code ended, if any."""
 
-    def gather_parameters(self) -> None:  # noqa: B027 - one process has them already
-        """Gather the present parameters and buffers of all stages in this process."""
+    def full_state(self) -> AbstractContextManager[None]:
+        """Return a context in which this process has the present parameters and buffers of all stages."""
+        return nullcontext()
 
-    def gather_gradients(self) -> None:  # noqa: B027 - likewise
+    def gather_gradients(self) -> None:  # noqa: B027 - one process has them already
         """Gather the gradients of all stages in this process."""
 
     def full_model(self) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.engine import Settings, Start
 from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
+from pipelab.engine.model.unmade import Layer, require_makeable
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
 from pipelab.engine.stage.batch import Part, Reduction, join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
@@ -52,7 +53,8 @@ class Pipeline:
     `model.state_dict()` work unchanged.
 
     Args:
-        model: an `nn.Sequential`, a list of stage modules, or what `pipelab.split` returned.
+        model: an `nn.Sequential`, a list of stage modules, or what `pipelab.split` returned. Layers that are functions
+            without arguments, or on the device `"meta"`, are made where their stage is: see `split`.
         schedule: a schedule or a plan.
         loss_fn: takes the model's output and the target of one micro-batch, and returns one number.
         devices: one device per rank; by default, what `pipelab.devices` finds. Ranks may share a device.
@@ -101,7 +103,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | Stages,
+        model: nn.Module | Sequence[Layer] | Stages,
         schedule: Plan | ScheduleLike,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         devices: Sequence[RankDevice | torch.device | str] | None = None,
@@ -137,6 +139,7 @@ class Pipeline:
         self.reduction = reduction
         self.watch_nan = watch_nan
         self.stages = split(model, into=self.plan.stages)
+        require_makeable(self.stages.model)
         if whole_model is not None:
             if isinstance(model, (nn.Module, Stages)):
                 raise UsageError(
@@ -436,13 +439,19 @@ class Pipeline:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm before."""
         return self.engine.clip_grad_norm_(list(self.parameters()), max_norm, norm_type)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state of the whole model, under the model's own names.
+    def state_dict(self, *, whole: bool = True) -> dict[str, torch.Tensor]:
+        """Return the state of the whole model, under the model's own names; or that of this process's stages alone.
 
-        With `engine="torch"` every process must call it: it gathers the stages of the other processes.
+        With `engine="torch"` every process must call it for the whole: it gathers the stages of the other processes.
+
+        Args:
+            whole: `False` leaves out the stages that this process does not hold. `torch.distributed.checkpoint.save`
+                merges the dictionaries of all processes, and `load` reads into these tensors.
         """
-        self.engine.gather_parameters()
-        return self.stages.state_dict()
+        if not whole:
+            return self.stages.state_dict(self.engine.local_stages)
+        with self.engine.full_state():
+            return self.stages.state_dict()
 
     def close(self) -> None:
         """End the workers. A closed pipeline cannot step; the model stays usable."""

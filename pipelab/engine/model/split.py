@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from operator import is_
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from pipelab.engine.model.arguments import in_order, require_like, shapes_of
 from pipelab.engine.model.traced import TRACED, TracedStages, move
+from pipelab.engine.model.unmade import Layer, UnmadeLayers, make, room_for, unmade
 from pipelab.engine.stage.pytree import map_tensors, opened, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, unchanged
 from pipelab.errors import SplitError, require_size
@@ -97,6 +99,25 @@ class Stages:
         refuse_shared(self.modules, model, TRACED if self.is_traced else None)
         self.require_no_lost_hooks()
         self._parts = [(what, prefix, now, dict(now)) for what, prefix, now in self._parts_of_its_own()]
+        self.is_unmade = bool(unmade([model]))
+
+    def make(self, stage: int) -> None:
+        """Make the layers of one stage that are not made yet."""
+        if self.is_unmade:
+            names = {part: name for each in (self.model, self.named) for name, part in each.named_modules()}
+            make(self.modules[stage], self.model, names, self.modules)
+            self._know_parts()
+
+    @contextmanager
+    def all_in_memory(self) -> Iterator[None]:
+        """Return a context in which all stages have memory; what is not made in this process has any numbers."""
+        with room_for([self.model, *self.modules]):
+            self._know_parts()
+            yield
+        self._know_parts()
+
+    def _know_parts(self) -> None:
+        self._parts = [(what, prefix, now, dict(now)) for what, prefix, now, _ in self._parts]
 
     def name_after(self, named: nn.Module) -> None:
         """Use the names of the model of whose layers and parameters the stages are made.
@@ -130,8 +151,12 @@ class Stages:
         self._parts += [(what, prefix, now, dict(now)) for what, prefix, now in _parts_of(named)]
 
     def place(self, devices: Sequence[torch.device]) -> None:
-        """Move every stage to its device; parameters stay the same objects. One of several stages is on the first's."""
+        """Make every stage and move it to its device; parameters that are made stay the same objects.
+
+        A parameter of several stages is on the first's device.
+        """
         for stage, device in reversed(list(enumerate(devices))):
+            self.make(stage)
             self.place_stage(stage, device)
 
     def place_stage(self, stage: int, device: torch.device) -> None:
@@ -164,9 +189,17 @@ class Stages:
         """Yield what the model has beside the stages: its list of layers. The layers themselves are the stages' too."""
         yield "layer", "", self.model._modules  # noqa: SLF001 - a step waits for this: named_children() is slow
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the model's state, under its own names."""
+    def state_dict(self, stages: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
+        """Return the model's state, under its own names; with `stages`, that of these alone."""
         state: dict[str, torch.Tensor] = self.named.state_dict()
+        if stages is None:
+            return state
+        held = [self.modules[stage] for stage in stages]
+        own = {id(each) for module in held for each in (*module.modules(), *module.parameters(), *module.buffers())}
+        for name, each in self.named.state_dict(keep_vars=True).items():
+            owner = self.named.get_submodule(name.rpartition(".")[0])  # of extra state, which is no tensor
+            if id(each) not in own and id(owner) not in own:
+                del state[name]
         return state
 
     def __len__(self) -> int:
@@ -261,7 +294,7 @@ def _parts_of(model: nn.Module) -> Iterable[tuple[str, str, Mapping[str, object]
 
 
 def split(
-    model: nn.Module | Sequence[nn.Module] | Stages,
+    model: nn.Module | Sequence[Layer] | Stages,
     into: int | None = None,
     by: Balance = "layers",
     example: Any = None,
@@ -276,7 +309,10 @@ def split(
 
     Args:
         model: an `nn.Sequential`; a list of modules, one per stage; or any other model, which PyTorch's tracer cuts
-            with the help of an example.
+            with the help of an example. In a list of layers, functions without arguments make some or all of them. They
+            are called with the device `"meta"` in every process, and once more where their stage is: so a process makes
+            only its own stages. Those of an `nn.Sequential` on `"meta"` are filled by their `reset_parameters`. Random
+            numbers depend on the seed and the layer's name alone.
         into: how many stages.
         by: what to make even. `"layers"`: their number; sizes differ by at most one, and the first stages are the
             larger ones. `"parameters"`: the numbers in them. `"time"`: the forward and backward time on the example
@@ -302,6 +338,11 @@ def split(
         >>> split(model, at=["2", "6"])
         Stages(2, 4, 1 layers; 544, 1088, 1700 parameters)
 
+        Layers that are made later, in the process that runs them.
+
+        >>> split([lambda: nn.Linear(16, 16)] * 6, into=3)
+        Stages(2, 2, 2 layers; 544, 544, 544 parameters)
+
     Warns:
         UserWarning: if a traced model's largest stage has over 1.3 times the parameters that the best cut leaves it.
 
@@ -322,7 +363,7 @@ def split(
     if by not in ("layers", "parameters", "time"):
         raise SplitError(f"by={by!r}: expected 'layers', 'parameters' or 'time'")
     if not isinstance(model, nn.Module):
-        return _given(model, into)
+        return _given(model, into, by, at)
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return _sequential(model, into, by, example, at)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -335,6 +376,12 @@ def split(
             f"{type(model).__name__} is not a plain nn.Sequential, so PyTorch's tracer must cut it, and needs an "
             f"example\n  try: pipelab.split(model, into={into}, example=x), where x is one micro-batch; or pass a list "
             f"of {into} stage modules"
+        )
+    if unmade([model]):
+        raise SplitError(
+            f"{type(model).__name__} is on the meta device and not a plain nn.Sequential: what PyTorch's tracer makes "
+            "is compared with the model, which takes numbers\n"
+            f"  try: a function for each layer, or for each of {into} stages: [make_first, make_second, …]"
         )
     traced = TracedStages(model, opened(example))
     units = traced.units
@@ -350,11 +397,13 @@ def split(
     return _Traced(model, traced, [stop - start for start, stop in bounds])
 
 
-def _given(given: object, into: int) -> Stages:
+def _given(given: object, into: int, by: Balance, at: Sequence[str] | None) -> Stages:
     if isinstance(given, type) or not isinstance(given, Iterable):
         what = f"the class {given.__name__}" if isinstance(given, type) else shorten(given)
         raise SplitError(f"expected a module, or a list of one per stage, got {what}")
     modules = list(given)
+    if any(callable(each) and not isinstance(each, nn.Module) for each in modules):
+        return _sequential(UnmadeLayers(modules), into, by, None, at)
     if len(modules) != into:
         raise SplitError(f"{len(modules)} stage modules for {into} stages: pass one per stage, or an nn.Sequential")
     return Stages(nn.ModuleList(modules), modules, [1] * into)
@@ -364,6 +413,8 @@ def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any, at: 
     named = list(model._modules.items())  # noqa: SLF001 - `named_children` leaves out a layer that is there twice
     layers = list(model)
     _require_enough(len(layers), into, "nn.Sequential")
+    if by == "time" and unmade(layers):
+        raise SplitError("by='time' measures the layers, which are not made yet\n  try: by='parameters', or at= names")
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
     if at is None:

@@ -1,6 +1,7 @@
 """The torch engine: this process's part of a plan, on PyTorch's pipelining runtime; and the full model, gathered.
 
-Each process has built all of the model, and trains its own stages.
+Each process trains its own stages. Of the others it has the numbers with which they began, or only names and shapes, on
+PyTorch's meta device.
 """
 
 from __future__ import annotations
@@ -281,25 +282,28 @@ class TorchEngine(Engine):
     @contextmanager
     def full_model(self) -> Iterator[None]:
         """Return a context in which this process has the present state of all stages, on its device."""
-        self._gather(_gather_state, "verify(x, y)")
-        devices = {
-            stage: next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), None)
-            for stage, module in enumerate(self.stages.modules)
-            if stage not in self.local_stages
-        }
-        elsewhere = {stage: device for stage, device in devices.items() if device != self.stage_devices[stage]}
-        try:
-            for stage in elsewhere:
-                self.stages.place_stage(stage, self.stage_devices[stage])
-            yield
-        finally:
-            for stage, device in elsewhere.items():
-                if device is not None:
-                    self.stages.place_stage(stage, device)
+        with self.full_state("verify(x, y)"):
+            devices = {
+                stage: next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), None)
+                for stage, module in enumerate(self.stages.modules)
+                if stage not in self.local_stages
+            }
+            elsewhere = {stage: device for stage, device in devices.items() if device != self.stage_devices[stage]}
+            try:
+                for stage in elsewhere:
+                    self.stages.place_stage(stage, self.stage_devices[stage])
+                yield
+            finally:
+                for stage, device in elsewhere.items():
+                    if device is not None:
+                        self.stages.place_stage(stage, device)
 
-    def gather_parameters(self) -> None:
-        """Gather every stage's parameters and buffers from the process that holds it."""
-        self._gather(_gather_state, "state_dict()")
+    @contextmanager
+    def full_state(self, call: str = "state_dict()") -> Iterator[None]:
+        """Return a context in which this process has every stage's parameters and buffers."""
+        with self.stages.all_in_memory():
+            self._gather(_gather_state, call)
+            yield
 
     def gather_gradients(self) -> None:
         """Gather every stage's gradients from the process that holds it."""

@@ -94,6 +94,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     supervisor = Supervisor(rank, Failures(store, rank, everyone), settings.timeout, threads)
     held = [stage for stage, ranks in plan.replicas.items() if place in ranks]
     for stage in held:
+        stages.make(stage)
         stages.place_stage(stage, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one

@@ -34,7 +34,7 @@ pipelab.simulate(both, pipelab.Cost(forward=1, backward=2, all_reduce=2))
 # Now for any cut. The model has 16 blocks; a micro-batch takes 1 ms forward and 2 ms backward in each. There are 32
 # micro-batches, and N = P × D devices: D replicas of P stages. Each rank then holds 16 / P blocks and runs 32 / D
 # micro-batches. `send_ms` is how long it would take to send the gradient of the whole model once. Around a ring of D
-# ranks, each of them sends 2 (D - 1) / D times the gradient of its own stage, which is 1 / P of it.
+# ranks, each of them sends 2 (D - 1) / D times its stage's gradient, which is 1 / P of it.
 #
 # `hidden` is the share of a stage's last backward that the all-reduce overlaps with. At first it is 0: all of the
 # all-reduce comes after the last backward.
@@ -176,7 +176,7 @@ assert min(CUTS, key=lambda cut: step(*cut, 64, hidden=1).makespan) == (16, 1)
 # all devices. So say which cuts to measure, before you know how long an all-reduce takes: return the numbers of stages,
 # such that the quickest cut is among them *whatever the network is*.
 #
-# You are told how many `blocks` fit on a device, how many devices share a `node`, and which share of the last backward
+# You know how many `blocks` fit on a device, how many devices share a `node`, and which share of the last backward
 # an all-reduce is `hidden` behind. Unlike in the picture above, ranks that all-reduce with each other are next to each
 # other, so D replicas stay within a node if D is at most its size. An all-reduce that crosses nodes may take much
 # longer than one within.

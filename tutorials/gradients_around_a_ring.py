@@ -109,8 +109,8 @@ assert pipelab.ring_all_reduce(broken, "int8").tensors[0].isnan().tolist() == [F
 # what was lost, and adds it to what is sent the next time; so it arrives later, but it arrives. Each all-reduce needs
 # the `feedback` of the one before.
 #
-# Four replicas learn what a small network computes. All codecs see the same data. The distance is that of the weights
-# from those of uncompressed training, divided by their length.
+# Four replicas learn what a small network computes. All codecs see the same data. The distance is between the weights
+# and the weights of uncompressed training, divided by their length.
 
 
 # %%

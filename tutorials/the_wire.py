@@ -109,8 +109,8 @@ for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB, pipelab.Eager1F1B, 
     print(f"{kind.__name__:16} {'hangs at ' + stuck[0] if stuck else f'{time:g} units'}")
 
 # %% [markdown]
-# GPipe never hangs: all forwards go down before any gradient comes up. So a wire that hangs has two directions in use
-# at once.
+# GPipe never hangs: all forwards go down before any gradient comes up. So a wire that hangs has both directions in
+# use.
 #
 # ## What PyTorch does
 #

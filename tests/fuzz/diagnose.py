@@ -63,9 +63,17 @@ def drawn(seed: int, steps: tuple[int, ...]) -> tuple[random.Random, Case]:
 
 
 def fuzz_right_steps(seed: int) -> str | None:
-    """Diagnose a right step: all at once, a loop, a pipeline or replicas, cut as `diagnose` cuts or otherwise."""
+    """Diagnose a right step: all at once, a loop, a pipeline or replicas, cut as `diagnose` cuts or otherwise.
+
+    It computes in single or double precision or in bfloat16, which are its weights' type or autocast's.
+    """
     draw, case = drawn(seed, (0, 0, 3, 30, 300))
     rows, many = len(case.x), case.plan.microbatches
+    kept = draw.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+    if isinstance(case.model, nn.Sequential):
+        case.model.to(kept)
+        case.x, case.y = (each.to(kept) if each.is_floating_point() else each for each in (case.x, case.y))
+    computed = torch.autocast("cpu", torch.bfloat16, enabled=kept == torch.float32 and draw.random() < 0.5)
     replicas = draw.randint(1, min(3, rows // many))
     pipe = Pipeline(case.stages, case.plan, case.loss, reduction=lambda target: weight_of(case, target))
     kinds = {
@@ -76,8 +84,13 @@ def fuzz_right_steps(seed: int) -> str | None:
         "a pipeline": pipe.step,
     }
     kind = draw.choice(list(kinds))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        with computed:
+            kinds[kind](x, y)
+
     with pipe:
-        found = diagnose(kinds[kind], case.model, case.x, case.y, case.loss, microbatches=many, replicas=replicas)
+        found = diagnose(step, case.model, case.x, case.y, case.loss, microbatches=many, replicas=replicas)
     if found.code in ("right", "rounding"):  # the latter where a model has learned its targets
         return None
     if found.code == "not-finite" and "plain training" in found.sentence:  # it has learned nothing
@@ -126,7 +139,7 @@ def fuzz_wrong_steps(seed: int) -> str | None:
     if found.code == code and {*found.microbatches} & {*alive} == {*about}:
         right = kind != "moving average" or abs(found.factor / divisor - 1) < 0.01
         return None if right else f"{divisor} was called {found!r}\n{case.name}"
-    if found.code == "scaled" and code.startswith(("times", "divided")) and " and of " in found.sentence:
+    if found.code == "scaled" and code.startswith(("times", "divided")) and ", and " in found.sentence:
         return None
     return f"{kind} ({code}, {about}) was called {found!r}\n{case.name}"
 

@@ -7,23 +7,25 @@ is in the gradient that the step has left. These *counts* show what is wrong. Of
     4  4  4  4   summed, not averaged             1  2  1  1   one counted twice
     ½  1  2  4   divided again at each addition   a rest       what no micro-batch explains
 
-All of it follows from inner products, so the gradients themselves are forgotten, parameter by parameter.
+All of it follows from inner products. Where a rest is left, `causes` looks for what the step does otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.stage.batch import Reduction, row_counts, rows_of
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, overwrite
+from pipelab.engine.verify.causes import HINTS, Evidence, Finding, Gradients, Sizes, cause_of, listed, named
 from pipelab.engine.verify.reference import (
     NEARBY,
     LossFunction,
@@ -35,7 +37,7 @@ from pipelab.engine.verify.reference import (
     nearby_weights,
     relative,
     restored,
-    types_of,
+    seen,
     unproven_of,
 )
 from pipelab.errors import UsageError
@@ -64,8 +66,6 @@ _OFF = 0.1
 
 _AT_ONCE = 1 << 20
 """How many elements of a gradient are in double precision at the same time."""
-
-_CHANGED = "The step changes the weights: micro-batches after that have other gradients."
 
 
 class Compared(NamedTuple):
@@ -102,7 +102,10 @@ class Diagnosis:
     Codes: `right`, `times-microbatches`, `divided-by-microbatches`, `times-tokens`, `divided-by-tokens`,
     `summed-over-replicas`, `divided-by-replicas`, `scaled` (by another number, or by one that is several of these),
     `moving-average`, `missing-microbatches`, `repeated-microbatches`, `weighed-alike`, `weighed-by-rows`,
-    `other-weights`, `sign`, `missing-gradients`, `no-gradients`, `collinear`, `rounding`, `unexplained`, `not-finite`.
+    `weighed-by-replicas`, `other-weights`, `sign`, `loss-scale`, `clipped`, `no-zero-grad`, `stage-twice`,
+    `other-mode`, `weights-change`, `stale-weights`, `other-batch`, `other-targets`, `tied-weights`, `weight-decay`,
+    `swapped`, `passed-back`, `only-their-own`, `missing-gradients`, `no-gradients`, `collinear`, `rounding`,
+    `unexplained`, `not-finite`.
     """
 
     code: str
@@ -134,6 +137,7 @@ def diagnose(
     forward: Callable[[Any], Any] | None = None,
     reduction: Reduction | None = None,
     trained: Sequence[nn.Module] = (),
+    repeat: bool = True,
 ) -> Diagnosis:
     """Compare the gradients that any training step leaves with plain training's, and name the factor that is wrong.
 
@@ -154,6 +158,8 @@ def diagnose(
         reduction: as in `Pipeline`, for a loss that cannot be computed from the outputs of all micro-batches joined.
         trained: the modules that the step trains, if not the whole model: this process's stages, for example. Their
             parameters are the model's own, or have their names and weights.
+        repeat: whether the step may run again, on another batch and with other weights, to find a cause. It never does
+            if there are several processes.
 
     Example:
         >>> def step(x, y):
@@ -175,44 +181,63 @@ def diagnose(
     counts = row_counts(rows, microbatches) if isinstance(microbatches, int) else list(microbatches)
     if sum(counts) != rows or min(counts) < 1:
         raise UsageError(f"microbatches={microbatches!r} are {sum(counts)} rows, and the batch has {rows}")
+    repeat = repeat and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     modules = [each for each in (model, loss_fn, *trained) if isinstance(each, nn.Module)]
     weights = [(each, each.detach().clone()) for module in modules for each in module.parameters()]
-    before = RandomSnapshot()
     with restored(modules, [x, y]) as rewind:
 
-        def again() -> tuple[dict[str, list[torch.Tensor]], list[float]]:
+        def again(x: Any, y: Any) -> tuple[dict[str, list[torch.Tensor]], list[float]]:
             rewind()
             return microbatch_gradients(model, partial(in_types, coarse, run), x, y, loss_fn, counts, reduction)
 
-        run, coarse, before = forward or model, set[torch.dtype](), RandomSnapshot()
-        with types_of(modules) as plains:
-            plain, shares = again()
-        remarks = [f"not verified: {reason}" for reason in unproven_of(model, RandomSnapshot() != before)]
-        rewind()
-        try:
-            with types_of(modules) as types:
+        def stepped(x: Any, y: Any, times: float | None = None) -> Gradients:
+            if times and not repeat:
+                raise UsageError("the step must not run again")
+            rewind()
+            try:
+                for parameter, values in weights:
+                    overwrite(parameter.data, values * (times or 1.0))
+                torch.clear_autocast_cache()  # of copies in a coarser type
                 step(x, y)
-            changed = any(not torch.equal(each, values) for each, values in weights)
-            left = {name: gradient_of(each) for name, each in learning.items()}
-        finally:
-            for parameter, values in weights:
-                overwrite(parameter.data, values)
-        coarse |= (types - plains) & {torch.bfloat16, torch.float16}
+                return Gradients({name: gradient_of(each).cpu() for name, each in learning.items()})
+            finally:
+                for parameter, values in weights:
+                    overwrite(parameter.data, values)
+                torch.clear_autocast_cache()
+
+        run, coarse, start = forward or model, set[torch.dtype](), RandomSnapshot()
+        with seen([model, *trained]) as before:
+            plain, shares = again(x, y)
+        remarks = [f"not verified: {reason}" for reason in unproven_of(model, RandomSnapshot() != start)]
+        with seen([model, *trained]) as during:
+            left = stepped(x, y)
+        coarse |= (during.types - before.types) & {torch.bfloat16, torch.float16}
         if coarse:  # the step's own: plain training in other types would differ by more than its rounding
-            plain, shares = again()
-        types |= plains | {each.dtype for each in learning.values()} | caller_of(model).types
+            plain, shares = again(x, y)
+        types = during.types | before.types | {each.dtype for each in learning.values()} | caller_of(model).types
         tolerance = max(_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
         tables = {name: _products([*plain[name], each]) for name, each in left.items()}
         elements = {name: each.numel() for name, each in learning.items()}
-        sizes = Sizes(counts, shares, replicas, _tokens(y, loss_fn))
+        runs = round(min(during.times(before).values(), default=1.0))
+        sizes = Sizes(counts, shares, replicas, _tokens(y, loss_fn), runs)
+
+        def look(case: _Case, wrong: dict[str, float | None], share: str) -> Finding:
+            facts = (left, _summed(plain, learning), wrong, before, during, (x, y), counts)
+            train = lambda x, y: _summed(again(x, y)[0], learning)  # noqa: E731
+            return cause_of(Evidence(model, *facts, case.alike, train, stepped), share)
+
         named = sorted(str(each).removeprefix("torch.") for each in types if torch.finfo(each).eps > 1e-6)
-        case = _Case(tables, elements, sizes, named, tolerance, remarks, changed)
+        case = _Case(tables, elements, sizes, named, tolerance, remarks, look)
         for seed in range(NEARBY if case.most > tolerance else 0):
             with nearby_weights([model], seed, 0.0):
-                near, _ = again()
-            moved = {name: _products([*plain[name], torch.stack(near[name]).sum(0)]) for name in tables}
+                near = _summed(again(x, y)[0], learning)
+            moved = {name: _products([*plain[name], near[name]]) for name in tables}
             case = replace(case, tolerance=max(case.tolerance, 4 * replace(case, tables=moved).most))
-    return case.diagnosis()
+        return case.diagnosis()
+
+
+def _summed(gradients: dict[str, list[torch.Tensor]], names: Iterable[str]) -> Gradients:
+    return Gradients({name: torch.stack(gradients[name]).sum(0) for name in names})
 
 
 def _learning(model: nn.Module, trained: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -260,7 +285,7 @@ class _Case:
     coarse: list[str]  # the types coarser than float32 in which the step computes
     tolerance: float
     remarks: list[str]  # what cannot be verified
-    changed: bool  # whether the step changes the weights
+    look: Callable[[_Case, dict[str, float | None], str], Finding]  # for what counts do not explain
 
     def diagnosis(self) -> Diagnosis:
         """Find the parameters that are wrong, and explain those that have a gradient."""
@@ -343,12 +368,15 @@ class _Case:
         left = self._rest(counts)
         worst = max(names, key=lambda name: left[name])
         if left[worst] > self.tolerance:
-            share = f"{left[worst]:.1%} of the gradient of {worst}"
-            found = Finding("unexplained", f"{share} comes from no micro-batch.")
-            return self._result(found, counts, left[worst], [*names, *silent]), silent
-        found = self._unclear(names, unclear) if unclear else named(counts, slack, self.sizes)
+            share = f"{left[worst]:.1%} of the gradient of {worst} comes from no micro-batch."
+            factors = {name: each.factor for name, each in self._compared({*names, *silent}).items() if not each.right}
+            strict = replace(self, tolerance=min(self.tolerance, left[worst] / 8))  # an explanation leaves little
+            return self._result(self.look(strict, factors, share), counts, left[worst], [*names, *silent]), silent
         others = [name for name, table in self.tables.items() if name not in silent and table.any()]
         about = names if any(left[name] > self.tolerance for name in others) else others
+        norm = math.sqrt(float(self._table(names)[-1, -1]))
+        sizes = replace(self.sizes, norm=norm, some=about is names)
+        found = self._unclear(names, unclear) if unclear else named(counts, slack, sizes)
         counts[unclear] = math.nan
         still = [name for name in silent if left[name] > self.tolerance]
         return self._result(found, counts, left[worst], [*about, *still]), still
@@ -369,9 +397,19 @@ class _Case:
     def _rest(self, counts: torch.Tensor | dict[str, torch.Tensor]) -> dict[str, float]:
         """Return what these counts do not explain of each parameter's gradient, relative to what is added up."""
         each = counts if isinstance(counts, dict) else dict.fromkeys(self.tables, counts)
-        norms = {name: _norms(table, each[name]) for name, table in self.tables.items()}
-        added = {name: max(float(one[:-1].sum()), float(one[-1])) for name, one in norms.items()}
-        return relative({name: _left(table, each[name]) for name, table in self.tables.items()}, added)
+        return relative({name: _left(table, each[name]) for name, table in self.tables.items()}, self._added(each))
+
+    def _added(self, counts: dict[str, torch.Tensor]) -> dict[str, float]:
+        norms = {name: _norms(table, counts[name]) for name, table in self.tables.items()}
+        return {name: max(float(each[:-1].sum()), float(each[-1])) for name, each in norms.items()}
+
+    def alike(self, differences: Gradients) -> bool:
+        """Return whether differences of some gradients are no more than rounding."""
+        off = {name: float(each.double().norm()) for name, each in differences.items()}
+        share = relative(
+            {name: off.get(name, 0.0) for name in self.tables}, self._added(dict.fromkeys(self.tables, self._ones))
+        )
+        return max(share.values()) <= self.tolerance
 
     def _compared(self, wrong: set[str]) -> dict[str, Compared]:
         """Compare each parameter's gradient with plain training's, if these are wrong and the others right."""
@@ -391,8 +429,7 @@ class _Case:
     ) -> Diagnosis:
         """Return a diagnosis: the finding, which parameters are wrong, what else is known, and what to try."""
         hint = HINTS.get(found.code, "").format(microbatches=len(self._ones), replicas=self.sizes.replicas)
-        lost = found.code in ("unexplained", "no-gradients")
-        remarks = [_CHANGED] * (lost and self.changed) + self.remarks * (lost or found.code == "right")
+        remarks = self.remarks * (found.code in ("right", "unexplained", "no-gradients"))
         parameters = self._compared({*wrong}) if found.code not in ("not-finite", "rounding") else {}
         sentence = "\n".join([found.words, *_grouped(parameters), *remarks, *([f"  try: {hint}"] if hint else [])])
         numbers = () if counts is None else tuple(round(each, 6) for each in counts.tolist())
@@ -421,179 +458,3 @@ def _left(table: torch.Tensor, counts: torch.Tensor) -> float:
 
 def _signed(counts: torch.Tensor) -> torch.Tensor:
     return torch.cat([counts.nan_to_num(0.0), -torch.ones(1, dtype=torch.double)])
-
-
-# ── The factor's name ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-_MOST_TIMES = 8
-"""A micro-batch that seems to count more often than this does not count a whole number of times."""
-
-_MOST_NAMES = 6
-_MOST_COUNTS = 16
-
-
-HINTS = {
-    "times-microbatches": "divide each micro-batch's loss by {microbatches}, once",
-    "divided-by-microbatches": "divide by {microbatches} once only: in the loss, or in the schedule (scale_grads)",
-    "times-tokens": "divide the loss by that number, or use a loss that averages",
-    "divided-by-tokens": "divide by that number once only",
-    "summed-over-replicas": "divide by {replicas} after the sum, or all-reduce with an average",
-    "divided-by-replicas": "average once only; a loss that already counts all replicas' rows needs a sum",
-    "moving-average": "divide once, after the last addition; or divide what is added, not what is in .grad",
-    "missing-microbatches": "look for what empties .grad in between (zero_grad), and for a loop that ends too early",
-    "repeated-microbatches": "look for an index that is off by one, as i - 1 is in the first round",
-    "weighed-alike": "weigh each micro-batch's loss by its share of what the loss averages over",
-    "weighed-by-rows": "weigh each micro-batch's loss by its share of what the loss averages over",
-    "missing-gradients": "look for a detach() before them, or a stage whose backward never runs; if another process "
-    "leaves them, pass trained=[…] with what this one trains",
-    "sign": "look for a minus too many: a loss to be maximised, a gradient that is subtracted",
-    "rounding": "take fresh weights or other targets",
-    "collinear": "take another batch, such as random rows, or fewer micro-batches",
-    "unexplained": "look for outputs that meet another micro-batch's targets, for weights that change before the last "
-    "backward, for another loss",
-    "no-gradients": "let the step end before zero_grad(); or pass trained=[…] if it trains a copy of the model",
-}
-"""What to try, by code."""
-
-
-class Finding(NamedTuple):
-    """What is wrong: the code, the factor and the micro-batches of a `Diagnosis`, and the fact in words."""
-
-    code: str
-    words: str
-    factor: float | None = None
-    microbatches: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The numbers of a step, which may be factors.
-
-    Attributes:
-        rows: of each micro-batch.
-        shares: of each micro-batch's loss in the loss of the batch.
-        replicas: how many there are.
-        tokens: numbers that a loss may average over, and of what.
-    """
-
-    rows: list[int]
-    shares: list[float]
-    replicas: int
-    tokens: dict[int, str]
-
-    def called(self, number: float, slack: float) -> list[tuple[str, str, str]]:
-        """Return what a number is the number of, with the codes for gradients multiplied and divided by it."""
-        numbers = [
-            (len(self.rows), "micro-batches", "times-microbatches", "divided-by-microbatches"),
-            (self.replicas, "replicas", "summed-over-replicas", "divided-by-replicas"),
-            *((size, what, "times-tokens", "divided-by-tokens") for size, what in self.tokens.items()),
-        ]
-        return [each[1:] for each in numbers if each[0] > 1 and abs(number / each[0] - 1) <= slack]
-
-    def known(self, factor: float, slack: float) -> bool:
-        """Return whether a factor is 1, or is or divides by a number of the step."""
-        size = max(abs(factor), 1 / abs(factor))
-        return size - 1 <= slack or bool(self.called(size, slack))
-
-
-def named(counts: torch.Tensor, slack: float, sizes: Sizes) -> Finding:
-    """Return what wrong counts say; those that differ by at most `slack` are equal, and NaN says nothing.
-
-    Example:
-        >>> sizes = Sizes([2, 2, 2, 2], [0.25] * 4, replicas=1, tokens={})
-        >>> for counts in ([4.0, 4, 4, 4], [0.0, 0, 0, 1], [1.0, 2, 1, 1], [0.5, 1, 2, 4]):
-        ...     print(*named(torch.tensor(counts), 1e-3, sizes)[::2])
-        times-microbatches 4.0
-        missing-microbatches 1.0
-        repeated-microbatches 1.0
-        moving-average 2.0
-    """
-    counts, many = counts.double(), len(counts)
-    most = float(counts[counts.isfinite()].abs().max())
-    if factor := _multiple(counts, torch.ones(many), slack):
-        return _scaled(factor, slack / most, sizes)
-    for each, code, words in (([1.0] * many, "weighed-alike", "alike"), (sizes.rows, "weighed-by-rows", "by its rows")):
-        factor = _multiple(counts, torch.tensor(each) / sum(each) / torch.tensor(sizes.shares), slack)
-        if factor and sizes.known(factor, slack / most):
-            whole = f"though in the loss of the whole batch they weigh {_shown(sizes.shares)}"
-            return Finding(code, f"Each micro-batch counts {words}, {whole}.", factor)
-    shown = f"they count {_shown(counts.tolist())} times"
-    times = (counts / counts[counts.abs() > slack].abs().min()).round()
-    factor = _multiple(counts, times, slack) if (times.abs() > _MOST_TIMES).sum() == 0 else None
-    often = factor is not None and factor >= 1 - slack and sizes.known(factor, slack / most)
-    two = len(times[times.isfinite()].unique()) == 2
-    for divisor, steps in () if often and two else _averages(counts, slack):  # some of them only count more often
-        each_time = "each micro-batch" if steps == 1 else f"each {steps} micro-batches"
-        fact = f"After {each_time}, .grad is divided by {divisor:.4g} once more, which makes it a moving average"
-        return Finding("moving-average", f"{fact}: they count {_shown(counts.tolist())} times.", divisor)
-    if not factor:
-        return Finding("other-weights", f"The micro-batches do not count alike: {shown}.")
-    among = f"Of micro-batches 0 to {many - 1}"
-    negative, none, once, more = (_where(each) for each in (times < 0, times == 0, times == 1, times > 1))
-    if negative:
-        return Finding("sign", f"{among}, {listed(negative)} with the wrong sign: {shown}.", factor, negative)
-    if not more:
-        return Finding("missing-microbatches", f"{among}, only {listed(once)} counted: {shown}.", factor, once)
-    never = f", and {listed(none)} never" if none else ""
-    return Finding("repeated-microbatches", f"{among}, {listed(more)} repeatedly{never}: {shown}.", factor, more)
-
-
-def listed(names: Sequence[object]) -> str:
-    """Return the first of some names, joined."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(map(str, names[:_MOST_NAMES])) + more
-
-
-def _scaled(factor: float, slack: float, sizes: Sizes) -> Finding:
-    """Return what one factor of all gradients says: it may be a number of the step, or several."""
-    multiplied = abs(factor) > 1
-    size = abs(factor) if multiplied else 1 / abs(factor)
-    known = sizes.called(size, slack)
-    size = round(size) if known else size
-    words = f"{size:.6g} times plain training's" if multiplied else f"plain training's divided by {size:.6g}"
-    words += f": {size} is the number of {', and of '.join(what for what, *_ in known)}" if known else ""
-    codes = {times if multiplied else divided for _, times, divided in known}
-    code = codes.pop() if len(codes) == 1 else "scaled"
-    exact = math.copysign(size if multiplied else 1 / size, factor)
-    if factor > 0:
-        return Finding(code, f"The gradients are {words}.", exact)
-    if abs(factor + 1) <= slack:
-        return Finding("sign", "The gradients are plain training's with the wrong sign.", -1.0)
-    return Finding("sign", f"The gradients have the wrong sign, and are {words}.", exact)
-
-
-def _multiple(counts: torch.Tensor, pattern: torch.Tensor, slack: float) -> float | None:
-    """Return by which factor counts are a pattern; `None` if they are not."""
-    live = counts.isfinite() & pattern.isfinite()
-    found, pattern = counts[live], pattern[live].double()
-    factor = float(found @ pattern / (pattern @ pattern))
-    return factor if float((found - factor * pattern).abs().max()) <= slack else None
-
-
-def _averages(counts: torch.Tensor, slack: float) -> Iterator[tuple[float, int]]:
-    """Find a divisor that was applied again after every so many micro-batches; yield it, and how many.
-
-    The first division may come with the second addition, as in `grad = (grad + new) / 2`.
-    """
-    many = len(counts)
-    for steps in (each for each in range(1, many) if many % each == 0):
-        later = many // steps - 1 - torch.arange(many) // steps
-        last = int(counts.isfinite().nonzero()[-1])
-        earlier = (counts.isfinite() & (later > later[last])).nonzero().flatten()
-        ratio = float(counts[last] / counts[earlier[-1]]) if len(earlier) else 0.0
-        if not 1 < ratio < float(counts[last].abs()) / slack:
-            continue
-        divisor = ratio ** (1 / float(later[earlier[-1]] - later[last]))
-        for most in (many // steps - 1, many // steps - 2):
-            if most and _multiple(counts, divisor ** -later.clamp(max=most).double(), slack):
-                yield divisor, steps
-
-
-def _where(which: torch.Tensor) -> tuple[int, ...]:
-    return tuple(which.nonzero().flatten().tolist())
-
-
-def _shown(counts: Sequence[float]) -> str:
-    numbers = ("-" if math.isnan(each) else f"{round(each, 3) + 0.0:g}" for each in counts[:_MOST_COUNTS])
-    return " ".join(numbers) + " …" * (len(counts) > _MOST_COUNTS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,14 +203,17 @@ def caller_of(model: nn.Module) -> CallerContext:
 
 @contextmanager
 def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], None]]:
-    """Restore gradients, buffers, random state and batch at the end; yield what restores all but gradients."""
+    """Restore gradients, buffers, modes, random state and batch at the end; yield what restores all but gradients."""
     modules = list(modules)
+    modes = [(layer, layer.training) for module in modules for layer in module.modules()]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     buffers, random_state, numbers = BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot(batch)
 
     def rewind() -> None:
         for parameter, _ in gradients:
             parameter.grad = None
+        for layer, training in modes:
+            layer.training = training
         buffers.restore()
         random_state.restore()
         numbers.restore()
@@ -221,17 +227,46 @@ def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], 
             parameter.grad = gradient
 
 
-@contextmanager
-def types_of(modules: Iterable[nn.Module]) -> Iterator[set[torch.dtype]]:
-    """Yield in which floating types layers give their outputs meanwhile, in whatever thread."""
-    found = set[torch.dtype]()
+@dataclass(frozen=True)
+class Seen:
+    """What layers do: the types of their outputs, what ran, and the layers that ran after their weights had changed.
 
-    def note(_: nn.Module, __: object, output: object) -> None:
-        found.update(each.dtype for each in tensors_of(output) if each.is_floating_point())
+    What ran is a layer's name, whether it was in training, and how many numbers it gave. A call that is repeated within
+    a backward, as activation checkpoints do, is left out.
+    """
+
+    types: set[torch.dtype] = field(default_factory=set)
+    ran: list[tuple[str, bool, int]] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
+
+    def times(self, other: Seen) -> dict[str, float]:
+        """Return how many times as many numbers as there each layer gave that ran here and there."""
+        ours, theirs = Counter[str](), Counter[str]()
+        for amounts, seen in ((ours, self), (theirs, other)):
+            for name, _, many in seen.ran:
+                amounts[name] += many
+        return {name: many / theirs[name] for name, many in ours.items() if theirs[name]}
+
+
+@contextmanager
+def seen(modules: Iterable[nn.Module]) -> Iterator[Seen]:
+    """Yield what layers do meanwhile, in whatever thread; their copies too, made meanwhile."""
+    found, modules = Seen(), list(modules)
+    versions = {id(each): each._version for module in modules for each in module.parameters()}  # noqa: SLF001
+
+    def note(name: str, layer: nn.Module, _: object, output: object) -> None:
+        made = [each for each in tensors_of(output) if each.is_floating_point()]
+        found.types.update(each.dtype for each in made)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:  # noqa: SLF001 - not run again for a backward
+            found.ran.append((name, layer.training, sum(each.numel() for each in made)))
+            if any(each._version != versions.get(id(each), each._version) for each in layer.parameters()):  # noqa: SLF001
+                found.changed.add(name)
 
     with ExitStack() as stack:
-        for layer in {each for module in modules for each in module.modules() if not any(each.children())}:
-            stack.callback(layer.register_forward_hook(note).remove)
+        named = {layer: name for module in modules[::-1] for name, layer in module.named_modules()}
+        for layer, name in named.items():
+            if not any(layer.children()):
+                stack.callback(layer.register_forward_hook(partial(note, name)).remove)
         yield found
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot
-from pipelab.engine.verify.diagnose import listed
+from pipelab.engine.verify.causes import listed
 from pipelab.engine.verify.reference import (
     NEARBY,
     differences,

@@ -110,7 +110,7 @@ def _once(run: Run) -> Found:
 def _gradients(run: Run) -> Found:
     found = run.diagnosis.sentence.partition("\n")[0]
     missing = run.count - sum(count > TOLERANCE for count in run.diagnosis.counts)
-    explained = bool(run.diagnosis.counts) and run.diagnosis.code != "unexplained"
+    explained = bool(run.diagnosis.counts) and run.diagnosis.residual <= TOLERANCE
     hint = ""
     if run.changed:
         found += " The weights were changed."

@@ -158,7 +158,9 @@ class Recorded:
         pairs = zip(self.weights, data["weights"], strict=True)
         run.changed = not all(torch.equal(own, torch.tensor(other)) for own, other in pairs)
         whole, put = (torch.cat(self.x), torch.cat(self.y)), lambda *_: self.put(data)
-        run.diagnosis = diagnose(put, self.model, *whole, self.loss_fn, microbatches=self.rows, reduction="sum")
+        run.diagnosis = diagnose(
+            put, self.model, *whole, self.loss_fn, microbatches=self.rows, reduction="sum", repeat=False
+        )
         return run
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipelab import LossError, OneFOneB, Pipeline, UsageError, diagnose, replicate
-from pipelab.engine.verify.diagnose import Sizes, named
+from pipelab.engine.verify.causes import Sizes, named
 
 mse = nn.functional.mse_loss
 NAN = float("nan")
@@ -319,7 +319,7 @@ def test_a_number_with_two_meanings_is_not_given_one():
     model, (x, y) = plain.mlp(2), plain.batch(20)
     found = diagnose(looped(model, [4] * 4), model, x, y, mse, microbatches=4, replicas=4)
     assert (found.code, found.factor) == ("scaled", 4)
-    assert "micro-batches, and of replicas" in str(found)
+    assert "the number of micro-batches, and the number of replicas" in str(found)
 
 
 def test_what_no_microbatch_explains_is_unexplained_with_its_share():
@@ -329,7 +329,7 @@ def test_what_no_microbatch_explains_is_unexplained_with_its_share():
         mse(model(x), y.roll(4, 0)).backward()  # each output meets the targets of its neighbour
 
     found = diagnose(step, model, x, y, mse, microbatches=5)
-    assert found.code == "unexplained"
+    assert found.code == "other-targets"
     assert found.residual > 0.1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
@@ -338,7 +338,7 @@ def test_what_no_microbatch_explains_is_unexplained_with_its_share():
             mse(model(rows), targets).backward()
             optimizer.step()
 
-    assert "changes the weights" in str(diagnose(too_early, model, x, y, mse, microbatches=5))
+    assert diagnose(too_early, model, x, y, mse, microbatches=5).code == "weights-change"
 
 
 def test_random_numbers_and_nan_are_said():

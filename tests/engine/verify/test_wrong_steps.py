@@ -1,0 +1,427 @@
+"""Twenty-five wrong training steps besides those in `test_diagnose`: `diagnose` names the cause of 24 of them.
+
+Each function makes one wrong step. Its docstring says what the step does wrong, as its author would find out later.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import plain
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from pipelab import diagnose
+
+mse = nn.functional.mse_loss
+MANY, ROWS = 5, 20
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its head's weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.hidden, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.hidden(self.embed(tokens)))).transpose(1, 2)
+
+
+def pieces(x, y):
+    return list(zip(x.chunk(MANY), y.chunk(MANY), strict=True))
+
+
+def right(model, x, y, loss=mse, runs=None):
+    """Run the right loop: the mean of five micro-batches of alike many rows."""
+    for rows, targets in pieces(x, y):
+        (loss((runs or model)(rows), targets) / MANY).backward()
+
+
+def found_in(step, model, x=None, y=None, loss=mse, microbatches=MANY, **more):
+    """Diagnose a step on a batch of 20 rows of 6 numbers, or another."""
+    batch = plain.batch(ROWS)
+    x, y = batch[0] if x is None else x, batch[1] if y is None else y
+    return diagnose(step, model, x, y, loss, microbatches=microbatches, **more)
+
+
+def gradients(model, x, y):
+    """Return a batch's gradients, and leave none."""
+    right(model, x, y)
+    return {name: each.clone() for name, each in plain.taken(model).items()}
+
+
+def put(model, values):
+    for name, parameter in model.named_parameters():
+        parameter.grad = values[name].clone()
+
+
+# ── Something is left from before ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def a_run_to_warm_up():
+    """The step runs once to warm up and once to be measured, with no `zero_grad` between."""
+    model = plain.mlp(4)
+
+    def step(x, y):
+        right(model, x, y)
+        right(model, x, y)
+
+    return found_in(step, model)
+
+
+def gradients_kept_elsewhere():
+    """Gradients are added up in a flat buffer that each step copies to `.grad`, and `zero_grad` does not empty."""
+    model = plain.mlp(4)
+    kept = gradients(model, *plain.batch(ROWS, seed=7))  # of the step before
+
+    def step(x, y):
+        for name, each in gradients(model, x, y).items():
+            kept[name] += each
+        put(model, kept)
+
+    return found_in(step, model)
+
+
+def another_batch_left():
+    """The loop begins with the batch that was prefetched for the step before."""
+    model, before = plain.mlp(4), plain.batch(ROWS, seed=7)
+
+    def step(x, y):
+        right(model, *before)
+        right(model, x, y)
+
+    return found_in(step, model)
+
+
+def the_batch_of_the_closure():
+    """The step ignores its arguments, and trains on a global batch of the same name."""
+    model, (inputs, targets) = plain.mlp(4), plain.batch(ROWS, seed=7)
+    return found_in(lambda x, y: right(model, inputs, targets), model)
+
+
+def one_stale_layer():
+    """The gradients of one layer are those of the step before: its copy to the master's came too early."""
+    model = plain.mlp(6)
+    before = gradients(model, *plain.batch(ROWS, seed=7))
+
+    def step(x, y):
+        right(model, x, y)
+        for name in ("2.weight", "2.bias"):
+            model.get_parameter(name).grad = before[name].clone()
+
+    return found_in(step, model)
+
+
+def stale_weights():
+    """The replica that computes has not got the weights of the last update."""
+    model = plain.mlp(4)
+    stale = copy.deepcopy(plain.mlp(4, seed=3))
+
+    def step(x, y):
+        put(model, gradients(stale, x, y))
+
+    return found_in(step, model)
+
+
+def weights_one_step_behind():
+    """As in PipeDream, each step computes with the weights that the step before had."""
+    model = plain.mlp(4)
+    behind = copy.deepcopy(plain.mlp(4, seed=3))
+
+    def step(x, y):
+        values = gradients(behind, x, y)
+        behind.load_state_dict(model.state_dict())
+        put(model, values)
+
+    return found_in(step, model)
+
+
+def an_update_for_each_microbatch():
+    """The optimizer steps inside the loop over micro-batches."""
+    model = plain.mlp(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y):
+            (mse(model(rows), targets) / MANY).backward()
+            optimizer.step()
+
+    return found_in(step, model)
+
+
+# ── A factor that is left, or comes twice ─────────────────────────────────────────────────────────────────────────────
+
+
+def a_loss_scale_left():
+    """The loss is scaled by a `GradScaler`, and `unscale_` never runs."""
+    model = plain.mlp(4)
+    return found_in(lambda x, y: right(model, x, y, lambda output, target: 65536 * mse(output, target)), model)
+
+
+def clipped_within_the_step():
+    """The gradients are clipped to a norm of 0.1 before they are compared or added to others."""
+    model = plain.mlp(4)
+
+    def step(x, y):
+        right(model, x, y)
+        clip_grad_norm_(model.parameters(), 0.1)
+
+    return found_in(step, model)
+
+
+def clipped_by_stage():
+    """Each stage clips its own gradients, instead of all of them together."""
+    model = plain.mlp(6)
+
+    def step(x, y):
+        right(model, x, y)
+        for stage in (model[:2], model[2:4], model[4:]):
+            clip_grad_norm_(stage.parameters(), 0.03)
+
+    return found_in(step, model)
+
+
+def decayed_in_the_gradient():
+    """The weight decay is added to the gradients, and AdamW decays again."""
+    model = plain.mlp(4)
+
+    def step(x, y):
+        right(model, x, y)
+        for parameter in model.parameters():
+            parameter.grad += 0.1 * parameter.detach()
+
+    return found_in(step, model)
+
+
+def divided_by_microbatches_and_replicas():
+    """The loss counts all rows, and yet the schedule divides by the micro-batches, and DDP by the two replicas."""
+    model = plain.mlp(4)
+    divided = lambda output, target: mse(output, target) / MANY / 2  # noqa: E731
+    return found_in(lambda x, y: right(model, x, y, divided), model, replicas=2)
+
+
+def a_mean_of_the_replicas_means():
+    """DDP averages the mean losses of two replicas, which have unlike numbers of valid tokens."""
+    model = Tied()
+    torch.manual_seed(1)
+    x, y = torch.randint(11, (ROWS, 5)), torch.randint(11, (ROWS, 5))
+    y[:8, 2:] = -100
+    loss = nn.CrossEntropyLoss()
+
+    def step(x, y):
+        for tokens, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            valid = (targets != -100).sum()
+            for some, their in zip(tokens.chunk(2), targets.chunk(2), strict=True):
+                share = (their != -100).sum() / valid
+                (share * loss(model(some), their) / 2).backward()
+
+    return found_in(step, model, x, y, loss, microbatches=4, replicas=2)
+
+
+# ── A stage is wrong ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def a_stage_forward_twice():
+    """A stage's forward runs on its own output: the wrapper calls it, and so does the schedule."""
+    model = plain.mlp(6)
+    first, second, third = model[:2], model[2:4], model[4:]
+    return found_in(lambda x, y: right(model, x, y, runs=lambda rows: third(second(second(first(rows))))), model)
+
+
+def a_stage_backward_twice():
+    """A stage's backward runs twice for each micro-batch, with `retain_graph=True`."""
+    model = plain.mlp(6)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y):
+            middle = model[:2](rows)
+            given = middle.detach().requires_grad_()
+            (mse(model[2:](given), targets) / MANY).backward()
+            middle.backward(given.grad, retain_graph=True)
+            middle.backward(given.grad)
+
+    return found_in(step, model)
+
+
+def the_gradient_of_another_microbatch():
+    """A stage gets, in its backward, the gradient of the micro-batch before."""
+    model = plain.mlp(6)
+
+    def step(x, y):
+        given_before = None
+        for rows, targets in pieces(x, y):
+            middle = model[:3](rows)
+            given = middle.detach().requires_grad_()
+            (mse(model[3:](given), targets) / MANY).backward()
+            middle.backward(given.grad if given_before is None else given_before)
+            given_before = given.grad
+
+    return found_in(step, model)
+
+
+def a_skip_connection_detached():
+    """A skip connection around a stage is sent without its gradient."""
+
+    class Skip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = plain.mlp(2), plain.mlp(2, seed=2), plain.mlp(1, seed=3)
+
+        def forward(self, x, cut=lambda skip: skip):
+            given = self.first(x)
+            return self.third(self.second(given) + cut(given))
+
+    model = Skip()
+    return found_in(lambda x, y: right(model, x, y, runs=lambda rows: model(rows, torch.Tensor.detach)), model)
+
+
+def activations_overwritten():
+    """A buffer is used again: a stage's backward reads the input of the next micro-batch."""
+    model = plain.mlp(6)
+
+    def step(x, y):
+        buffer = torch.empty(ROWS // MANY, 6)
+        for (rows, targets), (following, _) in zip(pieces(x, y), pieces(x.roll(-4, 0), y), strict=True):
+            buffer.data[:] = rows
+            loss = mse(model(buffer), targets) / MANY
+            buffer.data[:] = following
+            loss.backward()
+
+    return found_in(step, model)
+
+
+def tied_weights_lost():
+    """The head has a copy of the embedding's weight, and its gradient is not added to the embedding's."""
+    model = Tied()
+    torch.manual_seed(1)
+    x, y = torch.randint(11, (ROWS, 5)), torch.randint(11, (ROWS, 5))
+    loss = nn.CrossEntropyLoss()
+
+    def apart(tokens):
+        hidden = torch.tanh(model.hidden(model.embed(tokens)))
+        return nn.functional.linear(hidden, model.head.weight.detach()).transpose(1, 2)
+
+    return found_in(lambda x, y: right(model, x, y, loss, apart), model, x, y, loss)
+
+
+def two_layers_swapped():
+    """A flat buffer is cut in the order in which layers were registered, not in which they were packed."""
+    model = plain.mlp(6)
+
+    def step(x, y):
+        right(model, x, y)
+        for name in ("weight", "bias"):
+            one, other = model.get_parameter(f"0.{name}"), model.get_parameter(f"2.{name}")
+            one.grad, other.grad = other.grad, one.grad
+
+    return found_in(step, model)
+
+
+def batchnorm_in_the_wrong_mode():
+    """`model.eval()` of the last validation is still in force in the step."""
+    model = nn.Sequential(*plain.mlp(2), nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+    def step(x, y):
+        model.eval()
+        right(model, x, y)
+
+    return found_in(step, model)
+
+
+def dropout_that_was_switched_off():
+    """The stage is a copy, made before `model.eval()`: its dropout is on."""
+    model = nn.Sequential(*plain.mlp(2), nn.Dropout(0.5), nn.Linear(6, 6)).eval()
+
+    def step(x, y):
+        model[2].train()
+        right(model, x, y)
+
+    return found_in(step, model)
+
+
+# ── The loss is another ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def targets_of_the_next_microbatch():
+    """Outputs leave the pipeline one micro-batch late, and meet the targets of the next."""
+    model = plain.mlp(4)
+    return found_in(lambda x, y: right(model, x, y.roll(-ROWS // MANY, 0)), model)
+
+
+def another_loss():
+    """The loss is the mean absolute error instead of the mean square."""
+    model = plain.mlp(4)
+    return found_in(lambda x, y: right(model, x, y, nn.functional.l1_loss), model)
+
+
+WRONG = {
+    a_run_to_warm_up: ("no-zero-grad", "2 is how often the step runs the batch"),
+    gradients_kept_elsewhere: ("no-zero-grad", "adds to what it has left before"),
+    another_batch_left: ("other-batch", "yet another batch"),
+    the_batch_of_the_closure: ("other-batch", "does not learn from the batch that it gets"),
+    one_stale_layer: ("only-their-own", "wrong, no multiple: 2.weight, 2.bias"),
+    stale_weights: ("stale-weights", "computes with a copy"),
+    weights_one_step_behind: ("stale-weights", "computes with a copy"),
+    an_update_for_each_microbatch: ("weights-change", "before a forward of their layers: 0, 2"),
+    a_loss_scale_left: ("loss-scale", "65536 is 2^16"),
+    clipped_within_the_step: ("clipped", "to a norm of 0.1"),
+    clipped_by_stage: ("clipped", "each to a norm of 0.03"),
+    decayed_in_the_gradient: ("weight-decay", "0.1 times the weights"),
+    divided_by_microbatches_and_replicas: ("scaled", "micro-batches times the number of replicas"),
+    a_mean_of_the_replicas_means: ("weighed-by-replicas", "2 replicas alike"),
+    a_stage_forward_twice: ("stage-twice", "more often than the others: 2, 3"),
+    a_stage_backward_twice: ("stage-twice", "wrong, 2 times: 0.weight, 0.bias"),
+    the_gradient_of_another_microbatch: ("passed-back", "what 4 passes back is wrong"),
+    a_skip_connection_detached: ("passed-back", "what second.0 passes back"),
+    activations_overwritten: ("only-their-own", "wrong, no multiple: 0.weight"),
+    tied_weights_lost: ("tied-weights", "embed.weight, head.weight share a weight"),
+    two_layers_swapped: ("swapped", "0.bias has 2.bias's"),
+    batchnorm_in_the_wrong_mode: ("other-mode", "2 in evaluation"),
+    dropout_that_was_switched_off: ("other-mode", "2 in training"),
+    targets_of_the_next_microbatch: ("other-targets", "4 further on"),
+    another_loss: ("unexplained", "comes from no micro-batch"),
+}
+"""By what is wrong: the code, and a fact that the sentence says."""
+
+
+@pytest.mark.parametrize(("wrong", "code", "fact"), [(wrong, *each) for wrong, each in WRONG.items()])
+def test_the_cause_of_a_wrong_step_is_named(wrong, code, fact):
+    found = wrong()
+    assert found.code == code, found
+    assert found.wrong
+    assert fact in str(found)
+
+
+def test_a_step_runs_again_only_where_no_count_explains_it_and_not_if_it_must_not():
+    model, stale, runs = plain.mlp(4), plain.mlp(4, seed=3), []
+
+    def step(x, y, factor, computes):
+        runs.append(None)
+        put(model, {name: factor * each for name, each in gradients(computes, x, y).items()})
+
+    weights = copy.deepcopy(model.state_dict())
+    for factor, computes, repeat, code, many in (
+        (1, model, True, "right", 1),
+        (5, model, True, "times-microbatches", 1),
+        (1, stale, False, "unexplained", 1),
+        (1, stale, True, "stale-weights", 4),
+    ):
+        runs.clear()
+        run = functools.partial(step, factor=factor, computes=computes)
+        assert found_in(run, model, repeat=repeat).code == code
+        assert len(runs) == many
+    assert all(torch.equal(weights[name], each) for name, each in model.state_dict().items())
+
+
+def test_a_batch_of_rows_that_are_all_alike_is_not_taken_for_another():
+    model, (x, y) = plain.mlp(4), plain.batch(1)
+    found = found_in(
+        lambda x, y: right(model, x, y, nn.functional.l1_loss), model, x.repeat(ROWS, 1), y.repeat(ROWS, 1)
+    )
+    assert found.code == "unexplained"

@@ -19,7 +19,7 @@ class DualPipeV(VShaped):
     In nearly every slot a rank computes a forward of one stage and a backward of the other (`F(2, 0) & B(0, 3)`): the
     transfers of the one hide behind the arithmetic of the other. It is one half of DualPipe's symmetric picture, folded
     at the middle: DualPipe's micro-batches from the other direction are the way back up here. So each rank holds two
-    its own stages, and no parameters are held twice.
+    stages, and no parameters are held twice.
 
     A pair that takes as long as its two halves is slower than the halves one after the other (`Cost(pair=None)`): the
     forward's output waits for the pair's end. Each stage activation is half a rank's share.

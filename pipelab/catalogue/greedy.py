@@ -44,8 +44,7 @@ class Greedy(Schedule):
     Backwards first, with a cap of as many activations as there are ranks from here to the last, is 1F1B. Forwards
     first, without a cap, is GPipe.
 
-    The result is a good first answer, not the best order: a rank that can run something never waits for something
-    better.
+    The result is good, but not the best order: a rank that can run an action never waits for a better one.
 
     Args:
         ranks: how many workers the pipeline has.

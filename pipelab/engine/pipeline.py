@@ -58,16 +58,16 @@ class Pipeline:
         schedule: a schedule or a plan.
         loss_fn: takes the model's output and the target of one micro-batch, and returns one number.
         devices: one device per rank; by default, what `pipelab.devices` finds. Ranks may share a device.
-        engine: `"threads"`: one worker thread per rank, in this process; `"torch"`: one process per rank, under
-            torchrun, of which this is one.
+        engine: `"threads"`: one worker thread per rank, in this process. `"torch"`: one process per rank, started by
+            torchrun or `pipelab launch`; this is one of them.
         reduction: how the loss averages over rows. `"mean"`: each micro-batch weighs its share of the rows, so that
             uneven micro-batches are exact too; `"sum"`: each weighs 1; or a function from a micro-batch's target to its
             weight, such as the number of rows that a cross entropy does not ignore.
-        timeout: seconds without progress after which a step stops with an explanation; `None` waits for ever (except
-            for the store that several processes share: at most 300 seconds).
+        timeout: seconds without progress after which a step stops with an explanation. `None` waits forever, but at
+            most 300 seconds for the store that several processes share.
         watch_nan: whether to stop at the first NaN or infinity and name the action that made it.
         intra_op_threads: how many processor threads each operation on a CPU rank may use; by default, the ranks share
-            the processor's threads evenly. With `engine="torch"` each process uses all that it has.
+            the processor's threads evenly. With `engine="torch"`, each process uses all of its threads.
         group: with `engine="torch"`, the processes of this pipeline, one per rank; by default all. If stages are
             themselves spread over processes (DTensor, FSDP2), it is one dimension of a device mesh,
             `mesh["pp"].get_group()`, and every process makes the pipeline of its own group.
@@ -169,9 +169,9 @@ class Pipeline:
                 that does not hold the first stage (`is_first`) needs none.
             y: the targets, `[rows, ...]`, as `loss_fn` takes them. A process that does not hold the last stage
                 (`is_last`) needs none.
-            scaler: in place of `scaler.scale(loss).backward()`: gradients are multiplied by its scale, the loss is not.
-                `scaler.unscale_`, `step` and `update` follow as usual. If gradients overflow in one process, the
-                scalers of all skip the step.
+            scaler: pass it instead of calling `scaler.scale(loss).backward()`: pipelab multiplies gradients by its
+                scale, but not the loss. Call `scaler.unscale_`, `step` and `update` as usual. If gradients overflow in
+                one process, the scalers of all processes skip the step.
 
         Returns:
             The loss of the whole batch, its outputs, and the trace.
@@ -289,8 +289,8 @@ class Pipeline:
     def verify(self, x: Any = None, y: Any = None) -> Verification:
         """Check that the pipeline's gradients equal the plain model's; return by how much they differ.
 
-        Gradients, buffers, random state and the batch are restored afterwards. Every process runs the whole batch: one
-        that was given no `x` or no `y` gets it from another.
+        Gradients, buffers, random state and the batch are restored afterwards. Every process runs the whole batch. A
+        process without `x` or `y` gets it from another.
 
         Raises:
             VerificationError: naming the parameter and the micro-batch that differ first.
@@ -307,7 +307,7 @@ class Pipeline:
         Args:
             x: the batch, as `step` takes it.
             y: the targets.
-            optimizer: whose state counts too, as it is now: most make it in their first step.
+            optimizer: whose present state counts too. Most optimizers make it in their first step.
 
         Raises:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
@@ -318,9 +318,9 @@ class Pipeline:
     def memory_use(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
         """Run one step, and measure how many bytes every rank holds after each of its actions.
 
-        It counts as `memory` does, but only what is alive at that moment; a rank's peak within an action does not show.
-        On GPUs, `allocated` is beside it. Gradients, buffers, random state and the batch are restored afterwards. The
-        step is slower than others: its trace is no timing.
+        It counts the same things as `memory`, but only what exists after the action; it does not show a rank's peak
+        within an action. On GPUs, `allocated` shows it. Gradients, buffers, random state and the batch are restored
+        afterwards. This step is slower than others, so do not use its trace for times.
 
         Example:
             >>> import pipelab, torch
@@ -361,7 +361,7 @@ class Pipeline:
 
     @property
     def transport(self) -> Transport:
-        """What waits for what among the values that cross between ranks: see `simulate`.
+        """Which transfers between ranks wait for each other: see `simulate`.
 
         Simulate with `transport=pipe.transport` to predict this pipeline.
         """
@@ -405,8 +405,8 @@ class Pipeline:
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state under the model's own names, for `torch.distributed.checkpoint.save` and `load`.
 
-        With `engine="torch"` it has this process's parameters, and saving merges the dictionaries of all
-        processes: any other number of ranks can go on. The keys are PyTorch's, of `flatten_optimizer_state_dict=True`.
+        With `engine="torch"` it has this process's parameters, and saving merges the dictionaries of all processes. So
+        a run with another number of ranks can go on. The keys are PyTorch's, of `flatten_optimizer_state_dict=True`.
 
         Example:
             >>> import pipelab, torch
@@ -424,7 +424,7 @@ class Pipeline:
         return optimizer_state(optimizer, self._names(), set(self.parameters()))
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state_dict` returned, here or in a pipeline of other ranks, cuts or engine.
+        """Load what `optimizer_state_dict` returned, here or in a pipeline with other ranks, cuts or engine.
 
         Raises:
             UsageError: if the state lacks a parameter of the optimizer, or a group's parameters were saved with
@@ -440,7 +440,7 @@ class Pipeline:
         return self.engine.clip_grad_norm_(list(self.parameters()), max_norm, norm_type)
 
     def state_dict(self, *, whole: bool = True) -> dict[str, torch.Tensor]:
-        """Return the state of the whole model, under the model's own names; or that of this process's stages alone.
+        """Return the state of the whole model, under the model's own names; or only of this process's stages.
 
         With `engine="torch"` every process must call it for the whole: it gathers the stages of the other processes.
 

@@ -148,7 +148,7 @@ class Action:
 
     @property
     def traits(self) -> Traits:
-        """What holds for every action of this kind."""
+        """What is true of every action of this kind."""
         return TRAITS[self.kind]
 
     @classmethod
@@ -197,8 +197,8 @@ class Action:
 class Pair:
     """A forward and a backward that a rank runs overlapped, as DualPipe does (DeepSeek-AI 2024, DeepSeek-V3, 3.2.1).
 
-    It counts as the forward, then the backward, for order and for execution; `Cost(pair=...)` gives it a time of its
-    own in simulation.
+    For order and execution, it counts as the forward, then the backward. In simulation, `Cost(pair=...)` gives the pair
+    one time.
 
     Example:
         >>> F(3) & B(1)

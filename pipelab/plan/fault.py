@@ -64,9 +64,9 @@ class Fault:
         hint: the next move.
         excerpt: the columns around the place; empty after the first ten thousand faults with the same code.
         cycle: the steps that wait for each other in a circle, if they do.
-        lacking: the actions that are missing, each with the rank that should list it; `None` if that is not known; of
-            more than a thousand micro-batches, the first thousand.
-        tried: the plan as `hint` changes it, if pipelab has tried that out and it has at most 20,000 actions.
+        lacking: the missing actions, each with the rank that should list it, or `None` if that is not known; at most
+            those of the first thousand micro-batches.
+        tried: the plan with the change in `hint`, if pipelab has run it and it has at most 20,000 actions.
 
     Example:
         >>> import pipelab

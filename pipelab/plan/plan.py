@@ -31,7 +31,7 @@ _LONGEST_ROW = 1 << 17
 
 @dataclass(frozen=True, eq=False, init=False)
 class Plan:
-    """Every rank's ordered actions, bound to stages. Immutable; building one never raises for faults.
+    """Every rank's ordered actions, bound to stages. A plan is immutable. Making one raises no error for faults.
 
     `pipelab.check` returns its faults; `pipelab.simulate` and `pipelab.Pipeline` refuse a plan with faults.
 
@@ -192,9 +192,10 @@ class Plan:
     def graph(self) -> networkx.DiGraph[Action]:
         """Return the dependency graph.
 
-        Nodes are actions, with the attribute `rank` (an `R`: one node, with `ranks`). An edge from giver to needer has
-        `kind="data"` and `value`, such as `"out(0, 1)"`; an edge along a rank's row has `kind="order"`. If an action
-        needs the value of the one right before it, one edge stands for both: `kind="data"`, `order=True`.
+        Nodes are actions, with the attribute `rank` (an `R`: one node, with `ranks`). An edge from an action to one
+        that needs its value has `kind="data"` and `value`, such as `"out(0, 1)"`. An edge along a rank's row has
+        `kind="order"`. If an action needs the value of the one right before it, one edge stands for both:
+        `kind="data"`, `order=True`.
 
         Example:
             >>> graph = Plan.parse(["0F0 0B0", "1F0 1B0"]).graph()
@@ -230,7 +231,7 @@ class Plan:
         return graph
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the rows, and where the plan has faults, how far it runs and why no further.
+        """Draw the rows; if the plan has faults, draw how far it runs, and why not further.
 
         The suffix is the format: `html`, `svg`, `png`, `pdf`, `txt`, or `csv` in PyTorch's notation.
 

@@ -92,14 +92,14 @@ class Work:
 def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Sequence[int] | None = None) -> float:
     """Return a time that no order of a plan's actions on its ranks can undercut.
 
-    It holds for every plan with the same actions on the same ranks, whatever their order. For each rank it adds up the
+    The bound holds for every plan with the same actions on the same ranks, in any order. For each rank it adds up the
     work, the earliest possible start and the shortest possible rest after it (Carlier 1982, The One-Machine Sequencing
     Problem, with interruptions allowed), and it follows the longest path. So `trace.makespan / lower_bound(trace)` says
     how far a schedule is from the best order, at most. `pipelab.optimum` finds that order.
 
     Args:
-        plan: a plan or a schedule, whose order does not matter; or a trace, simulated or measured, whose actions
-            then take as long as they took there. Measured transfers count as free.
+        plan: a plan or a schedule, whose order does not matter; or a trace, simulated or measured, with its actions'
+            times. Measured transfers count as free.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
         memory_cap: how many stage activations a rank may hold: one number, or one per rank; `None` for any
             number.

@@ -25,9 +25,9 @@ def simulate(
     order: Order = "pytorch",
     transport: Transport = "buffered",
 ) -> Trace:
-    """Return when each action would start and end if every rank ran its row as soon as it can.
+    """Return when each action would start and end, if every rank ran each action as soon as it can.
 
-    Each rank runs its row in order and waits for the values that it needs. The time that this takes is linear in the
+    Each rank runs its row in order, and waits for the values that it needs. Simulating takes time in proportion to the
     number of actions.
 
     Args:
@@ -42,13 +42,13 @@ def simulate(
             right before the action that needs it. `"deferred"`: as PyTorch with `defer_pp_recv` (from 2.13 on), where
             the lower of two ranks receives before it sends to the other. `"by-time"`: in one order of all transfers
             that pipelab chooses for these costs; it cannot hang in any queue.
-        transport: which transfers wait for each other. `"buffered"`: none, a value arrives, and the order does not
-            matter; so papers assume, and so PyTorch's runtime does on gloo. In all others, what an overlapped pair
-            gives leaves after both of its halves. In a queue, a send and its receive meet:
-            the transfer starts when it is first in the queues of both its ranks, and holds both for as long as it
-            travels. `"rank"`: one queue for each rank. `"pair"`: one for each pair of ranks. `"edge"`: one for each
-            directed pair. `"holding"`: no queue, but each rank runs its row strictly in order, and a receive holds it
-            until the value is there. The page on the wire lists which backend does what.
+        transport: which transfers wait for each other. `"buffered"`: none. Every value simply arrives, and the order
+            does not matter, as papers assume, and as on gloo. In all others, an overlapped pair sends its values after
+            both of its halves. In a queue, a send and its receive meet: the transfer starts when it is first in the
+            queues of both its ranks, and blocks both while it travels. `"rank"`: one queue for each rank. `"pair"`: one
+            for each pair of ranks. `"edge"`: one for each directed pair. `"holding"`: no queue, but each rank runs its
+            row strictly in order, and waits at each receive for the value. The page "The wire" lists which backend does
+            what.
 
     Example:
         >>> import pipelab

@@ -40,9 +40,9 @@ _WORDS = {
 class Cost:
     """How long each action takes, and how long a value travels from rank to rank.
 
-    Every time is in one unit of your choice (name it with `unit`). A number holds for all stages; a list always has
-    one number per stage. Times of work and sizes of what travels may also be a function of (micro-batch, stage), for
-    micro-batches of unequal length; its numbers, as in a list, are one stage's own.
+    Every time is in one unit of your choice (name it with `unit`). A number holds for all stages; a list always has one
+    number per stage. For micro-batches of unequal length, times of work and sizes of values may also be a function of
+    (micro-batch, stage). A list and a function give each stage's own number.
 
     Attributes:
         forward: time of `F`.
@@ -50,30 +50,30 @@ class Cost:
         input_grad: time of `I`; half of `backward` if left out.
         weight_grad: time of `W`; half of `backward` if left out. If `I` and `W` together take longer or shorter than
             `backward`, comparing schedules that split it with schedules that do not is unfair.
-        pair: time of an overlapped pair as one slot, as the DualPipe paper counts it; if left out, a pair takes as
-            long as its forward and its backward, one after the other.
+        pair: time of an overlapped pair as one slot, as in the DualPipe paper. If left out, a pair takes as long as its
+            forward and its backward, one after the other.
         all_reduce: time of `R`, such as one from `all_reduce_time`.
         latency: time that any transfer takes, however small. It delays the action that needs the value.
         bandwidth: bytes per unit of time; if left out, size does not matter.
-        links: latency and bandwidth inside a node and between nodes, instead of the two before; `Links`, or a dict of
-            its three arguments.
-        sender: `"free"`, as if another device moved the values: the rank that gives one goes on immediately. `"busy"`:
-            it starts nothing before all that it sends has arrived; it counts as idle then.
-        slowdown: how many times as long work takes while a value is on its way from or to its rank, 1 or more. An
-            action that takes 10 alone, 4 of it beside a transfer, then takes longer: with a slow-down of 2, in the 4
-            only 2 are done. Transfers are not slowed down, nor is an `R`, which is communication itself.
+        links: latency and bandwidth inside a node and between nodes, instead of `latency` and `bandwidth`; `Links`, or
+            a dict of its three arguments.
+        sender: `"free"`: another device moves the values, and the sending rank goes on immediately. `"busy"`: the
+            sending rank is idle until all that it sends has arrived.
+        slowdown: how many times as long work takes while a value travels from or to its rank, 1 or more. With a
+            slow-down of 2, a rank does only 2 units of work in 4 units of a transfer. Transfers and `R` are not slowed
+            down.
         activation_bytes: bytes that a stage's forward sends on for one micro-batch; they take time if there is a
             bandwidth.
         boundary_gradient_bytes: bytes that a stage's backward sends back for one micro-batch; they take time if there
             is a bandwidth.
-        per: what a single number stands for. `"rank"`: one rank's share of the model, so that a stage takes
-            `number * ranks / stages` and schedules with several stages per rank can be compared (`ranks` are those
-            that one micro-batch visits). `"stage"`: one stage.
+        per: what a single number is for. `"rank"`: one rank's share of the model, so that you can compare schedules
+            with several stages per rank. A stage then takes `number * ranks / stages`, with the ranks that one
+            micro-batch visits. `"stage"`: one stage.
         first_stage: `"uniform"`, as papers count, or `"as-run"`, as PyTorch runs it: stage 0 needs no input gradient,
             so `I` takes no time there and `W` is the whole backward.
         unit: the unit of time, such as `"ms"`; for labels only.
-        spread: of costs from `Cost.fit`, by which share each fitted step took longer than these costs predict for it,
-            ascending: a prediction may be as far off. `(-0.03, 0.02, 0.4)` are three steps, one of them disturbed.
+        spread: from `Cost.fit`: how much longer each fitted step took than these costs predict, as a share, ascending.
+            Predictions may be wrong by as much. `(-0.03, 0.02, 0.4)` are three steps, one of them disturbed.
 
     Example:
         >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
@@ -164,24 +164,24 @@ class Cost:
     ) -> Cost:
         """Return the costs that traces show: the median time of each kind of action on each stage.
 
-        One step of a busy machine may predict half or twice the usual one. Of several, it is the median of all, and
-        `spread` says how far each is from what the costs predict for it.
+        A single step of a busy machine may take half or twice the usual time. So give several steps: the median is over
+        all of them, and `spread` says how far each step is from the prediction.
 
-        In a measured trace, an action takes the time since its rank and its inputs were there: what the rank did
-        between two actions belongs to the work.
+        In a measured trace, an action's time counts from the moment at which its rank and its inputs were ready. So
+        what the rank did between two actions belongs to the work.
 
-        Transfers are fitted from values that an idle rank waited for: the shortest of the stages' median times becomes
-        the latency, and what others take longer becomes their bytes, at a bandwidth of 1.
+        Transfer times come from values that an idle rank waited for. The shortest of the stages' medians becomes the
+        latency. The rest of the other stages' times becomes their bytes, at a bandwidth of 1.
 
         The costs have one number for each stage that ran. They predict other orders of these stages, other numbers of
         micro-batches with as many rows, and, with `merged`, fewer stages.
 
         Args:
-            traces: one trace, or several of the same stages and rows, such as five steps' after a first one to warm up;
-                best of a schedule in which each rank is often alone, such as GPipe.
-            split: what a backward in two halves costs beyond a whole one: the ratio `(I + W) / B`, or traces of the
-                same stages and rows whose backwards are split. If left out, the halves take half of `B` each, and `B`
-                as long as both halves. On the first stage of a measured trace, `I` takes nothing and `W` all of `B`.
+            traces: one trace, or several with the same stages and rows, such as five steps after a warm-up step. A
+                schedule in which ranks often work alone, such as GPipe, is best.
+            split: what a split backward costs more than a whole one: the ratio `(I + W) / B`, or traces of the same
+                stages and rows with split backwards. If left out, each half takes half of `B`. On the first stage of a
+                measured trace, `I` takes no time and `W` takes all of `B`.
             typical: `"median"`, which a few disturbed actions do not change; or `"mean"`, in which they count.
 
         Example:
@@ -211,12 +211,12 @@ class Cost:
     def merged(self, stages: int | Sequence[int]) -> Cost:
         """Return the costs of a model cut into fewer stages: the costs of neighbours are added.
 
-        A trace of a finely cut model so predicts coarser cuts. The bytes that a merged stage sends on are its last
-        stage's, and those that it sends back its first stage's. What ran between two stages, such as a transfer, is not
-        part of their times. A time of `R` is added too, although a ring's latency then counts several times.
+        So a trace of a finely cut model predicts coarser cuts. A merged stage sends the bytes of its last stage on, and
+        the bytes of its first stage back. Times between two stages, such as a transfer, do not count. Times of `R` are
+        added too, although a ring's latency then counts several times.
 
         Args:
-            stages: how many stages to make, each of equally many; or how many go into each, such as `[3, 1]`.
+            stages: how many stages to make, all equally large; or how many stages go into each, such as `[3, 1]`.
 
         Example:
             >>> import pipelab
@@ -225,8 +225,8 @@ class Cost:
             ((3, 7), (12, 8))
 
         Raises:
-            CostError: if no cost has one number per stage, so that it is not known how many there are; or if that many
-                cannot be merged so. Stages are never cut: for more stages, run the model with so many.
+            CostError: if no cost has one number per stage, so that the number of stages is not known; or if they cannot
+                be merged so. Stages are never cut: for more stages, run the model with more.
         """
         given = {len(value) for value in map(self.__getattribute__, _PER_STAGE) if isinstance(value, Sequence)}
         if len(given) != 1:
@@ -255,8 +255,8 @@ class Cost:
 
         Args:
             microbatches: into how many the batch is cut.
-            fixed: the part of each action's time that does not depend on the rows: one number; or `{n: cost}`, the
-                costs measured with the batch cut into `n`, from which it follows for each kind and stage.
+            fixed: the part of each action's time that does not depend on the rows: one number, or `{n: cost}`, the
+                costs measured with the batch cut into `n`. From these follows the fixed part of each kind and stage.
 
         Example:
             >>> whole = Cost(forward=80, latency=5)
@@ -270,8 +270,8 @@ class Cost:
 
         Raises:
             UsageError: if `microbatches` is not a positive whole number.
-            CostError: if `fixed` is neither; if its cost has other stages or is a function; or if a time would be
-                below 0, because few rows took even less than their share.
+            CostError: if `fixed` is neither; if its cost has other stages or is a function; or if a time would be below
+                0, because few rows took less than their share.
         """
         count = require_size("microbatches", microbatches)
         times, sizes = ({name: getattr(self, name) for name in _PER_ROW if (name in _KEPT) == kept} for kept in (0, 1))
@@ -280,7 +280,8 @@ class Cost:
     def times(self, plan: Plan) -> dict[Kind, list[float]]:
         """Return, for each kind of action, its time on every stage of a plan.
 
-        If a time is a function, all but the times of `R` are by slot: micro-batch 0 on all stages, then micro-batch 1.
+        If a time is a function, each kind except `R` has one time per slot: micro-batch 0 on all stages, then
+        micro-batch 1.
 
         Example:
             >>> import pipelab

@@ -90,12 +90,12 @@ def jitter(
     draws: int = 1000,
     seed: int = 0,
 ) -> Jitter:
-    """Simulate a plan many times, each action with noise on its time and some ranks slower than others.
+    """Simulate a plan many times, with noise on each action's time, and some ranks slower than others.
 
-    Each time is multiplied by its own random factor, log-normal with mean 1 and standard deviation `spread`, so
-    the mean work stays the same. The order of the actions stays too. Transfers have no
-    noise, and do not wait for each other. What a rank waits for
-    then comes late in some draws and not early enough in others, so the mean makespan grows.
+    Each time is multiplied by its own random factor, log-normal with mean 1 and standard deviation `spread`, so the
+    mean work stays the same. The order of the actions stays too. Transfers have no noise, and do not wait for each
+    other. A value that comes late delays the rank that waits for it, and one that comes early gains nothing, so the
+    mean makespan grows.
 
     Args:
         plan: the plan or schedule.

@@ -100,9 +100,9 @@ class MemoryUse:
 def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUse:
     """Return how many bytes every rank holds over time, predicted from the bytes of its stages.
 
-    The peaks depend on the order of a rank's actions only, not on how long they take. What an operation needs while it
-    runs, values on their way between ranks, and the batch itself do not count. What two neighbouring stages of one rank
-    share, as at the turn of a V, counts twice.
+    The peaks depend only on the order of a rank's actions, not on their times. They do not include what an operation
+    needs while it runs, values that travel between ranks, and the batch itself. What two neighbouring stages of one
+    rank share, as at the turn of a V, counts twice.
 
     Args:
         plan: a trace, simulated or measured; or a plan or schedule, which is simulated first.

@@ -77,12 +77,12 @@ def optimum(
 ) -> Optimum:
     """Return the quickest order of a plan's actions on its ranks, and whether it is proven to be the quickest.
 
-    The plan says what is to be done and where: the stages of each rank, and whether backwards are split. Its own order
-    does not matter. The solver stops when it has a proof, or when the time is over; then the best order found and the
-    bound reached so far are returned. About 100 actions take seconds, a few thousand take too long for a proof.
+    The plan gives the stages of each rank, and whether backwards are split. Its own order does not matter. The solver
+    stops when it has a proof, or when the time is over. Then it returns the best order and the best bound that it has
+    found. About 100 actions take seconds, a few thousand take too long for a proof.
 
-    The solver counts in whole numbers. If the times have no common unit, as measured ones, it rounds them down to a
-    millionth of the longest: the bound still holds, and "proven" means to within so little for each action.
+    The solver counts in whole numbers. If the times have no common unit, like measured ones, it rounds them down to a
+    millionth of the longest. The bound still holds, and "proven" is true to within this much for each action.
 
     The solver is OR-tools, an extra: `pip install ortools`, or `pip install -e ".[optimum]"` in pipelab's folder.
 

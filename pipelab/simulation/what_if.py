@@ -53,17 +53,17 @@ class WhatIf:
 
 
 def what_if(trace: Trace, rank: int) -> WhatIf:
-    """Return how a step would have gone if one rank had been as quick as the others.
+    """Return what a step would have been if one rank had been as quick as the others.
 
     Each action of the rank that took longer than the median of its kind on the other ranks takes this median. All other
     actions take as long as they did, all values travel as long, and every rank keeps its order. An action's time counts
     from when its rank and its values were there, so a pause before it belongs to it.
 
-    So nothing gets longer, and where a busy machine disturbs all ranks alike, the answer is too good for every rank.
-    The result's `noisy` is not: each action of the rank takes less by what its kind's median on its stage is above the
-    others', and its noise stays.
+    So no action gets longer. If a busy machine disturbs all ranks alike, the answer is too good for every rank. The
+    result's `noisy` avoids this: it shortens each action of the rank by the difference of the medians, and keeps the
+    noise.
 
-    A stage that has more to do than others is a delay too: the answer is then what an even cut would save.
+    A stage with more work than others is a delay too. Then the answer is what an even cut would save.
 
     Args:
         trace: a trace, best a measured one.

@@ -174,8 +174,8 @@ def lower(
         plan: the plan or schedule.
         cost: how long actions and transfers take, for `"by-time"`; by default forward 1, backward 2, free transfers.
         order: where sends and receives are: see `simulate`.
-        transport: for which transport `"by-time"` is to be quick: see `simulate`. Where nothing queues, it is made for
-            one queue for each rank.
+        transport: for which transport `"by-time"` is to be quick: see `simulate`. If transfers do not queue, pipelab
+            chooses the order for one queue for each rank.
 
     Example:
         >>> import pipelab

@@ -70,8 +70,8 @@ class Diff(Sequence[Change]):
     - `transfers`: values travel longer, or wait longer behind others; counted for the action that needs them.
     - `late starts`: actions begin later after their rank and all that they need are there.
     - `order`: other actions are on the critical path, because an action follows another one on its rank, or is on
-      another rank. It is what exchanging the orders changes, in the mean of both traces' times; the other parts are
-      then the means of both orders.
+      another rank. pipelab exchanges the orders, and takes the mean with both traces' times; the other parts are then
+      means of both orders.
 
     Exchanging the traces changes only the signs of the parts. Where several chains of actions are equally long, one of
     them counts.
@@ -178,11 +178,11 @@ class Diff(Sequence[Change]):
 
 
 def diff(before: Trace, after: Trace, names: Sequence[str] | None = None) -> Diff:
-    """Compare two traces of the same actions, such as a prediction and what was measured; see `Diff`.
+    """Compare two traces of the same actions, such as a prediction and a measurement; see `Diff`.
 
     Args:
         before: the first trace.
-        after: the second trace: what became of the first.
+        after: the second trace.
         names: what to call them; by default, how they differ: their sources, or the names of their plans.
 
     Example:

@@ -42,7 +42,7 @@ class Trace:
         ends: for each rank, when each of its actions ended.
         unit: the unit of all times, such as `"ms"`; empty for the abstract units of a simulation.
         source: `"simulated"` or `"measured"`.
-        delay: how long a value travels between ranks, as a function of the value's number; by default no time.
+        delay: how long a value travels between ranks, as a function of the value's number; by default 0.
         transfers: the transfers, if they were measured.
         lanes: what each rank ran on, such as `"cpu, thread 140…"`.
         name: what drawings call the trace; by default, the plan's name.
@@ -109,7 +109,7 @@ class Trace:
 
     @property
     def recorded(self) -> tuple[Transfer, ...]:
-        """The transfers that do not follow from `delay`: those that were measured, or stood behind others."""
+        """The transfers that do not follow from `delay`: measured transfers, and those that waited behind others."""
         return self._transfers or ()
 
     @cached_property
@@ -234,12 +234,12 @@ class Trace:
         return critical_path(self)
 
     def why(self, rank: int, at: float, lines: int = 5) -> str:
-        """Return why a rank is idle at a time, followed back to its root; or what it is running, and why not earlier.
+        """Return why a rank is idle at a time, followed back to the root; or what it runs then, and why not earlier.
 
         Args:
             rank: the rank.
             at: the time, in the trace's unit.
-            lines: how many steps back are told, at most.
+            lines: how many steps back to explain, at most.
 
         Example:
             >>> import pipelab

@@ -159,7 +159,7 @@ def ring_all_reduce(
         tensors: a list with every replica's tensor, or this process's tensor; of one floating-point type and any shape.
         codec: how numbers travel: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, `"int8-ef"`, or a `Codec`.
         group: the processes; by default, all.
-        feedback: with a codec that has feedback, the `feedback` of the all-reduce before; `None` for the first one.
+        feedback: with a codec that has feedback, the `feedback` of the previous all-reduce; `None` for the first one.
 
     Example:
         >>> import pipelab, torch
@@ -184,11 +184,11 @@ def ring_all_reduce(
         >>> pipelab.ring_all_reduce(gradients, "int8").tensors[0], sums / 100
         (tensor([1., 0., 1., 0.]), tensor([1.0000, 0.0030, 1.0000, 0.0030]))
 
-    Over processes, all wait for the last one to make this call, as long as the group's `timeout`.
+    With several processes, all wait for the last one to make this call, for the group's `timeout` at most.
 
     Raises:
         UsageError: if there is no tensor, they differ in shape or type, or the type is not a floating-point one of 16
-            bits or more; on all processes, if it is so on one.
+            bits or more; on all processes, if this is the case on one.
         RuntimeError: PyTorch's, if another process is gone, or does not make the call in time.
     """
     chosen = codec_of(codec)
@@ -280,8 +280,8 @@ def codec_hook(codec: str | Codec) -> Hook:
 
     The first time a hook meets a bucket, the processes compare its size, its type and their codecs.
 
-    The bucket is complete when the hook returns, so this communication does not overlap with the rest of the backward:
-    measure bytes and errors with it, not speed.
+    The hook returns when the bucket is complete, so communication does not overlap with the rest of the backward.
+    Measure bytes and errors with it, not speed.
 
     Source of the idea and of the interface: PyTorch, "DDP communication hooks".
 

@@ -45,7 +45,7 @@ class RankDevice:
 
 
 def devices(n: int) -> list[torch.device | RankDevice]:
-    """Return devices for `n` ranks: `n` GPUs if there are as many, fewer shared evenly, the CPU if there is none.
+    """Return devices for `n` ranks: one GPU each, or an even share of fewer GPUs, or the CPU if there is none.
 
     Ranks that share a GPU get disjoint partitions of its multiprocessors (SMs), so that they truly run side by side: on
     a GPU with 132 SMs, four ranks get `cuda:0 (1 of 4: 32 of 132 SMs)` and so on. Partitions need the package

@@ -143,11 +143,12 @@ def diagnose(
 
     Plain training runs `loss_fn(model(x), y)` on each micro-batch, and weighs it as the loss of the whole batch does.
     Plain training computes in the type in which the step's layers give their outputs: bfloat16, if the step is under
-    autocast. Gradients, weights, buffers, random state and batch are afterwards what they were; an optimizer's state is
+    autocast. Gradients, weights, buffers, random state and the batch are restored afterwards; an optimizer's state is
     not.
 
     Args:
-        step: runs on `(x, y)` what comes between `zero_grad` and `optimizer.step`: a loop, or a schedule's step.
+        step: a function of `(x, y)` with what comes between `zero_grad` and `optimizer.step`: a loop, or a schedule's
+            step.
         model: leaves its gradients in the `.grad` of its parameters.
         x: the batch, of all replicas.
         y: its targets.

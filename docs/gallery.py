@@ -257,7 +257,7 @@ def thumbnail(trace: Trace) -> str:
     wide, lane = 320, 20
     name = html.escape(f"timeline of {trace.name}")
     size = f'viewBox="0 0 {wide} {lane * trace.ranks}" preserveAspectRatio="none"'
-    parts = "".join(shapes(trace, wide / trace.makespan, lane, words=False))
+    parts = shapes(trace, wide / trace.makespan, lane, words=False)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">{parts}</svg>'
 
 
@@ -275,7 +275,7 @@ def numbered(trace: Trace, scale: int, word: str) -> str:
         for number, (x, y) in enumerate(places, 1)
     )
     size = f'viewBox="0 0 {left + 33 * scale + 36} 200" font-family="sans-serif" font-size="12"'
-    moved = f'<g transform="translate({left} 20)">{"".join(shapes(trace, scale, lane))}{axis}{numbers}</g>'
+    moved = f'<g transform="translate({left} 20)">{shapes(trace, scale, lane)}{axis}{numbers}</g>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{rows}{moved}</svg>'
 
 

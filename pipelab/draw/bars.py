@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -184,8 +185,8 @@ class Lanes:
         return self._labels[code]
 
 
-def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> Iterator[str]:
-    """Yield the idle times and bars of a timeline as SVG, a fifth of what a figure has.
+def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> str:
+    """Return the idle times and bars of a timeline as SVG, a path for each colour: a tenth of what a figure has.
 
     Args:
         trace: what to draw.
@@ -195,22 +196,26 @@ def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> Itera
 
     Example:
         >>> import pipelab
-        >>> trace = pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1))
-        >>> sum("B0</text>" in each for each in shapes(trace, scale=20, lane=20))
+        >>> shapes(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1)), scale=20, lane=20).count(">B0</text>")
         2
     """
-    lanes = Lanes(trace)
+    lanes, paths, texts = Lanes(trace), defaultdict[str, str](str), defaultdict[str, str](str)
     for rank in range(trace.ranks):
-        boxes: list[tuple[Bar | Gap, str, str]] = [(bar, bar.colour, "none") for bar in lanes.bars(rank)]
-        grounds = [(gap, colours.ground(gap.idle.reason)) for gap in lanes.gaps(rank)]
-        boxes += [(gap, ground.paper, ground.border) for gap, ground in grounds]
-        for each, fill, border in boxes:
-            left, width = each.start * scale, (each.end - each.start) * scale - 0.6
-            high = (lane - 2) * (1 if isinstance(each, Gap) or each.half == "whole" else 0.5)
-            top = rank * lane + 1 + (high if isinstance(each, Bar) and each.half == "lower" else 0)
-            look = f'fill="{fill}" stroke="{border}" vector-effect="non-scaling-stroke"'
-            yield f'<rect x="{left:.1f}" y="{top:g}" width="{max(width, 0.4):.1f}" height="{high:g}" {look}/>'
-            said = each.words if isinstance(each, Gap) else (each.label,)
+        boxes: list[Bar | Gap] = [*lanes.bars(rank), *lanes.gaps(rank)]
+        for each in boxes:
+            left, width = each.start * scale, max((each.end - each.start) * scale - 0.6, 0.4)
+            high, top = lane - 2, rank * lane + 1
+            if isinstance(each, Gap):
+                (fill, _, border, ink), said = colours.ground(each.idle.reason), each.words
+            else:
+                fill, border, ink, said = each.colour, "none", colours.ink(each.colour), (each.label,)
+                high /= 1 if each.half == "whole" else 2
+                top += high if each.half == "lower" else 0
+            box = f"M{left:.4g} {top:g}h{width:.4g}v{high:g}h-{width:.4g}z"
+            paths[f'fill="{fill}" stroke="{border}"'] += box
             if words and (word := next((word for word in said if 7 * len(word) < width and high > 11), "")):
-                middle = f'x="{left + width / 2:.1f}" y="{top + high / 2 + 4:g}" text-anchor="middle"'
-                yield f'<text {middle} fill="{colours.ink(fill)}">{word}</text>'
+                texts[ink] += f'<text x="{left + width / 2:.4g}" y="{top + high / 2 + 4:g}">{word}</text>'
+    return "".join(
+        [f'<path {look} vector-effect="non-scaling-stroke" d="{path}"/>' for look, path in paths.items()]
+        + [f'<g text-anchor="middle" fill="{ink}">{text}</g>' for ink, text in texts.items()]
+    )

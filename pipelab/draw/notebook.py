@@ -37,13 +37,9 @@ _MOST_CELLS = 200
 
 # In the page. Its height is its body's and not the document's, which is never lower than the frame.
 _INSIDE = """
-<style>
-body { margin: .5rem auto; }
-#panel { position: relative; bottom: 0; max-height: none; }
-.with-panel { padding-bottom: .5rem; }
-</style>
 <script>
 {
+  document.body.classList.add("framed");
   const tell = fresh => {
     const height = Math.ceil(document.body.getBoundingClientRect().bottom + scrollY) + 12;
     parent.postMessage({ height, fresh }, "*");
@@ -59,15 +55,19 @@ body { margin: .5rem auto; }
 </script>
 """
 
-# In the frame: a notebook keeps its outputs, and packed, the page is less than half as large.
+# In the frame: a notebook keeps its outputs, and packed, the page is a third as large. Five letters are four bytes.
+_LETTERS = bytes.maketrans(b"&<>", b",./")  # an attribute holds these as they are
 _LOADER = """
 <script>
 (async () => {
-  const bytes = Uint8Array.from(atob("DATA"), letter => letter.charCodeAt(0));
-  const page = new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip")));
-  const text = await page.text();
+  const letters = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%,()*+-;.=/?@^_`{|}~";
+  const fives = "DATA".match(/.{5}/g), bytes = new DataView(new ArrayBuffer(4 * fives.length));
+  fives.forEach((five, at) =>
+    bytes.setUint32(4 * at, [...five].reduce((sum, each) => 85 * sum + letters.indexOf(each), 0)));
+  const packed = new Blob([bytes.buffer.slice(0, LENGTH)]).stream();
+  const page = await new Response(packed.pipeThrough(new DecompressionStream("gzip"))).text();
   document.open();
-  document.write(text);
+  document.write(page);
   document.close();
 })();
 </script>
@@ -103,7 +103,8 @@ def framed(source: str, alt: str, still: str, height: int) -> str:
         height: of the frame in pixels, until the page says its own.
     """
     packed = gzip.compress(source.replace("</body>", f"{_INSIDE}</body>").encode("utf-8", "backslashreplace"), mtime=0)
-    inside = html.escape(_LOADER.replace("DATA", base64.b64encode(packed).decode()))
+    text = base64.b85encode(packed, pad=True).translate(_LETTERS).decode()
+    inside = html.escape(_LOADER.replace("LENGTH", str(len(packed))).replace("DATA", text))
     mark = hashlib.sha256(source.encode("utf-8", "backslashreplace")).hexdigest()[:16]
     label = html.escape(clean(alt))
     return (
@@ -131,9 +132,9 @@ def trace_html(trace: Trace) -> str:
         still = _image(lambda: figure.svg(trace), alt, lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False))
         return f"{still}{_how_to_save('trace', actions)}"
     size = f'viewBox="0 0 1000 {30 * trace.ranks}" role="img" aria-label="{html.escape(clean(alt))}"'
-    parts = "".join(shapes(trace, 1000 / (trace.makespan or 1), 30))
+    parts = shapes(trace, 1000 / (trace.makespan or 1), 30)
     still = f'<svg {size} style="max-width: 100%; font: 12px sans-serif">{parts}</svg>'
-    return framed(page.page(trace), alt, still, 330 + 40 * min(trace.ranks, 16))
+    return framed(page.page(trace, notebook=True), alt, still, 330 + 40 * min(trace.ranks, 16))
 
 
 def comparison_html(comparison: Comparison) -> str:
@@ -148,7 +149,8 @@ def comparison_html(comparison: Comparison) -> str:
     if actions > _MOST_ACTIONS:
         return f"{still}{_how_to_save('comparison', actions)}"
     lanes = sum(min(trace.ranks, 16) for trace in comparison.traces)
-    return framed(page.comparison_page(comparison), alt, still, 330 + 90 * len(comparison.traces) + 40 * lanes)
+    source = page.comparison_page(comparison, notebook=True)
+    return framed(source, alt, still, 330 + 90 * len(comparison.traces) + 40 * lanes)
 
 
 def _how_to_save(name: str, actions: int) -> str:

@@ -627,6 +627,16 @@ def renamed_with_transfers(trace):
     return pipelab.Trace.from_dict({**trace.to_dict(), "name": HOSTILE})
 
 
+@pytest.mark.parametrize("name", [path.name for path in Path(page.__file__).parent.glob("*.js")])
+def test_a_page_has_every_text_of_its_scripts_as_it_was_written(name):
+    written, lean = (Path(page.__file__).parent / name).read_text(encoding="utf-8"), page._read(name)
+    lines = [line for line in map(str.strip, written.splitlines()) if not line.startswith("//")]
+    texts = [text for line in lines for text in re.findall(r'`.*`|"[^"]*"|/\S+/', line.partition("; //")[0])]
+    assert texts
+    assert [text for text in texts if text not in lean] == []
+    assert len(lean) < 0.9 * len(written)
+
+
 def test_a_screen_reader_reads_the_page(opened, trace):
     tab = opened(page.page(trace))
     click(tab, "2B3")

@@ -308,6 +308,6 @@ def _card(name: str) -> str:
     words = [(kind.__doc__ or "").strip().splitlines()[0], wording.figures(trace), kind.source]
     lines = "".join(f"<p>{html.escape(each.replace('`', ''))}</p>" for each in words)
     box = f'viewBox="0 0 320 {20 * trace.ranks}" preserveAspectRatio="none" aria-hidden="true"'
-    bars = "".join(shapes(trace, 320 / trace.makespan, 20, words=False))
+    bars = shapes(trace, 320 / trace.makespan, 20, words=False)
     head = f"<h2>{html.escape(name)}</h2><svg {box}>{bars}</svg>"
     return f'<a class="card" href="?schedule={html.escape(name)}">{head}{lines}</a>'

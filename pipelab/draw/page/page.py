@@ -3,8 +3,8 @@
 `page.html` holds the frame, `page.css` the looks. The scripts follow in the order of `_SCRIPTS`: `model.js` reads the
 data that Python puts in, `paint.js` paints bars as elements or as pixels, `timeline.js` draws what is visible,
 `gestures.js` follows mouse and fingers, `ledger.js` sums up spans of time, `compare.js` shows how traces differ from
-the first, `panel.js` answers: what is selected, why it waited, and everything else; `save.js` draws for paper and
-files.
+the first (`alone.js` if there is one trace), `panel.js` answers: what is selected, why it waited, and everything else;
+`save.js` draws for paper and files, `address.js` keeps what is shown in the page's address. Notebooks have neither.
 """
 
 from __future__ import annotations
@@ -34,21 +34,28 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
 
-_SCRIPTS = ("model.js", "paint.js", "timeline.js", "gestures.js", "ledger.js", "compare.js", "panel.js", "save.js")
+_SCRIPTS = ("model", "paint", "timeline", "gestures", "ledger", "compare", "panel", "save", "address")
+_SPACED = {
+    "css": r"\"[^\"]*\"|\s*([{};,])\s*|(:) ",
+    "js": r"(?m)^.*(?:/\S|`).*$|\"[^\"\n]*\"| *(=>|[=*?:,;{|&(<>+-]+)\s*| *([)}\]]) *",
+}
+"""Signs, in groups, with spaces around them. Texts, and lines with a template or a regular expression, are no signs."""
 
 
-def page(trace: Trace) -> str:
+def page(trace: Trace, *, notebook: bool = False) -> str:
     """Return a page with one trace: its figures, and a timeline that explains every action under the pointer.
+
+    In a notebook's frame it has no address, and cannot save.
 
     Example:
         >>> import pipelab
         >>> page(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))).startswith("<!DOCTYPE html>")
         True
     """
-    return _page(content(trace), text.timeline(trace, text.PLAIN_WIDTH, colour=False))
+    return _page(content(trace), text.timeline(trace, text.PLAIN_WIDTH, colour=False), notebook=notebook)
 
 
-def comparison_page(comparison: Comparison) -> str:
+def comparison_page(comparison: Comparison, *, notebook: bool = False) -> str:
     """Return a page with several traces: a table, and timelines on one axis where their units agree.
 
     Example:
@@ -57,7 +64,8 @@ def comparison_page(comparison: Comparison) -> str:
         >>> "GPipe(ranks=2, microbatches=2), simulated" in comparison_page(both)
         True
     """
-    return _page(content(comparison), text.comparison(comparison, text.PLAIN_WIDTH, colour=False))
+    plain = text.comparison(comparison, text.PLAIN_WIDTH, colour=False)
+    return _page(content(comparison), plain, notebook=notebook)
 
 
 def diff_page(found: Diff) -> str:
@@ -144,8 +152,11 @@ _ORDER = """
 """
 
 
-def _page(shown: dict[str, Any], plain: str, subtitle: str = "") -> str:
-    """Fill the frame with `content`; `plain` is what a reader without scripts gets."""
+def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bool = False) -> str:
+    """Fill the frame with `content`; `plain` is what a reader without scripts gets, for whom a notebook has its own."""
+    scripts = list(_SCRIPTS[:-2] if notebook else _SCRIPTS)
+    if notebook and not shown["table"]:
+        scripts[scripts.index("compare")] = "alone"
     if shown["subtitle"]:
         subtitle = f'<p class="subtitle">{html.escape(shown["subtitle"])}</p>'
     parts = {
@@ -153,12 +164,12 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "") -> str:
         "subtitle": subtitle,
         "style": _palette() + _read("page.css"),
         "table": _table(shown["table"]),
-        "text": html.escape(plain),
+        "text": "" if notebook else html.escape(plain),
         "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),
-        "script": "\n".join(map(_read, _SCRIPTS)),
+        "script": "\n".join(_read(f"{name}.js") for name in scripts),
     }
     # In one pass, so that what looks like a place in a name stays a name.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _file("page.html"))
 
 
 def _gap(reason: Reason) -> dict[str, Any]:
@@ -175,8 +186,13 @@ def _diffs(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _read(name: str) -> str:
-    """Return a part of the page without indents and the lines that are comments, which would be a tenth of a page."""
-    return re.sub(r"(?m)^ +(//.*\n)?|^//.*\n", "", (files("pipelab.draw.page") / name).read_text(encoding="utf-8"))
+    """Return a style sheet or script without comments and most spaces, which would be a sixth of a page."""
+    source = re.sub(r"(?m)^ *(//.*\n)?|(?<=[;{,})]) // .*$", "", _file(name))
+    return re.sub(_SPACED[name.rpartition(".")[2]], lambda found: found[1] or found[2] or found[0], source)
+
+
+def _file(name: str) -> str:
+    return (files("pipelab.draw.page") / name).read_text(encoding="utf-8")
 
 
 def _script_safe(data: str) -> str:

@@ -148,16 +148,33 @@ async function save(kind) {
   saying.textContent = `saved as ${kind.toUpperCase()}`;
 }
 
-// Close the menu, if it is open; who was in it is back at its name.
+const menu = tag("details", "", "save"),
+  menuName = tag("summary", "save"),
+  formats = tag("div");
+for (const kind of ["svg", "png"]) {
+  const button = Object.assign(tag("button", kind.toUpperCase()), { type: "button", onclick: () => save(kind) });
+  button.dataset.save = kind;
+  button.setAttribute("aria-label", `save as ${button.textContent}`);
+  formats.append(button);
+}
+menu.append(menuName, formats);
+document.querySelector("[data-zoom]").before(menu);
+
+// Close the menu; who was in it is back at its name.
 function closeMenu() {
-  const menu = document.querySelector(".save"),
-    open = menu.open;
-  if (menu.contains(document.activeElement)) menu.firstElementChild.focus();
+  if (menu.contains(document.activeElement)) menuName.focus();
   menu.open = false;
-  return open;
 }
 
-addEventListener("click", (event) => document.querySelector(".save").contains(event.target) || closeMenu());
-document
-  .querySelectorAll("[data-save]")
-  .forEach((button) => button.addEventListener("click", () => save(button.dataset.save)));
+addEventListener("click", (event) => menu.contains(event.target) || closeMenu());
+menu.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !menu.open) return;
+  event.stopPropagation();
+  closeMenu();
+});
+
+// On paper, all of it is drawn anew for the paper's width.
+addEventListener("beforeprint", () => {
+  for (const timeline of timelines) timeline.scroller.parentElement.after(printed(timeline, 1000));
+});
+addEventListener("afterprint", () => document.querySelectorAll(".print").forEach((each) => each.remove()));

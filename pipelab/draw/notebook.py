@@ -58,7 +58,6 @@ _INSIDE = """
 # In the frame: a notebook keeps its outputs, and packed, the page is a third as large. Five letters are four bytes.
 _LETTERS = bytes.maketrans(b"&<>", b",./")  # an attribute holds these as they are
 _LOADER = """
-<script>
 (async () => {
   const letters = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%,()*+-;.=/?@^_`{|}~";
   const fives = "DATA".match(/.{5}/g), bytes = new DataView(new ArrayBuffer(4 * fives.length));
@@ -70,12 +69,10 @@ _LOADER = """
   document.write(page);
   document.close();
 })();
-</script>
 """
 
 # In the notebook, for every frame with this mark: the same thing may be shown in several cells.
 _OUTSIDE = """
-<script>
 for (const frame of document.querySelectorAll('iframe[data-pipelab="MARK"]:not([data-heard])')) {
   frame.dataset.heard = "";
   const tell = () => {
@@ -87,9 +84,8 @@ for (const frame of document.querySelectorAll('iframe[data-pipelab="MARK"]:not([
     frame.style.height = Math.min(event.data.height, 4000) + "px";
     if (event.data.fresh) tell();
   });
-  tell();  // the page may have been there first
+  tell(); // the page may have been there first
 }
-</script>
 """
 
 
@@ -104,12 +100,14 @@ def framed(source: str, alt: str, still: str, height: int) -> str:
     """
     packed = gzip.compress(source.replace("</body>", f"{_INSIDE}</body>").encode("utf-8", "backslashreplace"), mtime=0)
     text = base64.b85encode(packed, pad=True).translate(_LETTERS).decode()
-    inside = html.escape(_LOADER.replace("LENGTH", str(len(packed))).replace("DATA", text))
+    loader = page.lean(_LOADER, "js").replace("LENGTH", str(len(packed))).replace("DATA", text)
+    inside = html.escape(f"<script>{loader}</script>")
     mark = hashlib.sha256(source.encode("utf-8", "backslashreplace")).hexdigest()[:16]
     label = html.escape(clean(alt))
     return (
         f'<div class="pipelab"><iframe data-pipelab="{mark}" title="{label}" sandbox="allow-scripts" srcdoc="{inside}" '
-        f'style="width: 100%; height: {height}px; border: 0"></iframe>{_OUTSIDE.replace("MARK", mark)}'
+        f'style="width: 100%; height: {height}px; border: 0"></iframe>'
+        f"<script>{page.lean(_OUTSIDE, 'js').replace('MARK', mark)}</script>"
         f"<noscript>{still}</noscript></div>"
     )
 

@@ -299,7 +299,7 @@ def test_texts_are_legible_also_on_dimmed_bars(scheme):
     ground, text = grounds(scheme)["paper"], {"light": "#1c1c1c", "dark": "#ececec"}[scheme]
     for colour in itertools.chain(*colours.PALETTE.values(), colours.HUES):
         assert contrast(colour, colours.ink(colour)) >= 4.5
-        mixed = [0.25 * one + 0.75 * other for one, other in zip(*map(colours.channels, (colour, ground)), strict=True)]
+        mixed = [0.4 * one + 0.6 * other for one, other in zip(*map(colours.channels, (colour, ground)), strict=True)]
         assert contrast("#{:02X}{:02X}{:02X}".format(*map(round, mixed)), text) >= 4.5
     if scheme == "light":
         for look in (colours.REST, colours.WAIT):

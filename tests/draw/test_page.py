@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -344,7 +345,27 @@ def test_every_control_acts_where_bars_are_thinner_than_pixels(opened):
         seen.append(tab.evaluate(drawn))
     assert len(set(seen)) == 5
     assert tab.locator("#colour").is_disabled()  # there is nothing that it could colour
-    assert "rank 15" in tab.locator(".legend small").inner_text()  # whose time the critical path is
+    assert "rank 15" in tab.locator("#panel h3").inner_text()  # whose time the critical path is
+
+
+def test_the_critical_path_is_linked_and_says_whose_time_it_is(opened, trace):
+    tab = opened(page.page(trace))
+    top = tab.evaluate("timelines[0].svg.getBoundingClientRect().top")
+    tab.keyboard.press("c")
+    wait_until(tab, "document.querySelectorAll('.arrow.path').length > 0")
+    assert tab.locator("#panel h3").inner_text() == "Critical path: 24 of 33 units on rank 3"
+    assert "52 of 64 actions" in tab.locator("#panel").inner_text()
+    path = trace.critical_path
+    assert tab.locator(".arrow").count() == sum(one.rank != other.rank for one, other in itertools.pairwise(path))
+    outlined = tab.locator(".bar.critical").evaluate_all("all => all.map(each => each.dataset.action)")
+    assert sorted(outlined) == sorted(str(event.action) for event in path)
+    seen = "name => [...models[0].slack].map((each, at) => [each > 1e-6, timelines[0].opacity(at)])"
+    assert {tuple(each) for each in tab.evaluate(seen)} == {(False, 1), (False, 0.4), (True, 0.15)}
+    assert tab.locator(".why").count() == 0  # idle times are not the message
+    assert tab.evaluate("timelines[0].svg.getBoundingClientRect().top") == top
+    tab.keyboard.press("Escape")
+    assert tab.locator("#panel").is_hidden()
+    assert tab.locator("[data-layer=critical]").get_attribute("aria-pressed") == "false"
 
 
 def test_an_idle_time_says_its_reason_and_its_root(opened, trace):
@@ -629,7 +650,8 @@ def renamed_with_transfers(trace):
 
 @pytest.mark.parametrize("name", [path.name for path in Path(page.__file__).parent.glob("*.js")])
 def test_a_page_has_every_text_of_its_scripts_as_it_was_written(name):
-    written, lean = (Path(page.__file__).parent / name).read_text(encoding="utf-8"), page._read(name)
+    written = page._file(name)
+    lean = page.lean(written, "js")
     lines = [line for line in map(str.strip, written.splitlines()) if not line.startswith("//")]
     texts = [text for line in lines for text in re.findall(r'`.*`|"[^"]*"|/\S+/', line.partition("; //")[0])]
     assert texts

@@ -55,7 +55,6 @@ class Model {
   constructor(raw) {
     Object.assign(this, {
       title: raw.name,
-      about: raw.about,
       unit: raw.unit,
       span: raw.span * raw.tick,
       tick: raw.tick,

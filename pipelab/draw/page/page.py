@@ -139,7 +139,7 @@ def document(title: str, body: str) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{name}</title>\n'
-        f"<style>\n{_palette()}{_read('page.css')}{_ORDER}</style>\n</head>\n"
+        f"<style>\n{_palette()}{lean(_file('page.css') + _ORDER, 'css')}</style>\n</head>\n"
         f"<body>\n<header><h1>{name}</h1></header>\n<main>{body}</main>\n</body>\n</html>\n"
     )
 
@@ -162,11 +162,11 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bo
     parts = {
         "title": html.escape(shown["title"]),
         "subtitle": subtitle,
-        "style": _palette() + _read("page.css"),
+        "style": _palette() + lean(_file("page.css"), "css"),
         "table": _table(shown["table"]),
         "text": "" if notebook else html.escape(plain),
         "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),
-        "script": "\n".join(_read(f"{name}.js") for name in scripts),
+        "script": "\n".join(lean(_file(f"{name}.js"), "js") for name in scripts),
     }
     # In one pass, so that what looks like a place in a name stays a name.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _file("page.html"))
@@ -185,14 +185,14 @@ def _diffs(comparison: Comparison) -> list[dict[str, Any]]:
     return [differences.data(first, trace, (name, other)) for trace, other in others]
 
 
-def _read(name: str) -> str:
-    """Return a style sheet or script without comments and most spaces, which would be a sixth of a page."""
-    source = re.sub(r"(?m)^ *(//.*\n)?|(?<=[;{,})]) // .*$", "", _file(name))
-    return re.sub(_SPACED[name.rpartition(".")[2]], lambda found: found[1] or found[2] or found[0], source)
-
-
 def _file(name: str) -> str:
     return (files("pipelab.draw.page") / name).read_text(encoding="utf-8")
+
+
+def lean(source: str, kind: str) -> str:
+    """Return a style sheet or script, `"css"` or `"js"`, without comments and most spaces: a sixth of a page."""
+    source = re.sub(r"(?m)^ *(//.*\n)?|(?<=[;{,})]) // .*$", "", source)
+    return re.sub(_SPACED[kind], lambda found: found[1] or found[2] or found[0], source)
 
 
 def _script_safe(data: str) -> str:
@@ -255,7 +255,6 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     waited = waits(trace) if any(each.behind for each in trace.recorded) else []
     return {
         "name": clean(name),
-        "about": {"name": trace.name, "source": trace.source, "unit": trace.unit, "note": trace.note},
         "unit": wording.unit(trace),
         "tick": tick,
         "span": round(trace.makespan / tick),

@@ -68,26 +68,52 @@ function row(list, name, ...values) {
 function explain() {
   const { timeline, chosen } = state;
   const inside = panel.contains(document.activeElement);
-  panel.hidden = !chosen;
-  document.body.classList.toggle("with-panel", Boolean(chosen));
-  if (!chosen) return inside && timeline.scroller.focus({ preventScroll: true });
+  panel.hidden = !chosen && !look.critical;
+  document.body.classList.toggle("with-panel", !panel.hidden);
+  if (panel.hidden) return inside && timeline.scroller.focus({ preventScroll: true });
   const close = tag("button", "×", "close");
   close.type = "button";
   close.title = "close (Esc)";
   close.setAttribute("aria-label", "close");
-  close.addEventListener("click", () => select(timeline, null));
-  const said = chosen.range
-    ? explainRange(timeline, chosen.range)
-    : chosen.idle
-      ? explainIdle(timeline, chosen.idle)
-      : explainAction(timeline, chosen.place);
+  close.addEventListener("click", deselect);
+  const said = !chosen
+    ? explainPath((timeline ?? timelines[0]).model)
+    : chosen.range
+      ? explainRange(timeline, chosen.range)
+      : chosen.idle
+        ? explainIdle(timeline, chosen.idle)
+        : explainAction(timeline, chosen.place);
   panel.replaceChildren(close, ...said);
   if (inside) panel.focus({ preventScroll: true });
-  if (chosen.range) return;
+  if (!chosen || chosen.range) return;
   // Where the panel lies over the page, what is selected goes above it; nothing else ever moves the picture.
   const box = timeline.boxOf(chosen),
     bottom = timeline.svg.getBoundingClientRect().top + box.y + box.height + 8;
   scrollBy(0, Math.max(0, bottom - panel.getBoundingClientRect().top));
+}
+
+// What is selected is no longer; if nothing was, the critical path is closed.
+const deselect = () => (state.chosen ? select(state.timeline, null) : setLook("critical", false));
+
+// Whose time the critical path is.
+function explainPath(model) {
+  const path = [...model.critical],
+    free = model.slack.reduce((count, each) => count + (each <= near * model.span), 0);
+  const parts = (of) => {
+    const sums = new Map();
+    for (const place of path) sums.set(of(place), (sums.get(of(place)) ?? 0) + model.end[place] - model.start[place]);
+    return [...sums].sort((a, b) => b[1] - a[1]);
+  };
+  const [[rank, most], ...ranks] = parts((place) => model.rank[place]),
+    kinds = parts((place) => WORDS[KINDS[model.kind[place]]]),
+    rest = kinds.reduce((left, [, each]) => left - each, model.span);
+  if (rest > near * model.span) kinds.push(["between actions", rest]);
+  return [
+    tag("h3", `Critical path: ${number(most)} of ${time(model.span, model.unit)} on rank ${rank}`),
+    tag("p", ranks.map(([rank, each]) => `${number(each)} on rank ${rank}`).join(", ")),
+    tag("p", kinds.map(([name, each]) => `${name} ${number(each)}`).join(", ")),
+    tag("p", `It is outlined. ${free} of ${model.count} actions have no slack: if one took longer, so would the step.`),
+  ];
 }
 
 function explainAction(timeline, place) {
@@ -284,6 +310,7 @@ function setLook(name, value) {
     button.setAttribute("aria-pressed", String(Boolean(value)));
   if (name === "colour") document.getElementById("colour").value = value;
   if (timelines.length) legend();
+  if (name === "critical") explain();
   redraw();
   hooks.keep?.();
 }
@@ -329,30 +356,17 @@ function legend() {
   const crowded = timelines.some((each) => each.crowded || each.rows[0].band)
     ? "share of time, where bars are thinner than two pixels"
     : "";
-  const path = look.critical && pathOf(timelines[0].model),
-    colours = document.getElementById("colour");
+  const colours = document.getElementById("colour");
   colours.disabled = timelines.every((each) => each.crowded || each.rows[0].band);
   colours.title = colours.disabled ? "bars are thinner than two pixels: zoom in" : "";
   keepFocus(place, () =>
     place.replaceChildren(
       ...kinds,
       ...idle,
-      tag("small", [notes[look.colour], crowded, path].filter(Boolean).join("; ")),
+      tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")),
       ...scale(),
     ),
   );
-}
-
-// Whose time the critical path is: "critical path: 24 of 33 on rank 3, 9 on rank 2".
-function pathOf(model) {
-  const shares = new Map();
-  for (const place of model.critical) {
-    const rank = model.rank[place];
-    shares.set(rank, (shares.get(rank) ?? 0) + model.end[place] - model.start[place]);
-  }
-  const [first, ...others] = [...shares].sort((a, b) => b[1] - a[1]).slice(0, 3);
-  const rest = others.map(([rank, each]) => `, ${number(each)} on rank ${rank}`).join("");
-  return first ? `critical path: ${number(first[1])} of ${number(model.span)} on rank ${first[0]}${rest}` : "";
 }
 
 // Search: an action, F3, mb 3, rank 2, stage 1, idle > 3.
@@ -574,7 +588,7 @@ function key(event) {
     Enter: () => timeline.hovered && select(timeline, timeline.hovered),
     Escape: () => {
       search((find.value = ""));
-      select(timeline, null);
+      deselect();
     },
   };
   const act = keys[event.key];

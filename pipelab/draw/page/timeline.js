@@ -255,7 +255,7 @@ class Timeline {
   opacity(place, model = this.model) {
     if (look.now !== null && model.start[place] >= look.now) return 0.2;
     if (look.hidden.has(KINDS[model.kind[place]]) || look.hidden.has(`rank ${model.rank[place]}`)) return 0.15;
-    if (look.critical && model.slack[place] > near * model.span) return 0.25;
+    if (look.critical && !model.critical.has(place)) return model.slack[place] > near * model.span ? 0.15 : 0.4;
     if (look.lit !== null && look.lit !== undefined && model.microbatch[place] !== look.lit) return 0.25;
     return 1;
   }
@@ -346,8 +346,13 @@ class Timeline {
       for (const idle of this.shut(rank) ? [] : model.idleIn(rank, from, to)) {
         if (look.now !== null && idle.start >= look.now) continue;
         const box = this.box(idle.start, idle.end, rank, 0),
-          gap = GAPS[idle.reason];
-        painter.gap(box, gap, { class: "idle", "data-idle": `${rank}:${idle.start}` });
+          gap = GAPS[idle.reason],
+          marks = { class: "idle", "data-idle": `${rank}:${idle.start}` };
+        if (look.critical) {
+          painter.rect(box, "--idle", 1, marks);
+          continue;
+        }
+        painter.gap(box, gap, marks);
         if (box.width <= 24 || this.lane < 20) continue;
         const visible = Math.min(box.x + box.width, right) - Math.max(box.x, 0),
           text = model.words(idle).find((each) => wide(each) + 6 <= visible);
@@ -536,6 +541,7 @@ class Timeline {
     if (range) return box({ range }, "range");
     if (!this.chosen) {
       // Without a click: what the longest idle time waits for.
+      if (look.critical) return this.path();
       const wait = !this.crowded && look.now === null && look.view === "stack" && this.model.longestWait;
       if (wait && !this.shut(wait[0].rank)) this.arrow(wait[1], wait[2], "needs first", this.boxOf({ idle: wait[0] }));
       return;
@@ -560,6 +566,16 @@ class Timeline {
       }
     }
     box(this.chosen, "chosen");
+  }
+
+  // From each action of the critical path to the next on another rank.
+  path() {
+    const { critical, rank } = this.model;
+    let before = -1;
+    for (const place of this.crowded ? [] : critical) {
+      if (before >= 0 && rank[before] !== rank[place]) this.arrow(before, place, "path");
+      before = place;
+    }
   }
 
   linked(places) {

@@ -24,6 +24,7 @@ from mkdocs.structure.files import File, Files
 import pipelab
 from pipelab.draw.bars import shapes
 from pipelab.draw.page.page import comparison_page, frame, page
+from pipelab.draw.wording import NAMES
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -33,24 +34,6 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 RANKS, MICROBATCHES = 4, 8
-NAMES = {
-    "naive": "Naive",
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "eager-1f1b": "Eager 1F1B",
-    "delayed": "Delayed backward",
-    "interleaved-1f1b": "Interleaved 1F1B",
-    "looped-bfs": "Looped BFS",
-    "zb-h1": "ZB-H1",
-    "zb-h2": "ZB-H2",
-    "interleaved-zb": "Interleaved zero bubble",
-    "zbv": "ZB-V",
-    "dualpipev": "DualPipeV",
-    "dualpipe": "DualPipe",
-    "greedy": "Greedy",
-}
-"""What papers call a schedule; one that is not listed has its class's name."""
-
 TOOLTIPS = ("bubble", "critical path", "latency", "makespan", "own span", "peak activations", "rendezvous", "straggler")
 """Words of the glossary that answer the pointer on every page. Rank, stage and micro-batch are in every line."""
 
@@ -71,7 +54,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def title(name: str) -> str:
-    return NAMES.get(name, pipelab.schedules[name].__name__)
+    kind = pipelab.schedules[name].__name__
+    return NAMES.get(kind, kind)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

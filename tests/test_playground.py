@@ -58,12 +58,12 @@ def test_the_last_schedule_class_is_drawn_with_the_settings():
 @pytest.mark.parametrize(
     ("code", "sets", "words"),
     [
-        ("import pipelab\npipelab.ZBH1", "nothing", "ZBH1(ranks=4, microbatches=8)"),
-        ("import pipelab\npipelab.GPipe(2, 3)", "sizes", "GPipe(ranks=2, microbatches=3)"),
+        ("import pipelab\npipelab.ZBH1", "nothing", "ZB-H1 · 4 ranks, 8 micro-batches"),
+        ("import pipelab\npipelab.GPipe(2, 3)", "sizes", "GPipe · 2 ranks, 3 micro-batches"),
         (
             "import pipelab\nt = pipelab.simulate(pipelab.GPipe(2, 3))\nprint(1)",
             "all",
-            "GPipe(ranks=2, microbatches=3)",
+            "GPipe · 2 ranks, 3 micro-batches",
         ),
         ("import pipelab as p\np.compare(*(p.simulate(k(2, 2)) for k in (p.GPipe, p.Naive)))", "all", "2 traces"),
     ],
@@ -226,14 +226,14 @@ def test_without_npm_the_rest_is_there_with_the_reason(monkeypatch, tmp_path):
 @pytest.mark.npm
 def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     tab = opened("index.html")
-    shows(tab, "MySchedule(ranks=4, microbatches=8), simulated")  # before Python is there
+    shows(tab, "MySchedule · 4 ranks, 8 micro-batches, simulated")  # before Python is there
     tab.locator("#pg-code").fill("x = 1")
     wait_until(tab, "document.getElementById('pg-state').value.includes('until this code runs')")
     tab.locator("#pg-reset").click()
     wait_until(tab, "document.getElementById('pg-state').value === ''")
     python_runs(tab)
     tab.locator("[name=ranks]").fill("3")
-    shows(tab, "MySchedule(ranks=3, microbatches=8), simulated")
+    shows(tab, "MySchedule · 3 ranks, 8 micro-batches, simulated")
     tab.locator("[name=ranks]").fill("4")
     tab.locator("#pg-code").fill(DEADLOCK)
     wait_until(tab, "!document.querySelector('.pg-fault').hidden")
@@ -247,7 +247,7 @@ def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     tab.locator("#pg-code").fill("while True: pass")
     wait_until(tab, "document.querySelector('.pg-fault').textContent.includes('was stopped after 2 s')")
     tab.locator("#pg-code").fill("import pipelab\npipelab.ZBH1")
-    shows(tab, "ZBH1(ranks=4, microbatches=8), simulated")
+    shows(tab, "ZB-H1 · 4 ranks, 8 micro-batches, simulated")
     assert tab.locator("[name=weight_grad]").is_visible()
     assert tab.title() == "playground"
 
@@ -258,7 +258,7 @@ def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
     python_runs(tab)
     tab.locator("#pg-code").fill(MINE)
     tab.locator("[name=microbatches]").fill("5")
-    shows(tab, "MySchedule(ranks=4, microbatches=5), simulated")
+    shows(tab, "MySchedule · 4 ranks, 5 micro-batches, simulated")
     tab.evaluate("document.querySelector('.pg-frame').contentWindow.restore('#v=1&s=0:1B3.1')")
     tab.locator("#pg-share").click()
     wait_until(tab, "document.getElementById('pg-state').value.includes('link')")
@@ -274,7 +274,7 @@ def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
     wide = "document.documentElement.scrollWidth"
     assert tab.evaluate(wide) == 390
     python_runs(tab)
-    shows(tab, "MySchedule(ranks=4, microbatches=5), simulated")
+    shows(tab, "MySchedule · 4 ranks, 5 micro-batches, simulated")
     wait_until(tab, f"{FRAME}.querySelector('#panel h3')?.textContent === '1B3'")
     assert tab.evaluate(wide) == 390
     tab.locator("#pg-code").fill(DEADLOCK)
@@ -290,11 +290,11 @@ def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
     for bad in ("code=%3Cimg%3E", "code=AAAA", f"schedule={HOSTILE}", "ranks=-1&cap=x&v=1&s=<img>&code"):
         tab.goto("about:blank")
         opened(f"index.html#{bad}")
-        shows(tab, "MySchedule(ranks=4, microbatches=8), simulated")
+        shows(tab, "MySchedule · 4 ranks, 8 micro-batches, simulated")
         assert tab.locator("img").count() == 0
     tab.goto("about:blank")
     opened("index.html#schedule=zb-h1&ranks=4")
-    shows(tab, "ZBH1(ranks=4, microbatches=8), simulated")
+    shows(tab, "ZB-H1 · 4 ranks, 8 micro-batches, simulated")
     assert tab.locator("#pg-schedule").input_value() == "zb-h1"
 
 
@@ -303,7 +303,7 @@ def test_a_site_without_python_says_why_beside_the_picture(opened):
     tab = opened("bare.html")
     tab.route("**/engine.json", lambda route: route.fulfill(json={"reason": "npm is not installed"}))
     opened("index.html#schedule=gpipe")
-    shows(tab, "GPipe(ranks=4, microbatches=8), simulated")
+    shows(tab, "GPipe · 4 ranks, 8 micro-batches, simulated")
     wait_until(tab, "document.getElementById('pg-state').value === 'npm is not installed'")
     assert tab.locator("#pg-load").is_disabled()
 

@@ -446,7 +446,7 @@ def test_a_schedule_shows_its_own_parameters_that_differ_from_their_defaults():
 def test_a_notebook_shows_a_schedules_plan_or_why_there_is_none():
     shown = pipelab.OneFOneB(2, 2)._repr_html_()
     assert shown == pipelab.OneFOneB(2, 2).plan()._repr_html_()
-    assert "<b>OneFOneB(ranks=2, microbatches=2)</b>\nrank 0 | <span" in shown
+    assert "<b>1F1B · 2 ranks, 2 micro-batches</b>\nrank 0 | <span" in shown
     assert "1 fault in DualPipe(ranks=3, microbatches=2)" in pipelab.DualPipe(3, 2)._repr_html_()
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.draw.wording import number
-from pipelab.errors import clean
 from pipelab.trace.diff import PARTS, diff, why_not
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def sentence(found: Diff) -> str:
         >>> sentence(pipelab.diff(one, one, names=["again", "once"]))
         'once takes as long as again (9 units)'
     """
-    before, after = (clean(name) for name in found.names)
+    before, after = map(wording.called, found.names)
     longest = max(found.before.makespan, found.after.makespan)
     if "measured" in (found.before.source, found.after.source) and 0 < abs(found.longer) < _NOISE * longest:
         return f"{after} takes as long as {before}, within {wording.percent(_NOISE)} ({wording.span(found.after)})"

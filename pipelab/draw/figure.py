@@ -241,7 +241,7 @@ def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None)
         >>> import pipelab
         >>> axes = plot(pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)))
         >>> print(axes.get_title(loc="left"))
-        OneFOneB(ranks=4, microbatches=8), simulated, F = 1, B = 2
+        1F1B · 4 ranks, 8 micro-batches, simulated, F = 1, B = 2
         makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1
         >>> axes.get_xlabel()
         'time (units)'
@@ -287,8 +287,8 @@ def plot_comparison(comparison: Comparison) -> Figure:
     longest = max(trace.makespan for trace in comparison.traces)
     for trace, name, ax in zip(comparison.traces, comparison.names, axes, strict=True):
         until = longest if comparison.shares_axis else trace.makespan
-        draw(trace, ax, wording.headline(trace, name), until)
-    figure.set_label(f"Comparison of {', '.join(comparison.names)}")
+        draw(trace, ax, wording.called(name), until)
+    figure.set_label(f"Comparison of {', '.join(map(wording.called, comparison.names))}")
     if comparison.shares_axis:
         for ax in axes[:-1]:
             ax.set_xlabel("")

@@ -13,7 +13,7 @@ import html
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import check
-from pipelab.draw import colours, figure, order_figure, text
+from pipelab.draw import colours, figure, order_figure, text, wording
 from pipelab.draw.bars import shapes
 from pipelab.draw.order import drawings, plan_drawing, sentences
 from pipelab.draw.page import page
@@ -124,7 +124,7 @@ def _image(draw: Callable[[], str], alt: str, plain: Callable[[], str]) -> str:
 
 def trace_html(trace: Trace) -> str:
     """Return what a notebook shows of a trace."""
-    alt = f"timeline: {trace!r}"
+    alt = f"{wording.headline(trace)}: {wording.figures(trace)}"
     actions = sum(map(len, trace.starts))
     if actions > _MOST_ACTIONS:
         still = _image(lambda: figure.svg(trace), alt, lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False))
@@ -137,7 +137,7 @@ def trace_html(trace: Trace) -> str:
 
 def comparison_html(comparison: Comparison) -> str:
     """Return what a notebook shows of a comparison."""
-    alt = f"timelines of {', '.join(comparison.names)}"
+    alt = f"timelines of {', '.join(map(wording.called, comparison.names))}"
     still = _image(
         lambda: figure.comparison_svg(comparison),
         alt,
@@ -183,13 +183,13 @@ def plan_html(plan: Plan) -> str:
         source = faults_page(faults) if faults else plan_page(plan)
     except ImportError:
         return still
-    alt = str(faults).splitlines()[0] if faults else f"the rows of {plan.name}"
+    alt = str(faults).splitlines()[0] if faults else f"the rows of {wording.called(plan.name)}"
     return framed(source, alt, still, 500 if faults else 120 + 40 * min(plan.ranks, 16))
 
 
 def _rows(plan: Plan) -> str:
     """Return a plan's name and rows as coloured text; of long rows, the middle is left out."""
-    lines = [f"<b>{html.escape(clean(plan.name))}</b>"]
+    lines = [f"<b>{html.escape(wording.called(plan.name))}</b>"]
     for rank, row in enumerate(plan.rows):
         cells = [_cell(item) for item in row]
         if len(cells) > _MOST_CELLS:
@@ -211,7 +211,7 @@ def _cell(item: object) -> str:
 
 def plan_page(plan: Plan) -> str:
     """Return a page with a plan's rows as a picture."""
-    return page.document(plan.name, _section(plan_drawing(plan)))
+    return page.document(wording.called(plan.name), _section(plan_drawing(plan)))
 
 
 def faults_page(faults: Faults) -> str:

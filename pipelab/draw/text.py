@@ -12,7 +12,6 @@ from pipelab.draw import colours, wording
 from pipelab.draw.bars import Bar, Lanes
 from pipelab.draw.ruler import Ruler, gap_mark
 from pipelab.draw.wording import columns
-from pipelab.errors import clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,8 +46,8 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
 
     Example:
         >>> import pipelab
-        >>> print(timeline(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=3)), width=60, colour=False))
-        OneFOneB(ranks=2, microbatches=3), simulated: makespan 12 units, bubble 25.0 %, peak activations 2 1
+        >>> print(timeline(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=3)), width=100, colour=False))
+        1F1B · 2 ranks, 3 micro-batches, simulated: makespan 12 units, bubble 25.0 %, peak activations 2 1
         rank 0 │F0 F1 ······B0─── F2 B1─── ···B2───
         rank 1 │···F0 B0─── F1 B1─── F2 B2─── ······
                 ┬──────────────┬──────────────┬─────
@@ -115,7 +114,7 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
         ruler = common
         if not whole:  # short timelines are still drawn whole
             ruler = Ruler.at(common.scale, [lanes], room) if shared else Ruler.fit([lanes], ranks, room)
-        lines += [clean(name), *_rows(lanes, ruler, gutter, colour)]
+        lines += [wording.called(name), *_rows(lanes, ruler, gutter, colour)]
         if not whole:
             lines += [*_axis(ruler, gutter, wording.unit(lanes.trace)), ""]
     if whole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -209,7 +210,7 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
     lines = [heads]
     for row, trace in zip(comparison.rows, comparison.traces, strict=True):
         shares = [elided(row.peak_activations), percents(row.peak_share), percents(row.busy_share)]
-        lines.append([clean(row.name), span(trace), percent(row.bubble), *shares])
+        lines.append([called(row.name), span(trace), percent(row.bubble), *shares])
     if any(map(_slanted, comparison.traces)):
         own = [elided(map(number, row.spans)) for row in comparison.rows]
         lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["own spans", *own], strict=True)]
@@ -219,15 +220,47 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
     return list(map(tuple, lines))
 
 
-def headline(trace: Trace, name: str | None = None) -> str:
+NAMES = {
+    "OneFOneB": "1F1B",
+    "Eager1F1B": "Eager 1F1B",
+    "DelayedBackward": "Delayed backward",
+    "Interleaved1F1B": "Interleaved 1F1B",
+    "LoopedBFS": "Looped BFS",
+    "ZBH1": "ZB-H1",
+    "ZBH2": "ZB-H2",
+    "InterleavedZeroBubble": "Interleaved zero bubble",
+    "ZBV": "ZB-V",
+}
+"""What papers call a schedule, by its class; one that is not listed is called like its class."""
+
+
+def called(name: str) -> str:
+    """Return a name as readers know it: what papers call the schedule, and its sizes.
+
+    Example:
+        >>> called("ZBH1(ranks=4, microbatches=8), simulated"), called("Mine(ranks=1, microbatches=2, lag=3)")
+        ('ZB-H1 · 4 ranks, 8 micro-batches, simulated', 'Mine · 1 rank, 2 micro-batches, lag=3')
+    """
+    found = re.match(r"(\w+)\(ranks=(\d+), microbatches=(\d+)(, .*)?\)(?=,|$)", name := clean(name))
+    if not found:
+        return name
+    kind, ranks, microbatches, more = found.groups(default="")
+    sizes = (
+        f"{int(ranks):,} rank{'s' * (ranks != '1')}, {int(microbatches):,} micro-batch{'es' * (microbatches != '1')}"
+    )
+    more = re.sub(r"stages_per_rank=(\d+)", r"\1 stages per rank", more)
+    return f"{NAMES.get(kind, kind)} · {sizes}{more}{name[found.end() :]}"
+
+
+def headline(trace: Trace) -> str:
     """Return a trace's title: its own name or its plan's, the source of its times, and its note.
 
     Example:
         >>> import pipelab
         >>> headline(pipelab.simulate(pipelab.GPipe(4, 8)))
-        'GPipe(ranks=4, microbatches=8), simulated'
+        'GPipe · 4 ranks, 8 micro-batches, simulated'
     """
-    return clean(", ".join(filter(None, (trace.name, trace.source, trace.note))) if name is None else name)
+    return called(", ".join(filter(None, (trace.name, trace.source, trace.note))))
 
 
 def costs(trace: Trace) -> str:

@@ -146,7 +146,7 @@ def test_different_units_get_axes_of_their_own():
         (
             "GPipe(ranks=2, microbatches=2), measured on two machines, one of them with a GPU, clocks within 0.05 ms "
             "of rank 0's",
-            "GPipe(ranks=2, microbatches=2), measured on two machines, one of them … within 0.05 ms of rank 0's",
+            "GPipe · 2 ranks, 2 micro-batches, measured on two machines, one of … within 0.05 ms of rank 0's",
         ),
         ("x" * 200, f"{'x' * 70} … {'x' * 27}"),
         (f"A {'x' * 200} B", f"A {'x' * 68} … {'x' * 25} B"),
@@ -322,7 +322,8 @@ def test_a_papers_figure_has_its_whole_legend_inside(width):
 @pytest.mark.parametrize("suffix", ["svg", "pdf"])
 def test_a_figure_tells_its_title_and_its_figures_to_who_does_not_see_it(trace, suffix, tmp_path):
     written = trace.save(tmp_path / f"drawn.{suffix}", width=4).read_bytes().replace(b"\\", b"")
-    assert b"OneFOneB(ranks=4, microbatches=8), simulated, F = 1, B = 2" in written
+    title = "1F1B · 4 ranks, 8 micro-batches, simulated, F = 1, B = 2"
+    assert title.encode("utf-16-be" if suffix == "pdf" else "utf-8") in written
     assert b"makespan 33 units, bubble 27.3 %" in written
     if suffix == "svg":
         assert ET.fromstring(written).get("role") == "img"  # noqa: S314  # written above

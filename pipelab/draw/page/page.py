@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours, differences, text, wording
 from pipelab.draw.bars import Lanes
-from pipelab.errors import clean
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.ledger import MEANINGS, REASONS, WORDS
@@ -61,7 +60,7 @@ def comparison_page(comparison: Comparison, *, notebook: bool = False) -> str:
     Example:
         >>> import pipelab
         >>> both = pipelab.compare(*(pipelab.simulate(kind(2, 2)) for kind in (pipelab.GPipe, pipelab.OneFOneB)))
-        >>> "GPipe(ranks=2, microbatches=2), simulated" in comparison_page(both)
+        >>> "GPipe · 2 ranks, 2 micro-batches, simulated" in comparison_page(both)
         True
     """
     plain = text.comparison(comparison, text.PLAIN_WIDTH, colour=False)
@@ -80,7 +79,7 @@ def diff_page(found: Diff) -> str:
     comparison = compare(found.before, found.after, names=found.names)
     plain = f"{differences.text(found)}\n\n{text.comparison(comparison, text.PLAIN_WIDTH, colour=False)}"
     shown = content(comparison)
-    before, after = found.names
+    before, after = map(wording.called, found.names)
     shown["title"] = f"{after} compared with {before}"
     shown["data"]["view"] = "diff"
     return _page(shown, plain)
@@ -254,7 +253,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     lags = _lags(trace, tick)
     waited = waits(trace) if any(each.behind for each in trace.recorded) else []
     return {
-        "name": clean(name),
+        "name": wording.called(name),
         "unit": wording.unit(trace),
         "tick": tick,
         "span": round(trace.makespan / tick),

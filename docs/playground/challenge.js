@@ -132,7 +132,6 @@
       goal = level.within ?? (level.listed.length ? 0 : level.par),
       whole = Math.max(goal * 1.15, ...ends, 10) * 1.04,
       place = (time) => `${(100 * time) / whole}%`,
-      width = find(".ch-board").clientWidth,
       deepest = Math.max(1, ...ready.map((each) => each.length));
     const spread = (element, start, end, word) => {
       Object.assign(element.style, { left: place(start), width: place(end - start), background: colour(word) });
@@ -155,9 +154,7 @@
       }
       for (const [word, [home, start, end]] of board.placed)
         if (home === rank) {
-          const fits = ((end - start) / whole) * width > 6 * label(word).length,
-            bar = tag("div", fits ? label(word) : /\d+$/.exec(word)[0], { className: "ch-bar" });
-          bar.title = `${word}, ${start} to ${end}`;
+          const bar = tag("div", label(word), { className: "ch-bar", title: `${word}, ${start} to ${end}` });
           bars.append(spread(bar, start, end, word));
         }
       if (goal) {
@@ -192,6 +189,8 @@
     const foot = tag("div", "", { className: "ch-lane" });
     foot.append(tag("div", ""), axis);
     find(".ch-board").replaceChildren(...lanes, foot);
+    const narrow = [...root.querySelectorAll(".ch-bar")].filter((bar) => bar.scrollWidth > bar.clientWidth);
+    for (const bar of narrow) bar.textContent = /\d+$/.exec(bar.textContent); // a micro-batch; its colour says the kind
     if (focused !== undefined) (find(`.ch-next button[data-rank="${focused}"]`) ?? find(".ch-next button"))?.focus();
     const more = level.unit === "units" ? "" : `; ${board.score} ${level.unit}`;
     say(`${board.placed.size} placed; the latest ends at ${board.makespan}${more}`);

@@ -19,7 +19,6 @@ from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.step import StepState
-from pipelab.errors import BatchError, LossError
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
 
@@ -58,23 +57,12 @@ class Engine(ABC):
     intra_op_threads: int
     transport: Transport = "buffered"
 
-    def agree(
-        self,
-        call: str,  # noqa: ARG002 - one process needs to compare nothing
-        parts: Sequence[Part],  # noqa: ARG002
-        caller: CallerContext,  # noqa: ARG002
-        error: BatchError | LossError | None,
-    ) -> None:
-        """Compare a call with the other processes' calls, and complete the parts of the batch that are not here.
-
-        Raises:
-            BatchError: if the processes make other calls, or have other batches.
-            LossError: with `BatchError`, what is wrong with the batch of any process: all processes raise it.
-        """
-        if error is not None:
+    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext) -> None:  # noqa: ARG002 - one process
+        """Compare a call with the other processes', and complete the parts of its batch; all raise what is wrong."""
+        for error in filter(None, (part.error for part in parts)):
             raise error
 
-    def share_batch(self, x: Any, y: Any) -> tuple[Any, Any]:
+    def share_batch(self, x: Any, y: Any) -> Sequence[Any]:
         """Return inputs and targets, from other processes where this one was given none."""
         return x, y
 

@@ -206,8 +206,8 @@ class Pipeline:
 
     def run(self, x: Any, y: Any, only: int | None = None, scale: float = 1.0) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other micro-batch's loss counts."""
-        (inputs, targets), error = self._cut({"x": x, "y": y}, only)
-        with self._alone("step(x, y)", [inputs, targets], error) as caller:
+        inputs, targets = self._cut(x, y, only)
+        with self._alone("step(x, y)", inputs, targets) as caller:
             loss = Loss(self.loss_fn, targets.pieces, targets.weights, scale)
             return self.engine.run(inputs.pieces, loss, caller, watch_nan=self.watch_nan), loss
 
@@ -224,47 +224,39 @@ class Pipeline:
             SplitError: likewise.
             StageError: if a stage raised.
         """
-        (inputs,), error = self._cut({"x": x})
-        with self._alone("forward(x)", [inputs], error) as caller:
+        inputs, _ = self._cut(x, None)
+        with self._alone("forward(x)", inputs) as caller:
             state = self.engine.run(inputs.pieces, None, caller)
         return join(state.outputs)
 
-    def _cut(
-        self, batch: Mapping[str, Any], only: int | None = None
-    ) -> tuple[list[Part], BatchError | LossError | None]:
-        """Cut what this process was given of a batch into micro-batches; return what is wrong with it, too."""
+    def _cut(self, x: Any, y: Any, only: int | None = None) -> tuple[Part, Part]:
+        """Cut what this process was given of a batch into micro-batches, and weigh their losses."""
         self.stages.require_same_parts()
         self.stages.require_no_lost_hooks()
-        parts = [Part(name, value is not None) for name, value in batch.items()]
-        for part, needed, stage in zip(parts, (self.is_first, self.is_last), ("first", "last"), strict=False):
+        inputs, targets = Part("x", x is not None), Part("y", y is not None)
+        for part, value, needed, end in ((inputs, x, self.is_first, "first"), (targets, y, self.is_last, "last")):
             if needed and not part.here:
-                return parts, BatchError(
-                    f"{part.name} is missing in this process, which holds the {stage} stage\n"
-                    f"  try: pipe.step(x, y); a process may leave {part.name} out where pipe.is_{stage} is False"
+                part.error = BatchError(
+                    f"{part.name} is missing in this process, which holds the {end} stage\n"
+                    f"  try: pipe.step(x, y); a process may leave {part.name} out where pipe.is_{end} is False"
                 )
-        try:
-            for part in parts:
+            try:
                 if part.here:
-                    value = batch[part.name]
                     part.pieces = split_batch(value, row_counts(rows_of(value, part.name), self.plan.microbatches))
-            _require_same_rows([part for part in parts if part.here])
-            if len(parts) > 1 and parts[1].here:
-                self._weigh(parts[1], only)
-        except (BatchError, LossError) as error:
-            return parts, error
-        return parts, None
-
-    def _weigh(self, targets: Part, only: int | None) -> None:
-        """Set the weights of the micro-batches' losses; with `only`, of all others to zero."""
-        of_loss = (self.loss_fn, self.reduction, targets.pieces, targets.counts)
-        targets.weights = weights_of(self.reduction, targets.counts, targets.pieces)
+                if part is targets and part.here:
+                    _require_same_rows([inputs, targets])
+                    targets.weights = weights_of(self.reduction, targets.counts, targets.pieces)
+                    weighed = (self.loss_fn, self.reduction, targets.pieces, targets.counts)
+                    warn_of_ignored(*weighed)
+                    require_even_targets(*weighed)
+            except (BatchError, LossError) as error:
+                part.error = error
         if only is not None:
             targets.weights = [weight if m == only else 0.0 for m, weight in enumerate(targets.weights)]
-        warn_of_ignored(*of_loss)
-        require_even_targets(*of_loss)
+        return inputs, targets
 
     @contextmanager
-    def _alone(self, call: str, parts: Sequence[Part], error: BatchError | LossError | None) -> Iterator[CallerContext]:
+    def _alone(self, call: str, *parts: Part) -> Iterator[CallerContext]:
         """Return a context in which no other thread runs micro-batches, nor a signal handler of this one.
 
         All processes have agreed on the call and the batch, and the stages are ready for it.
@@ -278,7 +270,7 @@ class Pipeline:
             try:
                 self._running = True
                 caller = self.caller()
-                self.engine.agree(call, parts, caller, error)
+                self.engine.agree(call, parts, caller)
                 _require_same_rows(parts)
                 modules = self.stages.ready(parts[0].pieces, parts[0].counts)
                 with self.engine.runners.running(modules, learning=len(parts) > 1):
@@ -474,6 +466,6 @@ class Pipeline:
 
 
 def _require_same_rows(parts: Sequence[Part]) -> None:
-    rows = [sum(part.counts) for part in parts]
+    rows = [sum(part.counts) for part in parts if part.pieces]
     if len(set(rows)) > 1:
         raise BatchError(f"x has {rows[0]} rows and y has {rows[1]}: every row of x needs a target")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from operator import is_
@@ -19,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from pipelab.engine.model.arguments import in_order, require_like, shapes_of
 from pipelab.engine.model.traced import TRACED, TracedStages, move
-from pipelab.engine.model.unmade import Layer, UnmadeLayers, make, room_for, unmade
+from pipelab.engine.model.unmade import Layer, UnmadeLayers, make, unmade
 from pipelab.engine.stage.pytree import map_tensors, opened, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, unchanged
 from pipelab.errors import SplitError, require_size
@@ -99,25 +98,12 @@ class Stages:
         refuse_shared(self.modules, model, TRACED if self.is_traced else None)
         self.require_no_lost_hooks()
         self._parts = [(what, prefix, now, dict(now)) for what, prefix, now in self._parts_of_its_own()]
-        self.is_unmade = bool(unmade([model]))
 
     def make(self, stage: int) -> None:
         """Make the layers of one stage that are not made yet."""
-        if self.is_unmade:
-            names = {part: name for each in (self.model, self.named) for name, part in each.named_modules()}
-            make(self.modules[stage], self.model, names, self.modules)
-            self._know_parts()
-
-    @contextmanager
-    def all_in_memory(self) -> Iterator[None]:
-        """Return a context in which all stages have memory; what is not made in this process has any numbers."""
-        with room_for([self.model, *self.modules]):
-            self._know_parts()
-            yield
-        self._know_parts()
-
-    def _know_parts(self) -> None:
-        self._parts = [(what, prefix, now, dict(now)) for what, prefix, now, _ in self._parts]
+        if unmade([self.modules[stage]]):
+            make(self.modules[stage], self.model, self.named)
+            self._parts = [(what, prefix, now, dict(now)) for what, prefix, now, _ in self._parts]
 
     def name_after(self, named: nn.Module) -> None:
         """Use the names of the model of whose layers and parameters the stages are made.
@@ -151,10 +137,7 @@ class Stages:
         self._parts += [(what, prefix, now, dict(now)) for what, prefix, now in _parts_of(named)]
 
     def place(self, devices: Sequence[torch.device]) -> None:
-        """Make every stage and move it to its device; parameters that are made stay the same objects.
-
-        A parameter of several stages is on the first's device.
-        """
+        """Make and move every stage; parameters stay the same objects. One of several stages is on the first's."""
         for stage, device in reversed(list(enumerate(devices))):
             self.make(stage)
             self.place_stage(stage, device)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from pipelab.engine.stage.pytree import rebuild, take_apart, tensors_of
-from pipelab.errors import BatchError
+from pipelab.errors import BatchError, LossError
 from pipelab.plan.fault import shorten
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | torch.Tensor]
@@ -28,6 +28,7 @@ class Part:
             processes have agreed on the batch.
         weights: of the targets, the weight of each micro-batch's loss.
         words: a description, by which processes compare them.
+        error: what is wrong with them in this process.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Part:
     pieces: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     words: str = ""
+    error: BatchError | LossError | None = None
 
     @property
     def counts(self) -> list[int]:

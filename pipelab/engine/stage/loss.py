@@ -176,7 +176,7 @@ def warn_of_ignored(
             "weighs micro-batches by rows, gives other gradients than the whole batch\n"
             f"  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of target[:, 1:] if your "
             "loss shifts them; or reduction=len, if it averages over rows",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,80 +17,63 @@ import torch.distributed as dist
 
 from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.pytree import described, map_tensors, take_apart, tensors_of
-from pipelab.errors import BatchError, LossError
+from pipelab.errors import BatchError
 
 _SAMPLE = 16
 """How many numbers of a row, or of a parameter, are looked at: another seed changes them all."""
 
 
-Wrong = BatchError | LossError
-
-
-def agree(
-    group: dist.ProcessGroup,
-    call: str,
-    about: str,
-    parts: Sequence[Part] = (),
-    aside: int = 0,
-    error: Wrong | None = None,
-) -> list[int]:
+def agree(group: dist.ProcessGroup, call: str, about: str, parts: Sequence[Part] = (), aside: int = 0) -> list[int]:
     """Return every process's `aside`, once all have made the same call with the same batch.
 
     Args:
         group: all processes.
         call: the call of this process, such as `"step(x, y)"`.
         about: modes and the like, joined by "; ".
-        parts: the inputs, and the targets of a step. One that is not here may be another step's, whose shapes it is
-            likely to have; it gets those that it has in the processes that were given it.
+        parts: the inputs, and the targets of a step. One that is not here may be an earlier step's: it becomes the one
+            of the processes that were given it.
         aside: a number for the other processes.
-        error: what is wrong with the batch of this process.
 
     Raises:
-        BatchError: if the processes differ; all of them raise it.
-        LossError: the lowest rank's `error`, or `BatchError` alike: all raise it.
+        BatchError: if the processes differ, or the error of any part: all of them raise it.
     """
-    padded = [*parts, *[Part("", here=False)] * (2 - len(parts))]
-    texts = (f"{call} {error or ''}", about, *(part.words for part in padded))
-    samples = [_number(sample_of(part.pieces)) | 1 if part.here and part.pieces else 0 for part in padded]
+    two = [*parts, *[Part("", here=False)] * (2 - len(parts))]
+    error = next(filter(None, (part.error for part in parts)), None)
+    texts = (f"{call} {error or ''}", about, *(part.words for part in two))
+    samples = [_number(sample_of(part.pieces)) | 1 if part.here and part.pieces else 0 for part in two]
     every = gathered(torch.tensor([*(_number(text.encode()) for text in texts), *samples, aside]), group)
-    several = any(len(set(column) - {0}) > 1 for column in every[:, 4:6].T.tolist())
-    if several or bool((every[:, :4] != every[0, :4]).any()):
-        _compare(group, [call, *about.split("; ")], padded, error, every)
+    columns: list[list[int]] = every.T.tolist()
+    if any(len(set(each)) > 1 for each in columns[:4]) or any(len(set(each) - {0}) > 1 for each in columns[4:6]):
+        _compare(group, [call, *about.split("; ")], two, columns[4:6])
     if error is not None:
         raise error
-    return [int(number) for number in every[:, 6]]
+    return columns[6]
 
 
-def _compare(
-    group: dist.ProcessGroup, head: list[str], parts: Sequence[Part], error: Wrong | None, every: torch.Tensor
-) -> None:
+def _compare(group: dist.ProcessGroup, head: list[str], parts: Sequence[Part], samples: list[list[int]]) -> None:
     """Raise what is wrong, or how the processes differ; if they do not, complete the parts that are not here."""
-    given = [(part.words, list(map(_shapes, part.pieces)), part.weights) if part.here else None for part in parts]
-    rows: list[Any] = [None] * len(every)
-    dist.all_gather_object(rows, (head, given, error and (isinstance(error, LossError), str(error))), group=group)
-    for rank, (*_, wrong) in enumerate(rows):
-        if wrong is not None:
-            raise (LossError if wrong[0] else BatchError)(f"rank {rank}: {wrong[1]}")
+    given = [(part.words, _on("meta", part.pieces), part.weights) if part.here else None for part in parts]
+    wrong = [(type(part.error), str(part.error)) for part in parts if part.error is not None]
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, (head, given, wrong), group=group)
+    for rank, (*_, errors) in enumerate(rows):
+        for kind, message in errors:
+            raise kind(f"rank {rank}: {message}")
     agreed = [next(filter(None, column), None) for column in zip(*(its for _, its, _ in rows), strict=True)]
-    calls = [
-        [*theirs, *(part[0] for part in (one or other for one, other in zip(its, agreed, strict=True)) if part)]
-        for theirs, its, _ in rows
-    ]
-    for samples in every[:, 4:6].T.tolist():
-        if any(call != calls[0] for call in calls) or len(set(samples) - {0}) > 1:
-            raise BatchError(_difference(calls, samples))
+    words = [[one or other for one, other in zip(its, agreed, strict=True)] for _, its, _ in rows]
+    calls = [[*theirs, *(part[0] for part in its if part)] for (theirs, *_), its in zip(rows, words, strict=True)]
+    for each in samples:
+        if any(call != calls[0] for call in calls) or len(set(each) - {0}) > 1:
+            raise BatchError(_difference(calls, each))
     for part, found in zip(parts, agreed, strict=True):
         if not part.here and found is not None:
-            part.words, part.pieces, part.weights = found[0], list(map(_empty, found[1])), found[2]
+            part.words, part.pieces, part.weights = found[0], _on("cpu", found[1]), found[2]
 
 
-def _shapes(piece: Any) -> Any:
-    """Return a micro-batch without its numbers."""
-    return map_tensors(lambda each: torch.empty_like(each, device="meta", requires_grad=each.requires_grad), piece)
-
-
-def _empty(piece: Any) -> Any:
-    return map_tensors(lambda each: torch.empty_like(each, device="cpu", requires_grad=each.requires_grad), piece)
+def _on(device: str, pieces: list[Any]) -> list[Any]:
+    """Return micro-batches of the same shapes, with any numbers, or none on the device "meta"."""
+    like = partial(torch.empty_like, device=device)
+    return [map_tensors(lambda each: like(each, requires_grad=each.requires_grad), piece) for piece in pieces]
 
 
 def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

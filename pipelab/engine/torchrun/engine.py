@@ -22,6 +22,7 @@ from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.device.streams import begin, finish, rank_streams
 from pipelab.engine.engine import Engine, Settings
 from pipelab.engine.model.split import Stages
+from pipelab.engine.model.unmade import room_for
 from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
@@ -30,7 +31,7 @@ from pipelab.engine.stage.replicas import Runners, refuse_lost_hooks
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.tied import accumulate
 from pipelab.engine.step import RankState, StepState, describe
-from pipelab.engine.torchrun.agreement import Wrong, agree, describe_batch, gathered
+from pipelab.engine.torchrun.agreement import agree, describe_batch, gathered
 from pipelab.engine.torchrun.groups import Connections, PipelineReplica, broadcast, holders_of
 from pipelab.engine.torchrun.messages import ValueMeta, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
@@ -95,7 +96,7 @@ class TorchEngine(Engine):
         self._call = "begin"
         self._status = Status(self._describe, self._progress, self._peer, lambda: self._computing)
 
-    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, error: Wrong | None) -> None:
+    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext) -> None:
         """Compare this process's call and batch with the others'; set the clocks again after a while."""
         for part in parts:
             if part.here:
@@ -108,7 +109,7 @@ class TorchEngine(Engine):
         old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
 
         def work() -> None:
-            if agree(self.group, call, about, parts, int(old), error)[0]:
+            if agree(self.group, call, about, parts, int(old))[0]:
                 self._clock = set_clocks(self.group)
 
         self.attend(work, call)
@@ -134,22 +135,22 @@ class TorchEngine(Engine):
         finish([self._stream], [state.outputs, [] if loss is None else loss.values])
         return state
 
-    def share_batch(self, x: Any, y: Any) -> tuple[Any, Any]:
+    def share_batch(self, x: Any, y: Any) -> Sequence[Any]:
         """Return inputs and targets, from other processes where this one was given none."""
+
+        def share(value: Any) -> Any:
+            here = gathered(torch.tensor(value is not None), self.group).tolist()
+            box = [to_bytes(value)]
+            if any(here) and not all(here):
+                dist.broadcast_object_list(box, group=self.group, group_src=here.index(True))
+            return from_bytes(box[0]) if value is None else value
 
         def work() -> list[Any]:
             agree(self.group, "verify(x, y)", "shares the batch")
-            values = [x, y]
-            for index, value in enumerate(values):
-                here = gathered(torch.tensor(value is not None), self.group).tolist()
-                if any(here) and not all(here):
-                    box = [to_bytes(value)]
-                    dist.broadcast_object_list(box, group=self.group, group_src=here.index(True))
-                    values[index] = from_bytes(box[0]) if value is None else value
-            return values
+            return [share(x), share(y)]
 
-        first, second = self.attend(work, "verify(x, y)")
-        return first, second
+        found: list[Any] = self.attend(work, "verify(x, y)")
+        return found
 
     def attend(self, work: Callable[[], Any], call: str) -> Any:
         """Run work that communicates, supervised; return its result."""
@@ -301,7 +302,7 @@ class TorchEngine(Engine):
     @contextmanager
     def full_state(self, call: str = "state_dict()") -> Iterator[None]:
         """Return a context in which this process has every stage's parameters and buffers."""
-        with self.stages.all_in_memory():
+        with room_for(self.stages.modules):
             self._gather(_gather_state, call)
             yield
 

@@ -178,6 +178,38 @@ def test_what_teachers_read_about_transfers_and_other_orders_holds():
     assert "only order" in four.note
 
 
+def greedy(name, **more):
+    each = level(name)
+    return pipelab.Greedy(each.ranks, each.microbatches, memory_cap=each.cap, cost=each.cost, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "makespan", "peak", "said"),
+    [
+        ("light", pipelab.OneFOneB(4, 5), 39, 4, "1F1B takes 39. It holds four"),
+        ("slow", pipelab.OneFOneB(4, 4), 31, 4, "1F1B takes 31"),
+        ("two", greedy("two"), 44, 2, "that takes 44"),
+        ("far", pipelab.OneFOneB(4, 6), 33, 4, "1F1B takes 33"),
+        ("three", greedy("three"), 35, 3, "that takes 35"),
+        ("three", pipelab.OneFOneB(4, 5), 30, 4, "1F1B would hold four"),
+        ("around-in-three", greedy("around-in-three", stages_per_rank=2), 16.5, 3, "that takes 16.5"),
+        ("around-in-three", pipelab.Interleaved1F1B(2, 4), 13.5, 5, "holds five"),
+        ("no-bubble", greedy("no-bubble", split=True), 20, 4, "that takes 20"),
+        ("no-bubble", pipelab.ZBH2(3, 5), 18, 5, "holds five"),
+    ],
+)
+def test_what_a_level_says_of_known_orders_holds(name, schedule, makespan, peak, said):
+    trace = pipelab.simulate(schedule, level(name).cost)
+    assert (trace.makespan, max(trace.peak_activations)) == (makespan, peak)
+    assert said in " ".join([level(name).story, *level(name).hints])
+
+
+def test_a_queue_costs_two_units():
+    queue = level("queue")
+    assert pipelab.optimum(pipelab.Interleaved1F1B(2, 3), queue.cost, memory_cap=queue.cap).makespan == 25
+    assert "25 units" in queue.story
+
+
 def test_levels_have_numbers_and_names():
     assert level("1") is LEVELS[0]
     for unknown in ("0", "16", "nine"):

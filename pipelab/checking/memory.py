@@ -102,20 +102,20 @@ class Memory:
         codes, stages = bound.codes, bound.codes.stages
         gradients, activations = self._of("gradients", stages), self._of("activations", stages)
         leaves = activations if self.for_weight_grad is None else self._of("for_weight_grad", stages)
-        without_gradients = set(range(stages))
+        without_gradients, usual = set(range(stages)), dict[tuple[str, int], Change]()
         for code in bound.rows[rank]:
+            kind = codes.kind[code], codes.stage[code]
+            if kind in usual:
+                yield usual[kind]
+                continue
             traits, stage = codes.traits(code), codes.stage[code]
             sizes = {"": 0, "activations": activations[stage], "for_weight_grad": leaves[stage]}
             more = sizes[traits.holds] - sizes[traits.releases]
+            outputs = int(self.outputs) if traits.forward and stage == stages - 1 else 0
+            usual[kind] = Change(0, max(0, more), outputs, max(0, -more))
             first = "gw(m,s)" in traits.gives and stage in without_gradients
-            if first:
-                without_gradients.remove(stage)
-            yield Change(
-                gradients=gradients[stage] if first else 0,
-                activations=max(0, more),
-                outputs=int(self.outputs) if traits.forward and stage == stages - 1 else 0,
-                freed=max(0, -more),
-            )
+            without_gradients -= {stage} if first else set()
+            yield usual[kind]._replace(gradients=gradients[stage]) if first else usual[kind]
 
     def held(self, bound: BoundPlan, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many bytes the rank holds while it runs."""

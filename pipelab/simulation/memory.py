@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.checking.memory import Memory
@@ -17,6 +18,7 @@ from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
     from pipelab.draw.table import Table
+    from pipelab.plan.codes import Codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,44 @@ class Held:
         return self.weights + self.gradients + self.optimizer + self.activations + self.outputs
 
 
+class Curve(Sequence[Held]):
+    """What a rank holds after each change, as columns of numbers: a `Held` of each would take ten times the memory."""
+
+    def __init__(self, codes: Codes, start: float, weights: int, optimizer: int) -> None:
+        """Begin with what is there before the step."""
+        self._codes, self._weights, self._optimizer = codes, weights, optimizer
+        self._times, self._by = array("d", [start]), array("q", [-1])
+        self._gradients, self._activations, self._outputs = (array("q", [0]) for _ in range(3))
+
+    def append(self, time: float, code: int, gradients: int, activations: int, outputs: int) -> None:
+        """Add what is held after a change."""
+        self._times.append(time)
+        self._by.append(code)
+        self._gradients.append(gradients)
+        self._activations.append(activations)
+        self._outputs.append(outputs)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    @overload
+    def __getitem__(self, at: int) -> Held: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Held, ...]: ...
+    def __getitem__(self, at: int | slice) -> Held | tuple[Held, ...]:
+        if isinstance(at, slice):
+            return tuple(self[index] for index in range(*at.indices(len(self))))
+        action = None if self._by[at] < 0 else self._codes.action(self._by[at])
+        held = self._gradients[at], self._optimizer, self._activations[at], self._outputs[at]
+        return Held(self._times[at], action, self._weights, *held)
+
+    @property
+    def at_peak(self) -> Held:
+        """What is held when it first is the most."""
+        totals = list(map(sum, zip(self._gradients, self._activations, self._outputs, strict=True)))
+        return self[totals.index(max(totals))]
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
     """How many bytes every rank holds, over the time of a trace: predicted or measured.
@@ -60,7 +100,7 @@ class MemoryUse:
     """
 
     trace: Trace
-    curves: tuple[tuple[Held, ...], ...]
+    curves: tuple[Sequence[Held], ...]
     source: str = "predicted"
     allocated: Mapping[str, int] = field(default_factory=dict)
 
@@ -72,7 +112,8 @@ class MemoryUse:
     @property
     def at_peak(self) -> tuple[Held, ...]:
         """For each rank, what it holds when it first holds the most."""
-        return tuple(max(curve, key=lambda held: held.total) for curve in self.curves)
+        most = (curve.at_peak if isinstance(curve, Curve) else max(curve, key=_total) for curve in self.curves)
+        return tuple(most)
 
     @property
     def table(self) -> Table:
@@ -129,20 +170,20 @@ def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUse:
     return MemoryUse(trace, tuple(_curve(trace, rank, memory) for rank in range(trace.ranks)))
 
 
-def _curve(trace: Trace, rank: int, memory: Memory) -> tuple[Held, ...]:
+def _curve(trace: Trace, rank: int, memory: Memory) -> Curve:
     """Return what a rank holds after each change."""
     bound = trace.plan.bound
-    changes: list[tuple[float, int, tuple[int, int, int]]] = []
-    times = zip(bound.rows[rank], trace.starts[rank], trace.ends[rank], memory.changes(bound, rank), strict=True)
-    for code, start, end, change in times:
-        changes += [(start, code, change[:3]), (end, code, (0, -change.freed, 0))]
-    changes.sort(key=lambda change: change[0])  # stable: at one time, in the row's order
-    weights, optimizer = memory.always(bound, rank)
-    curve = [Held(trace.start, None, weights, 0, optimizer, 0, 0)]
-    for time, code, more in changes:
+    times = [time for both in zip(trace.starts[rank], trace.ends[rank], strict=True) for time in both]
+    row, changes = bound.rows[rank], list(memory.changes(bound, rank))
+    curve, held = Curve(bound.codes, trace.start, *memory.always(bound, rank)), (0, 0, 0)
+    for each in sorted(range(len(times)), key=times.__getitem__):  # stable: at one time, in the row's order
+        change = changes[each >> 1]
+        more = (0, -change[3], 0) if each & 1 else change[:3]
         if any(more):
-            before = curve[-1].gradients, curve[-1].activations, curve[-1].outputs
-            gradients, activations, outputs = map(sum, zip(before, more, strict=True))
-            action = bound.codes.action(code)
-            curve.append(Held(time, action, weights, gradients, optimizer, activations, outputs))
-    return tuple(curve)
+            held = (held[0] + more[0], held[1] + more[1], held[2] + more[2])
+            curve.append(times[each], row[each >> 1], *held)
+    return curve
+
+
+def _total(held: Held) -> int:
+    return held.total

@@ -192,7 +192,7 @@
     const narrow = [...root.querySelectorAll(".ch-bar")].filter((bar) => bar.scrollWidth > bar.clientWidth);
     for (const bar of narrow) bar.textContent = /\d+$/.exec(bar.textContent); // a micro-batch; its colour says the kind
     if (focused !== undefined) (find(`.ch-next button[data-rank="${focused}"]`) ?? find(".ch-next button"))?.focus();
-    const more = level.unit === "units" ? "" : `; ${board.score} ${level.unit}`;
+    const more = level.unit === "units" ? "" : `; ${counted(board.score)}`;
     say(`${board.placed.size} placed; the latest ends at ${board.makespan}${more}`);
     valued(ready.flat().length ? null : worth(board));
   }
@@ -213,6 +213,7 @@
     return { reached, score, said: name ? `You built ${name}.` : "" };
   }
 
+  const counted = (score) => `${score} ${score === 1 ? level.unit.slice(0, -1) : level.unit}`;
   const ink = (colour) => {
     const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
     return 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#000" : "#fff";
@@ -231,7 +232,7 @@
     };
     box.className = `ch-worth ch-${reached}`;
     box.replaceChildren(
-      tag("strong", score === undefined ? words[reached] : `${score} ${level.unit}. ${words[reached]}`),
+      tag("strong", score === undefined ? words[reached] : `${counted(score)}. ${words[reached]}`),
     );
     if (reached === "par") box.append(tag("p", level.lesson));
     if (looked && score !== undefined)

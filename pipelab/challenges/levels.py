@@ -274,7 +274,7 @@ def fingerprint(plan: Plan) -> str:
     Example:
         >>> import pipelab
         >>> fingerprint(pipelab.GPipe(2, 2).plan())
-        'dda2bb6b'
+        '681c7963'
     """
     return hashlib.sha256(str(plan.rows).encode()).hexdigest()[:8]
 

@@ -9,15 +9,17 @@ Every order keeps three rules, and each one limits the makespan:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
-from itertools import pairwise
-from math import inf
+from heapq import heappop, heappush
+from itertools import accumulate, chain, pairwise, product
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.errors import CostError, require_caps
+from pipelab.plan.actions import PER_MICROBATCH
+from pipelab.plan.binding import NO_RANK
+from pipelab.plan.codes import VALUES
 from pipelab.plan.order import Link, Network, traverse, units
 from pipelab.plan.plan import Plan
 from pipelab.simulation.cost import Cost, as_cost
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from pipelab.plan.bound import BoundPlan
 
 Subject = Trace | Plan | ScheduleLike
+
+Placed = tuple[float, float, float]
+"""A job's earliest start, its time, and the shortest time after it."""
 
 Edge = tuple[int, int, float]
 """An earlier job, a later one, and the time between them."""
@@ -123,24 +128,87 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
         UsageError: if `memory_cap` is not a positive whole number, or one per rank.
         TypeError: if `plan` is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
     """
-    work = work_of(plan, cost)
-    caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
+    plan, lasts, delays, paired = _timed(plan, cost)
+    if memory_cap is None and not paired:
+        return max(map(_one_machine, _columns(plan, lasts, delays)), default=0.0)
+    work = _laid_out(plan, lasts, delays, paired)
+    caps = None if memory_cap is None else require_caps(memory_cap, plan.ranks)
     jobs, (network, lags) = work.jobs, work.network(work.edges(caps))
     times = [job.time for job in jobs]
     heads, tails = network.starts(times, lags), network.rests(times, lags)
-    best = max((head + job.time + tail for head, job, tail in zip(heads, jobs, tails, strict=True)), default=0.0)
-    on_rank: list[list[tuple[float, float, float]]] = [[] for _ in range(work.plan.ranks)]
+    on_rank: list[list[Placed]] = [[] for _ in range(plan.ranks)]
     for head, job, tail in zip(heads, jobs, tails, strict=True):
         for rank in job.ranks:
             on_rank[rank].append((head, job.time, tail))
-    best = max([best, *map(_one_machine, on_rank)])
-    if caps is None:
-        return best
-    return max(best, *(_held(work, rank, cap, heads, tails) for rank, cap in enumerate(caps)))
+    best = max(map(_one_machine, on_rank), default=0.0)
+    return best if caps is None else max(best, *(_held(work, *each, heads, tails) for each in enumerate(caps)))
+
+
+def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[list[Placed]]:
+    """Yield each rank's jobs, placed as `Work` without caps places them, but without an object for each.
+
+    A column has the jobs of one kind and stage of micro-batches that are alike. They follow one another, and each
+    follows jobs of its own micro-batch: so whole columns are computed from one another.
+    """
+    bound, codes, rank_of = plan.bound, plan.bound.codes, plan.bound.rank_of
+    reduce_of, latest = {codes.stage[code]: code for code in bound.reduces}, dict.fromkeys(bound.reduces, 0.0)
+    columns: list[list[tuple[list[float], float, list[float]]]] = [[] for _ in bound.rows]
+    for own, many in _alike(bound, lasts, delays):
+        number = {code: index for index, code in enumerate(own)}
+        follows: list[list[Link]] = [[] for _ in own]
+        for code, before in zip(own, follows, strict=True):
+            for value in codes.needs(code):
+                (giver,) = (each for each in codes.givers(value) if each in number)
+                before.append((number[giver], value if rank_of[giver] != rank_of[code] else codes.always))
+        order = Network(follows).order
+        heads, tails = ([[0.0] * many for _ in own] for _ in range(2))
+        for job in order:
+            for each, value in follows[job]:
+                ready = [head + lasts[own[each]] + delays[value] for head in heads[each]]
+                heads[job] = list(map(max, heads[job], ready))
+            heads[job] = _in_turn(heads[job], lasts[own[job]])
+            reduce = reduce_of.get(codes.stage[own[job]])
+            if reduce is not None and codes.traits(reduce).needs[0] in codes.traits(own[job]).gives:
+                latest[reduce] = max(latest[reduce], heads[job][-1] + lasts[own[job]])
+                tails[job] = [lasts[reduce]] * many
+        for job in reversed(order):
+            time = lasts[own[job]]
+            tails[job] = _in_turn(reversed(tails[job]), time)[::-1]
+            for each, value in follows[job]:
+                rests = [delays[value] + (time + tail) for tail in tails[job]]
+                tails[each] = list(map(max, tails[each], rests))
+            columns[rank_of[own[job]]].append((heads[job], time, tails[job]))
+    for rank, mine in enumerate(columns):
+        jobs = [(head, time, tail) for heads, time, tails in mine for head, tail in zip(heads, tails, strict=True)]
+        yield jobs + [(latest[code], lasts[code], 0.0) for code, ranks in bound.reduces.items() if rank in ranks]
+
+
+def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[list[int], int]]:
+    """Yield the codes of one micro-batch, and how many have the same actions, ranks and times as it."""
+    codes = bound.codes
+    kinds, values = [codes.of_kind[kind] for kind in PER_MICROBATCH], [codes.of_value(name) for name in VALUES]
+    tables = [*product((bound.rank_of, lasts), kinds), *product((delays,), values)]
+    found: dict[tuple[float, ...], list[int]] = {}
+    for first in range(0, codes.stages * codes.microbatches, codes.stages):
+        parts = (table[of.start + first : of.start + first + codes.stages] for table, of in tables)
+        found.setdefault(tuple(chain.from_iterable(parts)), []).append(first)
+    for first, *others in found.values():
+        listed = (code for kind in kinds for code in kind[first : first + codes.stages])
+        yield [code for code in listed if bound.rank_of[code] != NO_RANK], 1 + len(others)
+
+
+def _in_turn(ready: Iterable[float], time: float) -> list[float]:
+    """Return when jobs begin that are ready then, if each takes so long and waits for the one before it."""
+    return list(accumulate(ready, lambda before, own: max(before + time, own)))
 
 
 def work_of(subject: Subject, cost: Cost | None = None) -> Work:
     """Return what any order of the actions of a plan, a schedule or a trace has to do."""
+    return _laid_out(*_timed(subject, cost))
+
+
+def _timed(subject: Subject, cost: Cost | None) -> tuple[Plan, list[float], list[float], dict[int, float]]:
+    """Return the legal plan, how long its actions and values take, and its overlapped pairs in one slot."""
     paired: dict[int, float] = {}
     if isinstance(subject, Trace):
         if cost is not None:
@@ -152,10 +220,8 @@ def work_of(subject: Subject, cost: Cost | None = None) -> Work:
         lasts, delays = cost.lengths(plan)
         if plan.bound.pairs and (each := cost.pair_times(plan)) is not None:
             paired = {code: each[plan.bound.codes.slot[code]] for code in plan.bound.pairs}
-    order = require_legal(plan).order
-    if paired:
-        order = traverse(plan.bound, atomic_pairs=True).order
-    return _laid_out(plan, order, lasts, delays, paired)
+    require_legal(plan)
+    return plan, lasts, delays, paired
 
 
 def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]:
@@ -176,10 +242,9 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
     return lasts, delays, paired
 
 
-def _laid_out(
-    plan: Plan, order: Sequence[int], lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float]
-) -> Work:
+def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float]) -> Work:
     bound, codes = plan.bound, plan.bound.codes
+    order = traverse(bound, atomic_pairs=True).order if paired else require_legal(plan).order
     if not paired:  # micro-batch after micro-batch, so that lines and caps, too, lead from earlier to later jobs
         order = sorted(order, key=lambda code: (codes.collective[code], codes.microbatch[code]))
     jobs: list[Job] = []
@@ -227,30 +292,31 @@ def _lines(plan: Plan, jobs: Sequence[Job]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(found[key] for found in group) for group in alike.values() if len(group) > 1 for key in group[0])
 
 
-def _one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """Return how long a rank's jobs take at least, each given as (earliest start, time, time after it).
+def _one_machine(jobs: Sequence[Placed]) -> float:
+    """Return how long a rank's jobs take at least.
 
     Whenever a job could start, the one with the longest time after it runs, even if another one is interrupted: that is
     the best order if interruptions cost nothing.
     """
-    coming = sorted(jobs, reverse=True)
-    waiting: list[tuple[float, float]] = []  # (-time after it, what is left of it)
-    now = best = 0.0
-    while coming or waiting:
-        if not waiting:
-            now = max(now, coming[-1][0])
-        while coming and coming[-1][0] <= now:
-            _, time, tail = coming.pop()
-            heappush(waiting, (-tail, time))
-        tail, left = waiting[0]
-        interrupted = coming[-1][0] if coming else inf
-        if now + left <= interrupted:
-            heappop(waiting)
-            now += left
-            best = max(best, now - tail)
-        else:
-            heapreplace(waiting, (tail, left - (interrupted - now)))
-            now = interrupted
+    urgent = sorted((-tail, time, head) for head, time, tail in jobs)
+    left, heads = [time for _, time, _ in urgent], [head for *_, head in urgent]
+    best, now = max((head + time - rest for rest, time, head in urgent), default=0.0), 0.0
+    waiting: list[int] = []  # by urgency
+    for coming in sorted(range(len(urgent)), key=heads.__getitem__):
+        head = heads[coming]
+        while waiting and now < head:
+            job = waiting[0]
+            if now + left[job] <= head:
+                now += left[heappop(waiting)]
+                best = max(best, now - urgent[job][0])
+            else:
+                left[job] -= head - now
+                now = head
+        now = max(now, head)
+        heappush(waiting, coming)
+    for job in sorted(waiting):
+        now += left[job]
+        best = max(best, now - urgent[job][0])
     return best
 
 

@@ -118,6 +118,21 @@ def test_a_lower_cap_never_lowers_the_bound():
     assert bounds[0] == lower_bound(pipelab.ZBH1(4, 8))
 
 
+@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_without_a_cap_the_bound_is_the_one_with_a_cap_that_all_activations_fit_under(name, copies):
+    plan = pipelab.replicate(schedules[name](2, 4), copies).plan() if copies > 1 else schedules[name](4, 8).plan()
+    costs = (
+        Cost(latency=0.25, all_reduce=3),
+        Cost(forward=lambda m, s: 1 + (3 * m + s) % 2, backward=2.5, latency=0.5),  # two kinds of micro-batches
+        Cost(forward=lambda m, s: 1 + 0.1 * m + 0.01 * s, backward=2),  # each another one
+    )
+    for cost in costs:
+        for subject in ((plan, cost), (simulate(plan, cost),)):
+            fits = lower_bound(*subject, memory_cap=plan.stages * plan.microbatches)
+            assert lower_bound(*subject) == pytest.approx(fits, rel=1e-12)
+
+
 def test_a_measured_traces_actions_take_as_long_as_they_took():
     simulated = simulate(pipelab.OneFOneB(2, 2), Cost(forward=1, backward=2))
     measured = pipelab.Trace(simulated.plan, simulated.starts, simulated.ends, "ms", "measured")

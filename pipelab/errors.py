@@ -7,7 +7,6 @@ nothing else.
 from __future__ import annotations
 
 import operator
-import re
 import reprlib
 import sys
 from collections import Counter
@@ -96,8 +95,7 @@ class ScheduleError(PipelabError):
         lines = [f"{count} fault{'s' if count != 1 else ''} in {clean(self.subject)}"]
         alike: dict[str, list[int]] = {}
         for number, fault in enumerate(self.faults, 1):
-            said = re.sub(r"\d+", "0", fault.message.partition("\n")[0])
-            alike.setdefault(fault.code + said, []).append(number)
+            alike.setdefault(fault.alike, []).append(number)
         few = {each: 0 for numbers in alike.values() if len(numbers) <= _MOST_ALIKE for each in numbers}
         more = few | {numbers[0]: len(numbers) - 1 for numbers in alike.values() if len(numbers) > _MOST_ALIKE}
         left = Counter(fault.code for fault in self.faults)

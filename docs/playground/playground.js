@@ -25,6 +25,7 @@
   const asked = { timer: 0, running: false, again: false };
   let schedules = {},
     view = "",
+    pictured = false,
     restored = false;
 
   const say = (text) => {
@@ -187,7 +188,10 @@
     const printed = find(".pg-printed");
     printed.hidden = !answer.printed;
     printed.querySelector("pre").textContent = answer.printed;
-    frame.hidden = !answer.content;
+    // Under a fault, the last picture without one stays.
+    pictured ||= Boolean(answer.content);
+    frame.hidden = !pictured;
+    frame.inert = !answer.content;
     fault.hidden = Boolean(answer.content);
     mark(answer.line ?? null);
     if (answer.content) return draw(answer.content, answer.other);

@@ -111,9 +111,9 @@ def _shown(subject: Any, settings: dict[str, Any]) -> dict[str, Any]:
     if cap is not None and (faults := pipelab.check(plan, memory_cap=cap)):
         return _faults(faults)
     if isinstance(subject, pipelab.Trace):
-        return {"content": content(subject)}
+        return {"content": content(subject, cap)}
     try:
-        return {"content": content(pipelab.simulate(plan, pipelab.Cost(**settings.get("cost", {}))))}
+        return {"content": content(pipelab.simulate(plan, pipelab.Cost(**settings.get("cost", {}))), cap)}
     except pipelab.ScheduleError:  # `check` says the same, with what a picture needs
         return _faults(pipelab.check(plan))
 

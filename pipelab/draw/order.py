@@ -168,21 +168,30 @@ def drawings(faults: Faults) -> list[Drawing]:
     cycles = [fault for fault in left if fault.cycle]
     if others := [fault for fault in left if not fault.cycle]:
         found.append(_of_plan(plan, others, title="where it goes wrong"))
-    # One repair for several cycles is one cause, and one picture.
-    causes = {fault.hint or str(at): fault for at, fault in reversed(list(enumerate(cycles)))}
-    for fault in [each for each in cycles if each in causes.values()][:_MOST_CYCLES]:
+    for fault, *alike in list(_causes(cycles))[:_MOST_CYCLES]:
         if fault.code == "transfer-deadlock":
             found += _of_transfers(plan, fault, faults)
             continue
         before = _of_plan(plan, left, fault)
-        alike = sum(each.hint == fault.hint for each in cycles) - 1 if fault.hint else 0
-        found.append(replace(before, title=f"{before.title}; and {alike} more like it") if alike else before)
+        found.append(replace(before, title=f"{before.title}{_more(alike)}"))
         if fault.tried is not None:
             after = _moved(_rows(fault.tried), before.rows)
             still = any(cell.state == "blocked" for row in after for cell in row) and len(faults) > 1
             more = "; what is still blocked waits for another fault" if still else ""
             found.append(Drawing(f"try: {fault.hint}{more}", after, after=True))
     return found
+
+
+def _causes(faults: Iterable[Fault]) -> Iterable[list[Fault]]:
+    """Return faults by cause: those that one repair removes, or that say the same about other numbers."""
+    causes: dict[str, list[Fault]] = {}
+    for fault in faults:
+        causes.setdefault(fault.alike if fault.tried is None else fault.hint, []).append(fault)
+    return causes.values()
+
+
+def _more(alike: Sequence[Fault]) -> str:
+    return f"; and {len(alike)} more like it" if alike else ""
 
 
 def plan_drawing(plan: Plan) -> Drawing:
@@ -195,15 +204,17 @@ def _of_plan(plan: Plan, faults: Sequence[Fault], shown: Fault | None = None, ti
     rows = _rows(plan, faults)
     if shown is not None:
         return _with_cycle(rows, shown, unplaced=len(rows) > plan.ranks)
-    notes = [_line(fault) for fault in faults]
     unplaced = len(rows) > plan.ranks
     if len(faults) == 1:
         hint = "" if faults[0].tried is not None else faults[0].hint
-        return Drawing(notes[0], rows, hint=hint, unplaced=unplaced)
+        return Drawing(_line(faults[0]), rows, hint=hint, unplaced=unplaced)
     return Drawing(
         title,
         rows,
-        notes=[f"{note}; try: {fault.hint}" if fault.hint else note for note, fault in zip(notes, faults, strict=True)],
+        notes=[
+            f"{_line(fault)}{f'; try: {fault.hint}' if fault.hint else ''}{_more(alike)}"
+            for fault, *alike in _causes(faults)
+        ],
         unplaced=unplaced,
     )
 

@@ -110,6 +110,7 @@ def plot(drawings: Sequence[Drawing], title: str, words: bool = True) -> Figure:
                 write(f"try: {drawing.hint}", GREEN)
             write("; ".join(key_of(drawing)), SOFT)
     made = Figure(figsize=(wide, top + 0.05), facecolor=PAPER)
+    made.set_label(title or "; ".join(drawing.title for drawing in drawings))
     ax = made.add_axes((0, 0, 1, 1))
     ax.set_xlim(0, wide)
     ax.set_ylim(top + 0.05, 0)

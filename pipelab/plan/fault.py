@@ -86,6 +86,11 @@ class Fault:
     lacking: tuple[tuple[int | None, Action], ...] = field(default=(), repr=False, compare=False)
     tried: Plan | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def alike(self) -> str:
+        """What it says without its numbers: faults that say the same mostly have one cause."""
+        return self.code + re.sub(r"\d+", "0", self.message.partition("\n")[0])
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle all but the plan that was tried, which may hold a student's function."""
         where = (self.code, self.rank, self.position, self.action)

@@ -328,13 +328,17 @@ def test_a_fault_and_a_loop_stand_in_the_pictures_place_until_the_file_is_right(
     shows(tab, "33 units")
     write(RIGHT.replace("yield F(m)", "yield F(m + 1)"))
     shows(tab, "out-of-range")
+    last = "[...document.querySelectorAll('iframe')].map(each => [each.className, each.inert])"
+    assert tab.evaluate(last) == [["", False], ["last", True]]  # the last picture without a fault is below
     write(without("while True: pass"))
     shows(tab, "while True: pass")
+    assert tab.evaluate(last) == [["", False], ["last", True]]
     write(without(f"raise ValueError({HOSTILE!r})"))
     shows(tab, HOSTILE)
     assert tab.evaluate("frame.contentDocument.images.length + frame.contentDocument.scripts.length") == 0
     write(RIGHT)
     shows(tab, "33 units")
+    assert tab.evaluate(last) == [["", False]]
 
 
 def test_a_save_ends_a_loop_before_its_time(opened, play):

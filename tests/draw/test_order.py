@@ -208,6 +208,24 @@ def test_of_a_long_plan_the_part_around_the_fault_is_drawn():
     assert len(faults_page(faults)) < 1_000_000
 
 
+def test_faults_of_one_cause_are_one_picture_or_one_note():
+    backwards_first = [[B(m) for m in range(8)] + [F(m) for m in range(8)] for _ in range(4)]
+    (drawn,) = drawings(check(Plan(backwards_first)))
+    assert drawn.title.endswith("; and 31 more like it")
+    twice = [[F(m) for m in range(8)] + [B(0)] * 8 for _ in range(4)]
+    (drawn,) = drawings(check(Plan(twice)))
+    assert [re.findall(r"^\w+|; and \d+ more", note) for note in drawn.notes] == [
+        ["duplicate", "; and 27 more"],
+        ["missing", "; and 3 more"],
+    ]
+
+
+def test_every_picture_of_a_page_has_a_name_for_who_does_not_see_it():
+    faults = check(Plan.parse("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1"))
+    found = re.findall(r"<svg [^>]*>\s*<title>(.+?)</title>", faults_page(faults))
+    assert found == [drawing.title for drawing in drawings(faults)]
+
+
 @pytest.mark.parametrize("suffix", ["html", "svg"])
 def test_names_are_text_whatever_they_hold(suffix, tmp_path):
     hostile = Plan([[F(0), HOSTILE, B(0)], [F(HOSTILE), HOSTILE]], name=HOSTILE)

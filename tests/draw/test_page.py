@@ -281,6 +281,18 @@ def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opene
     )
 
 
+def test_a_memory_cap_is_a_line_in_every_strip_and_in_the_legend(opened, trace):
+    tab = opened(page.page(trace, cap=5))
+    assert "at most 4; red line: the cap, 5" in tab.locator(".legend").inner_text()
+    lines, tops = (
+        tab.locator(f".{name}").evaluate_all("all => all.map(each => Number(each.getAttribute('y')))")
+        for name in ("cap", "memory[data-held='4']")
+    )
+    assert len(lines) == 4
+    assert 0 < min(tops) - min(lines) < 8  # the cap of 5 is above the 4 of rank 0
+    assert opened(page.page(trace)).locator(".cap").count() == 0
+
+
 @pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
 def test_the_memory_strip_covers_the_times_at_which_activations_are_held(opened, schedule):
     trace = pipelab.simulate(schedule, Cost(latency=0.25))

@@ -48,7 +48,7 @@ def drawn(asked: dict[str, str]) -> str:
             if faults.plan is not None:
                 return faults_page(faults)
         raise ScheduleError(faults, faults.subject)
-    return page(simulate(subject, Times(**times, costs=costs).cost()))
+    return page(simulate(subject, Times(**times, costs=costs).cost()), cap=cap)
 
 
 def answer(asked: dict[str, str]) -> dict[str, Any]:

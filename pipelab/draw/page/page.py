@@ -41,17 +41,20 @@ _SPACED = {
 """Signs, in groups, with spaces around them. Texts, and lines with a template or a regular expression, are no signs."""
 
 
-def page(trace: Trace, *, notebook: bool = False) -> str:
+def page(trace: Trace, *, cap: int | None = None, notebook: bool = False) -> str:
     """Return a page with one trace: its figures, and a timeline that explains every action under the pointer.
 
-    In a notebook's frame it has no address, and cannot save.
+    Args:
+        trace: what to show.
+        cap: how many activations a rank may hold: a line in the strips of memory.
+        notebook: whether it is for a notebook's frame, in which it has no address and cannot save.
 
     Example:
         >>> import pipelab
         >>> page(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))).startswith("<!DOCTYPE html>")
         True
     """
-    return _page(content(trace), text.timeline(trace, text.PLAIN_WIDTH, colour=False), notebook=notebook)
+    return _page(content(trace, cap), text.timeline(trace, text.PLAIN_WIDTH, colour=False), notebook=notebook)
 
 
 def comparison_page(comparison: Comparison, *, notebook: bool = False) -> str:
@@ -94,7 +97,7 @@ def frame() -> str:
     return _page(empty, "", subtitle='<p class="subtitle"></p>').replace("<body>", '<body class="framed">')
 
 
-def content(shown: Trace | Comparison) -> dict[str, Any]:
+def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]:
     """Return what a page shows: its title and sub-title, its table of figures, and the data of its script.
 
     Example:
@@ -113,6 +116,7 @@ def content(shown: Trace | Comparison) -> dict[str, Any]:
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
     data = {
         "shared": comparison.shares_axis,
+        "cap": cap,
         "reasons": REASONS,
         "meanings": MEANINGS,
         "gaps": {reason: _gap(reason) for reason in REASONS},

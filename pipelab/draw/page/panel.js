@@ -343,7 +343,9 @@ function legend() {
       return made;
     });
   if (look.memory) {
-    const made = tag("span", `activations held, at most ${Math.max(...timelines.map((each) => each.most))}`);
+    const most = Math.max(...timelines.flatMap((each) => each.model.lanes.map((lane) => lane.peak))),
+      made = tag("span", `activations held (one for each stage and micro-batch), at most ${most}`);
+    if (data.cap) made.append(`; red line: the cap, ${data.cap}`);
     made.style.setProperty("--swatch", "var(--memory)");
     idle.push(made);
   }

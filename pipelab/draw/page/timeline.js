@@ -27,7 +27,7 @@ class Timeline {
     this.dirty = false;
     const count = model.lanes.length;
     this.lane = count <= 8 ? 34 : count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15;
-    this.most = Math.max(1, ...model.lanes.map((lane) => lane.peak));
+    this.most = Math.max(1, data.cap, ...model.lanes.map((lane) => lane.peak));
     this.build();
   }
 
@@ -456,6 +456,9 @@ class Timeline {
         x = until;
         held = 0;
       }
+      if (!data.cap || this.shut(rank)) return;
+      const y = this.rowOf[rank] * this.pitch + STRIP - (data.cap / this.most) * (STRIP - 1);
+      painter.rect({ x: 0, y, width: this.width, height: 1 }, "--need", 1, { class: "cap" });
     });
   }
 

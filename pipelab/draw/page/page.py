@@ -160,12 +160,13 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bo
     scripts = list(_SCRIPTS[:-2] if notebook else _SCRIPTS)
     if notebook and not shown["table"]:
         scripts[scripts.index("compare")] = "alone"
+    sheets = [*(f"{name}.css" for name in scripts if name in ("compare", "save")), "page.css"]
     if shown["subtitle"]:
         subtitle = f'<p class="subtitle">{html.escape(shown["subtitle"])}</p>'
     parts = {
         "title": html.escape(shown["title"]),
         "subtitle": subtitle,
-        "style": _palette() + lean(_file("page.css"), "css"),
+        "style": _palette() + lean("".join(map(_file, sheets)), "css"),
         "table": _table(shown["table"]),
         "text": "" if notebook else html.escape(plain),
         "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),

@@ -99,10 +99,10 @@ class Stages:
         self.require_no_lost_hooks()
         self._parts = [(what, prefix, now, dict(now)) for what, prefix, now in self._parts_of_its_own()]
 
-    def make(self, stage: int) -> None:
+    def make(self, stage: int, seed: int) -> None:
         """Make the layers of one stage that are not made yet."""
         if unmade([self.modules[stage]]):
-            make(self.modules[stage], self.model, self.named)
+            make(self.modules[stage], self.model, self.named, seed)
             self._parts = [(what, prefix, now, dict(now)) for what, prefix, now, _ in self._parts]
 
     def name_after(self, named: nn.Module) -> None:
@@ -139,7 +139,7 @@ class Stages:
     def place(self, devices: Sequence[torch.device]) -> None:
         """Make and move every stage; parameters stay the same objects. One of several stages is on the first's."""
         for stage, device in reversed(list(enumerate(devices))):
-            self.make(stage)
+            self.make(stage, torch.initial_seed())
             self.place_stage(stage, device)
 
     def place_stage(self, stage: int, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.snapshot import unchanged
-from pipelab.errors import SplitError
+from pipelab.errors import SplitError, UsageError
 
 Layer = nn.Module | Callable[[], nn.Module]
 _swap = torch._C._swap_tensor_impl  # noqa: SLF001 - the public one refuses the parameters of an nn.GRU
@@ -36,8 +36,15 @@ def unmade(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 def require_makeable(model: nn.Module) -> None:
     """Refuse parameters and buffers on the meta device that nothing could fill."""
     for name, part in model.named_modules():
-        of_function = name.partition(".")[0] in getattr(model, "functions", {})
-        if not (of_function or _reset(part)) and any(each.is_meta for each in _tensors(part, recurse=False)):
+        own = [each for each in _tensors(part, recurse=False) if each.is_meta]
+        if not own or name.partition(".")[0] in getattr(model, "functions", {}):
+            continue
+        if _are_spread(own):
+            raise SplitError(
+                f"layer {name!r} was spread over processes on the meta device\n  try: a function for each layer that "
+                "makes and spreads it: lambda: fully_shard(Block(), mesh=…)"
+            )
+        if not _reset(part):
             raise SplitError(
                 f"layer {name!r}, {type(part).__name__}, is on the meta device and has no reset_parameters(), which "
                 "would fill its parameters and buffers where its stage is\n"
@@ -45,12 +52,11 @@ def require_makeable(model: nn.Module) -> None:
             )
 
 
-def make(module: nn.Module, model: nn.Module, named: nn.Module) -> None:
-    """Make a stage of a model in the processor's memory, with random numbers by the names in `named`.
+def make(module: nn.Module, model: nn.Module, named: nn.Module, seed: int) -> None:
+    """Make a stage of a model in the processor's memory, with random numbers by the seed and the names in `named`.
 
     If several layers have one parameter, the first one's `reset_parameters` fills it.
     """
-    seed = torch.initial_seed()
     names = {part: name for each in (model, named) for name, part in each.named_modules()}
     with unchanged([]), torch.no_grad():
         functions = getattr(model, "functions", {})
@@ -72,6 +78,11 @@ def make(module: nn.Module, model: nn.Module, named: nn.Module) -> None:
 @contextmanager
 def room_for(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Return a context in which all these modules have memory, with any numbers in what is not made."""
+    if unmade(modules) and _are_spread(each for module in modules for each in _tensors(module)):
+        raise UsageError(
+            "this process does not have the whole model, and as layers are spread over processes, it cannot gather it\n"
+            "  try: pipe.state_dict(whole=False), which has this process's own"
+        )
     others = [(tensor, _like(tensor)) for tensor in unmade(modules)]
     for each in others:
         _swap(*each)
@@ -80,6 +91,10 @@ def room_for(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for each in others:
             _swap(*each)
+
+
+def _are_spread(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(hasattr(each, "to_local") for each in tensors)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

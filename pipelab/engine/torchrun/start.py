@@ -80,6 +80,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
         "weights": _digest_of_weights(stages.modules),
         "reduction": settings.reduction,
         "replicated_buffers": settings.replicated_buffers,
+        "seed": torch.initial_seed(),
     }
     # [2] compare with the others
     # A wait for one key of a store blocks all other users of its connection, so the caller and the communication thread
@@ -94,7 +95,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     supervisor = Supervisor(rank, Failures(store, rank, everyone), settings.timeout, threads)
     held = [stage for stage, ranks in plan.replicas.items() if place in ranks]
     for stage in held:
-        stages.make(stage)
+        stages.make(stage, everyone[0]["seed"])
         stages.place_stage(stage, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one

@@ -46,6 +46,21 @@ def test_stages_spread_over_processes_train_as_one_process_does(how, schedule):
         assert ("splits backwards (" in fact["split"]) == (how == "fsdp")
 
 
+def test_two_stages_two_replicas_and_two_shards_on_eight_processes_train_as_one_does():
+    ended = processes.run_in(8, "eight.py", seconds=180)
+    assert [each.code for each in ended] == [0] * 8, processes.shown(ended)
+    facts = [each.facts[0] for each in ended]
+    assert all(fact["names"] == facts[4 * (rank // 4)]["names"] for rank, fact in enumerate(facts))
+    assert len({*facts[0]["names"], *facts[4]["names"]}) == 24  # each process saves its own stage's
+    for fact in facts:
+        assert fact["gradients"] < 1e-5
+        assert fact["figures"] < 1e-6  # of losses and norms
+        assert fact["weights"] < 1e-5
+        assert fact["held"] == [0.5]  # of every parameter of its stage
+        assert fact["whole"].startswith("UsageError: this process does not have the whole model")
+        assert fact["spread"].startswith("SplitError: layer '0.up' was spread over processes on the meta device")
+
+
 def test_the_script_of_the_documentation_trains_on_a_mesh(folder):
     ended = processes.run_in(4, str(processes.ROOT / "docs" / "train_2d.py"))
     assert [each.code for each in ended] == [0] * 4, processes.shown(ended)

@@ -156,6 +156,8 @@ def practical9(
 
 @lab.command()
 def hw3(
+    folder: Folder = Path(),
+    start: Start = False,
     depth: Annotated[str, typer.Option(help="one number of layers or several")] = "6,12,24",
     devices: Annotated[
         str | None, typer.Option(help="one number of devices or several; by default all GPUs, without GPUs 2,3,5")
@@ -170,8 +172,11 @@ def hw3(
     Which layer lands where, what `.to()` moves, time and memory.
 
     Each depth runs in two halves (`i < depth // 2`), and spread evenly over each number of devices. Where there are no
-    GPUs, each device is a thread of the processor.
+    GPUs, each device is a thread of the processor. With --start, the homework's file: yours to fill.
     """
+    if start:
+        _start("hw3", folder)
+        return
     depths, counts = whole_numbers("--depth", depth), whole_numbers("--devices", devices)
     require_writable(save, TABLE)
     from pipelab.labs import hw3 as course

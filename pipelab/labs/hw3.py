@@ -24,18 +24,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.catalogue import Naive
 from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
+from pipelab.labs.grading.emulated import emulated  # noqa: F401 - for the copies of your own model
 from pipelab.labs.running import Job, has_gpu, linear_stack
 
 Row = Mapping[str, Any]
 _MEGABYTE = 1e6
-_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001 - the operator's own name: what `.to()` runs if it must copy
 
 
 def halves(depth: int) -> list[int]:
@@ -96,32 +95,21 @@ class Transfers(NamedTuple):
 
 
 class _Calls(TorchFunctionMode):
-    """Count the calls of `Tensor.to`."""
+    """Count the calls of `Tensor.to`, and collect the copies that land on another device: from where, to where."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.copies: list[tuple[torch.device, torch.device]] = []
 
     def __torch_function__(
         self, function: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        self.count += function is torch.Tensor.to
-        return function(*args, **(kwargs or {}))
-
-
-class _Copies(TorchDispatchMode):
-    """Collect the copies that land on another device: from where, to where."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[torch.device, torch.device]] = []
-
-    def __torch_dispatch__(
-        self, function: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
         made = function(*args, **(kwargs or {}))
-        if function is _COPY and made.device != args[0].device:
-            self.found.append((args[0].device, made.device))
+        if function in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
+            self.count += function is torch.Tensor.to
+            if made.device != args[0].device:
+                self.copies.append((args[0].device, made.device))
         return made
 
 
@@ -131,11 +119,18 @@ def transfers_of(forward: Callable[[], object]) -> Transfers:
     Example:
         >>> transfers_of(lambda: torch.ones(2).to("cpu"))  # called, but it is there already
         Transfers(calls=1, input=0, between=0)
+
+        A model of your own for GPUs that this machine does not have:
+
+        >>> with emulated(3):
+        ...     model = nn.Sequential(nn.Linear(8, 8).to("cuda:0"), nn.Linear(8, 8).to("cuda:2"))
+        ...     transfers_of(lambda: model[1](model[0](torch.ones(2, 8).to("cuda:0")).to("cuda:2")))
+        Transfers(calls=2, input=1, between=1)
     """
-    with _Copies() as copies, _Calls() as calls:
+    with _Calls() as calls:
         forward()
-    input_copies = sum(source.type == "cpu" for source, _ in copies.found)
-    return Transfers(calls.count, input_copies, len(copies.found) - input_copies)
+    input_copies = sum(source.type == "cpu" for source, _ in calls.copies)
+    return Transfers(calls.count, input_copies, len(calls.copies) - input_copies)
 
 
 def count_transfers(sizes: Sequence[int], width: int = 8, batch: int = 4) -> Transfers:

@@ -4,6 +4,8 @@
 - `emulated`: GPUs on one processor: tensors carry the name of the device where they would be
 - `recording`: one call of homework 4's function: what ran, on two emulated GPUs
 - `homework4`: what all calls of it left, and whether that was right
+- `sized`: a homework whose function runs at several sizes
+- `homework3`: where a constructor puts each layer, and what a forward moves
 - `schedules`: the plans that a schedule writes, against their pars
 - `report`: grades as text, JSON, a table, and in the formats of Gradescope and Classroom 50
 - `runner`: submissions in their own processes, in a sandbox where there is one

@@ -78,7 +78,7 @@ class Devices(TorchFunctionMode):
         ]
         if func == _TENSOR.data.__set__:
             put(args[0], place_of(args[1]))
-        elif len(tensors) > 1:
+        elif len(tensors) > 1 and func not in _ACROSS:
             self._look(tensors)
         result = func(*args, **kwargs)
         placed = goal or max(map(place_of, tensors), key=lambda place: (place.type, place.index or 0), default=HOST)
@@ -107,6 +107,7 @@ class Devices(TorchFunctionMode):
 
 _TENSOR: Any = torch.Tensor  # whose properties have no types
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
+_ACROSS = (torch.Tensor.copy_, torch._has_compatible_shallow_copy_type)  # noqa: SLF001 - Module.to asks it
 _ASKED: dict[Any, Callable[[torch.device], Any]] = {
     _TENSOR.device.__get__: lambda place: place,
     _TENSOR.is_cuda.__get__: lambda place: place.type == "cuda",

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from pipelab.labs.grading.emulated import HOST, emulated
 from pipelab.labs.grading.recording import FIRST, SECOND, TOLERANCE, Data, Recorded, Run
-from pipelab.labs.grading.tasks import Found, function_of
+from pipelab.labs.grading.tasks import Found, function_of, of_hidden
 
 FUNCTION = "run_1F1B_homework"
 PARAMETERS = ("model", "micro_batches", "loss_fn")
@@ -194,17 +194,10 @@ def judge(data: Data, seed: int) -> tuple[dict[str, Found], str]:
     if any("B" in dict(run.events) and run.diagnosis.code == "no-gradients" and not run.error for run in runs):
         raise ValueError("backwards ran, and left no gradient: does the function end with zero_grad()?")
     found = _of_shown(runs, _training(data["training"], runs[0], seed))
-    wrong = [name for name, check in _CHECKS.items() if not all(check(run).right for run in hidden)]
-    right = sum(all(check(run).right for check in _CHECKS.values()) for run in hidden)
     own_loss = any(run.own_loss for run in runs)
-    found["hidden sizes"] = Found(
-        not wrong,
-        "everything above, at sizes that are not shown",
-        f"wrong there: {', '.join(wrong)}" if wrong else "right there too",
-        f"{right} of {len(hidden)} sizes are right",
-        "Your function gets loss_fn, which is another one there. Does it call it?" if own_loss else "",
-        reached=all(each.right for each in found.values()),
-    )
+    hint = "Your function gets loss_fn, which is another one there. Does it call it?" if own_loss else ""
+    checked = [{name: check(run) for name, check in _CHECKS.items()} for run in hidden]
+    found["hidden sizes"] = of_hidden(found, checked, hint)
     errors = (f"with {run.count} micro-batch{'es' * (run.count > 1)}: {run.error}" for run in runs if run.error)
     notes = [f"the gradients are those of {runs[0].kind()}"] if runs[0].kind() else []
     notes += ["it computes a loss of its own and never calls loss_fn"] if own_loss else []

@@ -35,9 +35,10 @@ import torch
 
 from pipelab.files import kernel_bytes
 from pipelab.labs.grading import homework4, schedules
+from pipelab.labs.grading.homework3 import Homework3
 from pipelab.labs.grading.tasks import AmbiguousError, Assignment, marks_of, raised
 
-_MODULES: dict[str, Any] = {"hw4": homework4}
+_MODULES: dict[str, Any] = {"hw3": Homework3(), "hw4": homework4}
 """By homework: `record` runs a submission and returns what happened, `judge` what each task's check finds in it."""
 
 _KEPT = 4000

@@ -128,6 +128,20 @@ class Found:
     reached: bool = True
 
 
+def of_hidden(found: Mapping[str, Found], hidden: Sequence[Mapping[str, Found]], hint: str = "") -> Found:
+    """Return what was found at the hidden sizes: they are reached if the shown ones, `found`, are right."""
+    wrong = dict.fromkeys(name for each in hidden for name, seen in each.items() if not seen.right)
+    right = sum(all(seen.right for seen in each.values()) for each in hidden)
+    return Found(
+        not wrong,
+        "everything above, at sizes that are not shown",
+        f"wrong there: {', '.join(wrong)}" if wrong else "right there too",
+        f"{right} of {len(hidden)} sizes are right",
+        hint,
+        reached=all(each.right for each in found.values()),
+    )
+
+
 def marks_of(found: Mapping[str, Found], homework: Homework) -> list[Mark]:
     """Return a mark for each task of a homework; if it was not reached, it has a share of its points at most."""
     marks = []

@@ -1,0 +1,100 @@
+"""Homework 3: where a submission's constructor puts each layer, and what a forward moves, on emulated GPUs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+
+from pipelab.labs.grading.emulated import emulated, place_of
+from pipelab.labs.grading.sized import Data, Sized
+from pipelab.labs.grading.tasks import Found
+
+
+def _number(place: torch.device) -> int:
+    return -1 if place.index is None else place.index
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise what a GPU raises if tensors are on several devices."""
+    places = sorted({str(place_of(each)) for each in tensors})
+    if len(places) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {' and '.join(places)}")
+
+
+class Homework3(Sized):
+    """A size is a number of GPUs, and of layers."""
+
+    name, parameters = "SpreadStack", ("width", "depth")
+    shown = ((2, 20), (3, 20), (5, 20))
+
+    def hidden(self, seed: int) -> list[tuple[int, int]]:
+        """Return sizes at which there are other remainders."""
+        numbers = random.Random(seed)  # noqa: S311 - hidden from a reader of this file, not from an attacker
+        return [(4, numbers.choice((9, 13, 17, 21))), (6, 8), (1, numbers.randint(2, 9))]
+
+    def run(self, found: Data, function: Callable[..., Any], seed: int, *size: Any) -> None:
+        """Make the model and run a forward, on emulated GPUs; then run its layers one by one."""
+        gpus, depth = size
+        torch.manual_seed(seed)
+        x = torch.randn(4, 16)
+        with emulated(gpus, _together) as devices, torch.no_grad():
+            model = function(16, depth)
+            found["places"] = [_number(place_of(next(layer.parameters()))) for layer in model.layers]
+            devices.calls, devices.moves = 0, []
+            output = model(x)
+        found |= {"calls": devices.calls, "moves": [[*map(_number, move)] for move in devices.moves]}
+        for layer in model.layers:
+            x = layer(x)
+        found["same"] = torch.allclose(output, x, atol=1e-6)
+
+    def check(self, found: Data, seed: int, *size: Any) -> dict[str, Found]:  # noqa: ARG002 - it is the same for all
+        """Compare with layers that are spread evenly, neighbours together."""
+        gpus, depth = size
+        places, moves = (
+            [int(each) for each in found.get("places", ())],
+            [(int(a), int(b)) for a, b in found.get("moves", ())],
+        )
+        counts = [places.count(each) for each in range(gpus)]
+        at = f"{depth} layers on {gpus} GPU{'s' * (gpus > 1)}"
+        said, empty, error = f"{at}: {' '.join(map(str, counts))}", counts.count(0), found["error"]
+        placed = len(places) == depth == sum(counts)
+        spans = [place for place, _ in groupby(places)]
+        between = sum(source >= 0 for source, _ in moves)
+        right = placed and moves == [(-1, spans[0]), *pairwise(spans)] and len(spans) == len({*spans})
+        return {
+            "layers": Found(placed, f"{depth} layers, each on a GPU", said, f"{depth - sum(counts)} are on no GPU"),
+            "all GPUs": Found(not empty, "every GPU has layers", said, f"{empty} of {gpus} GPUs have none", "", placed),
+            "even": Found(
+                placed and max(counts) - min(counts) <= 1,
+                "numbers of layers that differ by at most 1",
+                said,
+                f"the fullest GPU has {max(counts)}, and {-(-depth // gpus)} would do",
+                reached=placed and not empty,
+            ),
+            "crossings": Found(
+                right,
+                f"{at}: 1 copy from the processor, and {len({*spans}) - 1} between GPUs",
+                f"{len(moves) - between} from the processor, and {between} between GPUs",
+                f"{len(moves)} copies in each forward",
+                reached=placed and not error,
+            ),
+            "forward": Found(
+                placed and found.get("same") is True,
+                "the output of the layers, one after the other",
+                f"{at}: {error or 'another output'}",
+                f"a forward on {gpus} GPUs {'ends with an error' if error else 'computes something else'}",
+                reached=placed or bool(error),
+            ),
+        }
+
+    def note(self, runs: Sequence[Data]) -> str:
+        """Return how many calls of `.to()` copy."""
+        said = (
+            f"{run['calls']} on {gpus} GPUs, of which {len(run['moves'])} copy"
+            for run, (gpus, _) in zip(runs, self.shown, strict=True)
+        )
+        return f"calls of .to() in a forward: {'; '.join(said)}"

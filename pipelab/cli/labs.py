@@ -230,6 +230,8 @@ def report(
 @lab.command()
 @grouped
 def hybrid(
+    folder: Folder = Path(),
+    start: Start = False,
     stages: Annotated[int, typer.Option("--stages", "-k", min=1, help="stages of the model")] = 3,
     replicas: Annotated[int, typer.Option("--replicas", "-d", min=1, help="pipelines that share the batch")] = 4,
     microbatches: Annotated[int, typer.Option("--microbatches", "-m", min=1, help="of each replica")] = 6,
@@ -248,8 +250,12 @@ def hybrid(
 
     The timeline of each device, gradients around a ring, training, and the figures.
 
-    Each stage has 120 parameters, and really trains; the times are simulated.
+    Each stage has 120 parameters, and really trains; the times are simulated. With --start, a file in which the ring
+    is yours to write.
     """
+    if start:
+        _start("hybrid", folder)
+        return
     require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
     from pipelab.labs import compressed
@@ -302,6 +308,8 @@ def hw4(folder: Folder = Path(), start: Start = False) -> None:
 
 @lab.command()
 def hw1(
+    folder: Folder = Path(),
+    start: Start = False,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -329,6 +337,9 @@ def hw1(
 
     All processes share one batch. Times are rank 0's.
     """
+    if start:
+        _start("hw1", folder)
+        return
     counts = whole_numbers("--processes", processes)
     require_writable(save, TABLE)
     from pipelab.labs import hw1 as course

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from homework import differs_only_in_holes, graded, solution_of
 
-from pipelab.labs.grading.homework3 import Homework3
+from pipelab.labs.grading import homework3
 from pipelab.labs.grading.tasks import HOMEWORKS
 
 SOLUTION = solution_of("hw3")
@@ -39,7 +39,7 @@ WRONG = {
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_solution_earns_all_points_and_its_copies_are_counted(seed):
-    grade = graded(Homework3(), "hw3", SOLUTION, seed)
+    grade = graded(homework3, "hw3", SOLUTION, seed)
     assert (grade.passed, grade.score, grade.max_score) == (True, 100, 100)
     said = "20 on 2 GPUs, of which 2 copy; 20 on 3 GPUs, of which 3 copy; 20 on 5 GPUs, of which 5 copy"
     assert grade.note == f"calls of .to() in a forward: {said}"
@@ -49,7 +49,7 @@ def test_the_solution_earns_all_points_and_its_copies_are_counted(seed):
 def test_a_wrong_constructor_fails_its_task(name):
     (old, new), task = WRONG[name]
     assert old in SOLUTION
-    grade = graded(Homework3(), "hw3", SOLUTION.replace(old, new))
+    grade = graded(homework3, "hw3", SOLUTION.replace(old, new))
     assert grade.named("failed").split(", ")[0] == task
     failed = next(mark for mark in grade.marks if mark.status == "failed")
     assert all((failed.expected, failed.found, failed.effect, failed.hint))
@@ -57,7 +57,7 @@ def test_a_wrong_constructor_fails_its_task(name):
 
 
 def test_a_forward_on_two_devices_says_what_a_gpu_says():
-    grade = graded(Homework3(), "hw3", SOLUTION.replace(MOVE, ""))
+    grade = graded(homework3, "hw3", SOLUTION.replace(MOVE, ""))
     assert "Expected all tensors to be on the same device, but found cpu and cuda:0" in grade.note
     assert "x = layer(x)" in grade.note
 

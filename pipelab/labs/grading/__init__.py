@@ -5,6 +5,8 @@
 - `recording`: one call of homework 4's function: what ran, on two emulated GPUs
 - `homework4`: what all calls of it left, and whether that was right
 - `sized`: a homework whose function runs at several sizes
+- `homework1`: a benchmark of data parallelism, in two processes, by a clock of the grader's
+- `ring`: a ring all-reduce, compared bit for bit
 - `homework3`: where a constructor puts each layer, and what a forward moves
 - `schedules`: the plans that a schedule writes, against their pars
 - `report`: grades as text, JSON, a table, and in the formats of Gradescope and Classroom 50

@@ -98,3 +98,7 @@ class Homework3(Sized):
             for run, (gpus, _) in zip(runs, self.shown, strict=True)
         )
         return f"calls of .to() in a forward: {'; '.join(said)}"
+
+
+_HOMEWORK = Homework3()
+record, judge = _HOMEWORK.record, _HOMEWORK.judge

@@ -293,7 +293,7 @@ PAGE = """# {title}
 
 ```console
 $ pipelab draw {name} --ranks {ranks} --microbatches {microbatches} --save {name}.html
-$ pipelab compare 1f1b {name} --ranks {ranks} --microbatches {microbatches}
+$ pipelab compare {other} {name} --ranks {ranks} --microbatches {microbatches}
 ```
 
 The reference has [every detail of the class][pipelab.{kind}].
@@ -316,6 +316,7 @@ def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
         name=name,
         against=against(trace, first),
         frame=name if trace is first else f"{name}_and_1f1b",
+        other="gpipe" if trace is first else "1f1b",
         kind=kind.__name__,
         ranks=RANKS,
         microbatches=MICROBATCHES,

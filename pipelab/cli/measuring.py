@@ -39,8 +39,9 @@ class Work:
     emulate: Annotated[
         tuple[float, float] | None,
         typer.Option(
+            metavar="<ms> <ms>",
             help="emulated devices instead: milliseconds of a micro-batch's forward and backward (in a table: of the "
-            "whole batch's), such as --emulate 20 40"
+            "whole batch's), such as --emulate 20 40",
         ),
     ] = None
 

@@ -39,14 +39,9 @@ def sentence(found: Diff) -> str:
     else:
         word = "longer" if found.longer > 0 else "shorter"
         both = f"{number(found.after.makespan)} instead of {wording.span(found.before)}"
-        told = f"{after} is {_time(found.after, abs(found.longer))} {word} than {before} ({both})"
+        told = f"{after} is {wording.span(found.after, abs(found.longer))} {word} than {before} ({both})"
     parts = ", ".join(f"{signed(value)} {part}" for part, value in found.parts.items())
     return f"{told}: {parts}" if parts else told
-
-
-def _time(trace: Trace, value: float) -> str:
-    length, name = number(value), wording.unit(trace)
-    return f"{length} {'unit' if (length, name) == ('1', 'units') else name}"
 
 
 def signed(value: float) -> str:

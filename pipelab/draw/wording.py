@@ -133,16 +133,16 @@ def unit(trace: Trace) -> str:
     return clean(trace.unit) or "units"
 
 
-def span(trace: Trace) -> str:
-    """Return the makespan with its unit.
+def span(trace: Trace, length: float | None = None) -> str:
+    """Return the makespan, or another time of a trace, with its unit.
 
     Example:
         >>> import pipelab
         >>> span(pipelab.simulate(pipelab.GPipe(4, 8)))
         '33 units'
     """
-    length, name = number(trace.makespan), unit(trace)
-    return f"{length} {'unit' if (length, name) == ('1', 'units') else name}"
+    text, name = number(trace.makespan if length is None else length), unit(trace)
+    return f"{text} {'unit' if (text, name) == ('1', 'units') else name}"
 
 
 def figures(trace: Trace) -> str:

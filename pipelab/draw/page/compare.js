@@ -54,9 +54,7 @@ function findDifferences() {
   );
 }
 
-// Four digits, as in Python's tables.
-const brief = (value) => number(Math.abs(value) >= 1000 ? Math.round(value) : Number(value.toPrecision(4)));
-const signed = (value) => (value > 0 ? "+" : "") + brief(value);
+const signed = (value) => (value > 0 ? "+" : "") + number(value);
 
 // The colour of an action by what changed; null if colours say something else.
 function shade(timeline, place) {
@@ -104,9 +102,9 @@ function changes(timeline, place) {
   const { model } = timeline,
     same = found.origin[place],
     moved = found.base.rank[same] !== model.rank[place];
-  const start = `${brief(found.base.start[same])} → ${brief(model.start[place])} (${signed(found.shift[place])})`;
+  const start = `${number(found.base.start[same])} → ${number(model.start[place])} (${signed(found.shift[place])})`;
   const lasts = [found.base, model].map((each, at) =>
-    brief(each.end[[same, place][at]] - each.start[[same, place][at]]),
+    number(each.end[[same, place][at]] - each.start[[same, place][at]]),
   );
   const effects = (found.effects.get(place) ?? [])
     .map((value, at) => [value, found.parts[at]])
@@ -146,9 +144,9 @@ function tableOfChanges(timeline, found) {
       const cells = [
         model.rank[place],
         ...adds,
-        brief(found.base.start[same]),
+        number(found.base.start[same]),
         signed(found.shift[place]),
-        brief(found.base.end[same] - found.base.start[same]),
+        number(found.base.end[same] - found.base.start[same]),
         signed(found.change[place]),
       ];
       line.append(name, ...cells.map((each) => tag("td", String(each))));

@@ -55,7 +55,7 @@ function ledgerOf(timeline) {
   for (const [name, each] of parts) {
     const share = `${((100 * each) / whole).toFixed(1)} %`,
       part = tag("button", "", name === "work" ? "work" : "lost");
-    part.append(tag("span", `${GAPS[name]?.word ?? name} ${number(each)}`), tag("span", ` · ${share}`));
+    part.append(...[GAPS[name]?.word ?? name, ` ${number(each)}`, ` · ${share}`].map((text) => tag("span", text)));
     if (name !== "work") {
       const { ground } = GAPS[name];
       part.style.cssText = `background:var(--${ground});color:var(--${ground}-ink);border-color:var(--${ground}-edge)`;

@@ -442,7 +442,7 @@ class Timeline {
         if (steps[at + 1]?.[0] === steps[at][0]) continue; // of changes at once, the last counts
         held = Math.max(held, steps[at][1]);
         if (look.now !== null && steps[at][0] >= look.now) break; // still to come
-        const until = (steps[at + 1]?.[0] ?? this.span) * this.scale - this.left,
+        const until = Math.min(steps[at + 1]?.[0] ?? this.span, look.now ?? this.span) * this.scale - this.left,
           width = until - x;
         if (width < 1 && at + 1 < steps.length) continue;
         const height = (held / this.most) * (STRIP - 1);

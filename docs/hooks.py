@@ -10,11 +10,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import html
 import io
 import json
 import linecache
 import re
 import runpy
+import tomllib
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -66,8 +68,25 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put the formulas that the schedules carry, and the playground, into the pages that hold their places."""
     still = '<img src="../images/1f1b.svg" alt="1F1B on 4 ranks with 8 micro-batches">'
     markdown = markdown.replace("<!-- closed forms -->", closed_forms())
+    markdown = re.sub(r"<!-- (questions|key) (\w+) -->", lambda place: questions(place[2], place[1] == "key"), markdown)
     markdown = markdown.replace("<!-- challenges -->", PYODIDE["challenges"]("../playground/"))
     return markdown.replace("<!-- playground -->", PYODIDE["body"]("", still))
+
+
+def questions(lab: str, answered: bool) -> str:
+    """Return what an assignment asks as a list; answered by the teacher's key, with the names of a run's numbers."""
+    root = Path(__file__).parents[1]
+    asked = tomllib.loads((root / "pipelab" / "labs" / "questions.toml").read_text(encoding="utf-8"))[lab]
+    key = tomllib.loads((root / "teacher" / "keys" / f"{lab}.toml").read_text(encoding="utf-8")) if answered else {}
+    lines, part = [], ""
+    for number, (name, question) in enumerate(asked.items(), start=1):
+        lead = "" if part == (part := question["part"]) else f"*{part}.* "
+        ask = html.escape(question["ask"], quote=False)
+        lines.append(f"{number}. {lead}{f'**{ask}**' if answered else ask}")
+        if answered:
+            text = re.sub(r"{(\w+)}", r"`\1`", html.escape(" ".join(key[name]["answer"]), quote=False))
+            lines += ["", f"    {text}", "", f"    *Rubric:* {key[name]['rubric']}.", ""]
+    return "\n".join(lines)
 
 
 def closed_forms() -> str:

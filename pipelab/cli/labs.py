@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.resources import files as resources
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, TypeVar
@@ -14,16 +17,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pipelab import files
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import grouped, whole_numbers
 from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, show, wrote
+from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.errors import PipelabError, UsageError
 from pipelab.labs import hybrid as hybrids
 from pipelab.labs.grading.tasks import HOMEWORKS, start_homework
 from pipelab.labs.report import claim as claims
 from pipelab.labs.report.claims import CLAIMS
+from pipelab.simulation.clock import simulate
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
 
@@ -34,6 +40,71 @@ SaveTable = Annotated[
 
 Folder = Annotated[Path, typer.Argument(help="where --start writes; it is made if need be", show_default=False)]
 Start = Annotated[bool, typer.Option("--start", help="write the homework's file with its holes")]
+Numbers = Sequence[Mapping[str, str]]
+"""What fills answers: the numbers of a run by name, once or, where several models were measured, for each."""
+
+
+def _questions(lab: str) -> dict[str, dict[str, str]]:
+    """Return what an assignment asks: each question with its part, and which number answers it."""
+    asked: dict[str, dict[str, str]] = tomllib.loads(resources("pipelab.labs").joinpath("questions.toml").read_text())[
+        lab
+    ]
+    return asked
+
+
+def _key(lab: str) -> dict[str, Any]:
+    """Return a teacher's answers to an assignment; nothing in a students' copy."""
+    try:
+        return tomllib.loads(files.teacher(f"keys/{lab}.toml").read_text(encoding="utf-8"))
+    except UsageError:
+        return {}
+
+
+def _ask(context: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    part = ""
+    for number, question in enumerate(_questions(str(context.info_name)).values(), start=1):
+        if part != (part := question["part"]):
+            echo(f"\n{part}")
+        echo(folded(f"{number:2}. {question['ask']}\n    from: {question['number']}"))
+    raise typer.Exit
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Whether questions are shown instead, and whether a teacher's copy leaves out the answers."""
+
+    questions: Annotated[
+        bool,
+        typer.Option(
+            "--questions", callback=_ask, is_eager=True, help="only say what is asked, and which numbers answer it"
+        ),
+    ] = False
+    no_answers: Annotated[bool, typer.Option("--no-answers", help="leave out the answers of a teacher's copy")] = False
+
+    def notes(self, lab: str, numbers: Numbers) -> list[str]:
+        """Return the answers of the teacher's key, filled with numbers; without a key, where the questions are."""
+        if not (key := _key(lab)):
+            return [f"What the assignment asks, and which of these numbers answer it: pipelab lab {lab} --questions"]
+        answers = ((each["ask"], _filled(key[name]["answer"], numbers)) for name, each in _questions(lab).items())
+        numbered = [f"{number}. {ask} {said}" for number, (ask, said) in enumerate(answers, start=1) if said]
+        return [] if self.no_answers else numbered
+
+    def below(self, table: Table, lab: str, numbers: Numbers) -> Table:
+        """Return a table with the answers as its last notes."""
+        return replace(table, notes=[*table.notes, *self.notes(lab, numbers)])
+
+
+def _filled(sentences: Sequence[str], numbers: Numbers) -> str:
+    """Return sentences with their numbers, for each model; one whose number was not measured is left out."""
+    said = dict[str, None]()
+    for sentence in sentences:
+        for each in filter(None, numbers):
+            with suppress(KeyError):
+                said[sentence.format_map(each)] = None
+    return " ".join(said)
+
 
 lab = typer.Typer(help="Run an experiment of the course, and make its table.", no_args_is_help=True)
 
@@ -103,6 +174,7 @@ def _start(name: str, folder: Path) -> None:
 @grouped
 def practical9(
     work: Work,
+    asked: Asked,
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=2, help="workers of the pipeline")] = 2,
     microbatches: Annotated[
         str, typer.Option("--microbatches", "-m", help="the numbers of micro-batches to compare")
@@ -112,7 +184,7 @@ def practical9(
 ) -> None:
     """Compare naive, GPipe, the single loop and true 1F1B.
 
-    The table, and the eight questions answered from it.
+    The table that its questions are answered from.
 
     Emulated times are for the whole batch. Without a core for each rank and one for other programs, the default is
     `--emulate 20 40`.
@@ -151,11 +223,14 @@ def practical9(
         share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
         remarks += [] if warning else [why_slow(ranks, share, command)]
         remarks.append(course.surprise(rows))
-    _end(rows, whole, lambda rows: course.table(rows, list(filter(None, remarks))), save)
+    below = list(filter(None, remarks))
+    _end(rows, whole, lambda rows: asked.below(course.table(rows, below), "practical9", [course.numbers(rows)]), save)
 
 
 @lab.command()
+@grouped
 def hw3(
+    asked: Asked,
     folder: Folder = Path(),
     start: Start = False,
     depth: Annotated[str, typer.Option(help="one number of layers or several")] = "6,12,24",
@@ -184,7 +259,7 @@ def hw3(
     counts = counts or course.usual_devices()
     made = course.measurements(depths, counts, width=width, batch=batch, steps=steps)
     rows, whole = finished(made, len(depths) * (1 + len(counts)), "measuring")
-    _end(rows, whole, course.table, save)
+    _end(rows, whole, lambda rows: asked.below(course.table(rows), "hw3", [course.numbers(rows)]), save)
 
 
 SaveWords = Annotated[
@@ -199,7 +274,9 @@ _WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".tex", ".html"))
 
 
 @lab.command()
+@grouped
 def report(
+    asked: Asked,
     measure: Measure = False,
     steps: Annotated[int, typer.Option(min=1, help="mini-batches to measure; the median is shown")] = 3,
     save: SaveWords = None,
@@ -207,20 +284,22 @@ def report(
 ) -> None:
     """Check the report on a hybrid-parallel simulator.
 
-    Claim by claim: each reading, the right value, the verdict.
+    Claim by claim: the simulated value in each reading; in a teacher's copy, the verdict and how it follows.
     """
+    answered = bool(_key("report")) and not asked.no_answers
     require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
     say(claims.SETTING)
     for number, each in enumerate(CLAIMS, start=1):
-        say(f"\n{number}. {each.about}: the report says {each.says}: {claims.verdict(each)}")
+        say(f"\n{number}. {each.about}: the report says {each.says}" + f": {claims.verdict(each)}" * answered)
         if each.readings:
-            echo(claims.text(each))
-        if each.remark:
+            echo(claims.text(each, answered))
+        if answered and each.remark:
             say(each.remark)
-    say(f"\n{claims.summary(CLAIMS)}")
+    for note in [claims.summary(CLAIMS)] * answered + asked.notes("report", [{"report": ""}]):
+        say(f"\n{note}")
     if save:
-        table = claims.table(CLAIMS)
+        table = claims.table(CLAIMS, answered)
         for path in save:
             wrote(table.save(path))
     say(f"\nThe right figures, {claims.READINGS[0]}, for more devices that do the same work:")
@@ -230,6 +309,7 @@ def report(
 @lab.command()
 @grouped
 def hybrid(
+    asked: Asked,
     folder: Folder = Path(),
     start: Start = False,
     stages: Annotated[int, typer.Option("--stages", "-k", min=1, help="stages of the model")] = 3,
@@ -274,7 +354,8 @@ def hybrid(
     names = codecs.split(",")
     made = compressed.trainings(stages, replicas, microbatches, names, training_steps, job.schedule)
     rows, whole = finished(made, 1 + len(names), "training")
-    _end(rows, whole, compressed.table, save)
+    below = [compressed.numbers(rows, job)] if whole else []
+    _end(rows, whole, lambda rows: asked.below(compressed.table(rows), "hybrid", below), save)
     _figures(compressed.layouts(job), "bytes", save_figures, [job] if measure else [], steps)
 
 
@@ -291,8 +372,18 @@ def _figures(
     _end(rows, whole, hybrids.measured_table, None)
 
 
+def _of_homework(microbatches: int) -> dict[str, str]:
+    """Return the numbers of homework 4's answers: what its loop prints and runs, and how long two ranks take."""
+    rounds = " ".join(["F0", *(f"F{m} B{m - 1}" for m in range(1, microbatches))])
+    found = {"microbatches": str(microbatches), "printed": rounds, "ran": f"{rounds} B{microbatches - 1}"}
+    for name in ("naive", "gpipe", "delayed"):
+        found[f"{name}_units"] = f"{wording.number(simulate(schedules[name](2, microbatches)).makespan)} units"
+    return found
+
+
 @lab.command()
-def hw4(folder: Folder = Path(), start: Start = False) -> None:
+@grouped
+def hw4(asked: Asked, folder: Folder = Path(), start: Start = False) -> None:
     """Homework 4: write 1F1B yourself.
 
     Without --start, what it asks for, with the points. With it, the file; it never overwrites yours.
@@ -301,13 +392,15 @@ def hw4(folder: Folder = Path(), start: Start = False) -> None:
         _start("hw4", folder)
         return
     rows = [{"task": each.name, "points": each.points} for each in HOMEWORKS["hw4"].tasks]
-    show(Table(rows, [Column("task"), Column("points")]), None)
+    show(asked.below(Table(rows, [Column("task"), Column("points")]), "hw4", [_of_homework(4)]), None)
     file = HOMEWORKS["hw4"].file
     say(f"pipelab lab hw4 --start writes {file} with three holes, and pipelab grade {file} grades it.")
 
 
 @lab.command()
+@grouped
 def hw1(
+    asked: Asked,
     folder: Folder = Path(),
     start: Start = False,
     model: Annotated[
@@ -367,4 +460,9 @@ def hw1(
         f"{'a GPU' if planned[0].job.gpus else each} for each process, also for a single one. Median, quantiles and "
         f"standard deviation of {steps - DROPPED} steps by rank 0's clock, after {DROPPED} dropped ones."
     )
-    _end(rows, whole, lambda rows: course.table(rows, experiment), save)
+    _end(
+        rows,
+        whole,
+        lambda rows: asked.below(course.table(rows, experiment), "hw1", course.numbers(rows, experiment)),
+        save,
+    )

@@ -219,13 +219,37 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     notes = []
     if rows:
         first = rows[0]
-        share = 2 * (first["replicas"] - 1) / first["replicas"]
         notes = [
-            f"A device sends its stage's gradient of {NUMBERS} numbers, {4 * NUMBERS} bytes, in 2 (D - 1) = "
-            f"{2 * (first['replicas'] - 1)} messages of 1 / {first['replicas']} each: 2 (D - 1) / D = {share:g} times "
-            f"the gradient, {wording.number(share * 4 * NUMBERS)} bytes without a codec. int8 adds a scale to each.",
+            f"Each stage's gradient has {NUMBERS} numbers, {4 * NUMBERS} bytes.",
             f"All {first['stages'] * first['replicas']} devices together send: {'; '.join(map(_total, rows[1:]))}.",
             f"The losses are those of the whole batch, from the first to after the last of {first['steps']} steps of "
             "SGD; one device trains on the same batch. Replicas are compared after every step.",
         ]
     return Table(rows, columns, notes=notes)
+
+
+def numbers(rows: Sequence[Mapping[str, Any]], job: Hybrid) -> dict[str, str]:
+    """Return what the assignment's questions are answered with, by name, of all trainings of a job."""
+    device = job.trace.events_of(min(1, job.stages - 1))
+    found = {
+        "begins": f"{wording.number(device[0].start)} ms",
+        "ends": f"{wording.number(max(each.end for each in device if not each.action.traits.collective))} ms",
+        "done": f"{wording.number(device[-1].end)} ms",
+        "gradient": f"{4 * NUMBERS} bytes",
+        "messages": f"{2 * (job.replicas - 1)} messages",
+        "replicas": str(job.replicas),
+        "share": f"{2 * (job.replicas - 1) / job.replicas:g}",
+        "speed_up": f"{job.speed_up:.2f}",
+        "devices": f"{job.devices} devices",
+        "efficiency": wording.percent(job.efficiency),
+        "alone": f"{wording.number(job.alone.makespan)} ms",
+        "work": job.work,
+        "bubble": wording.percent(job.pipeline.bubble),
+        "communication": wording.percent(job.communication_cost),
+    }
+    if all(row.get("replicas_equal", True) for row in rows):
+        found["agree"] = f"in all {rows[0]['steps']} steps, bit for bit"
+    for row in rows[1:]:
+        codec = row["gradients"].partition(", ")[2]
+        found |= {codec: f"{wording.number(row['payload_bytes'])} bytes", f"{codec}_off": f"{row['weights_off']:.1e}"}
+    return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from statistics import median, quantiles, stdev
 from typing import Any
 
@@ -210,9 +211,7 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
     if by_batch:
         axes = ("batch", ("step_ms", "rows_per_s"))
     curves = {"speed_up": ("amdahl", "ideal")} if scaling else {}
-    return Table(
-        shown, columns, axes=axes, curves=curves, notes=[LEGEND, _UNPREDICTED] * marked + _notes(rows, experiment, fits)
-    )
+    return Table(shown, columns, axes=axes, curves=curves, notes=[LEGEND, _UNPREDICTED] * marked + _notes(rows, fits))
 
 
 _UNPREDICTED = (
@@ -267,21 +266,24 @@ def _require_memory(model: str, counts: Sequence[int]) -> None:
     )
 
 
-def _notes(rows: Sequence[Row], experiment: str | None, fits: Mapping[str, Amdahl]) -> list[str]:
-    """Return what the rows show, in sentences with their numbers."""
+def _notes(rows: Sequence[Row], fits: Mapping[str, Amdahl]) -> list[str]:
+    """Return what is computed from the rows, in sentences with their numbers."""
     notes = [_of_fit(label, fit, rows) for label, fit in fits.items()]
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        if experiment != "batch":
-            notes += _of_communication(model, mine)
-        explain = {None: _of_data_parallel, "delay": _of_delay, "batch": _of_batch, "straggler": _of_straggler}
-        notes += explain[experiment](model, mine)
-        losses = [row["loss"] for row in mine]
-        if experiment != "batch" and len(mine) > 1:
+        found = _scaling(mine)
+        if "alone_ms" in found:
             notes.append(
-                f"{model}: the loss of the last step was {losses[0]:.6f}, and differs by at most "
-                f"{max(losses) - min(losses):.1e} among these rows: all did the same training."
+                "{model}: of {last_ms} on {processes}, {all_reduce_ms} are the all-reduce and waiting for it: without "
+                "it (DDP.no_sync) a step took {alone_ms}.".format_map(found)
             )
+        if "loss" in found:
+            notes.append(
+                "{model}: the loss of the last step was {loss}, and differs by at most {loss_range} among these rows: "
+                "all did the same training.".format_map(found)
+            )
+        if any(row["data_parallel_devices"] == 0 for row in mine):
+            notes.append(f"{model}: without a GPU, DataParallel only calls the model.")
     return notes
 
 
@@ -296,6 +298,8 @@ def _took(row: Row) -> str:
 
 def _of_fit(label: str, fit: Amdahl, rows: Sequence[Row]) -> str:
     one, *_, last = [row for row in rows if row["run"] == label]
+    if fit.serial >= 1:
+        return f"{label}: Amdahl's law has no serial fraction to find here."
     missed = ""
     if fit.residual is not None:
         missed = (
@@ -306,125 +310,121 @@ def _of_fit(label: str, fit: Amdahl, rows: Sequence[Row]) -> str:
         missed += f" Single steps vary more than these runs, {_ms(spread)} (standard deviation): do not trust the fit."
     elif any(row["marked"] for row in rows if row["run"] == label):
         missed += " It is a fit to marked times: do not trust it."
+    return f"{label}: Amdahl's law fits best with a serial fraction of {wording.percent(fit.serial)}.{missed}"
+
+
+def numbers(rows: Sequence[Row], experiment: str | None = None) -> list[dict[str, str]]:
+    """Return what the homework's questions are answered with, by name, for each model."""
+    rows = _judged(rows)
+    special = {None: _data_parallel, "delay": _delay, "batch": _batch, "straggler": _straggler}[experiment]
+    models = dict.fromkeys(row["model"] for row in rows)
+    mine = [[row for row in rows if row["model"] == model] for model in models]
+    return [_scaling(each) | special(each) for each in mine]
+
+
+def _scaling(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the numbers of runs that differ in their processes only."""
+    losses = [row["loss"] for row in rows]
+    found = {"model": rows[0]["model"], "processes": _processes(rows[-1])}
+    if len({row["batch"] for row in rows}) > 1:
+        return found
+    if len(rows) > 1:
+        found |= {"loss": f"{losses[0]:.6f}", "loss_range": f"{max(losses) - min(losses):.1e}"}
+    plain = [row for row in rows if row["data_parallel_devices"] is None and not row["delay_ms"]]
+    last = max(plain, key=lambda row: row["processes"], default=None)
+    if last is None or last["processes"] == 1:
+        return found
+    found |= {
+        "processes": _processes(last),
+        "ideal": str(last["processes"]),
+        "last_ms": _took(last),
+        "all_reduce_ms": _ms(last["communication"] * last["step_ms"]),
+        "all_reduce_share": wording.percent(last["communication"]),
+        "alone_ms": _ms(last["alone_ms"]),
+        "megabytes": f"{4 * last['depth'] * (last['width'] ** 2 + last['width']) / 1e6:.1f} MB",
+        "dominates": "communication" if last["communication"] > 0.5 else "computation",
+    }
+    fit = _fit(plain, plain[0]["run"])
+    if fit is None:
+        return found
+    drops = {row["processes"]: before["efficiency"] - row["efficiency"] for before, row in pairwise(plain)}
+    worst = max(drops, key=lambda count: drops[count])
+    efficiency = {row["processes"]: wording.percent(row["efficiency"]) for row in plain}
+    found |= {"drop_at": str(worst), "drop_to": efficiency[worst], "efficiency": efficiency[last["processes"]]}
+    found["speed_up"] = quoted(f"{last['speed_up']:.2f}", None, "speed_up" not in last["marked"])
     if fit.serial >= 1:
-        return (
-            f"{label}: Amdahl's law has no serial fraction to find, because more processes were not faster: "
-            f"{_took(one)} on 1, {_took(last)} on {last['processes']}. The all-reduce is work that one process does "
-            "not have, and the law has no term for it."
-        )
-    limit = f"at most {wording.number(fit.limit)} times as fast" if fit.serial > 0 else "without any limit"
-    return (
-        f"{label}: Amdahl's law fits best with a serial fraction of {wording.percent(fit.serial)}: {limit}, however "
-        f"many processes there are.{missed}"
-    )
+        return found | {"slow_one": _took(plain[0]), "slow_last": _took(last)}
+    return found | {"serial": wording.percent(fit.serial), "limit": wording.number(fit.limit)}
 
 
-def _of_communication(model: str, rows: Sequence[Row]) -> list[str]:
-    found = [row for row in rows if row["processes"] > 1 and row["delay_ms"] == 0]
-    if not found:
-        return []
-    row = max(found, key=lambda each: each["processes"])
-    megabytes = 4 * row["depth"] * (row["width"] ** 2 + row["width"]) / 1e6
-    more = "communication" if row["communication"] > 0.5 else "computation"
-    return [
-        f"{model}: of {_took(row)} on {row['processes']} processes, "
-        f"{_ms(row['communication'] * row['step_ms'])} are the all-reduce and waiting for it ({more} dominates): "
-        f"without it (DDP.no_sync) a step took {_ms(row['alone_ms'])}. Each process all-reduces {megabytes:.1f} MB of "
-        "gradients in every step, whatever its share of the batch."
-    ]
-
-
-def _of_data_parallel(model: str, rows: Sequence[Row]) -> list[str]:
+def _data_parallel(rows: Sequence[Row]) -> dict[str, str]:
     single = next((row for row in rows if row["data_parallel_devices"] is not None), None)
     if single is None:
-        return []
-    one, *more = [row for row in rows if row is not single]
-    last = [one, *more][-1]
-    devices = single["data_parallel_devices"]
-    what = (
-        f"DataParallel shared the batch among {devices} GPU{'s' if devices > 1 else ''}"
-        if devices
-        else "DataParallel found no GPU, and on a processor it does nothing: it calls the model. Only DDP's overhead "
-        "and chance make its step differ from that of a single DDP process"
-    )
-    ddp = ", and with ".join(f"{_processes(row)} {_varied(row)}" for row in (one, *more[-1:]))
-    note = f"{model}: {what}. A step took {_varied(single, 'variance ')}, DDP's with {ddp}."
-    if single["utilisation"]:
-        busy, all_busy = (sum(row["utilisation"]) * row["threads"] for row in (single, last))
-        note += f" DataParallel kept {busy:.1f} cores busy, DDP's {_processes(last)} {all_busy:.1f}."
-    return [
-        f"{note} Training added {single['memory_mb']:.0f} MB to its memory, and {last['memory_mb']:.0f} MB to each of "
-        f"DDP's processes, {last['memory_mb'] * last['processes']:.0f} MB together."
-    ]
+        return {}
+    last = [row for row in rows if row is not single][-1]
+    found = {
+        "dp_ms": _took(single),
+        "last_ms": _took(last),
+        "dp_mb": f"{single['memory_mb']:.0f} MB",
+        "ddp_mb": f"{last['memory_mb']:.0f} MB",
+        "ddp_all_mb": f"{last['memory_mb'] * last['processes']:.0f} MB",
+    }
+    for name, row in {"dp": single, "ddp": last}.items():
+        found[f"{name}_variance"] = f"{wording.number(row['stdev_ms'] ** 2)} ms²"
+        if row["utilisation"]:
+            found[f"{name}_busy"] = f"{sum(row['utilisation']) * row['threads']:.1f}"
+    return found | ({"no_gpu": "a single DDP process"} if single["data_parallel_devices"] == 0 else {})
 
 
 def _processes(row: Row) -> str:
     return f"{row['processes']} process{'es' if row['processes'] > 1 else ''}"
 
 
-def _varied(row: Row, lead: str = "") -> str:
-    return f"{_took(row)} ({lead}{wording.number(row['stdev_ms'] ** 2)} ms²)"
-
-
-def _of_delay(model: str, rows: Sequence[Row]) -> list[str]:
+def _delay(rows: Sequence[Row]) -> dict[str, str]:
     plain, slow = ([row for row in rows if (row["delay_ms"] > 0) == delayed] for delayed in (False, True))
     before, after = (fit_amdahl({row["processes"]: row["step_ms"] for row in each}) for each in (plain, slow))
     if before is None or after is None:
-        return []
+        return {}
     one, last, late = plain[0]["step_ms"], plain[-1]["step_ms"], slow[-1]
-    count, fast = late["processes"], plain[-1]["speed_up"]
     predicted = f"{(one + _DELAY_MS) / (last + _DELAY_MS):.2f}"
-    delayed = quoted(f"{late['speed_up']:.2f}", predicted, "speed_up" not in late["marked"])
-    note = (
-        f"{model}: a delay of {_DELAY_MS:g} ms in every step is work that no other process takes over. {count} "
-        f"processes were {fast:.2f} times as fast as one without it, {_took(plain[0])} against {_took(plain[-1])}, "
-        f"and with it {delayed} times."
-    )
+    found = {"delay_without": f"{plain[-1]['speed_up']:.2f}"}
+    found["delay_with"] = quoted(f"{late['speed_up']:.2f}", predicted, "speed_up" not in late["marked"])
     if max(before.serial, after.serial) >= 1:
-        return [
-            f"{note} Where more processes are not faster, Amdahl's law has no serial fraction for a delay to raise: "
-            f"the same {_DELAY_MS:g} ms in both times only bring their ratio nearer to 1."
-        ]
-    serial = (before.serial * one + _DELAY_MS) / (one + _DELAY_MS)
-    return [
-        f"{note} By Amdahl's law it raises the serial fraction from {wording.percent(before.serial)} to "
-        f"(s T + d) / (T + d) = {wording.percent(serial)}, with T = {_ms(one)}; measured: "
-        f"{wording.percent(after.serial)}."
-    ]
+        return found | {"no_law": _ms(_DELAY_MS)}
+    return found | {
+        "delay_before": wording.percent(before.serial),
+        "delay_law": wording.percent((before.serial * one + _DELAY_MS) / (one + _DELAY_MS)),
+        "delay_one": _ms(one),
+        "delay_after": wording.percent(after.serial),
+    }
 
 
-def _of_batch(model: str, rows: Sequence[Row]) -> list[str]:
+def _batch(rows: Sequence[Row]) -> dict[str, str]:
     first, last = rows[0], rows[-1]
     if first is last:
-        return []
+        return {}
     more, longer = last["batch"] / first["batch"], last["step_ms"] / first["step_ms"]
     believed = not (first["marked"] or last["marked"])
-    took, gained = (quoted(f"{value:.2f}", None, believed) for value in (longer, more / longer))
-    note = (
-        f"{model}: {more:.0f} times the batch made the step {took} times as long on {_processes(last)}, and the "
-        f"throughput {gained} times as high."
+    found = {"batch_more": f"{more:.0f}", "batch_first": str(first["batch"]), "batch_last": str(last["batch"])}
+    found["batch_longer"], found["batch_gained"] = (
+        quoted(f"{value:.2f}", None, believed) for value in (longer, more / longer)
     )
     if last["processes"] > 1:
-        note += (
-            " The all-reduce moves the same gradients for every batch: its share fell or rose from "
-            f"{wording.percent(first['communication'])} of the step at {first['batch']} rows to "
-            f"{wording.percent(last['communication'])} at {last['batch']}."
+        found["batch_first_share"], found["batch_last_share"] = (
+            wording.percent(row["communication"]) for row in (first, last)
         )
-    return [note]
+    return found
 
 
-def _of_straggler(model: str, rows: Sequence[Row]) -> list[str]:
-    if len(rows) < 2:
-        return []
+def _straggler(rows: Sequence[Row]) -> dict[str, str]:
+    if len(rows) < 2 or rows[0]["processes"] < 2:
+        return {}
     plain, late = rows
-    longer = late["step_ms"] - plain["step_ms"]
-    others = [after - before for before, after in zip(plain["rank_ms"][1:], late["rank_ms"][1:], strict=True)]
-    much = quoted(_ms(longer), _ms(_STRAGGLER_MS), not (plain["marked"] or late["marked"]))
-    note = f"{model}: rank 0 alone slept {_STRAGGLER_MS:g} ms, and its step became {much} longer."
-    if others:
-        note += (
-            f" The other {len(others)} ranks did not sleep, and their steps became {_ms(min(others))} to "
-            f"{_ms(max(others))} longer: the all-reduce ends only when the last rank's gradients are there, so "
-            "everybody waits for the slowest."
-        )
-    return [note]
+    longer = [after - before for before, after in zip(plain["rank_ms"][1:], late["rank_ms"][1:], strict=True)]
+    believed = not (plain["marked"] or late["marked"])
+    return {
+        "straggler_longer": quoted(_ms(late["step_ms"] - plain["step_ms"]), _ms(_STRAGGLER_MS), believed),
+        "straggler_others": f"{len(longer)} other rank{'s' * (len(longer) > 1)}",
+        "straggler_least": _ms(min(longer)),
+        "straggler_most": _ms(max(longer)),
+    }

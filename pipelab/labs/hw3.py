@@ -31,7 +31,7 @@ from pipelab.draw.table import Column, Table
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
 from pipelab.labs.grading.emulated import emulated  # noqa: F401 - for the copies of your own model
-from pipelab.labs.running import Job, has_gpu, linear_stack
+from pipelab.labs.running import Job, linear_stack
 
 Row = Mapping[str, Any]
 _MEGABYTE = 1e6
@@ -242,6 +242,15 @@ def _activations(stages: Sequence[nn.Module], devices: Sequence[torch.device], x
     return found
 
 
+_NOTES = (
+    "Counted in one forward pass on tensors without data, whose devices are those of GPUs: a call of Tensor.to counts "
+    "as a call, and a copy that PyTorch makes on another device as a transfer. Without GPUs, each device is a thread "
+    "of the processor, and nothing really moves.",
+    "MB: parameters, gradients, and what a forward of the whole batch saves for its backward, counted from the "
+    "tensors. An optimizer would add its own state.",
+)
+
+
 def table(rows: Sequence[Row]) -> Table:
     """Return the table of measured rows. Its plot is over the depths if there are several, else over the devices."""
     several = len({row["depth"] for row in rows}) > 1
@@ -265,7 +274,7 @@ def table(rows: Sequence[Row]) -> Table:
     if any(row["allocator_peak_mb"] for row in rows):
         columns.append(Column("allocator_peak_mb", "allocator's peak, MB", _megabytes))
     axes = ("depth" if several else "devices", ("step_time_ms", "most_mb"))
-    return Table([{"model": label(row), **row} for row in rows], columns, axes=axes, notes=_notes(rows))
+    return Table([{"model": label(row), **row} for row in rows], columns, axes=axes, notes=_NOTES)
 
 
 def _devices(row: Row) -> str:
@@ -276,42 +285,24 @@ def _megabytes(values: Sequence[float]) -> str:
     return wording.elided(f"{value:.1f}" for value in values)
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
-    """Return what the rows show, with their numbers."""
+def numbers(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what the homework's questions are answered with, by name: of the largest depth, and along all depths."""
     if not rows:
-        return []
+        return {}
     last = rows[-1]
     ones = [row for row in rows if row["depth"] == last["depth"]]
-    notes = [f"{row['split']}, {_devices(row)}: {landing(row['layers'])}" for row in ones if len(ones) < 4]
-    crossings = last["moves"][1]
-    notes.append(
-        f"Every layer calls .to(), but a call copies only if the tensor is on another device. With {last['depth']} "
-        f"layers on {_devices(last)}, {sum(last['moves'])} of {last['calls']} calls copy: the input, and "
-        f"{crossings} between devices."
-    )
-    notes.append(
-        "Counted in one forward pass on tensors without data, whose devices stand for GPUs: a call of Tensor.to counts "
-        "as a call, and a copy that PyTorch makes on another device as a transfer."
-        + ("" if has_gpu() else " On this machine each device is a thread of the processor, and nothing really moves.")
-    )
-    shortest, longest = (pick(ones, key=lambda row: row["devices"]) for pick in (min, max))
-    if shortest["devices"] < longest["devices"]:
-        shorter = longest["step_time_ms"] < 0.9 * shortest["step_time_ms"]
-        surprise = " The split did not make it shorter: other programs or the processor's caches did." * shorter
-        notes.append(
-            f"One device works at a time, so what more devices share is the memory: at most "
-            f"{_megabytes([shortest['most_mb']])} and {_megabytes([longest['most_mb']])} MB on one. A step of "
-            f"{last['depth']} layers took {wording.number(shortest['step_time_ms'])} ms on {shortest['devices']} and "
-            f"{wording.number(longest['step_time_ms'])} ms on {longest['devices']}.{surprise}"
-        )
-    alike = [row for row in rows if (row["split"], row["devices"]) == (last["split"], last["devices"])]
-    if len(alike) > 1:
-        ratio = last["step_time_ms"] / alike[0]["step_time_ms"]
-        notes.append(
-            f"On {_devices(last)}, {last['depth']} layers took {ratio:.1f} times as long as {alike[0]['depth']}."
-        )
-    notes.append(
-        "MB: parameters, gradients, and what a forward of the whole batch saves for its backward, counted from the "
-        "tensors. An optimizer would add its own state."
-    )
-    return notes
+    found = {"depth": str(last["depth"]), "calls": str(last["calls"]), "crossings": str(last["moves"][1])}
+    found |= {row["split"]: landing(row["layers"]) for row in ones}
+    few, many = (pick(ones, key=lambda row: row["devices"]) for pick in (min, max))
+    for name, row in {"few": few, "many": many}.items():
+        found[name] = _devices(row)
+        found[f"{name}_ms"] = f"{wording.number(row['step_time_ms'])} ms"
+        found[f"{name}_mb"] = f"{_megabytes([row['most_mb']])} MB"
+        found[f"{name}_copies"] = str(sum(row["moves"]))
+    if many["step_time_ms"] < 0.9 * few["step_time_ms"]:
+        found["shorter"] = f"{wording.number(few['step_time_ms'] - many['step_time_ms'])} ms"
+    first = next(row for row in rows if (row["split"], row["devices"]) == (last["split"], last["devices"]))
+    if first is not last:
+        found |= {"flattest": str(first["depth"]), "deepest": f"{last['depth']} layers"}
+        found["ratio"] = f"{last['step_time_ms'] / first['step_time_ms']:.1f}"
+    return found

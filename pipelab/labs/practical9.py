@@ -10,8 +10,8 @@ Examples:
     [(1, 1), (1, 1), (4, 4), (2, 2), (2, 1)]
     >>> table(rows).axes
     ('microbatches', ('step_time_ms', 'bubble', 'peak_share'))
-    >>> len(answers(rows))
-    8
+    >>> numbers(rows)["gpipe_peaks"], numbers(rows)["true_peaks"]
+    ('4 4', '2 1')
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _timed(trace: Trace) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
-    """Return the table of measured rows, the numbers of micro-batches side by side, and the eight answers below it.
+    """Return the table of measured rows, the numbers of micro-batches side by side, and what they mean.
 
     Args:
         rows: what `measurements` made.
@@ -169,8 +169,6 @@ def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
         f"The gradients match plain training with the same micro-batches {'bit for bit' if exact else 'to rounding'}. "
         f"Against the whole batch at once they differ by at most {off:.1e}.",
     ]
-    numbered = enumerate(answers(rows), start=1)
-    notes += [f"{number}. {question} {answer}" for number, (question, answer) in numbered]
     axes = ("microbatches", ("step_time_ms", "bubble", "peak_share"))
     setting = "A batch of {batch} rows in M micro-batches through {ranks} stages, {stages}; median of {steps} steps"
     title = setting.format_map(rows[0]) if rows else ""
@@ -195,113 +193,54 @@ def surprise(rows: Sequence[Row]) -> str:
     )
 
 
-def answers(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the practical's eight questions, each with an answer from the numbers of a whole table.
+def numbers(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what the practical's questions are answered with, by name, from the numbers of a whole table.
 
-    Without all rows, or where no batch is cut, there are none.
+    Without all rows, or where no batch is cut, there are none. A number that says nothing here is left out.
     """
     at = {(row["method"], row["microbatches"]): row for row in rows}
     counts = sorted({row["microbatches"] for row in rows})
     if not rows or counts[-1] < 2 or any((method, count) not in at for method in METHODS for count in counts):
-        return []
-    few, many = counts[0], counts[-1]
-    ranks = rows[0]["ranks"]
-    whole, naive, gpipe, loop, true = (at[method, many] for method in METHODS)
-    lead = f"From {few} to {many} of them" if few < many else f"From the whole batch in one piece to {many} of them"
-    start = {method: at[method, few] if few < many else whole for method in _KINDS}
-    parts_cost = not any(row["emulated"] or "step_time_ms" in row["marked"] for row in (start[ONE_BY_ONE], naive))
-    slower_than_whole = parts_cost and naive["step_time_ms"] > whole["step_time_ms"]
-    slow_links = [
-        simulate(kind(ranks, many), Cost(forward=1, backward=2, latency=0.5)).makespan for kind in (GPipe, OneFOneB)
-    ]
-    slower = (
-        " If transfers are slow, 1F1B takes longer than GPipe: simulated with transfers of half a forward's time each, "
-        f"{wording.number(slow_links[1])} forwards against {wording.number(slow_links[0])}."
-    )
-    return [
-        (
-            "Do the devices work at the same time?",
-            f"With A, one by one, they do not: on average {_working(naive)} of {ranks} ranks work, because each "
-            "waits for the result of the one before it. With B, all forwards follow one another, and "
-            f"{_working(gpipe)} ranks work at a time, with {many} micro-batches.",
-        ),
-        (
-            "Where is the idle time?",
-            "With A, one by one, everywhere: a rank waits while any other works, "
-            f"{_bubble(naive)} of the step. With B, it is where the pipeline fills and drains: the last rank waits at "
-            f"the start and at the end, rank 0 in the middle; {_bubble(gpipe)} of the step. With C, between all "
-            f"actions: {_bubble(loop)}.",
-        ),
-        (
-            "Why are forward and backward separated?",
-            "A rank that need not wait for a micro-batch's backward can begin the next forward at once. The work is "
-            f"the same, only its order differs: {_ms(naive)} one by one, {_ms(gpipe)} with all forwards first.",
-        ),
-        (
-            "Does GPipe remove the bubble?",
-            f"No, it makes it smaller: {_bubble(gpipe)}. With equal stages and free transfers it is (P - 1) / "
-            f"(M + P - 1) = {wording.percent((ranks - 1) / (many + ranks - 1))}. For true 1F1B the formula is "
-            "the same, though many courses say that its bubble is smaller, and its timeline looks fuller: "
-            f"{_bubble(true)}.",
-        ),
-        (
-            "When does the first backward start?",
-            f"With B, after the last rank's last forward: {_ms(gpipe, 'first_backward_ms')} after the start. With "
-            f"true 1F1B, after its first: {_ms(true, 'first_backward_ms')}. That does not make the step shorter than "
-            "GPipe's, but activations are released earlier.",
-        ),
-        (
-            "Do more micro-batches always help?",
-            f"No. {lead}, B's bubble shrinks, and its step goes from {_ms(start[GPIPE])} to "
-            f"{_ms(gpipe)}. The bubble of A, one by one, stays: {_ms(start[ONE_BY_ONE])}, then {_ms(naive)}"
-            f"{'; the difference is what small micro-batches cost in addition' * parts_cost}. C, the single loop often "
-            f"taught as 1F1B, goes from {_ms(start[LOOP])} to {_ms(loop)}, "
-            f"{wording.percent(loop['predicted_step_time_ms'] / naive['predicted_step_time_ms'])} of A's predicted "
-            "time: each rank begins one forward before it waits for a backward; rank 0 would need one for each rank.",
-        ),
-        (
-            "Which method gains most?",
-            "B and true 1F1B: equally, if stages are equal and transfers free; the predictions show it. With "
-            f"{many} micro-batches, against the whole batch in one piece, the step is "
-            + ", ".join(
-                f"{_faster(row, whole)} times as fast with {row['method']}" for row in (gpipe, true, loop, naive)
-            )
-            + f".{' Below 1 it is slower: small micro-batches cost extra.' * slower_than_whole}",
-        ),
-        (
-            "Which would you use at scale?",
-            f"True 1F1B, for its memory: with {many} micro-batches its ranks hold {_peaks(true)} activations, and "
-            f"GPipe's {_peaks(gpipe)}, because nothing is recomputed here. The batch is the same for every M. GPipe "
-            f"holds {wording.percent(gpipe['peak_share'])} of it, and 1F1B {wording.percent(true['peak_share'])}: the "
-            f"more micro-batches, the less. With micro-batches of one size, 1F1B never holds more than {ranks}, so you "
-            f"can afford a larger batch, and that shrinks the bubble: with {4 * many} micro-batches it is "
-            f"{wording.percent((ranks - 1) / (4 * many + ranks - 1))}.{slower * (slow_links[1] > slow_links[0])}",
-        ),
-    ]
+        return {}
+    few, many, ranks = counts[0], counts[-1], rows[0]["ranks"]
+    whole, one, _, loop, _ = (at[method, many] for method in METHODS)
+    found = {"ranks": str(ranks), "many": str(many), "more": str(4 * many)}
+    found["before"] = f"{few}" if few < many else "the whole batch in one piece"
+    found |= {
+        f"bubble_of_{name}": wording.percent((ranks - 1) / (each + ranks - 1))
+        for name, each in (("many", many), ("more", 4 * many))
+    }
+    found["loop_of_one"] = wording.percent(loop["predicted_step_time_ms"] / one["predicted_step_time_ms"])
+    for name, method in zip(("whole", "one", "gpipe", "loop", "true"), METHODS, strict=True):
+        row = at[method, many]
+        found |= {
+            f"{name}_loss": f"{row['loss']:.6f}",
+            f"{name}_ms": _ms(row),
+            f"{name}_before": _ms(at[method, few] if few < many else whole),
+            f"{name}_bubble": _said(row, "bubble", wording.percent),
+            f"{name}_working": _said(row, "utilisation", lambda shares: f"{sum(shares):.2f}"),
+            f"{name}_start": _ms(row, "first_backward_ms"),
+            f"{name}_peaks": wording.elided(row["peak_activations"]),
+            f"{name}_share": wording.percent(row["peak_share"]),
+            f"{name}_faster": _faster(row, whole),
+        }
+    start = at[ONE_BY_ONE, few] if few < many else whole
+    if not any(row["emulated"] or "step_time_ms" in row["marked"] for row in (start, one)):
+        found["extra"] = f"{wording.number(one['step_time_ms'] - start['step_time_ms'])} ms"
+    late = Cost(forward=1, backward=2, latency=0.5)
+    gpipe, true = (simulate(kind(ranks, many), late).makespan for kind in (GPipe, OneFOneB))
+    return found | ({"gpipe_late": wording.number(gpipe), "true_late": wording.number(true)} if true > gpipe else {})
 
 
 def _said(row: Row, name: str, show: Callable[[Any], str]) -> str:
     return quoted(show(row[name]), show(row[f"predicted_{name}"]), name not in row["marked"])
 
 
-def _working(row: Row) -> str:
-    """Return how many ranks work at a time, on average."""
-    return _said(row, "utilisation", lambda shares: f"{sum(shares):.2f}")
-
-
 def _ms(row: Row, name: str = "step_time_ms") -> str:
     return _said(row, name, lambda value: f"{wording.number(value)} ms")
-
-
-def _bubble(row: Row) -> str:
-    return _said(row, "bubble", wording.percent)
 
 
 def _faster(row: Row, whole: Row) -> str:
     """Return how many times as fast as the whole batch in one piece a step is."""
     measured, predicted = (f"{whole[name] / row[name]:.2f}" for name in ("step_time_ms", "predicted_step_time_ms"))
     return quoted(measured, predicted, not any("step_time_ms" in each["marked"] for each in (row, whole)))
-
-
-def _peaks(row: Row) -> str:
-    return wording.elided(row["peak_activations"])

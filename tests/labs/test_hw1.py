@@ -26,7 +26,7 @@ def row(processes, step_ms, **more):
 
 
 SHOWN = {
-    "efficiency": None,
+    "efficiency": 0.8,
     "communication": 0.5,
     "utilisation": (0.9,),
     "memory_mb": 50,
@@ -159,27 +159,29 @@ def test_a_delayed_time_is_marked_if_it_is_off_what_the_delay_predicts(computed)
     assert "step_ms" not in late["marked"]
     off = hw1.table([plain, late | {"step_ms": 30}], "straggler")
     assert "step_ms" in off.rows[1]["marked"]
-    assert "predicted 20 ms (measured 26 ms*) longer" in " ".join(off.notes)
+    (found,) = hw1.numbers(off.rows, "straggler")
+    assert found["straggler_longer"] == "predicted 20 ms (measured 26 ms*)"
+    assert (found["straggler_others"], found["straggler_least"]) == ("1 other rank", "20 ms")
 
 
 def test_where_more_processes_are_not_faster_there_is_no_serial_fraction():
     plain = [row(1, 10, **SHOWN), row(2, 20, **SHOWN)]
     slow = [each | {"run": "m, DDP + 10 ms", "delay_ms": 10, "step_ms": each["step_ms"] + 10} for each in plain]
     slow[1]["speed_up"], plain[1]["speed_up"] = 20 / 30, 10 / 20
-    notes = " ".join(hw1.table(plain + slow, "delay").notes)
-    assert "raises the serial fraction" not in notes
-    assert "serial fraction of" not in notes
-    assert "0.50 times as fast as one without it" in notes
-    assert "with it 0.67 (predicted 0.67) times" in notes
+    assert "serial fraction of" not in " ".join(hw1.table(plain + slow, "delay").notes)
+    (found,) = hw1.numbers(plain + slow, "delay")
+    assert not {"serial", "delay_law", "delay_after"} & set(found)
+    assert (found["delay_without"], found["delay_with"]) == ("0.50", "0.67 (predicted 0.67)")
+    assert (found["slow_one"], found["slow_last"]) == ("10 ms", "20 ms")
 
 
 def test_a_delay_raises_the_serial_fraction_where_more_processes_are_faster():
     plain = [row(1, 100, **SHOWN), row(2, 60, **SHOWN)]
     slow = [each | {"run": "m, DDP + 10 ms", "delay_ms": 10, "step_ms": each["step_ms"] + 10} for each in plain]
     slow[1]["speed_up"] = 110 / 70
-    notes = " ".join(hw1.table(plain + slow, "delay").notes)
-    assert "raises the serial fraction from 20.0 % to (s T + d) / (T + d) = 27.3 %" in notes
-    assert "measured: 27.3 %" in notes
+    (found,) = hw1.numbers(plain + slow, "delay")
+    assert [found[f"delay_{name}"] for name in ("before", "law", "after")] == ["20.0 %", "27.3 %", "27.3 %"]
+    assert (found["serial"], found["limit"], found["drop_at"]) == ("20.0 %", "5", "2")
 
 
 def test_a_larger_batch_is_not_called_slower_than_a_smaller_one(computed):
@@ -195,6 +197,7 @@ def test_whatever_rows_are_done_have_a_table_and_a_plot(computed, experiment, pr
     for done in range(len(rows) + 1):
         table = hw1.table(rows[:done], experiment)
         assert table.text().count("\n") >= done
+        assert len(hw1.numbers(rows[:done], experiment)) == len({row["model"] for row in rows[:done]})
         if done:
             table.plot()
 

@@ -60,12 +60,12 @@ def secrets() -> dict[str, str]:
 
 
 def strings(data: object) -> Iterator[str]:
-    """Yield all texts in data; of an order, the first rank's row, as the last rank's is that of many orders."""
+    """Yield all texts in data but the rows of orders."""
     if isinstance(data, str):
         yield data
     elif isinstance(data, dict | list):
         for key, each in data.items() if isinstance(data, dict) else enumerate(data):
-            yield from strings(each[0] if key == "reference" and isinstance(each, list) else each)
+            yield from strings(each) if key != "reference" else ()
 
 
 def texts(folder: Path) -> Iterator[tuple[str, str]]:
@@ -87,12 +87,16 @@ def texts(folder: Path) -> Iterator[tuple[str, str]]:
 
 def leaks(folder: Path) -> list[str]:
     hidden = secrets()
+    answers = tomllib.loads((TEACHER / "challenges.toml").read_text(encoding="utf-8"))
+    orders = {name: each["reference"] for name, each in answers.items() if isinstance(each["reference"], list)}
+    assert orders
     together = re.compile("|".join(map(re.escape, sorted(hidden, key=len, reverse=True))))
-    return [
-        f"{name}: {found[0]} ({hidden[found[0]]})"
-        for name, text in texts(folder)
-        if (found := together.search(plain(text)))
-    ]
+    found: list[str] = []
+    for name, text in texts(folder):
+        words = plain(text)
+        found += [f"{name}: {each[0]} ({hidden[each[0]]})" for each in [together.search(words)] if each]
+        found += [f"{name}: an order of {level}" for level, rows in orders.items() if all(row in words for row in rows)]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,9 @@ def test_a_secret_is_found_wherever_it_is(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "d.whl", "w") as wheel:
         wheel.writestr("pipelab/e.toml", f"answer = '''{secret}'''")
     assert len(leaks(tmp_path)) == 4
+    rows = tomllib.loads((TEACHER / "challenges.toml").read_text(encoding="utf-8"))["far"]["reference"]
+    (tmp_path / "f.toml").write_text(f"reference = {list(rows)}")
+    assert len(leaks(tmp_path)) == 5
 
 
 def test_the_students_copy_works_and_says_that_it_has_no_answers(student: Path) -> None:

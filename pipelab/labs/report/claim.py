@@ -108,6 +108,7 @@ _COLUMNS = (
     Column("value", "right value"),
     Column("how", "how it follows", left=True),
 )
+_VALUE = (Column("value", "simulated"),)
 
 
 def rows(claim: Claim) -> Iterator[dict[str, Any]]:
@@ -138,33 +139,32 @@ def verdict(claim: Claim) -> str:
     return "right under one reading" if sum(right) == 1 else f"right under {sum(right)} of {len(right)} readings"
 
 
-def table(claims: Sequence[Claim]) -> Table:
-    """Return claims with all their readings as one table, for a file."""
+def table(claims: Sequence[Claim], answered: bool = True) -> Table:
+    """Return claims with all their readings as one table, for a file; with the answers or without."""
     numbered = enumerate(claims, start=1)
     listed = [{"claim": number, **row, "in_all": verdict(each)} for number, each in numbered for row in rows(each)]
+    if not answered:
+        listed = [{key: row[key] for key in ("claim", "about", "says", "reading", "value")} for row in listed]
     words = [
         Column(key, head, left=True) for key, head in (("about", ""), ("says", "the report says"), ("reading", ""))
     ]
-    return Table(listed, [Column("claim"), *words, *_COLUMNS, Column("in_all", "the claim is", left=True)])
+    answers = (*_COLUMNS, Column("in_all", "the claim is", left=True))
+    return Table(listed, [Column("claim"), *words, *(answers if answered else _VALUE)])
 
 
-def text(claim: Claim) -> str:
-    """Return a claim's readings for people: whether the report is right, the right value, and how it follows."""
-    return Table(list(rows(claim)), [Column("reading"), *_COLUMNS]).text(width=120)
+def text(claim: Claim, answered: bool = True) -> str:
+    """Return a claim's readings for people: the right value, and if answered, how it follows and the verdict."""
+    return Table(list(rows(claim)), [Column("reading"), *(_COLUMNS if answered else _VALUE)]).text(width=120)
 
 
 def summary(claims: Sequence[Claim]) -> str:
-    """Return how many claims are right, and what most of the wrong ones have in common."""
+    """Return how many claims are right."""
     verdicts = [verdict(each) for each in claims]
     words = ("right", "right under", "wrong", "cannot")
     counts = {each: sum(found.startswith(each) for found in verdicts) for each in words}
     return (
         f"Of {len(verdicts)} claims, these are right: {counts['right'] - counts['right under']}; right under one "
-        f"reading: {counts['right under']}; wrong: {counts['wrong']}; open: {counts['cannot']}. The report's model of "
-        "one pipeline and its ring is sound: the total, the work of each device, warm-up, steady state, cooldown, the "
-        "ring's steps and 1F1B's memory all follow, each in a reading. Most of what is wrong has one cause: figures of "
-        "different readings, so of different work, stand side by side. Say once what a stage takes and how many "
-        "micro-batches each replica runs, and let the baseline do the same work."
+        f"reading: {counts['right under']}; wrong: {counts['wrong']}; open: {counts['cannot']}."
     )
 
 

@@ -65,6 +65,7 @@ def grade_command(
         int, typer.Option("--microbatches", "-m", min=1, help="the schedule's size that the pars are for")
     ] = 8,
     seed: Annotated[int, typer.Option(help="of the data and the hidden sizes; keep yours to yourself")] = 0,
+    variant: Annotated[str, typer.Option(help="homework 4 with the numbers of this name, as in lab hw4")] = "",
     seconds: Annotated[float, typer.Option(min=0.1, help="time for each submission")] = 5.0,
     memory: Annotated[int, typer.Option(min=64, help="megabytes for each submission, beside PyTorch's")] = 1024,
     workers: Annotated[int, typer.Option(min=1, help="submissions of a folder that run at the same time")] = 2,
@@ -91,7 +92,7 @@ def grade_command(
         schedule, cost = name if par or name else None, asdict(times.cost())
         points = _points(marks, homework) if marks else {}
         assignment = Assignment(
-            schedule, homework, points, pars, ranks, microbatches, cost, times.order, times.transport, seed
+            schedule, homework, points, pars, ranks, microbatches, cost, times.order, times.transport, seed, variant
         )
         limits = Limits(seconds, memory)
         if gradescope is not None:
@@ -214,6 +215,7 @@ def _split(target: str | None) -> tuple[Path | None, str]:
 def _options(assignment: Assignment, limits: Limits) -> list[str]:
     """Return the options that grade in the same way again, on Gradescope."""
     options: dict[str, object] = {"--seed": assignment.seed, "--seconds": limits.seconds, "--memory": limits.memory}
+    options |= {"--variant": assignment.variant} if assignment.variant else {}
     if assignment.schedule is not None:
         options |= {"--ranks": assignment.ranks, "--microbatches": assignment.microbatches}
         options |= {"--order": assignment.order, "--transport": assignment.transport}

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files as resources
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Annotated, Any, TypeVar
 
@@ -29,6 +30,7 @@ from pipelab.labs import hybrid as hybrids
 from pipelab.labs.grading.tasks import HOMEWORKS, start_homework
 from pipelab.labs.report import claim as claims
 from pipelab.labs.report.claims import CLAIMS
+from pipelab.labs.variant import variant
 from pipelab.simulation.clock import simulate
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
@@ -40,6 +42,7 @@ SaveTable = Annotated[
 
 Folder = Annotated[Path, typer.Argument(help="where --start writes; it is made if need be", show_default=False)]
 Start = Annotated[bool, typer.Option("--start", help="write the homework's file with its holes")]
+Own = Annotated[str, typer.Option("--variant", help="a student's own numbers, which follow from this name")]
 Numbers = Sequence[Mapping[str, str]]
 """What fills answers: the numbers of a run by name, once or, where several models were measured, for each."""
 
@@ -164,10 +167,15 @@ def _end(rows: list[Row], whole: bool, table: Callable[[list[Row]], Table], save
         raise typer.Exit(1)
 
 
-def _start(name: str, folder: Path) -> None:
-    """Write a homework's file into a folder, and say what to do with it."""
+def _start(name: str, folder: Path, own: str = "") -> None:
+    """Write a homework's file into a folder, with a student's own numbers if need be, and say what to do with it."""
     path = start_homework(name, folder)
-    echo(f"wrote {path}\n\n  python {path}         runs it\n  pipelab grade {path}  grades what it runs")
+    if own:
+        numbers = variant(own)
+        text = files.read_text(path).replace("MICRO_BATCHES = 4", f"MICRO_BATCHES = {numbers.microbatches}")
+        files.write(path, text.replace("rows=32", f"rows={numbers.microbatches * numbers.rows}"))
+    graded = f"pipelab grade {path}{f' --variant {quote(own)}' if own else ''}"
+    echo(f"wrote {path}\n\n  python {path}         runs it\n  {graded}  grades what it runs")
 
 
 @lab.command()
@@ -180,6 +188,7 @@ def practical9(
         str, typer.Option("--microbatches", "-m", help="the numbers of micro-batches to compare")
     ] = "2,4,8",
     real: Annotated[bool, typer.Option("--real", help="real layers, even without a core for each rank")] = False,
+    own: Own = "",
     save: SaveTable = None,
 ) -> None:
     """Compare naive, GPipe, the single loop and true 1F1B.
@@ -191,8 +200,10 @@ def practical9(
     """
     counts = whole_numbers("--microbatches", microbatches)
     require_writable(save, TABLE)
-    if real and work.emulate:
-        raise UsageError("--real and --emulate: choose one, real layers or emulated devices")
+    if sum(map(bool, (real, own, work.emulate))) > 1:
+        raise UsageError("--real, --emulate and --variant: choose one, real layers or emulated devices")
+    if own:
+        work = replace(work, emulate=(variant(own).forward, variant(own).backward))
     from pipelab.labs import practical9 as course
 
     command = f"pipelab lab practical9 -r {ranks} -m {microbatches}"
@@ -383,16 +394,19 @@ def _of_homework(microbatches: int) -> dict[str, str]:
 
 @lab.command()
 @grouped
-def hw4(asked: Asked, folder: Folder = Path(), start: Start = False) -> None:
+def hw4(asked: Asked, folder: Folder = Path(), start: Start = False, own: Own = "") -> None:
     """Homework 4: write 1F1B yourself.
 
     Without --start, what it asks for, with the points. With it, the file; it never overwrites yours.
     """
     if start:
-        _start("hw4", folder)
+        _start("hw4", folder, own)
         return
     rows = [{"task": each.name, "points": each.points} for each in HOMEWORKS["hw4"].tasks]
-    show(asked.below(Table(rows, [Column("task"), Column("points")]), "hw4", [_of_homework(4)]), None)
+    show(
+        asked.below(Table(rows, [Column("task"), Column("points")]), "hw4", [_of_homework(variant(own).microbatches)]),
+        None,
+    )
     file = HOMEWORKS["hw4"].file
     say(f"pipelab lab hw4 --start writes {file} with three holes, and pipelab grade {file} grades it.")
 

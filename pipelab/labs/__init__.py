@@ -8,6 +8,7 @@
 - `hybrid`: pipelines times replicas beside the same work on one device: time, figures, and both for real
 - `compressed`: pipelines times replicas that train, their gradients around a ring, in several codecs
 - `report`: a report on hybrids, each claim with its readings, the right value and the verdict
+- `variant`: a student's own numbers, from a name
 - `believing`: whether a measured figure can be believed
 - `running`: plans on models of equal layers, measured, predicted and verified
 - `grading`: submissions, run and graded by what they ran

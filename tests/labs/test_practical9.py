@@ -215,7 +215,7 @@ def test_with_a_core_to_spare_layers_are_real(pipelab_command, monkeypatch):
         (("-m", "2,x"), "--microbatches 2,x"),
         (("-o", "table.json"), "use one of .csv"),
         (("-o", "nowhere/table.csv"), "there is no folder nowhere"),
-        (("--real", "--emulate", "1", "1"), "--real and --emulate"),
+        (("--real", "--emulate", "1", "1"), "--real, --emulate and --variant"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_any_work(pipelab_command, folder, monkeypatch, words, said):

@@ -22,7 +22,7 @@ TEACHER = ROOT / "teacher"
 COPIES = runpy.run_path(str(TEACHER / "distribute.py"))
 BUILT = ROOT / "build" / "student"
 TEXTS = {".py", ".md", ".toml", ".txt", ".html", ".js", ".json", ".ipynb", ".yml", ".zip", ""}
-SOLUTIONS = [*TEACHER.glob("solutions/*.py"), *TEACHER.glob("homework4/*")]
+SOLUTIONS = [*TEACHER.glob("solutions/*.py"), *TEACHER.glob("*/*.md")]
 
 
 def plain(text: str) -> str:
@@ -44,18 +44,26 @@ def secrets() -> dict[str, str]:
     for path in SOLUTIONS:
         text = path.read_text(encoding="utf-8")
         prose = re.sub(r"^\|.*", "", text, flags=re.MULTILINE) if path.suffix == ".md" else text.split('"""')[1]
-        if path.name != "pipeline_homework.py":  # its text is the students' too
-            found |= dict.fromkeys(sentences(prose), path.name)
-    holes = [line.strip() for line in (TEACHER / "homework4" / "pipeline_homework.py").read_text().splitlines()]
-    found |= {
-        plain(line).strip(): "pipeline_homework.py" for line in holes if "targets.append" in line or "1]).b" in line
-    }
+        found |= dict.fromkeys(sentences(prose), path.name)
     for path in [TEACHER / "challenges.toml", *TEACHER.glob("keys/*.toml")]:
         for text in strings(tomllib.loads(path.read_text(encoding="utf-8"))):
             found |= dict.fromkeys(sentences(text), path.name)
     for path in TEACHER.glob("site/**/*.md"):
         prose = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
         found |= dict.fromkeys(sentences(prose), path.name)
+    return found
+
+
+def solutions() -> dict[str, tuple[list[str], int]]:
+    """Return what counts as a solution if a file has enough of it: lines, and how many of them."""
+    answers = tomllib.loads((TEACHER / "challenges.toml").read_text(encoding="utf-8"))
+    orders = {name: each["reference"] for name, each in answers.items() if isinstance(each["reference"], list)}
+    found = {f"an order of {name}": (rows, len(rows)) for name, rows in orders.items()}
+    for path in TEACHER.glob("*/*_homework.py"):
+        template = (ROOT / "pipelab" / "labs" / "grading" / f"{path.name}.txt").read_text(encoding="utf-8")
+        filled = set(path.read_text(encoding="utf-8").splitlines()) - set(template.splitlines())
+        lines = [words for line in filled if len(words := plain(line).strip()) > 25]
+        found[path.name] = (lines, len(lines) // 2 + 1)
     return found
 
 
@@ -87,15 +95,13 @@ def texts(folder: Path) -> Iterator[tuple[str, str]]:
 
 def leaks(folder: Path) -> list[str]:
     hidden = secrets()
-    answers = tomllib.loads((TEACHER / "challenges.toml").read_text(encoding="utf-8"))
-    orders = {name: each["reference"] for name, each in answers.items() if isinstance(each["reference"], list)}
-    assert orders
+    parts = solutions()
     together = re.compile("|".join(map(re.escape, sorted(hidden, key=len, reverse=True))))
     found: list[str] = []
     for name, text in texts(folder):
         words = plain(text)
         found += [f"{name}: {each[0]} ({hidden[each[0]]})" for each in [together.search(words)] if each]
-        found += [f"{name}: an order of {level}" for level, rows in orders.items() if all(row in words for row in rows)]
+        found += [f"{name}: {what}" for what, (lines, many) in parts.items() if sum(x in words for x in lines) >= many]
     return found
 
 
@@ -134,7 +140,10 @@ def test_a_secret_is_found_wherever_it_is(tmp_path: Path) -> None:
     assert len(leaks(tmp_path)) == 4
     rows = tomllib.loads((TEACHER / "challenges.toml").read_text(encoding="utf-8"))["far"]["reference"]
     (tmp_path / "f.toml").write_text(f"reference = {list(rows)}")
-    assert len(leaks(tmp_path)) == 5
+    homework = TEACHER / "homework4" / "pipeline_homework.py"
+    (tmp_path / "g.txt").write_text(homework.read_text(encoding="utf-8"))
+    assert len(leaks(tmp_path)) == 6
+    assert all(many > 1 for _, many in solutions().values())
 
 
 def test_the_students_copy_works_and_says_that_it_has_no_answers(student: Path) -> None:

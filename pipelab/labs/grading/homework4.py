@@ -10,12 +10,18 @@ from types import ModuleType
 from pipelab.labs.grading.emulated import HOST, emulated
 from pipelab.labs.grading.recording import FIRST, SECOND, TOLERANCE, Data, Recorded, Run
 from pipelab.labs.grading.tasks import Found, function_of, of_hidden
+from pipelab.labs.variant import variant
 
 FUNCTION = "run_1F1B_homework"
 PARAMETERS = ("model", "micro_batches", "loss_fn")
-SHOWN = ((4, 4, 4, 4), (4, 4), (4,))
 STEPS = 20
 LEARNING_RATE = 0.1
+
+
+def _shown(name: str) -> list[tuple[int, ...]]:
+    """Return the rows of each micro-batch at the sizes that a student sees, whose numbers follow from the name."""
+    own = variant(name)
+    return [(own.rows,) * count for count in (own.microbatches, 2, 1)]
 
 
 def _hidden(seed: int) -> list[tuple[int, ...]]:
@@ -160,7 +166,7 @@ def _rate(run: Run) -> float:
     return LEARNING_RATE if "mean" in run.kind() else LEARNING_RATE / run.count
 
 
-def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None]) -> Data:
+def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None], name: str = "") -> Data:
     """Import a submission with `load`, run it at every size, and train with it; return what happened, for `judge`.
 
     `at` is called with what is about to run. A LookupError says that the module has no such function.
@@ -168,11 +174,12 @@ def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None])
     with emulated(2):  # a script may move its model when it is imported
         function = function_of(load(), FUNCTION, PARAMETERS)
     runs: list[Data] = []
-    for rows in SHOWN:
+    shown = _shown(name)
+    for rows in shown:
         at(f"with {len(rows)} micro-batch{'es' * (len(rows) > 1)}")
         runs.append(Recorded(rows, seed).record(function))
     at(f"in {STEPS} steps of training")
-    rate, trained = _rate(Recorded(SHOWN[0], seed).replay(runs[0])), Recorded(SHOWN[0], seed)
+    rate, trained = _rate(Recorded(shown[0], seed).replay(runs[0])), Recorded(shown[0], seed)
     steps: list[Data] = []
     while len(steps) < STEPS and not (left := trained.call(function))["error"]:
         steps.append(left)
@@ -183,13 +190,15 @@ def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None])
     return {"runs": runs, "training": {"steps": steps, "error": error}, "hidden": hidden}
 
 
-def judge(data: Data, seed: int) -> tuple[dict[str, Found], str]:
+def judge(data: Data, seed: int, name: str = "") -> tuple[dict[str, Found], str]:
     """Return what each task's check found in what `record` returned, and what its gradients are of.
 
     Raises:
         ValueError, TypeError, LookupError: if these are not its data, or say that backwards left nothing.
     """
-    shown, hid = ([*zip(*each, strict=True)] for each in ((SHOWN, data["runs"]), (_hidden(seed), data["hidden"])))
+    shown, hid = (
+        [*zip(*each, strict=True)] for each in ((_shown(name), data["runs"]), (_hidden(seed), data["hidden"]))
+    )
     runs, hidden = ([Recorded(rows, seed).replay(each) for rows, each in some] for some in (shown, hid))
     if any("B" in dict(run.events) and run.diagnosis.code == "no-gradients" and not run.error for run in runs):
         raise ValueError("backwards ran, and left no gradient: does the function end with zero_grad()?")

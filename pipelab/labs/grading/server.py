@@ -75,7 +75,7 @@ def _recorded(request: dict[str, Any], name: str, report: Callable[..., None]) -
         at("while it is imported")
         load = partial(importlib.import_module, name)
         if assignment.schedule is None:
-            return {"record": _module(assignment.homework).record(load, assignment.seed, at)}
+            return {"record": _module(assignment.homework).record(load, assignment.seed, at, *assignment.own)}
         return {"record": schedules.record(load, assignment, at)}
     except SyntaxError as error:
         reason = f"it is not Python: {error.msg}, line {error.lineno}"
@@ -208,7 +208,7 @@ def _judged(record: Any, assignment: Assignment) -> dict[str, Any]:
     """Return the marks for a record, or the reason why it is none."""
     try:
         if assignment.schedule is None:
-            found, note = _module(assignment.homework).judge(record, assignment.seed)
+            found, note = _module(assignment.homework).judge(record, assignment.seed, *assignment.own)
             marks = marks_of(found, assignment.weighed())
         else:
             marks, note = schedules.judge(record, assignment)

@@ -199,18 +199,26 @@ class Assignment:
     order: Order = "pytorch"
     transport: Transport = "buffered"
     seed: int = 0  # the hidden sizes and all random numbers follow from it
+    variant: str = ""  # whose numbers homework 4 has
 
     def __post_init__(self) -> None:
-        """Refuse pars of unknown quantities.
+        """Refuse pars of unknown quantities, and a variant of what has none.
 
         Raises:
             UsageError: if there is one; it lists those that exist.
         """
+        if self.variant and (self.homework != "hw4" or self.schedule is not None):
+            raise UsageError(f"--variant {self.variant}: only homework 4 has a student's own numbers")
         for name, par in self.pars.items():
             if name not in _PAR_HINTS or not isinstance(par, int | float) or not par >= 0:
                 raise UsageError(f"--par {name}={par}: expected a number for one of {', '.join(_PAR_HINTS)}")
             if name == "bubble" and par > 1:
                 raise UsageError(f"--par bubble={par:g}: the bubble is a share, at most 1: write bubble={par / 100:g}")
+
+    @property
+    def own(self) -> Sequence[str]:
+        """What the homework's module is given besides: whose numbers it has, if it has any."""
+        return [self.variant] if self.variant else []
 
     def weighed(self) -> Homework:
         """Return the homework with its points."""

@@ -119,8 +119,8 @@ trace
 
 # %% [markdown]
 # Before rank 0 runs its [first backward](#s=0:0B0.0), it has run [four](#s=0:0F0.0) [forwards](#s=0:0F3.0), and it
-# holds the activations of all four. The last rank runs [one forward](#s=0:3F0.0), and lets go of its activations
-# [right after it](#s=0:3B0.0).
+# holds the activations of all four. The last rank runs [one forward](#s=0:3F0.3), and lets go of its activations
+# [right after it](#s=0:3B0.3).
 #
 # ## Predict: rank 0 on more and more ranks
 #

@@ -283,7 +283,7 @@ def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opene
 
 def test_a_memory_cap_is_a_line_in_every_strip_and_in_the_legend(opened, trace):
     tab = opened(page.page(trace, cap=5))
-    assert "at most 4; red line: the cap, 5" in tab.locator(".legend").inner_text()
+    assert "up to 4 activations; red line: the cap, 5" in tab.locator(".legend").inner_text()
     lines, tops = (
         tab.locator(f".{name}").evaluate_all("all => all.map(each => Number(each.getAttribute('y')))")
         for name in ("cap", "memory[data-held='4']")

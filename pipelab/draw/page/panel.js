@@ -344,7 +344,7 @@ function legend() {
     });
   if (look.memory) {
     const most = Math.max(...timelines.flatMap((each) => each.model.lanes.map((lane) => lane.peak))),
-      made = tag("span", `activations held (one for each stage and micro-batch), at most ${most}`);
+      made = tag("span", `up to ${most} activations`);
     if (data.cap) made.append(`; red line: the cap, ${data.cap}`);
     made.style.setProperty("--swatch", "var(--memory)");
     idle.push(made);

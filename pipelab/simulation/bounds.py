@@ -148,7 +148,7 @@ def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Ite
     """Yield each rank's jobs, placed as `Work` without caps places them, but without an object for each.
 
     A column has the jobs of one kind and stage of micro-batches that are alike. They follow one another, and each
-    follows jobs of its own micro-batch: so whole columns are computed from one another.
+    follows jobs of its micro-batch: so whole columns are computed from one another.
     """
     bound, codes, rank_of = plan.bound, plan.bound.codes, plan.bound.rank_of
     reduce_of, latest = {codes.stage[code]: code for code in bound.reduces}, dict.fromkeys(bound.reduces, 0.0)

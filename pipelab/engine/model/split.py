@@ -173,7 +173,7 @@ class Stages:
         yield "layer", "", self.model._modules  # noqa: SLF001 - a step waits for this: named_children() is slow
 
     def state_dict(self, stages: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
-        """Return the model's state, under its own names; with `stages`, that of these alone."""
+        """Return the model's state, under its own names; with `stages`, only the state of these."""
         state: dict[str, torch.Tensor] = self.named.state_dict()
         if stages is None:
             return state
@@ -292,10 +292,10 @@ def split(
 
     Args:
         model: an `nn.Sequential`; a list of modules, one per stage; or any other model, which PyTorch's tracer cuts
-            with the help of an example. In a list of layers, functions without arguments make some or all of them. They
-            are called with the device `"meta"` in every process, and once more where their stage is: so a process makes
-            only its own stages. Those of an `nn.Sequential` on `"meta"` are filled by their `reset_parameters`. Random
-            numbers depend on the seed and the layer's name alone.
+            with the help of an example. A list of layers may hold functions without arguments that make a layer.
+            pipelab calls them with the device `"meta"` in every process, and once more in the process of their stage.
+            So a process makes only its own stages. If layers of an `nn.Sequential` are on `"meta"`, their
+            `reset_parameters` fills them. Random numbers depend only on the seed and the layer's name.
         into: how many stages.
         by: what to make even. `"layers"`: their number; sizes differ by at most one, and the first stages are the
             larger ones. `"parameters"`: the numbers in them. `"time"`: the forward and backward time on the example

@@ -22,6 +22,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pipelab
+from pipelab.catalogue.bases import SingleStage
 from pipelab.draw.bars import shapes
 from pipelab.draw.page.page import comparison_page, frame, page
 from pipelab.draw.wording import NAMES
@@ -384,7 +385,7 @@ def example(kind: type[pipelab.Schedule]) -> str:
 def code(name: str) -> str:
     """Return a schedule's class as a whole file, as a code block; check that it gives the catalogue's plan."""
     kind = pipelab.schedules[name]
-    if not kind.closed_forms:
+    if kind is pipelab.Greedy:
         return "It computes its order from its parameters, so there is no list of actions to show."
     source = students_file(kind)
     made: dict[str, Any] = {"__name__": "student"}
@@ -397,9 +398,9 @@ def code(name: str) -> str:
 
 
 def base(kind: type[pipelab.Schedule]) -> str:
-    """Return the source of what a schedule with several stages per rank is based on, folded."""
+    """Return the source of what a schedule is based on, folded."""
     (parent,) = kind.__bases__
-    if parent.__name__ not in ("Looped", "VShaped"):
+    if parent in (pipelab.Schedule, SingleStage):
         return ""
     source = inspect.getsource(parent).rstrip()
     title = f"<summary>the base class {parent.__name__}</summary>"

@@ -34,22 +34,31 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab._version import __version__
 from pipelab.catalogue import (
+    GEMS,
     ZBH1,
     ZBH2,
     ZBV,
+    BitPipe,
+    Chimera,
     DelayedBackward,
     DualPipe,
     DualPipeV,
     Eager1F1B,
     GPipe,
     Greedy,
+    Hanayo,
     Interleaved1F1B,
     InterleavedZeroBubble,
     LoopedBFS,
     Naive,
     OneFOneB,
+    Overlapped1F1B,
+    VHalf,
+    VMin,
     schedules,
 )
+from pipelab.catalogue.building_block import building_block
+from pipelab.catalogue.reroute import reroute
 from pipelab.checking.checker import check
 from pipelab.checking.memory import Memory
 from pipelab.draw.table import Column, Table
@@ -97,12 +106,15 @@ if TYPE_CHECKING:
     from pipelab.engine.verify.diagnose import diagnose
 
 __all__ = [
+    "GEMS",
     "ZBH1",
     "ZBH2",
     "ZBV",
     "Action",
     "B",
     "BatchError",
+    "BitPipe",
+    "Chimera",
     "Column",
     "Comparison",
     "Cost",
@@ -119,6 +131,7 @@ __all__ = [
     "FormatError",
     "GPipe",
     "Greedy",
+    "Hanayo",
     "I",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
@@ -129,6 +142,7 @@ __all__ = [
     "MemoryUse",
     "Naive",
     "OneFOneB",
+    "Overlapped1F1B",
     "Pair",
     "PipelabError",
     "Pipeline",
@@ -144,10 +158,13 @@ __all__ = [
     "Table",
     "Trace",
     "UsageError",
+    "VHalf",
+    "VMin",
     "VerificationError",
     "W",
     "__version__",
     "all_reduce_time",
+    "building_block",
     "check",
     "codec_hook",
     "compare",
@@ -161,6 +178,7 @@ __all__ = [
     "memory_use",
     "optimum",
     "replicate",
+    "reroute",
     "ring_all_reduce",
     "schedules",
     "simulate",

@@ -48,6 +48,10 @@ def costs() -> st.SearchStrategy[float]:
     return st.integers(1, 20) | st.integers(1, 160).map(lambda eighths: eighths / 8)
 
 
+ONE_COPY = [name for name in schedules if all(len(at) == 1 for at in schedules[name](2, 4).plan().replicas.values())]
+"""Schedules that keep each stage on one rank, as PyTorch's runtime needs it."""
+
+
 def near(name: str, ranks: int, microbatches: int) -> Plan:
     """Return a schedule's plan of this size, or of the next larger one that it accepts."""
     kind = schedules[name]

@@ -6,15 +6,24 @@
 - `eager_1f1b`: 1F1B with a longer warm-up, which hides the time of transfers
 - `delayed`: the single loop that is often taught as 1F1B
 - `interleaved_1f1b`: 1F1B over several smaller stages per rank
+- `overlapped_1f1b`: interleaved 1F1B whose forwards overlap backwards
 - `looped_bfs`: GPipe over several smaller stages per rank
 - `zb_h1`: the backward split in two, in 1F1B's memory
 - `zb_h2`: no rank ever waits, for twice the memory
 - `interleaved_zb`: ZB-H1 over several smaller stages per rank
 - `zbv`: zero bubble in a V, in 1F1B's memory
+- `v_half`: a V that holds half of 1F1B's activations
+- `v_min`: a V that holds a third
 - `dualpipev`: DualPipe cut in half and folded into a V
 - `dualpipe`: micro-batches enter at both ends
+- `chimera`: two 1F1B pipelines in opposite directions
+- `gems`: opposite directions in turn, in the memory of one activation
+- `hanayo`: micro-batches run through the ranks in waves
+- `bitpipe`: V shapes in both directions
 - `greedy`: an order from a policy
-- `bases`: what schedules with one stage per rank, looped, or in a V share
+- `building_block`: one micro-batch's way through the ranks, repeated
+- `reroute`: micro-batches of failed ranks go to their replicas
+- `bases`: what schedules with one stage per rank, looped, in a V, or in both directions share
 - `list_scheduling`: how a policy becomes an order
 """
 
@@ -22,17 +31,24 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from pipelab.catalogue.bitpipe import BitPipe
+from pipelab.catalogue.chimera import Chimera
 from pipelab.catalogue.delayed import DelayedBackward
 from pipelab.catalogue.dualpipe import DualPipe
 from pipelab.catalogue.dualpipev import DualPipeV
 from pipelab.catalogue.eager_1f1b import Eager1F1B
+from pipelab.catalogue.gems import GEMS
 from pipelab.catalogue.gpipe import GPipe
 from pipelab.catalogue.greedy import Greedy
+from pipelab.catalogue.hanayo import Hanayo
 from pipelab.catalogue.interleaved_1f1b import Interleaved1F1B
 from pipelab.catalogue.interleaved_zb import InterleavedZeroBubble
 from pipelab.catalogue.looped_bfs import LoopedBFS
 from pipelab.catalogue.naive import Naive
 from pipelab.catalogue.one_f_one_b import OneFOneB
+from pipelab.catalogue.overlapped_1f1b import Overlapped1F1B
+from pipelab.catalogue.v_half import VHalf
+from pipelab.catalogue.v_min import VMin
 from pipelab.catalogue.zb_h1 import ZBH1
 from pipelab.catalogue.zb_h2 import ZBH2
 from pipelab.catalogue.zbv import ZBV
@@ -40,20 +56,27 @@ from pipelab.errors import UsageError
 from pipelab.schedule import Schedule
 
 __all__ = [
+    "GEMS",
     "ZBH1",
     "ZBH2",
     "ZBV",
+    "BitPipe",
+    "Chimera",
     "DelayedBackward",
     "DualPipe",
     "DualPipeV",
     "Eager1F1B",
     "GPipe",
     "Greedy",
+    "Hanayo",
     "Interleaved1F1B",
     "InterleavedZeroBubble",
     "LoopedBFS",
     "Naive",
     "OneFOneB",
+    "Overlapped1F1B",
+    "VHalf",
+    "VMin",
     "schedules",
 ]
 
@@ -91,13 +114,20 @@ schedules = Catalogue(
         "eager-1f1b": Eager1F1B,
         "delayed": DelayedBackward,
         "interleaved-1f1b": Interleaved1F1B,
+        "overlapped-1f1b": Overlapped1F1B,
         "looped-bfs": LoopedBFS,
         "zb-h1": ZBH1,
         "zb-h2": ZBH2,
         "interleaved-zb": InterleavedZeroBubble,
         "zbv": ZBV,
+        "v-half": VHalf,
+        "v-min": VMin,
         "dualpipev": DualPipeV,
         "dualpipe": DualPipe,
+        "chimera": Chimera,
+        "gems": GEMS,
+        "hanayo": Hanayo,
+        "bitpipe": BitPipe,
         "greedy": Greedy,
     }
 )

@@ -1,4 +1,4 @@
-"""Base classes of the schedules: one stage per rank, several in a loop, and two in a V."""
+"""Base classes of the schedules: one stage per rank, several in a loop, two in a V, and two directions."""
 
 from __future__ import annotations
 
@@ -115,6 +115,10 @@ class VShaped(Schedule):
         """Return the rank that runs a stage: down the ranks, and back up."""
         return min(stage, self.stages - 1 - stage)
 
+
+class FilledV(VShaped):
+    """A V whose order is written for a full pipeline; with fewer micro-batches, what does not exist is left out."""
+
     def actions(self, rank: int) -> Iterator[Item]:
         """Yield a full pipeline's actions, leaving out micro-batches that do not exist."""
         row = self.filled(rank, rank, self.stages - 1 - rank, max(self.microbatches, self.enough))
@@ -138,3 +142,43 @@ class VShaped(Schedule):
     @abstractmethod
     def filled(self, rank: int, down: int, up: int, microbatches: int) -> Iterator[Item]:
         """Yield a rank's actions on its two stages, for enough micro-batches to fill the pipeline."""
+
+
+class BothWays(Schedule):
+    """A schedule whose micro-batches go down the ranks or up: rank `r` of `P` holds stages `r` and `P - 1 - r`.
+
+        down    rank 0 | 0      up    rank 0 |    3
+                rank 1 |  1           rank 1 |   2
+                rank 2 |   2          rank 2 |  1
+                rank 3 |    3         rank 3 | 0
+
+    Every stage is on two ranks, so the parameters are held twice. A micro-batch finds one stage on every rank.
+
+    Args:
+        ranks: how many workers the pipeline has.
+        microbatches: how many slices the batch is cut into.
+        stages_per_rank: one, for each micro-batch.
+
+    Raises:
+        UsageError: if `stages_per_rank` is not 1.
+    """
+
+    needs = {"1 stage per rank": "v == 1"}
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
+        """Keep the sizes."""
+        if stages_per_rank != 1:
+            raise UsageError(
+                f"stages_per_rank={stages_per_rank!r}: {type(self).__name__} cuts the model into as many stages as "
+                "there are ranks and puts each on two of them, so a micro-batch finds exactly 1 on every rank: "
+                "leave it out"
+            )
+        super().__init__(ranks, microbatches, stages_per_rank)
+
+    @abstractmethod
+    def down(self, microbatch: int) -> bool:
+        """Return whether a micro-batch enters at rank 0."""
+
+    def place(self, microbatch: int, stage: int) -> int:
+        """Return the rank that runs a stage, in the micro-batch's direction."""
+        return stage if self.down(microbatch) else self.ranks - 1 - stage

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from pipelab.errors import UsageError
+from pipelab.catalogue.bases import BothWays
 from pipelab.plan.actions import Action, B, F, I, Item, W
-from pipelab.schedule import Schedule
 
 
-class DualPipe(Schedule):
+class DualPipe(BothWays):
     """Half of the micro-batches enter at each end; nearly every slot overlaps a forward with a backward.
 
         rank 0 | F0 F1 F2 F4 I4 W4 F5 F3&B5───    F6&B0─── B6───    F7&B1─── B7─── I2 W2 I3 W3
@@ -65,15 +64,6 @@ class DualPipe(Schedule):
         "1 stage per rank": "v == 1",
     }
 
-    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
-        """Keep the sizes."""
-        if stages_per_rank != 1:
-            raise UsageError(
-                f"stages_per_rank={stages_per_rank!r}: DualPipe cuts the model into as many stages as there are ranks "
-                "and puts each on two of them, so a micro-batch finds exactly 1 on every rank: leave it out"
-            )
-        super().__init__(ranks, microbatches, stages_per_rank)
-
     @classmethod
     def refusal(cls, ranks: int, microbatches: int) -> str | None:
         """Refuse odd numbers, and fewer micro-batches than fill the pipeline from both ends."""
@@ -85,9 +75,9 @@ class DualPipe(Schedule):
             f"meet between the ranks in the middle; the nearest sizes are {_nearest(ranks, microbatches)}"
         )
 
-    def place(self, microbatch: int, stage: int) -> int:
-        """Return the rank that runs a stage: half of the micro-batches go up the ranks, the others down."""
-        return stage if microbatch < self.microbatches // 2 else self.ranks - 1 - stage
+    def down(self, microbatch: int) -> bool:
+        """Return whether a micro-batch enters at rank 0: the first half does."""
+        return microbatch < self.microbatches // 2
 
     def actions(self, rank: int) -> Iterator[Item]:
         """Yield the eight phases; in each direction, micro-batches come in turn.

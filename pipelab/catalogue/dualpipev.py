@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
-from pipelab.catalogue.bases import VShaped
+from pipelab.catalogue.bases import FilledV
 from pipelab.plan.actions import Action, B, F, I, Item, W
 
 
-class DualPipeV(VShaped):
+class DualPipeV(FilledV):
     """Forwards overlapped with backwards, on two stages in a V.
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1────     3F2&0B0──── 3B2────     3F3&0B1──── 3B3──── 0I2 0W2 0I3 0W3

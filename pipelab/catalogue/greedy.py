@@ -96,7 +96,7 @@ class Greedy(Schedule):
         self,
         ranks: int,
         microbatches: int,
-        stages_per_rank: int = 1,
+        stages_per_rank: int | None = None,
         priority: str | Priority = "backward-first",
         memory_cap: int | Sequence[int] | None = None,
         cost: Cost | None = None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipelab.catalogue.bases import Looped
-from pipelab.plan.actions import Action, B, F
+from pipelab.errors import UsageError, require_size
+from pipelab.plan.actions import Action, B, F, Item
 
 
 class Interleaved1F1B(Looped):
@@ -24,11 +25,27 @@ class Interleaved1F1B(Looped):
     The paper and Megatron-LM need a multiple of `P` micro-batches, PyTorch a multiple of the number of rounds. Here
     rounds may differ by one micro-batch, which costs no time, so any number is accepted.
 
+    Args:
+        ranks: how many workers the pipeline has.
+        microbatches: how many slices the batch is cut into.
+        stages_per_rank: how many stages each rank holds, and so how often a micro-batch visits it.
+        group_size: how many micro-batches a round has, at least one for each rank; Megatron-Core calls it
+            `microbatch_group_size_per_vp_stage`. By default, rounds are as even as possible. With one round of all
+            micro-batches, the forwards come in the order of looped BFS. A larger group holds more, and a value has more
+            time to travel. If the last round is short, all ranks wait for it.
+
     Example:
         >>> import pipelab
         >>> trace = pipelab.simulate(pipelab.Interleaved1F1B(ranks=4, microbatches=8))
         >>> trace.makespan, trace.peak_activations
         (28.5, (11, 9, 7, 5))
+        >>> pipelab.simulate(pipelab.Interleaved1F1B(4, 18)).makespan, pipelab.simulate(
+        ...     pipelab.Interleaved1F1B(4, 18, group_size=4)
+        ... ).makespan
+        (58.5, 63.5)
+
+    Raises:
+        UsageError: if a number is not a positive whole number, or if `group_size` is smaller than `ranks`.
     """
 
     source = "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2 and figure 4"
@@ -39,13 +56,40 @@ class Interleaved1F1B(Looped):
         "peak": "min(v * M, (v - 1) * L + 2 * (P - 1 - r) + 1)",
     }
 
-    def actions(self, rank: int) -> Iterator[Action]:
-        """Yield the warm-up's forwards, the steady state's pairs, and the drain's backwards."""
+    group_size: int | None = None
+    """How many micro-batches a round has; `None` for rounds as even as possible."""
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int | None = None) -> None:
+        """Keep the sizes."""
+        super().__init__(ranks, microbatches, stages_per_rank)
+        if group_size is None:
+            return
+        self.group_size = require_size("group_size", group_size)
+        if self.group_size < self.ranks:
+            raise UsageError(
+                f"group_size={self.group_size}: at least one micro-batch for each of the {self.ranks} ranks, or all "
+                f"ranks wait in every round\n  try: group_size={self.ranks} or more, or leave it out"
+            )
+
+    @property
+    def rounds(self) -> list[range]:
+        """The micro-batches in rounds; with a `group_size`, the last round has what is left."""
+        if self.group_size is None:
+            return super().rounds
+        every = range(self.microbatches)
+        return [every[start : start + self.group_size] for start in every[:: self.group_size]]
+
+    def phases(self, rank: int) -> tuple[list[Action], list[Action], int]:
+        """Return a rank's forwards in order, its backwards, and how many forwards are the warm-up."""
         stages = self.stages_of(rank)
         forwards = [F(m, s) for each in self.rounds for s in stages for m in each]
         backwards = [B(m, s) for each in self.rounds for s in reversed(stages) for m in each]
         ahead = (self.stages_per_rank - 1) * len(self.rounds[0]) + 2 * (self.ranks - 1 - rank)
-        warmup = min(ahead, len(forwards))
+        return forwards, backwards, min(ahead, len(forwards))
+
+    def actions(self, rank: int) -> Iterator[Item]:
+        """Yield the warm-up's forwards, the steady state's pairs, and the drain's backwards."""
+        forwards, backwards, warmup = self.phases(rank)
         yield from forwards[:warmup]
         for forward, backward in zip(forwards[warmup:], backwards, strict=False):
             yield forward

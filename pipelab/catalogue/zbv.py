@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from pipelab.catalogue.bases import VShaped
+from pipelab.catalogue.bases import FilledV
 from pipelab.plan.actions import Action, F, I, W
 
 
-class ZBV(VShaped):
+class ZBV(FilledV):
     """Split backwards on two stages per rank in a V: no bubble.
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3

@@ -225,11 +225,14 @@ NAMES = {
     "Eager1F1B": "Eager 1F1B",
     "DelayedBackward": "Delayed backward",
     "Interleaved1F1B": "Interleaved 1F1B",
+    "Overlapped1F1B": "Overlapped 1F1B",
     "LoopedBFS": "Looped BFS",
     "ZBH1": "ZB-H1",
     "ZBH2": "ZB-H2",
     "InterleavedZeroBubble": "Interleaved zero bubble",
     "ZBV": "ZB-V",
+    "VHalf": "V-Half",
+    "VMin": "V-Min",
 }
 """What papers call a schedule, by its class; one that is not listed is called like its class."""
 

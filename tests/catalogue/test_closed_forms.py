@@ -115,10 +115,10 @@ def mistake(name: str, quantity: str, conditions: Sequence[str], formula: str) -
     return None if held else f"`{formula}` was never tried: {conditions}"
 
 
-def test_every_schedule_but_greedy_has_closed_forms_of_its_makespan_and_peak():
+def test_every_schedule_that_is_no_policy_has_closed_forms_of_its_makespan_and_peak():
     quantities = {(name, quantity) for name, quantity, *_ in FORMS}
-    expected = {(name, quantity) for name in pipelab.schedules for quantity in ("makespan", "peak")}
-    assert expected - quantities == {("greedy", "makespan"), ("greedy", "peak")}
+    fixed = [name for name, kind in pipelab.schedules.items() if not issubclass(kind, pipelab.Greedy)]
+    assert quantities >= {(name, quantity) for name in fixed for quantity in ("makespan", "peak")}
 
 
 @pytest.mark.parametrize(

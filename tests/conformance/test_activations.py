@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from strategies import ONE_COPY
 
 import pipelab
 from pipelab.conformance import recording
@@ -35,9 +36,7 @@ def test_the_counts_of_1f1b_are_those_of_its_paper():
     assert slots(pipelab.OneFOneB(4, 8).plan(), "1f1b") == (4, 3, 2, 1)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in pipelab.schedules if name != "dualpipe"]
-)  # its stages are on two ranks
+@pytest.mark.parametrize("name", ONE_COPY)
 def test_pytorch_counts_as_many_activations_on_every_rank(name):
     compared = 0
     for schedule in Grid(stages_per_rank=(1, 2, 3)).of(name):

@@ -90,7 +90,11 @@ def test_no_order_of_a_greedy_policy_is_below_the_bound_of_its_memory_cap(ranks,
     assert at_most(lower_bound(plan, cost, memory_cap=cap), simulate(plan, cost).makespan)
 
 
-@pytest.mark.parametrize("name", sorted(set(schedules) - {"naive", "delayed"}))
+SLOWER = {"naive", "delayed", "gems", "chimera", "v-half", "v-min", "hanayo", "bitpipe"}
+"""For less memory, or by a policy that is not the best."""
+
+
+@pytest.mark.parametrize("name", sorted(set(schedules) - SLOWER))
 def test_the_bound_is_exact_for_the_catalogues_schedules_without_latency(name):
     plan = schedules[name](4, 8).plan()
     assert simulate(plan).makespan == lower_bound(plan)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import exp, log1p, sqrt
+from statistics import fmean, stdev
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
@@ -26,6 +28,15 @@ _PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activat
 """The costs that grow with the rows of a micro-batch; only they may be functions of it."""
 
 _PER_STAGE = (*_PER_ROW, "all_reduce")
+_FEWEST = 3
+"""To fewer fitted steps no interval is given."""
+
+_OTHER_ORDER = 1.1
+"""How many times longer or shorter another order may take, beside noise: 27 of 30 on the page "Speed" are nearer."""
+
+_TOO_FAR = 1.5
+"""Steps that may be as many times longer or shorter give no interval: other programs decide how long they take."""
+
 _KEPT = {"activation_bytes": -1, "boundary_gradient_bytes": 0}
 """Which of several merged stages gives a value's size; all other costs add up."""
 
@@ -207,6 +218,44 @@ class Cost:
         """
         cost = cls(per="stage", **fitted(steps := listed(traces), split, typical))
         return replace(cost, spread=spread(steps, cost))
+
+    def interval(self, predicted: float) -> tuple[float, float]:
+        """Return between which times a step probably lies that these costs predict to take so long.
+
+        The interval follows from how far apart the fitted steps were (Student's distribution, nine of ten steps), and
+        is a tenth wider at both ends: another order, another number of micro-batches or merged stages are predicted
+        less exactly. If other programs kept the machine busy, there is none.
+
+        Args:
+            predicted: the makespan of a simulation with these costs, in any unit.
+
+        Example:
+            >>> import pipelab
+            >>> traces = [pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=each)) for each in (0.9, 1, 1, 1, 1.2)]
+            >>> cost = Cost.fit(traces)
+            >>> makespan = pipelab.simulate(pipelab.OneFOneB(2, 8), cost).makespan
+            >>> low, high = cost.interval(makespan)
+            >>> makespan, round(low, 1), round(high, 1)
+            (27.0, 22.7, 32.5)
+
+        Raises:
+            CostError: if the costs are not from `Cost.fit` with three steps or more, or if these were too far off.
+        """
+        if len(self.spread) < _FEWEST:
+            raise CostError(
+                f"an interval needs costs that were fitted to {_FEWEST} steps or more, not to {len(self.spread)}\n"
+                "  try: Cost.fit([step.trace, ...]) of five steps"
+            )
+        off = [log1p(each) for each in self.spread]
+        freedom = len(off) - 1
+        student = 1.645 + 1.524 / freedom + 1.42 / freedom**2  # its 95 % quantile, within 6 %
+        middle, far = fmean(off), exp(student * stdev(off) * sqrt(1 + 1 / len(off)))
+        if far * exp(abs(middle)) > _TOO_FAR:
+            raise CostError(
+                f"the fitted steps are {self.spread[0]:+.0%} to {self.spread[-1]:+.0%} off these costs: too far for an "
+                "interval\n  try: measure five steps again, while nothing else uses the processor"
+            )
+        return predicted * exp(middle) / far / _OTHER_ORDER, predicted * exp(middle) * far * _OTHER_ORDER
 
     def merged(self, stages: int | Sequence[int]) -> Cost:
         """Return the costs of a model cut into fewer stages: the costs of neighbours are added.

@@ -307,6 +307,23 @@ def test_one_disturbed_step_of_several_changes_neither_the_fit_nor_its_predictio
     assert fitted.spread == (0, 0, 0, 0, 2)
 
 
+def test_an_interval_is_as_wide_as_the_fitted_steps_are_apart():
+    alike = Cost.fit([step for _ in range(5) for step in [steps_of(1)[0]]])
+    assert alike.interval(22) == pytest.approx((20, 24.2))
+    apart = [Cost.fit(steps_of(*times)) for times in ((0.9, 1, 1.1), (0.9, 0.9, 1, 1.1, 1.1))]
+    few, five = (high / low for low, high in (each.interval(1) for each in apart))
+    assert 1.21 < five < few
+    with pytest.raises(CostError, match=r"-50% to \+200% off"):
+        Cost.fit(steps_of(0.5, 1, 1, 1, 3)).interval(1)
+    low, high = apart[1].interval(10)
+    assert low < 9
+    assert high > 11
+    assert apart[1].merged(1).interval(10) == (low, high)
+    for cost in (Cost(), Cost.fit(steps_of(1, 1))):
+        with pytest.raises(CostError, match="3 steps or more"):
+            cost.interval(10)
+
+
 def test_the_spread_says_how_far_each_step_is_from_what_the_costs_predict():
     assert Cost.fit(steps_of(1)).spread == (0,)
     fitted = Cost.fit(steps_of(1, 1.1, 0.9))

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -524,6 +525,40 @@ def test_the_step_for_github_classroom_makes_what_its_reporter_reads(folder):
     assert (result["status"], result["max_score"], len(result["tests"])) == ("fail", 100, len(HOMEWORK4))
     assert {(each["status"], each["score"]) for each in result["tests"]} == {("fail", 0)}
     assert result["tests"][0]["message"] == HOMEWORK4[0].hint
+
+
+def _on_page(name: str) -> str:
+    page = (ROOT / "docs" / "how_to" / f"{name}.md").read_text(encoding="utf-8")
+    return page.partition("[start:test] -->\n```python\n")[2].partition("```")[0]
+
+
+def test_otters_test_file_has_a_case_for_each_task_that_fails_with_its_hint(folder, monkeypatch):
+    class Case(dict[str, Any]):
+        def __call__(self, function: Callable[[], None]) -> Case:
+            return Case(self, run=function)
+
+    otter = ModuleType("otter.test_files")
+    vars(otter)["test_case"] = Case
+    monkeypatch.setitem(sys.modules, "otter", ModuleType("otter"))
+    monkeypatch.setitem(sys.modules, "otter.test_files", otter)
+    (folder / "pipeline_homework.py").write_text(changed((LAST, "pass")))
+    made: dict[str, Any] = {}
+    exec(_on_page("otter"), made)  # noqa: S102
+    cases = {each["name"]: each for each in made.values() if isinstance(each, Case)}
+    assert {name: each["points"] for name, each in cases.items()} == {each.name: each.points for each in HOMEWORK4}
+    cases["order"]["run"]()
+    with pytest.raises(AssertionError, match="hint: Count on paper"):
+        cases["last backward"]["run"]()
+
+
+def test_nbgraders_cell_ends_with_the_score(folder, capsys):
+    (folder / "pipeline_homework.py").write_text(changed((LAST, "pass")))
+    *lines, last = _on_page("nbgrader").splitlines()
+    made: dict[str, Any] = {}
+    exec("\n".join(lines), made)  # noqa: S102
+    assert eval(last, made) == 55  # noqa: S307
+    printed = capsys.readouterr()
+    assert ("hint" in printed.out, printed.err) == (True, "")
 
 
 def test_the_command_writes_both_formats_and_nothing_else(pipelab_command, folder):

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TEACHERS = re.compile(r"(teacher|tests/teacher|\.ci|\.github)/|tests/.*(homework|test_grading)\w*\.py")
 """What students do not get."""
-MARKED = re.compile(r"^.*(?:<!-- teacher -->|# teacher$)(?:.|\n(?!\n))*\n\n?", flags=re.MULTILINE)
+MARKED = re.compile(r"^.*(?:<!-- teacher -->|# teacher$)(?:.|\n(?!\n))*\n", flags=re.MULTILINE)
 TEXTS = {".md", ".yml", ".toml"}
 
 

@@ -170,3 +170,8 @@ def test_the_code_of_the_key_runs_and_its_numbers_hold() -> None:
     for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         exec(block, made)  # noqa: S102 - it is the page's own
     assert "pipelab" in made
+
+
+def test_what_follows_a_left_out_paragraph_or_row_stays_apart() -> None:
+    text = "| a |\n| b <!-- teacher --> |\n\n## Head\n\nOne. <!-- teacher -->\ntwo\n\nthree\n"
+    assert COPIES["MARKED"].sub("", text) == "| a |\n\n## Head\n\n\nthree\n"

@@ -175,7 +175,8 @@ def _start(name: str, folder: Path, own: str = "") -> None:
         text = files.read_text(path).replace("MICRO_BATCHES = 4", f"MICRO_BATCHES = {numbers.microbatches}")
         files.write(path, text.replace("rows=32", f"rows={numbers.microbatches * numbers.rows}"))
     graded = f"pipelab grade {path}{f' --variant {quote(own)}' if own else ''}"
-    echo(f"wrote {path}\n\n  python {path}         runs it\n  {graded}  grades what it runs")
+    run = f"torchrun --nproc-per-node 2 {path}" if name == "hw1" else f"python {path}"
+    echo(f"wrote {path}\n\n  {run}         runs it\n  {graded}  grades what it runs")
 
 
 @lab.command()

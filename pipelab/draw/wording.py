@@ -272,7 +272,7 @@ def costs(trace: Trace) -> str:
     Example:
         >>> import pipelab
         >>> costs(pipelab.simulate(pipelab.GPipe(4, 8), pipelab.Cost(backward=2.5, latency=0.5, unit="ms")))
-        'F = 1, B = 2.5, travel 0.5 (ms)'
+        'F = 1, B = 2.5, transfer 0.5 (ms)'
     """
     spans: dict[str, set[float]] = {}
     bound = trace.plan.bound
@@ -288,5 +288,5 @@ def costs(trace: Trace) -> str:
         if bound.rank_of[giver] != rank
     }
     if len(travels) == 1 and any(travels):
-        words += f", travel {number(max(travels))}"
+        words += f", transfer {number(max(travels))}"
     return f"{words} ({clean(trace.unit)})" if trace.unit and words else words

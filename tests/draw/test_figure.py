@@ -333,6 +333,8 @@ def test_the_title_names_how_long_values_travel_only_where_all_travel_as_long(tr
     def titled(cost):
         return figure.plot(pipelab.simulate(trace.plan, cost)).get_title(loc="left").splitlines()[0]
 
-    assert titled(Cost(latency=0.5)).endswith("B = 2, travel 0.5")
-    assert titled(Cost(bandwidth=2, activation_bytes=1, boundary_gradient_bytes=1)).endswith("travel 0.5")
-    assert "travel" not in titled(Cost(bandwidth=2, activation_bytes=lambda m, s: 1 + m % 2, boundary_gradient_bytes=1))
+    assert titled(Cost(latency=0.5)).endswith("B = 2, transfer 0.5")
+    assert titled(Cost(bandwidth=2, activation_bytes=1, boundary_gradient_bytes=1)).endswith("transfer 0.5")
+    assert "transfer" not in titled(
+        Cost(bandwidth=2, activation_bytes=lambda m, s: 1 + m % 2, boundary_gradient_bytes=1)
+    )

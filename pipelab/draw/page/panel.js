@@ -333,13 +333,17 @@ function legend() {
   const kinds = Object.entries(WORDS).map(([letter, word]) =>
     entry(letter, `${letter} ${word}`, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"),
   );
-  const there = new Set(models.flatMap((model) => model.idle.map((each) => GAPS[each.reason].ground)));
-  const idle = Object.entries({ wait: "waits", idle: "not begun, or done" })
-    .filter(([ground]) => there.has(ground))
-    .map(([ground, text]) => {
+  const there = new Set(models.flatMap(({ idle }) => idle.flatMap(({ reason }) => [GAPS[reason].ground, reason])));
+  const idle = [
+    ["wait", "waits", "wait"],
+    ["transfer", "transfer", "wait", 180],
+    ["idle", "not begun, or done", "idle", 135],
+  ]
+    .filter(([name]) => there.has(name))
+    .map(([, text, ground, angle]) => {
       const made = tag("span", text);
-      const hatch = `repeating-linear-gradient(135deg,var(--${ground}) 0 3px,var(--${ground}-lines) 3px 4px)`;
-      made.style.cssText = `--swatch:${ground === "idle" ? hatch : "var(--wait)"};--swatch-edge:var(--${ground}-edge)`;
+      const hatch = `repeating-linear-gradient(${angle}deg,var(--${ground}) 0 3px,var(--${ground}-lines) 3px 4px)`;
+      made.style.cssText = `--swatch:${angle ? hatch : "var(--wait)"};--swatch-edge:var(--${ground}-edge)`;
       return made;
     });
   if (look.memory) {

@@ -92,7 +92,7 @@ def grade_command(
         schedule, cost = name if par or name else None, asdict(times.cost())
         points = _points(marks, homework) if marks else {}
         assignment = Assignment(
-            schedule, homework, points, pars, ranks, microbatches, cost, times.order, times.transport, seed, variant
+            schedule, pars, ranks, microbatches, cost, times.order, times.transport, seed, variant, homework, points
         )
         limits = Limits(seconds, memory)
         if gradescope is not None:

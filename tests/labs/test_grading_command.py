@@ -276,7 +276,7 @@ WRONG = {
     ),
     "sends_another_size": (
         RIGHT + "\nfrom pipelab.labs.grading import schedules\n"
-        "schedules.record = lambda *a: {'found': [{'rows': ['0F0 0B0'], 'stages': 1}]}\n",
+        "schedules.as_plan = lambda *a: pipelab.Plan.parse('0F0 0B0')\n",
         "cannot be judged",
     ),
     "endless": (RIGHT.replace("        warmup =", "        while True: pass\n        warmup ="), "still running"),

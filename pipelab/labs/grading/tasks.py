@@ -190,8 +190,6 @@ class Assignment:
     """What to grade: a homework, or a schedule."""
 
     schedule: str | None = None  # the name of its class; empty for the only one in the file; None for a homework
-    homework: str = "hw4"  # one of `HOMEWORKS`
-    points: dict[str, int] = field(default_factory=dict)  # of the homework's tasks, where a teacher changes them
     pars: dict[str, float] = field(default_factory=dict)  # such as {"makespan": 33}
     ranks: int = 4  # the size that the pars are for
     microbatches: int = 8
@@ -200,6 +198,8 @@ class Assignment:
     transport: Transport = "buffered"
     seed: int = 0  # the hidden sizes and all random numbers follow from it
     variant: str = ""  # whose numbers homework 4 has
+    homework: str = "hw4"  # one of `HOMEWORKS`
+    points: dict[str, int] = field(default_factory=dict)  # of the homework's tasks, where a teacher changes them
 
     def __post_init__(self) -> None:
         """Refuse pars of unknown quantities, and a variant of what has none.

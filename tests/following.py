@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 
+from oracle import halves
+
 from pipelab import Plan
 
 ACTION = r"(?:(to|before|after) )?(\w)\((\d+)(?:, stage=(\d+))?\)"
 
 
 def written(plan):
-    """Return a plan's rows, bound to stages, without the all-reduces that were put in their places."""
+    """Return a plan's rows, bound to stages, pairs as their halves, without the all-reduces that were put in place."""
     codes, automatic = plan.bound.codes, plan.bound.automatic
     put = {codes.action(code) for code in automatic}
-    return [[item for item in row if item not in put] for row in plan.rows]
+    return [[half for item in row for half in halves(item) if half not in put] for row in plan.rows]
 
 
 def follow(plan, hint):

@@ -70,7 +70,7 @@ def test_a_new_file_has_usual_permissions_and_an_old_one_keeps_its_own(tmp_path)
     finally:
         os.umask(umask)
     assert (new.stat().st_mode & 0o777, old.stat().st_mode & 0o777) == (0o640, 0o640)
-    assert "OneFOneB" in old.read_text(encoding="utf-8")
+    assert "1F1B" in old.read_text(encoding="utf-8")
 
 
 def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
@@ -83,7 +83,7 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
     saved(dangling)
     assert link.is_symlink()
     assert dangling.is_symlink()
-    assert "OneFOneB" in target.read_text(encoding="utf-8")
+    assert "1F1B" in target.read_text(encoding="utf-8")
     assert (tmp_path / "there" / "new.txt").is_file()
 
 
@@ -111,7 +111,7 @@ def test_an_existing_file_is_written_where_no_other_may_be_made(tmp_path, monkey
     path.write_text("old")
     monkeypatch.setattr(os, "access", lambda path, _: not Path(path).is_dir())
     saved(path)
-    assert "OneFOneB" in path.read_text(encoding="utf-8")
+    assert "1F1B" in path.read_text(encoding="utf-8")
     with pytest.raises(PermissionError):
         saved(tmp_path / "new.txt")
 

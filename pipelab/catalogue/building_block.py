@@ -126,6 +126,8 @@ def building_block(passes: Mapping[str, int], interval: int, place: Sequence[int
     starts = {Action.parse(f"{word}0"): slot for word, slot in passes.items()}
     stages = 1 + max((action.stage or 0 for action in starts), default=0)
     ranks_of = tuple(place) if place is not None else tuple(range(stages))
+    if len(ranks_of) != stages or set(ranks_of) != set(range(max(ranks_of) + 1)):
+        raise UsageError(f"place={list(ranks_of)}: expected {stages} ranks, one for each stage, and no rank left out")
     block = BuildingBlock(starts, interval, ranks_of)
     _require_order(starts, stages)
     _require_room(block)
@@ -156,9 +158,12 @@ class Controlled(VShaped):
 def _require_order(starts: Mapping[Action, int], stages: int) -> None:
     """Refuse a pass that is missing, or that starts before what it needs has ended."""
     gradient: Kind = "I" if any(action.kind == "I" for action in starts) else "B"
+    listed = {action.kind for action in starts}
+    if "B" in listed and listed & {"I", "W"}:
+        raise UsageError("the block has whole and split backwards\n  try: one kind, B, or I with or without W")
     way = [Action("F", 0, stage) for stage in range(stages)]
     way += [Action(gradient, 0, stage) for stage in reversed(range(stages))]
-    for action in way:
+    for action in [*way, *(Action("W", 0, stage) for stage in range(stages) if "W" in listed)]:
         if action not in starts:
             raise UsageError(
                 f"the block has no slot for {action.stage}{action.kind}\n  try: passes={{…, {str(action)[:-1]!r}: …}}"

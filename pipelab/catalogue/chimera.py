@@ -59,11 +59,11 @@ class Chimera(BothWays):
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield forwards and backwards by their slots, as long as each other, in which no two of a rank meet."""
-        slots: list[tuple[int, Action]] = []
+        starts: list[tuple[int, Action]] = []
         for m in range(self.microbatches):
             block, turn = divmod(m, self.ranks)
             stage = rank if self.down(m) else self.ranks - 1 - rank
-            start = 2 * self.ranks * block + 2 * (turn % (self.ranks // 2))
-            slots += [(start + stage, F(m)), (start + 2 * self.ranks - 1 - stage, B(m))]
-        slots.sort(key=lambda each: each[0])
-        yield from (action for _, action in slots)
+            first = 2 * self.ranks * block + 2 * (turn % (self.ranks // 2))
+            starts += [(first + stage, F(m)), (first + 2 * self.ranks - 1 - stage, B(m))]
+        starts.sort(key=lambda each: each[0])
+        yield from (action for _, action in starts)

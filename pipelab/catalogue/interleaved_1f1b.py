@@ -32,20 +32,19 @@ class Interleaved1F1B(Looped):
         group_size: how many micro-batches a round has, at least one for each rank; Megatron-Core calls it
             `microbatch_group_size_per_vp_stage`. By default, rounds are as even as possible. With one round of all
             micro-batches, the forwards come in the order of looped BFS. A larger group holds more, and a value has more
-            time to travel. If the last round is short, all ranks wait for it.
+            time to travel.
 
     Example:
         >>> import pipelab
         >>> trace = pipelab.simulate(pipelab.Interleaved1F1B(ranks=4, microbatches=8))
         >>> trace.makespan, trace.peak_activations
         (28.5, (11, 9, 7, 5))
-        >>> pipelab.simulate(pipelab.Interleaved1F1B(4, 18)).makespan, pipelab.simulate(
-        ...     pipelab.Interleaved1F1B(4, 18, group_size=4)
-        ... ).makespan
-        (58.5, 63.5)
+        >>> pipelab.simulate(pipelab.Interleaved1F1B(4, 8, group_size=8)).peak_activations
+        (15, 13, 11, 9)
 
     Raises:
-        UsageError: if a number is not a positive whole number, or if `group_size` is smaller than `ranks`.
+        UsageError: if a number is not a positive whole number, or if `group_size` is smaller than `ranks`
+            or does not divide the micro-batches.
     """
 
     source = "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), section 2.2.2 and figure 4"
@@ -70,10 +69,16 @@ class Interleaved1F1B(Looped):
                 f"group_size={self.group_size}: at least one micro-batch for each of the {self.ranks} ranks, or all "
                 f"ranks wait in every round\n  try: group_size={self.ranks} or more, or leave it out"
             )
+        if self.microbatches > self.group_size and self.microbatches % self.group_size:
+            whole = -(-self.microbatches // self.group_size) * self.group_size
+            raise UsageError(
+                f"group_size={self.group_size} does not divide {self.microbatches} micro-batches: a shorter last round "
+                f"can end in a deadlock\n  try: microbatches={whole}; or leave it out, for rounds as even as possible"
+            )
 
     @property
     def rounds(self) -> list[range]:
-        """The micro-batches in rounds; with a `group_size`, the last round has what is left."""
+        """The micro-batches in rounds, of `group_size` if there is one."""
         if self.group_size is None:
             return super().rounds
         every = range(self.microbatches)

@@ -237,8 +237,8 @@ class Pipeline:
         for part, value, needed, end in ((inputs, x, self.is_first, "first"), (targets, y, self.is_last, "last")):
             if needed and not part.here:
                 part.error = BatchError(
-                    f"{part.name} is missing in this process, which holds the {end} stage\n"
-                    f"  try: pipe.step(x, y); a process may leave {part.name} out where pipe.is_{end} is False"
+                    f"{part.name} is missing, and this process holds the {end} stage\n"
+                    f"  try: give x and y; of several processes, one may leave {part.name} out if not pipe.is_{end}"
                 )
             try:
                 if part.here:

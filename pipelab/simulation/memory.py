@@ -6,6 +6,7 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -68,6 +69,14 @@ class Curve(Sequence[Held]):
 
     def __len__(self) -> int:
         return len(self._times)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} changes>"
 
     @overload
     def __getitem__(self, at: int) -> Held: ...

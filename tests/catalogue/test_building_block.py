@@ -49,12 +49,21 @@ def test_every_block_is_a_legal_schedule_and_its_peaks_bound_what_is_held(data, 
         ({"0F": 0, "1F": 1, "1B": 2}, 3, r"no slot for 0B"),
         ({"0F": 0, "0I": 1, "0W": 1}, 3, r"0W starts in slot 1, but 0I"),
         (ONE, 0, r"interval"),
+        ({"0F": 0, "1F": 1, "1I": 2, "0I": 4, "0W": 5}, 3, r"no slot for 1W"),
+        ({"0F": 0, "1F": 1, "1I": 2, "0I": 4, "1B": 9}, 3, r"whole and split"),
+        ({"0F": 0, "0B": 1, "0W": 4}, 4, r"whole and split"),
         ({"0F": 0, "0I": 1}, 2, r"rank 0 has 3 slots .* every 2 slots\n  try: interval=3"),
     ],
 )
 def test_a_block_that_cannot_be_is_refused_with_its_slots(passes, interval, told):
     with pytest.raises(UsageError, match=told):
         building_block(passes, interval)
+
+
+@pytest.mark.parametrize("place", [[0], [1, -1], [0, 2]])
+def test_a_place_that_leaves_a_stage_or_a_rank_out_is_refused(place):
+    with pytest.raises(UsageError, match="place="):
+        building_block(ONE, 6, place)
 
 
 def test_a_failed_ranks_micro_batches_run_on_the_ranks_that_hold_its_stage():
@@ -77,18 +86,19 @@ def test_a_failure_that_leaves_a_stage_on_no_rank_is_refused(failed, told):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 8), (3, 9), (4, 8), (4, 12), (4, 16)])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 6, 8, 16])
 @pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
-def test_groups_change_the_peak_and_the_makespan_only_where_they_do_not_divide(
-    ranks, microbatches, group_size, stages_per_rank
-):
+def test_groups_change_the_peak_and_not_the_makespan(ranks, microbatches, group_size, stages_per_rank):
+    def made():
+        return pipelab.Interleaved1F1B(ranks, microbatches, stages_per_rank, group_size)
+
     if group_size < ranks:
         with pytest.raises(UsageError, match=f"try: group_size={ranks} or more"):
-            pipelab.Interleaved1F1B(ranks, microbatches, stages_per_rank, group_size)
-        return
-    trace = simulate(pipelab.Interleaved1F1B(ranks, microbatches, stages_per_rank, group_size))
-    best = 3 * (microbatches + (ranks - 1) / stages_per_rank)
-    assert trace.makespan >= best - 1e-9
-    if microbatches % group_size == 0:
-        assert trace.makespan == pytest.approx(best)
-        ahead = (stages_per_rank - 1) * group_size + 1
+            made()
+    elif microbatches > group_size and microbatches % group_size:
+        with pytest.raises(UsageError, match="does not divide"):
+            made()
+    else:
+        trace = simulate(made())
+        assert trace.makespan == pytest.approx(3 * (microbatches + (ranks - 1) / stages_per_rank))
+        ahead = (stages_per_rank - 1) * min(group_size, microbatches) + 1
         most = stages_per_rank * microbatches
         assert trace.peak_activations == tuple(min(most, ahead + 2 * (ranks - 1 - rank)) for rank in range(ranks))

@@ -175,7 +175,7 @@ def test_a_policy_is_set_by_name(pipelab_command):
     settings = ("--set", "priority=forward-first", "--set", "memory_cap=[3, 2]", "--set", "split=True")
     code, output, _ = pipelab_command("simulate", "greedy", "-r", "2", "-m", "4", *settings)
     assert code == 0
-    assert output.startswith("Greedy(ranks=2, microbatches=4, priority='forward-first', memory_cap=(3, 2), split=True)")
+    assert "priority='forward-first', memory_cap=(3, 2), split=True" in output.partition("\n")[0]
     assert "expected 'backward-first'" in pipelab_command("check", "greedy", "--set", "priority=fast")[2]
     error = pipelab_command("check", "greedy", "--set", "memory_cap=many")[2]
     assert "memory_cap='many': expected a whole number, at least 1" in error

@@ -773,7 +773,7 @@ def test_two_threads_may_step_one_pipeline_one_after_the_other():
         ((torch.zeros(4, 6), torch.zeros(5)), torch.zeros(4), "the tensors in x have 4 and 5 rows"),
         (torch.zeros(3, 6), torch.zeros(3, 6), "a batch of 3 rows cannot fill 4 micro-batches"),
         (torch.zeros(0, 6), torch.zeros(0, 6), "a batch of 0 rows cannot fill 4 micro-batches"),
-        (None, torch.zeros(4), "x holds no tensor"),
+        (None, torch.zeros(4), "x is missing"),
         (torch.zeros(4, 6), "labels", "y holds no tensor"),
     ],
 )

@@ -152,7 +152,7 @@ def test_the_page_about_profiles_says_what_its_lines_print(tmp_path, monkeypatch
     for lines in expected.split("\n\n"):
         assert " ".join(lines.split()) in printed
     assert (tmp_path / "job.html").stat().st_size > 10_000
-    assert "ZBV" in printed
+    assert "ZB-V" in printed
 
 
 # Clocks

@@ -271,6 +271,8 @@ class TracedStages:
         ]
         try:
             output = self._run()
+        except Exception:  # noqa: BLE001 - only advice is lost; the tracer's own error is raised
+            return _RECIPES
         finally:
             for hook in hooks:
                 hook.remove()

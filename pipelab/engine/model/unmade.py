@@ -72,7 +72,13 @@ def make(module: nn.Module, model: nn.Module, named: nn.Module, seed: int) -> No
             reset = _reset(part)
             if reset and any(each in filled for each in _tensors(part, recurse=False)):
                 _seed(seed, names[part])
+                before = [(each, each._version) for each in _tensors(part, recurse=False) if each in filled]  # noqa: SLF001
                 reset()
+                if any(each._version == version for each, version in before):  # noqa: SLF001
+                    raise SplitError(
+                        f"reset_parameters() of layer {names[part]!r}, {type(part).__name__}, leaves a parameter or a "
+                        "buffer without numbers\n  try: fill all of them there; or pass a function for each layer"
+                    )
 
 
 @contextmanager

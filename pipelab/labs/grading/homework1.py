@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
@@ -117,7 +118,7 @@ def judge(data: Data, seed: int) -> tuple[dict[str, Found], str]:
     del seed  # it is not what the submission draws
     (zero, one), (again, _) = data["runs"]
     rows = [*csv.reader(io.StringIO(zero["log"]))]
-    log = [(int(row[0]), float(row[1])) for row in rows if row and row[0].strip().isdigit()]
+    log = [(int(row[0]), _seconds(row)) for row in rows if row and row[0].strip().isdigit()]
     found = _trained(zero, one, again, [step for step, _ in log]) | _timed(log, zero["result"])
     odd = [f"rank 1 {does}" for does, key in (("prints", "printed"), ("writes steps.csv", "log")) if one[key]]
     odd += [f"rank 0 {does} nothing" for does, key in (("prints", "printed"), ("writes", "log")) if not zero[key]]
@@ -128,7 +129,15 @@ def judge(data: Data, seed: int) -> tuple[dict[str, Found], str]:
         "two processes write into one file, or none does",
         reached=bool(zero["rows"]),
     )
-    return found, zero["error"] or one["error"]
+    lost = "Connection" in zero["error"]  # as the other process ended: its error is the reason
+    return found, (lost and one["error"]) or zero["error"] or one["error"]
+
+
+def _seconds(row: list[str]) -> float:
+    """Return the second column; 0 if there is no number."""
+    with suppress(ValueError, IndexError):
+        return float(row[1])
+    return 0.0
 
 
 def _trained(zero: Data, one: Data, again: Data, logged: list[int]) -> dict[str, Found]:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from pipelab.catalogue.bases import VShaped
 from pipelab.errors import UsageError, require_size
@@ -88,9 +88,8 @@ class BuildingBlock:
         """
         last = max(first + _SLOTS[action.kind] for action, first in self.passes.items())
         enough = last // self.interval + 2 + len(self.place)
-        change = {"F": 1, "B": -1, "W": -1}
-        rows = (self.row(rank, enough) for rank in range(self.ranks))
-        return tuple(max(accumulate(change.get(action.kind, 0) for action in row)) for row in rows)
+        bound = self.plan(enough).bound
+        return tuple(max(bound.in_flight(rank)) for rank in range(self.ranks))
 
 
 def building_block(passes: Mapping[str, int], interval: int, place: Sequence[int] | None = None) -> BuildingBlock:

@@ -49,7 +49,7 @@ class Rerouted(Greedy):
         return left[microbatch // len(self.original.replicas[stage]) % len(left)]
 
 
-def reroute(plan: Schedule | Plan, failed: Collection[int], **greedy: Any) -> Rerouted:
+def reroute(plan: Schedule | Plan, failed: int | Collection[int], **greedy: Any) -> Rerouted:
     """Return a schedule that goes on after some ranks failed: their replicas run their micro-batches too.
 
     Nothing is copied and no stage moves: a rank that holds the same stage gets the failed rank's micro-batches, and
@@ -57,7 +57,7 @@ def reroute(plan: Schedule | Plan, failed: Collection[int], **greedy: Any) -> Re
 
     Args:
         plan: a schedule or a plan in which several ranks hold each stage, as `replicate` makes it.
-        failed: the ranks that are gone.
+        failed: the rank, or the ranks, that are gone.
         **greedy: what [`Greedy`][pipelab.Greedy] takes: `split`, `priority`, `memory_cap`, `cost`.
 
     Example:
@@ -77,4 +77,4 @@ def reroute(plan: Schedule | Plan, failed: Collection[int], **greedy: Any) -> Re
     """
     checked = as_plan(plan)
     require_legal(checked)
-    return Rerouted(checked, failed, **greedy)
+    return Rerouted(checked, [failed] if isinstance(failed, int) else failed, **greedy)

@@ -72,6 +72,7 @@ def test_a_failed_ranks_micro_batches_run_on_the_ranks_that_hold_its_stage():
     assert not check(plan)
     assert plan.rows[1] == plan.rows[6] == ()
     assert [rank for rank, row in enumerate(plan.rows) if len(row) > 17] == [2, 5, 9, 10]
+    assert reroute(both, 1).plan() == reroute(both, [1]).plan()
     assert reroute(both, []).plan().replicas == both.plan().replicas
 
 

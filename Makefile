@@ -52,7 +52,7 @@ newest-environment: .venv/made.stamp
 	@newest=$$(.venv/bin/python -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'); \
 	[ -n "$$newest" ] || { echo "pipelab: the package index does not say which PyTorch is the newest"; exit 1; }; \
 	sed "s/^torch==.*/torch==$$newest/" constraints.txt >.venv/newest.txt
-	$(call ENVIRONMENT,.venv/newest.txt,torch transformers $(LIGHT_NEEDS))
+	$(call ENVIRONMENT,.venv/newest.txt,torch transformers jsonschema $(LIGHT_NEEDS))
 
 MINUTES ?= 5
 SECONDS ?= $(shell expr $(MINUTES) \* 60)

@@ -216,10 +216,10 @@ def test_numbers_are_the_same_where_each_process_is_given_what_it_needs(said, sa
 
 
 MISSING = {
-    "no inputs": r"^rank 0: x is missing .* the first stage\n  try: .* pipe\.is_first",
-    "no targets": r"^rank {last}: y is missing .* the last stage\n  try: .* pipe\.is_last",
-    "nothing": r"^rank 0: x is missing ",
-    "no rows to evaluate": r"^rank 0: x is missing ",
+    "no inputs": r"^rank 0: x is missing, .* the first stage\n  try: .* pipe\.is_first",
+    "no targets": r"^rank {last}: y is missing, .* the last stage\n  try: .* pipe\.is_last",
+    "nothing": r"^rank 0: x is missing, ",
+    "no rows to evaluate": r"^rank 0: x is missing, ",
     "other rows": r"^x has 8 rows and y has 6",
     "too few rows": r"^rank 0: a batch of 2 rows cannot fill 4 micro-batches",
     "no tensor": r"^rank 0: x holds no tensor",

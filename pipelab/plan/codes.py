@@ -6,7 +6,8 @@ action that a plan may hold has a *code*, and every value that an action gives h
     codes     0 ... F ... n ... B ... 2n ... I ... 3n ... W ... 4n ... R ... 4n + S        n = M * S slots
     values    0 .. out .. n .. gin .. 2n .. gw .. 3n    and 3n itself, "always there": the batch, or the loss
 
-`TRAITS` says which kind needs and gives which values. `R` is kept apart: it waits for ranks, not for one or two values.
+`TRAITS` says which kind needs and gives which values: at most two of them are needed. What a single action needs beside
+them is in a table of its own, which most plans leave empty. `R` is kept apart: it waits for ranks, not for values.
 Only this module knows these numbers. All others read the tables of `Codes`.
 """
 
@@ -57,6 +58,7 @@ class Codes:
         collective: by code, whether it is an `R`, which all ranks of its group start together.
         first_need: by code, a value that the action needs, or `always`. For all but `R`, as the three that follow.
         second_need: by code, another one, or `always`.
+        more_needs: by code, what an action needs beside these two, from its own rank: see `require`. Mostly empty.
         comes: by code, which of the two another stage gives, or `always`.
         gives: by code, the value that waiting ranks get from the action. `B` gives a second one, `gw`, which only the
             `R` of the same rank needs.
@@ -98,6 +100,8 @@ class Codes:
         self.always = len(VALUES) * slots
         self.first_need: list[int] = []
         self.second_need: list[int] = []
+        self.more_needs: dict[int, tuple[int, ...]] = {}
+        self._more_needers: dict[int, tuple[int, ...]] = {}
         self.comes: list[int] = []
         self.gives: list[int] = []
         numbers = [self.always, *range(self.always + 1)]  # one object for each: value -1, then 0 and on
@@ -118,6 +122,11 @@ class Codes:
             self.second_need += second
             self.comes += next((needs[at] for at, (_, shift) in enumerate(_NEEDS[kind]) if shift), nothing)
             self.gives += by_slot(VALUES.index(TRAITS[kind].gives[0]), 0)
+
+    def require(self, code: int, value: int) -> None:
+        """Let an action need one more value, which its own rank gives: so nothing travels."""
+        self.more_needs[code] = (*self.more_needs.get(code, ()), value)
+        self._more_needers[value] = (*self._more_needers.get(value, ()), code)
 
     def of_value(self, name: str) -> range:
         """Return, by slot, the numbers of a value, such as `gin(m,s)`."""
@@ -146,8 +155,8 @@ class Codes:
         """Return the values that must be there before the action may start (none for `R`)."""
         if self.collective[code]:
             return []
-        both = (self.first_need[code], self.second_need[code])
-        return [value for value in both if value != self.always]
+        needs = (self.first_need[code], self.second_need[code], *self.more_needs.get(code, ()))
+        return [value for value in needs if value != self.always]
 
     def all_needs(self, code: int) -> Sequence[int]:
         """Return the values that an action needs; for `R`, every `gw` of its stage."""
@@ -169,7 +178,8 @@ class Codes:
         family, slot = divmod(value, self._slots)
         stage = self.stage[slot]
         listed = ((self.of_kind[kind], shift) for kind, shift in _NEEDERS[family])
-        return tuple(codes[slot + shift] for codes, shift in listed if 0 <= stage + shift < self.stages)
+        found = (codes[slot + shift] for codes, shift in listed if 0 <= stage + shift < self.stages)
+        return (*found, *self._more_needers.get(value, ()))
 
     def value_name(self, value: int) -> str:
         """Return a value's name as `needs` and `gives` are written: `out(micro-batch, stage)`."""

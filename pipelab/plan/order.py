@@ -50,6 +50,7 @@ def traverse(
     codes, rows = bound.codes, bound.rows
     collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
     pairs = bound.pairs if atomic_pairs else frozenset()
+    needs_more = codes.more_needs.keys() | pairs
     there = at_start(bound, given)
     at = [0] * len(rows)
     order: list[int] = []
@@ -60,8 +61,7 @@ def traverse(
     awake = list(range(len(rows) - 1, -1, -1))
     while awake:  # the hot loop of every check: a call for each action would double its time
         rank = awake.pop()
-        row = rows[rank]
-        index = at[rank]
+        row, index = rows[rank], at[rank]
         length = len(row)
         while index < length:
             code = row[index]
@@ -77,8 +77,10 @@ def traverse(
             need = first_need[code]
             if there[need]:
                 need = second_need[code]
-            if pairs and code in pairs and there[need]:  # then its backward comes right after it, without a wait
-                need = absent(bound, row[index + 1], there)
+            if needs_more and code in needs_more and there[need]:
+                need = absent(bound, code, there)
+                if code in pairs and there[need]:  # then its backward comes right after it, without a wait
+                    need = absent(bound, row[index + 1], there)
             if not there[need] and code not in excused:
                 waits_for[rank] = need
                 if waiting[need] == _NOBODY:
@@ -111,8 +113,13 @@ def at_start(bound: BoundPlan, given: Collection[int]) -> bytearray:
 
 def absent(bound: BoundPlan, code: int, there: bytearray) -> int:
     """Return a need of an action that is not there yet; if all are there, the last one."""
-    need = bound.codes.first_need[code]
-    return bound.codes.second_need[code] if there[need] else need
+    codes = bound.codes
+    need = codes.first_need[code]
+    if there[need]:
+        need = codes.second_need[code]
+    if there[need] and code in codes.more_needs:
+        need = next((each for each in codes.more_needs[code] if not there[each]), need)
+    return need
 
 
 def _released(value: int, waiting: list[int], queues: dict[int, list[int]]) -> list[int]:

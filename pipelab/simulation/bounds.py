@@ -129,7 +129,7 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
         TypeError: if `plan` is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
     """
     plan, lasts, delays, paired = _timed(plan, cost)
-    if memory_cap is None and not paired:
+    if memory_cap is None and not paired and not plan.bound.codes.more_needs:
         return max(map(_one_machine, _columns(plan, lasts, delays)), default=0.0)
     work = _laid_out(plan, lasts, delays, paired)
     caps = None if memory_cap is None else require_caps(memory_cap, plan.ranks)
@@ -245,7 +245,9 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
 def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float]) -> Work:
     bound, codes = plan.bound, plan.bound.codes
     order = traverse(bound, atomic_pairs=True).order if paired else require_legal(plan).order
-    if not paired:  # micro-batch after micro-batch, so that lines and caps, too, lead from earlier to later jobs
+    if (
+        not paired and not codes.more_needs
+    ):  # micro-batch after micro-batch, so that lines and caps, too, lead from earlier to later jobs
         order = sorted(order, key=lambda code: (codes.collective[code], codes.microbatch[code]))
     jobs: list[Job] = []
     job_of: dict[int, int] = {}
@@ -260,7 +262,7 @@ def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paire
         for code in row:
             if codes.releases[code]:
                 held.append((job_of[codes.sibling(code, "F")], job_of[code]))
-    lines = () if paired else _lines(plan, jobs)
+    lines = () if paired or codes.more_needs else _lines(plan, jobs)
     return Work(plan, tuple(jobs), tuple(map(tuple, activations)), lines)
 
 

@@ -125,6 +125,7 @@ def _clock(
     lasts, delay = cost.lengths(plan)
     first_lag, second_lag = _lags(bound, delay)
 
+    needs_more = codes.more_needs.keys() | (set() if paired is None else bound.pairs)
     ready = [0.0] * (codes.always + 1)  # by value: when it leaves its giver
     free = [0.0] * len(bound.rows)  # by rank
     begun = [0.0] * len(lasts)
@@ -152,12 +153,17 @@ def _clock(
             if arrives > start:  # noqa: PLR1730 - likewise
                 start = arrives
             end = start + lasts[code]
-            if paired is not None and code in bound.pairs:
-                backward = order[at + 1]
-                for need, lag in ((first_need, first_lag), (second_need, second_lag)):
-                    start = max(start, ready[need[backward]] + lag[backward])
-                end = start + paired[codes.slot[code]]
-                slot_of[backward] = start
+            if needs_more and code in needs_more:
+                slot = [code]
+                if paired is not None and code in bound.pairs:
+                    slot.append(order[at + 1])
+                    for need, lag in ((first_need, first_lag), (second_need, second_lag)):
+                        start = max(start, ready[need[slot[1]]] + lag[slot[1]])
+                start = max([start, *(ready[value] for each in slot for value in codes.more_needs.get(each, ()))])
+                end = start + lasts[code]
+                if paired is not None and len(slot) > 1:
+                    end = start + paired[codes.slot[code]]
+                    slot_of[slot[1]] = start
         ready[gives[code]] = end
         begun[code] = start
         ended[code] = end

@@ -7,6 +7,7 @@ import re
 import tokenize
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import catalogue_plans
@@ -106,3 +107,41 @@ def test_only_the_tables_know_how_codes_are_laid_out():
 def test_the_page_does_not_know_how_codes_are_laid_out():
     for path in sorted((ROOT / "draw" / "page").glob("*.js")):
         assert not {"slots", "codes", "stages"} & set(re.findall(r"\w+", path.read_text()))
+
+
+FURTHER = [("F", 1, "out(m,s)", 0), ("B", 0, "gin(m,s)", 1), ("F", 2, "gin(m,s)", 0)]
+"""What may be needed beside a kind's own values: by which action of micro-batch m, which value of another one."""
+
+
+@pytest.mark.parametrize(("kind", "microbatch", "value", "of"), FURTHER)
+def test_a_further_need_is_a_need_for_every_reader_of_the_plan(kind, microbatch, value, of):
+    plan = pipelab.OneFOneB(2, 4).plan()
+    plan = Plan(plan.rows, 2, 4)
+    codes = plan.bound.codes
+    needer, needed = codes.table[kind][microbatch][0], codes.of_value(value)[codes.slot[codes.table["F"][of][0]]]
+    codes.require(needer, needed)
+    assert codes.needs(needer)[-1] == needed
+    assert needer in codes.needers(needed)
+    (giver,) = set(codes.givers(needed)) & set(plan.bound.rows[0])
+    assert plan.graph().has_edge(codes.action(giver), codes.action(needer))
+    row = plan.bound.rows[0]
+    right = row.index(giver) < row.index(needer)
+    found = pipelab.check(plan)
+    assert (not found) == right
+    assert right or [(fault.code, str(fault.action)) for fault in found] == [("unordered", f"0{kind}{microbatch}")]
+
+
+@pytest.mark.parametrize("half", ["F", "B"])
+@pytest.mark.parametrize("pair", [None, 2.5])
+def test_a_further_need_delays_an_action_and_its_pair(pair, half):
+    other = [F(2, 1), B(1, 1), B(2, 1)]
+    plan = Plan([[F(0, 0), B(0, 0)], [F(0, 1), F(1, 1) & B(0, 1), *other], [F(1, 0), F(2, 0), B(1, 0), B(2, 0)]])
+    codes = plan.bound.codes
+    needer = codes.table[half][1 if half == "F" else 0][1]
+    codes.require(needer, codes.of_value("out(m,s)")[codes.slot[codes.table["F"][2][0]]])
+    starts = {
+        str(event.action): event.start
+        for event in pipelab.simulate(plan, pipelab.Cost(forward=[4, 1], pair=pair)).events
+    }
+    assert starts["1F1"] == (8 if pair or half == "F" else 5)
+    assert starts["1B0"] == (8 if pair or half == "B" else 9)

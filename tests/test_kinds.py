@@ -15,7 +15,7 @@ import pipelab
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS
 
 ROW = """    "U": Traits("update", needs=("gw(m,s)",), gives=("weights(m,s)",), method="update", cost="weight_grad",
-                colours=("#CC79A7", "#D694B8")),
+                colours=("#CC79A7", "#D694B8"), optional=True),
 """
 METHOD = """    def update(self, _microbatch: int, _given: None, _kept: dict[int, Any], _loss: Loss) -> None:
         with torch.no_grad():
@@ -51,6 +51,10 @@ def insert(path, before, text):
 
 def test_a_plan_may_have_the_new_kind_or_not(found):
     assert found["late"] == found["without"] == []
+
+
+def test_only_a_plan_that_lists_an_optional_kind_has_codes_for_it(found):
+    assert found["kinds"] == {"late": ["F", "B", "I", "W", "U", "R"], "without": ["F", "B", "I", "W", "R"]}
 
 
 @pytest.mark.parametrize(

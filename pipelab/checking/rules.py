@@ -15,6 +15,8 @@ from pipelab.plan.fault import Fault, ranges
 
 _NEEDED = ("out(m,s)", "gin(m,s)", "gw(m,s)")
 """The values that exactly one action gives for every micro-batch and stage."""
+_REQUIRED = tuple(kind for kind in PER_MICROBATCH if not TRAITS[kind].optional)
+"""The kinds that give them."""
 _MOST_KEPT = 1_000
 """For how many micro-batches a fault keeps what is missing: a picture shows fewer."""
 
@@ -22,7 +24,7 @@ _MOST_KEPT = 1_000
 def _complete(bound: BoundPlan) -> bool:
     """Return whether every stage has its forwards and backwards, all of them whole or all in halves: that is quick."""
     every = len(bound.rank_of_slot)
-    absent = {kind: bound.ranks_of(kind).count(NO_RANK) for kind in PER_MICROBATCH}
+    absent = {kind: bound.ranks_of(kind).count(NO_RANK) for kind in _REQUIRED}
     given = [value for kind, count in absent.items() if not count for value in TRAITS[kind].gives]
     return set(absent.values()) <= {0, every} and all(given.count(value) == 1 for value in _NEEDED)
 
@@ -72,7 +74,7 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     values: set[int] = set()
     both: list[Fault] = []
     index_of = cache(bound.index_of)
-    looked_at = () if _complete(bound) else enumerate(zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True))
+    looked_at = () if _complete(bound) else enumerate(zip(*map(bound.ranks_of, _REQUIRED), strict=True))
     for slot, ranks in looked_at:
         lacks, absent, twice = _wrong(tuple(rank != NO_RANK for rank in ranks))
         for kind in lacks:
@@ -87,11 +89,11 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
 @cache
 def _wrong(listed: tuple[bool, ...]) -> tuple[list[Kind], list[str], Kind | None]:
     """Return what a slot lacks, as kinds and as values, and which kind repeats another; by which kinds it has."""
-    there = [kind for kind, has in zip(PER_MICROBATCH, listed, strict=True) if has]
+    there = [kind for kind, has in zip(_REQUIRED, listed, strict=True) if has]
     givers = {value: [kind for kind in there if kind in GIVERS[value]] for value in _NEEDED}
     absent = [value for value in _NEEDED if not givers[value]]
     at = _NEEDED[0] in absent
-    lacks = [kind for kind in PER_MICROBATCH if TRAITS[kind].gives in (tuple(absent[:at]), tuple(absent[at:]))]
+    lacks = [kind for kind in _REQUIRED if TRAITS[kind].gives in (tuple(absent[:at]), tuple(absent[at:]))]
     return lacks, absent, next((kinds[1] for kinds in givers.values() if len(kinds) > 1), None)
 
 

@@ -36,6 +36,7 @@ class Traits:
         cost: the field of `Cost` that says how long it takes; without one, it takes no time.
         colours: its colours on a rank's first, third … stage, and on its second, fourth …; see `draw/colours.py`.
         notation: PyTorch's word for it, if that is not the letter.
+        optional: whether `Codes` lay it out only for plans that list it, so that it costs other plans nothing.
     """
 
     word: str
@@ -47,6 +48,7 @@ class Traits:
     cost: str = ""
     colours: tuple[str, str] = ("#CA5900", "#D26A17")
     notation: str = ""
+    optional: bool = False
 
     @property
     def collective(self) -> bool:
@@ -87,6 +89,8 @@ TRAITS: dict[Kind, Traits] = {
 KINDS = tuple(sorted(TRAITS, key=lambda kind: TRAITS[kind].collective))
 PER_MICROBATCH = tuple(kind for kind in KINDS if not TRAITS[kind].collective)
 """The kinds that run once for each micro-batch and stage: all but `R`."""
+OPTIONAL = tuple(kind for kind in KINDS if TRAITS[kind].optional)
+"""The kinds that most plans do not use."""
 HALVES = tuple(kind for kind in KINDS if TRAITS[kind].gives in (("gin(m,s)",), ("gw(m,s)",)))
 """The kinds of the halves of a split backward: `I` and `W`."""
 

@@ -6,13 +6,13 @@ the rest of the plan, so that a student sees all mistakes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pipelab.errors import MOST_SLOTS
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Item, Kind, Pair
+from pipelab.plan.actions import OPTIONAL, TRAITS, Action, Item, Kind, Pair
 from pipelab.plan.binding import (
     NO_RANK,
     Place,
@@ -73,6 +73,10 @@ def named_sizes(
     return stages, microbatches
 
 
+class _NotLaidOutError(Exception):
+    """A row lists an optional kind, which few plans do: the plan is bound again, with codes for it."""
+
+
 @dataclass(slots=True)
 class BoundPlan:
     """A plan as codes, rank by rank.
@@ -106,9 +110,16 @@ class BoundPlan:
     _giver_of: list[int] | None = field(default=None, init=False)
 
     @classmethod
-    def bind(cls, rows: Sequence[Sequence[object]], stages: int, microbatches: int, place: Place | None) -> BoundPlan:
-        """Bind rows of items to stages, and turn them into codes."""
-        codes = Codes(stages, microbatches)
+    def bind(
+        cls,
+        rows: Sequence[Sequence[object]],
+        stages: int,
+        microbatches: int,
+        place: Place | None,
+        kinds: Collection[Kind] = (),
+    ) -> BoundPlan:
+        """Bind rows of items to stages, and turn them into codes: also of those optional kinds that the rows list."""
+        codes = Codes(stages, microbatches, kinds)
         rank_of_slot, fault = ([], None) if place is None else ask(place, stages, microbatches, len(rows))
         bound = cls(
             codes=codes,
@@ -124,10 +135,15 @@ class BoundPlan:
             by_rank = stages_by_placement(rank_of_slot, codes, len(rows))
         else:
             by_rank = stages_by_name(rows, codes)
-        for rank, row in enumerate(rows):
-            bound._bind_row(rank, row, by_rank[rank])
+        try:
+            for rank, row in enumerate(rows):
+                bound._bind_row(rank, row, by_rank[rank])
+        except _NotLaidOutError:
+            actions = (item for row in rows for item in row if isinstance(item, Action))
+            names = [action.kind for action in actions]
+            return cls.bind(rows, stages, microbatches, place, [kind for kind in OPTIONAL if kind in names])
         if not bound.names_ranks:
-            listed = zip(*map(bound.ranks_of, PER_MICROBATCH), strict=True)
+            listed = zip(*map(bound.ranks_of, codes.per_microbatch), strict=True)
             bound.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
         return bound
 
@@ -154,7 +170,7 @@ class BoundPlan:
     def misplaced(self) -> bool:
         """Whether some action may be on another rank than `rank_of_slot` says."""
         right = (self.rank_of_slot, [NO_RANK] * len(self.rank_of_slot))
-        return any(self.ranks_of(kind) not in right for kind in PER_MICROBATCH)
+        return any(self.ranks_of(kind) not in right for kind in self.codes.per_microbatch)
 
     @property
     def written_reduces(self) -> set[int]:
@@ -164,13 +180,13 @@ class BoundPlan:
     @property
     def needs_aside(self) -> bool:
         """Whether an action needs a value that walks take as given: its place in the row is still to be checked."""
-        kinds = (kind for kind in PER_MICROBATCH if not ASIDE.isdisjoint(TRAITS[kind].needs))
+        kinds = (kind for kind in self.codes.per_microbatch if not ASIDE.isdisjoint(TRAITS[kind].needs))
         return bool(self.written_reduces) or any(max(self.ranks_of(kind)) != NO_RANK for kind in kinds)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of action that some rank lists."""
-        return tuple(kind for kind in KINDS if any(rank != NO_RANK for rank in self.ranks_of(kind)))
+        return tuple(kind for kind in self.codes.kinds if any(rank != NO_RANK for rank in self.ranks_of(kind)))
 
     def ranks_of(self, kind: Kind) -> list[int]:
         """Return, by slot, the rank that lists its action of one kind, or -1."""
@@ -230,7 +246,7 @@ class BoundPlan:
 
     def _bind_row(self, rank: int, row: Sequence[object], stages_of_rank: StagesOfRank) -> None:
         """Append the codes of one row; an item that cannot be bound becomes a fault."""
-        table, rank_of = self.codes.table, self.rank_of
+        table, laid_out, rank_of = self.codes.table, self.codes.per_microbatch, self.rank_of
         stages, microbatches = self.codes.stages, self.codes.microbatches
         endless = len(row) > endless_limit(stages, microbatches)
         listed: list[int] = []
@@ -246,7 +262,7 @@ class BoundPlan:
                     type(stage) is int
                     and 0 <= microbatch < microbatches
                     and 0 <= stage < stages
-                    and item.kind in PER_MICROBATCH
+                    and item.kind in laid_out
                 ):
                     code = table[item.kind][microbatch][stage]
                     if rank_of[code] == NO_RANK:
@@ -289,6 +305,8 @@ class BoundPlan:
 
     def _code(self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank) -> int | None:
         """Return the code of one action and record its rank; if it is illegal, record the fault."""
+        if isinstance(item, Action) and item.kind in OPTIONAL and item.kind not in self.codes.per_microbatch:
+            raise _NotLaidOutError
         found: Action | Refusal | int = bind_action(rank, position, item, self.codes, stages_of_rank)
         if isinstance(found, Action):
             found = self._entered(rank, position, found)

@@ -6,38 +6,34 @@ action that a plan may hold has a *code*, and every value that an action gives h
     codes     0 ... F ... n ... B ... 2n ... I ... 3n ... W ... 4n ... R ... 4n + S        n = M * S slots
     values    0 .. out .. n .. gin .. 2n .. gw .. 3n    and 3n itself, "always there": the batch, or the loss
 
-`TRAITS` says which kind needs and gives which values: at most two of them are needed. What a single action needs beside
-them is in a table of its own, which most plans leave empty. `R` is kept apart: it waits for ranks, not for values.
+Optional kinds and their values are laid out only for plans that list them, after `W` and `gw`. `TRAITS` says which
+kind needs and gives which values: at most two of them are needed. What a single action needs beside them is in a table
+of its own, which most plans leave empty. `R` is kept apart: it waits for ranks, not for values.
 Only this module knows these numbers. All others read the tables of `Codes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind, Traits
 
-VALUES = tuple(dict.fromkeys(value for kind in KINDS for value in TRAITS[kind].gives))
-"""The values of one slot: `out(m,s)` and all others that the table of kinds names."""
-GIVERS = {value: tuple(kind for kind in KINDS if value in TRAITS[kind].gives) for value in VALUES}
+_VALUES = tuple(dict.fromkeys(value for kind in KINDS for value in TRAITS[kind].gives))
+GIVERS = {value: tuple(kind for kind in KINDS if value in TRAITS[kind].gives) for value in _VALUES}
 """By value, the kinds of action that may give it."""
 ASIDE = {value for kind in PER_MICROBATCH for value in TRAITS[kind].gives[1:]}
 """The values that some kind of action gives beside another one."""
 _NEIGHBOURS = {"s-1": -1, "s": 0, "s+1": 1}
 
 
-def _needed(text: str) -> tuple[int, int]:
-    """Return which of `VALUES` a kind of action needs, and of which stage: `-1` is the one before its own."""
+def _needed(text: str) -> tuple[str, int]:
+    """Return which value a kind of action needs, and of which stage: `-1` is the one before its own."""
     name, stage = text.removesuffix(")").split("(m,")
-    return VALUES.index(f"{name}(m,s)"), _NEIGHBOURS[stage]
+    return f"{name}(m,s)", _NEIGHBOURS[stage]
 
 
 _NEEDS = {kind: [_needed(text) for text in TRAITS[kind].needs] for kind in KINDS}
-_NEEDERS = [
-    [(kind, -shift) for kind in PER_MICROBATCH for family, shift in _NEEDS[kind] if VALUES[family] == value]
-    for value in VALUES
-]
 
 
 class Codes:
@@ -46,6 +42,9 @@ class Codes:
     Attributes:
         stages: how many stages there are.
         microbatches: how many micro-batches there are.
+        kinds: the kinds that are laid out: all that are not optional, and the optional ones that were asked for.
+        per_microbatch: those of them that run once for each micro-batch and stage.
+        values: the values of one slot that these kinds give or need, such as `out(m,s)`.
         table: the codes, by kind, micro-batch and stage: `table["B"][microbatch][stage]`. For all but `R`.
         of_kind: by kind, its codes: of micro-batch 0 and all stages, then of micro-batch 1. `R`: stage by stage.
         kind: by code, the action's kind.
@@ -73,18 +72,22 @@ class Codes:
         ['out(1, 0)', 'gin(1, 1)']
     """
 
-    def __init__(self, stages: int, microbatches: int) -> None:
-        """Lay out the tables for `stages` x `microbatches`."""
+    def __init__(self, stages: int, microbatches: int, kinds: Collection[Kind] = ()) -> None:
+        """Lay out the tables for `stages` x `microbatches`, with some of the `OPTIONAL` kinds."""
         self.stages = stages
         self.microbatches = microbatches
+        self.kinds = tuple(kind for kind in KINDS if kind in kinds or not TRAITS[kind].optional)
+        self.per_microbatch = tuple(kind for kind in self.kinds if kind in PER_MICROBATCH)
+        named = {name for kind in self.kinds for name in (*TRAITS[kind].gives, *dict(_NEEDS[kind]))}
+        self.values = tuple(value for value in _VALUES if value in named)
         slots = self._slots = stages * microbatches
-        many = len(PER_MICROBATCH)
-        self.of_kind = {kind: range(at * slots, (at + 1) * slots) for at, kind in enumerate(PER_MICROBATCH)}
+        many = len(self.per_microbatch)
+        self.of_kind = {kind: range(at * slots, (at + 1) * slots) for at, kind in enumerate(self.per_microbatch)}
         self.table = {
             kind: [codes[first : first + stages] for first in range(0, slots, stages)]
             for kind, codes in self.of_kind.items()
         }
-        for at, kind in enumerate(KINDS[many:]):
+        for at, kind in enumerate(self.kinds[many:]):
             self.of_kind[kind] = range(many * slots + at * stages, many * slots + (at + 1) * stages)
 
         self.kind = cast("Sequence[Kind]", "".join(kind * len(codes) for kind, codes in self.of_kind.items()))
@@ -97,7 +100,7 @@ class Codes:
         self.releases = b"".join(bytes([traits.in_flight < 0]) * count for traits, count in rows)
         self.collective = b"".join(bytes([traits.collective]) * count for traits, count in rows)
 
-        self.always = len(VALUES) * slots
+        self.always = len(self.values) * slots
         self.first_need: list[int] = []
         self.second_need: list[int] = []
         self.more_needs: dict[int, tuple[int, ...]] = {}
@@ -106,8 +109,8 @@ class Codes:
         self.gives: list[int] = []
         numbers = [self.always, *range(self.always + 1)]  # one object for each: value -1, then 0 and on
 
-        def by_slot(family: int, shift: int) -> list[int]:
-            first = family * slots + shift + 1
+        def by_slot(name: str, shift: int) -> list[int]:
+            first = self.values.index(name) * slots + shift + 1
             values = numbers[first : first + slots]
             if shift:  # there is no stage before the first one, and none after the last one
                 values[0 if shift < 0 else stages - 1 :: stages] = [self.always] * microbatches
@@ -115,13 +118,13 @@ class Codes:
 
         nothing = [self.always] * slots
         self.slot: list[int] = numbers[1 : slots + 1] * many
-        for kind in PER_MICROBATCH:
+        for kind in self.per_microbatch:
             needs = [by_slot(*need) for need in _NEEDS[kind]]
             first, second = [*needs, nothing, nothing][:2]
             self.first_need += first
             self.second_need += second
             self.comes += next((needs[at] for at, (_, shift) in enumerate(_NEEDS[kind]) if shift), nothing)
-            self.gives += by_slot(VALUES.index(TRAITS[kind].gives[0]), 0)
+            self.gives += by_slot(TRAITS[kind].gives[0], 0)
 
     def require(self, code: int, value: int) -> None:
         """Let an action need one more value, which its own rank gives: so nothing travels."""
@@ -130,7 +133,7 @@ class Codes:
 
     def of_value(self, name: str) -> range:
         """Return, by slot, the numbers of a value, such as `gin(m,s)`."""
-        family = VALUES.index(name)
+        family = self.values.index(name)
         return range(family * self._slots, (family + 1) * self._slots)
 
     def code(self, action: Action) -> int:
@@ -171,25 +174,26 @@ class Codes:
     def givers(self, value: int) -> tuple[int, ...]:
         """Return the codes of the actions that may give a value: F; B or I; B or W."""
         family, slot = divmod(value, self._slots)
-        return tuple(self.of_kind[kind][slot] for kind in GIVERS[VALUES[family]])
+        return tuple(self.of_kind[kind][slot] for kind in GIVERS[self.values[family]] if kind in self.kinds)
 
     def needers(self, value: int) -> tuple[int, ...]:
         """Return the codes of the actions that may need a value: F, B, I an `out`; B, I, W a `gin`. `R` is left out."""
         family, slot = divmod(value, self._slots)
         stage = self.stage[slot]
-        listed = ((self.of_kind[kind], shift) for kind, shift in _NEEDERS[family])
+        needs = ((self.of_kind[kind], need) for kind in self.per_microbatch for need in _NEEDS[kind])
+        listed = ((codes, -shift) for codes, (name, shift) in needs if name == self.values[family])
         found = (codes[slot + shift] for codes, shift in listed if 0 <= stage + shift < self.stages)
         return (*found, *self._more_needers.get(value, ()))
 
     def value_name(self, value: int) -> str:
         """Return a value's name as `needs` and `gives` are written: `out(micro-batch, stage)`."""
         family, slot = divmod(value, self._slots)
-        return f"{VALUES[family].split('(')[0]}({self.microbatch[slot]}, {self.stage[slot]})"
+        return f"{self.values[family].split('(')[0]}({self.microbatch[slot]}, {self.stage[slot]})"
 
     def by_code(self, times: Mapping[Kind, Sequence[float]]) -> list[float]:
         """Return, by code, the times of each kind, given by stage or by slot; the times of `R` are given by stage."""
         listed: list[float] = []
-        for kind in KINDS:
+        for kind in self.kinds:
             listed += self.by_slot(times[kind]) if kind in PER_MICROBATCH else times[kind]
         return listed
 

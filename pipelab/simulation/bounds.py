@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.errors import CostError, require_caps
-from pipelab.plan.actions import PER_MICROBATCH
 from pipelab.plan.binding import NO_RANK
-from pipelab.plan.codes import VALUES
 from pipelab.plan.order import Link, Network, traverse, units
 from pipelab.plan.plan import Plan
 from pipelab.simulation.cost import Cost, as_cost
@@ -186,7 +184,7 @@ def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Ite
 def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[list[int], int]]:
     """Yield the codes of one micro-batch, and how many have the same actions, ranks and times as it."""
     codes = bound.codes
-    kinds, values = [codes.of_kind[kind] for kind in PER_MICROBATCH], [codes.of_value(name) for name in VALUES]
+    kinds, values = [codes.of_kind[kind] for kind in codes.per_microbatch], map(codes.of_value, codes.values)
     tables = [*product((bound.rank_of, lasts), kinds), *product((delays,), values)]
     found: dict[tuple[float, ...], list[int]] = {}
     for first in range(0, codes.stages * codes.microbatches, codes.stages):

@@ -41,6 +41,9 @@ facts = {
     "package": pipelab.__file__,
     "late": [str(fault) for fault in pipelab.check(plan)],
     "without": [str(fault) for fault in pipelab.check(pipelab.OneFOneB(2, 2))],
+    "kinds": {
+        name: each.bound.codes.kinds for name, each in (("late", plan), ("without", pipelab.OneFOneB(2, 2).plan()))
+    },
     "faults": {
         name: [[fault.code, fault.message] for fault in pipelab.check(pipelab.Plan.parse(text))]
         for name, text in (("early", EARLY), ("split", SPLIT), ("lost", LOST))

@@ -114,6 +114,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
     alone = len(comparison.traces) == 1
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
+    traits = {kind: each for kind, each in TRAITS.items() if kind in there or not each.optional}
     data = {
         "shared": comparison.shares_axis,
         "cap": cap,
@@ -121,7 +122,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         "meanings": MEANINGS,
         "gaps": {reason: _gap(reason) for reason in REASONS},
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
-        "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in TRAITS.items()],
+        "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in traits.items()],
         "view": "stack",
         "diffs": [] if alone else _diffs(comparison),
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],

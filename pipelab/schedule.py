@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from pipelab.checking.checker import Faults, as_plan, require_legal
 from pipelab.errors import ScheduleError, require_size, require_slots
 from pipelab.plan.actions import Action, Item, Pair
+from pipelab.plan.binding import After
 from pipelab.plan.bound import MOST_ACTIONS, endless_limit
 from pipelab.plan.fault import Fault, line_of_function, readable, shorten, students_line
 from pipelab.plan.plan import Plan
@@ -80,6 +81,9 @@ class Schedule(ABC):
     stages_per_rank: int = 1
     """How many stages each rank holds by default."""
 
+    slices: int = 1
+    """Into how many slices each sequence is cut: micro-batch `m` is slice `m % slices` of sequence `m // slices`."""
+
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
         """Keep the sizes."""
         self.ranks = require_size("ranks", ranks)
@@ -100,6 +104,22 @@ class Schedule(ABC):
     def place(self, microbatch: int, stage: int) -> int:  # noqa: ARG002 - schedules that override it use both
         """Return the rank that runs a stage for a micro-batch."""
         return stage % self.ranks
+
+    def after(self, microbatch: int, stage: int) -> Iterable[int]:  # noqa: ARG002 - schedules that override it use both
+        """Return the micro-batches that come before one on a stage: by default the slice before it, if there is one.
+
+        Causal attention lets a slice of a sequence read the slices before it. So their forwards come first on each
+        stage, and their backwards last. `slices` cuts every sequence into so many; override this for anything else,
+        and name only micro-batches with lower numbers.
+
+        Example:
+            >>> import pipelab
+            >>> class Sliced(pipelab.OneFOneB):
+            ...     slices = 2
+            >>> [list(Sliced(ranks=1, microbatches=4).after(m, 0)) for m in range(4)]
+            [[], [0], [], [2]]
+        """
+        return [microbatch - 1] if microbatch % self.slices else []
 
     @classmethod
     def refusal(cls, ranks: int, microbatches: int) -> str | None:  # noqa: ARG003 - schedules that override it use both
@@ -136,7 +156,12 @@ class Schedule(ABC):
                 raise ScheduleError([_too_many(rank, row)], name)
         if faults:
             raise ScheduleError(_merged(faults), name) from cause
-        return Plan(rows, stages, self.microbatches, self.place, name=name)
+        return Plan(rows, stages, self.microbatches, self.place, name, self._after)
+
+    @property
+    def _after(self) -> After | None:
+        """The method `after`, if it names any micro-batch: a plan without slices is made more quickly."""
+        return self.after if self.slices > 1 or type(self).after is not Schedule.after else None
 
     def _unsound(self) -> Fault | None:
         """Return why `actions` cannot be called at this size; `None` if it can."""
@@ -341,6 +366,16 @@ class Replicated(Schedule):
         """
         require_legal(self._copied)  # in `actions`, they would be reported as errors of that method
         return super().draft()
+
+    def after(self, microbatch: int, stage: int) -> Iterable[int]:
+        """Return the slices before one, all of the same replica."""
+        turn, replica = divmod(microbatch, self.replicas)
+        assert self._copied.after is not None
+        return [each * self.replicas + replica for each in self._copied.after(turn, stage)]
+
+    @property
+    def _after(self) -> After | None:
+        return None if self._copied.after is None else self.after
 
     @cached_property
     def _copied(self) -> Plan:

@@ -8,6 +8,8 @@ walking or checking cannot hide in the tests.
     W(m,s) needs gin(m,s)                gives gw(m,s)
     B(m,s) needs what I needs            gives gin(m,s), gw(m,s)
     R(s)   needs every gw(m,s)           on all ranks of s at once
+
+With slices, for each e that after(m,s) names, F(m,s) also needs out(e,s), and I(e,s) and B(e,s) need gin(m,s).
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ from pipelab import Action, Pair
 Value = tuple[str, int, int]
 
 
-def needs(action: Action, stages: int, microbatches: int) -> set[Value]:
+def needs(action: Action, stages: int, microbatches: int, after=None) -> set[Value]:
     """Return the values an action waits for."""
     kind, m, s = action.kind, action.microbatch, action.stage
+    if after is not None and kind == "F":
+        return needs(action, stages, microbatches) | {("out", earlier, s) for earlier in after(m, s)}
+    if after is not None and kind in "BI":
+        later = {("gin", other, s) for other in range(microbatches) if m in after(other, s)}
+        return needs(action, stages, microbatches) | later
     if kind == "R":
         return {("gw", each, s) for each in range(microbatches)}
     if kind == "W":
@@ -38,7 +45,7 @@ def gives(action: Action) -> set[Value]:
     return {(name, action.microbatch, action.stage) for name in names}
 
 
-def finishes(rows, stages, microbatches, group) -> bool:
+def finishes(rows, stages, microbatches, group, after=None) -> bool:
     """Run the rows by brute force, whoever can move first; tell whether all of them finish."""
     done: set[Value] = set()
     left = [list(row) for row in rows]
@@ -46,7 +53,7 @@ def finishes(rows, stages, microbatches, group) -> bool:
     while moved:
         moved = False
         for rank, row in enumerate(left):
-            if not row or not needs(row[0], stages, microbatches) <= done:
+            if not row or not needs(row[0], stages, microbatches, after) <= done:
                 continue
             action = row[0]
             together = group[action.stage] if action.kind == "R" else {rank}
@@ -58,7 +65,7 @@ def finishes(rows, stages, microbatches, group) -> bool:
     return not any(left)
 
 
-def legal(rows, stages, microbatches, place=None) -> bool:
+def legal(rows, stages, microbatches, place=None, after=None) -> bool:
     """Tell whether a plan is right: everything once, on its rank, and in an order that finishes."""
     flat = [[half for item in row for half in halves(item)] for row in rows]
     bound = [[_bind(item, rank, stages, microbatches, place) for item in row] for rank, row in enumerate(flat)]
@@ -81,7 +88,11 @@ def legal(rows, stages, microbatches, place=None) -> bool:
         listers = sorted(rank for _, rank in found[None, s])
         if listers and listers != sorted(group[s]):
             return False
-    return finishes(bound, stages, microbatches, group)
+    if after is not None:  # what earlier slices keep does not travel
+        for m, s in product(range(microbatches), range(stages)):
+            if any(earlier not in range(m) or place(earlier, s) != place(m, s) for earlier in after(m, s)):
+                return False
+    return finishes(bound, stages, microbatches, group, after)
 
 
 def halves(item):
@@ -110,7 +121,7 @@ def _bind(item, rank, stages, microbatches, place):
     return Action(item.kind, item.microbatch, stage)
 
 
-def clock(rows, stages, microbatches, *, lasts, lag=None, pair=None):
+def clock(rows, stages, microbatches, *, lasts, lag=None, pair=None, after=None):
     """Run bound rows by brute force with a clock; return (rank, action, start, end) of each, or None where all wait.
 
     Args:
@@ -120,6 +131,7 @@ def clock(rows, stages, microbatches, *, lasts, lag=None, pair=None):
         lasts: how long an action takes.
         lag: how long a value travels to another rank.
         pair: how long an overlapped pair takes as one slot; if left out, its halves run one after the other.
+        after: which micro-batches come before one on a stage.
     """
     left = [[(item,) if pair is None or not isinstance(item, Pair) else (item.forward, item.backward)
              for item in (row if pair is not None else [half for each in row for half in halves(each)])]
@@ -134,7 +146,7 @@ def clock(rows, stages, microbatches, *, lasts, lag=None, pair=None):
             if not row:
                 continue
             slot = row[0]
-            wanted = set().union(*(needs(action, stages, microbatches) for action in slot))
+            wanted = set().union(*(needs(action, stages, microbatches, after) for action in slot))
             together = [rank]
             if slot[0].kind == "R":
                 together = [other for other, others in enumerate(left) if slot in others]

@@ -143,7 +143,7 @@ class Greedy(Schedule):
     @cached_property
     def _rows(self) -> list[list[Action]]:
         """Each rank's actions."""
-        blank = Plan([[]] * self.ranks, self.stages, self.microbatches, self.place)
+        blank = Plan([[]] * self.ranks, self.stages, self.microbatches, self.place, after=self._after)
         bound = blank.bound
         if bound.faults:  # of `place`
             raise ScheduleError(bound.faults)

@@ -8,6 +8,7 @@ from typing import Any
 from pipelab.catalogue.greedy import Greedy
 from pipelab.checking.checker import as_plan, require_legal
 from pipelab.errors import UsageError
+from pipelab.plan.binding import After
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 
@@ -39,6 +40,10 @@ class Rerouted(Greedy):
     def stages(self) -> int:
         """How many stages the model is split into."""
         return self.original.stages
+
+    @property
+    def _after(self) -> After | None:
+        return self.original.after
 
     def place(self, microbatch: int, stage: int) -> int:
         """Return the original rank, or in turn one of those that hold the same stage."""

@@ -321,6 +321,8 @@ def _unordered_fault(
         f"{needer} on rank {rank}, position {position} comes before {own}{needed.word} {needed} "
         f"at position {bound.position(rank, later)}, which gives it {name}"
     )
+    if needer.microbatch != needed.microbatch and value in codes.more_needs.get(bound.rows[rank][index], ()):
+        message += ": they are slices of one sequence"
     cycle = (
         Link(rank, str(needer), f"{needer} needs {name}, given by {needed}"),
         Link(rank, str(needed), f"{needed} comes after {needer} on rank {rank}"),

@@ -144,7 +144,9 @@ def _place_swapped(plan: Plan) -> Iterator[Mistake]:
         message = f"the two parameters of place are swapped: pipelab calls place(microbatch, stage)\n  at {where}"
         hint = f"write def place({'self, ' * hasattr(place, '__self__')}microbatch, stage)"
         fault = Fault("wrong-rank", None, None, None, message, hint)
-        yield Mistake(fault, Plan(plan.written, plan.stages, plan.microbatches, meant, plan.name), _OF_PLACE)
+        yield Mistake(
+            fault, Plan(plan.written, plan.stages, plan.microbatches, meant, plan.name, plan.after), _OF_PLACE
+        )
 
 
 # No stages_per_rank in the class
@@ -207,4 +209,4 @@ def _rewritten(plan: Plan, change: Callable[[tuple[int, int], Action], Action]) 
         return change(at, item) if isinstance(item, Action) else item
 
     rows = [[other((rank, at), item) for at, item in enumerate(row)] for rank, row in enumerate(plan.written)]
-    return Plan(rows, plan.stages, plan.microbatches, plan.place, plan.name)
+    return plan.with_rows(rows)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, Action, Pair, whole
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Pair, whole
 from pipelab.plan.codes import Codes
 from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
 
 Place = Callable[[int, int], int]
 """Which rank runs a stage: `(microbatch, stage) -> rank`."""
+
+After = Callable[[int, int], Iterable[int]]
+"""Which micro-batches of the same sequence come before one on a stage: `(microbatch, stage) -> micro-batches`."""
 
 StagesOfRank = dict["int | None", "tuple[int, ...] | int"]
 """For one rank: micro-batch -> its stage there (several: a tuple), for actions without a stage; an `R` takes all."""
@@ -48,6 +51,42 @@ def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[
     message = f"place({microbatch}, {stage}) returns {shorten(answer)}{others}; {there}"
     hint = f"return a whole number from 0 to {ranks - 1} for every micro-batch and stage"
     return [], Fault("out-of-range", None, None, None, message, hint)
+
+
+def require_slices(after: After, codes: Codes, rank_of_slot: Sequence[int]) -> Fault | None:
+    """Let a slice need the slices before it on its stage, and their backwards its own; or return what is wrong.
+
+    A forward reads what earlier slices keep there: keys and values of attention. Their gradients come back from the
+    later slices. So all slices of a sequence must be on one rank:
+
+        F(m,s) needs out(e,s)    B(e,s), I(e,s) need gin(m,s)    for each e of after(m,s)
+    """
+    if fault := misfit("after", after, "microbatch", "stage"):
+        return fault
+    forward, out, gradient = codes.table["F"], codes.of_value("out(m,s)"), codes.of_value("gin(m,s)")
+    for microbatch, stage in _visits(codes.stages, codes.microbatches):
+        asked, slot = f"after({microbatch}, {stage})", codes.slot[forward[microbatch][stage]]
+        try:
+            before = [whole(each) for each in after(microbatch, stage)]
+        except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
+            message = f"{asked} raised {type(error).__name__}: {error}\n  at {students_line(error, after)}"
+            return Fault("exception", None, None, None, message, "return a list of micro-batches, empty for none")
+        for each in before:
+            if not within(each, microbatch):
+                message = f"{asked} names micro-batch {shorten(each)}, which is no earlier slice"
+                hint = "name only micro-batches with lower numbers, from 0 on: slices are numbered in their order"
+                return Fault("out-of-range", None, None, None, message, hint)
+            earlier = codes.slot[forward[each][stage]]
+            ranks = rank_of_slot[earlier], rank_of_slot[slot]
+            if ranks[0] != ranks[1]:
+                message = f"{asked} names micro-batch {each}, whose stage {stage} is on rank {ranks[0]}, not {ranks[1]}"
+                return Fault("wrong-rank", None, None, None, message, "place all slices of a sequence on one rank")
+            for kind in codes.per_microbatch:
+                if TRAITS[kind].forward:
+                    codes.require(codes.of_kind[kind][slot], out[earlier])
+                elif "gin(m,s)" in TRAITS[kind].gives:
+                    codes.require(codes.of_kind[kind][earlier], gradient[slot])
+    return None
 
 
 def _visits(stages: int, microbatches: int) -> Iterator[tuple[int, int]]:

@@ -15,11 +15,13 @@ from pipelab.errors import MOST_SLOTS
 from pipelab.plan.actions import OPTIONAL, TRAITS, Action, Item, Kind, Pair
 from pipelab.plan.binding import (
     NO_RANK,
+    After,
     Place,
     Refusal,
     StagesOfRank,
     ask,
     bind_action,
+    require_slices,
     stages_by_name,
     stages_by_placement,
     within,
@@ -116,6 +118,7 @@ class BoundPlan:
         stages: int,
         microbatches: int,
         place: Place | None,
+        after: After | None = None,
         kinds: Collection[Kind] = (),
     ) -> BoundPlan:
         """Bind rows of items to stages, and turn them into codes: also of those optional kinds that the rows list."""
@@ -141,10 +144,12 @@ class BoundPlan:
         except _NotLaidOutError:
             actions = (item for row in rows for item in row if isinstance(item, Action))
             names = [action.kind for action in actions]
-            return cls.bind(rows, stages, microbatches, place, [kind for kind in OPTIONAL if kind in names])
+            return cls.bind(rows, stages, microbatches, place, after, [kind for kind in OPTIONAL if kind in names])
         if not bound.names_ranks:
             listed = zip(*map(bound.ranks_of, codes.per_microbatch), strict=True)
             bound.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
+        if after is not None and (fault := require_slices(after, codes, bound.rank_of_slot)):
+            bound.faults.append(fault)
         return bound
 
     @property

@@ -14,7 +14,7 @@ from pipelab.errors import FormatError, UsageError, require_size, require_slots
 from pipelab.files import read_text
 from pipelab.plan.actions import Action, Item, Pair
 from pipelab.plan.all_reduce import with_reduces
-from pipelab.plan.binding import Place
+from pipelab.plan.binding import After, Place
 from pipelab.plan.bound import MOST_ACTIONS, BoundPlan, endless_limit, named_sizes
 from pipelab.plan.csv_notation import lines_of, parse_row, read_rows, write_rows
 from pipelab.plan.fault import readable, shorten
@@ -42,6 +42,8 @@ class Plan:
         microbatches: how many micro-batches there are; by default, as many as the rows name.
         place: which rank runs a stage, as `place(microbatch, stage)`; by default, the rank of each forward.
         name: what messages and drawings call the plan.
+        after: which micro-batches come before one on a stage, because they are earlier slices of its sequence, as
+            `after(microbatch, stage)`; by default, none.
 
     Example:
         >>> from pipelab import B, F, Plan
@@ -69,6 +71,8 @@ class Plan:
     """The argument `place`: which rank runs a stage, as `place(microbatch, stage)`."""
     name: str
     """What messages call the plan."""
+    after: After | None
+    """The argument `after`: which micro-batches come before one on a stage, as `after(microbatch, stage)`."""
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class Plan:
         microbatches: int | None = None,
         place: Place | None = None,
         name: str | None = None,
+        after: After | None = None,
     ) -> None:
         """Read the rows without checking them; endless ones are cut off."""
         if stages is not None:
@@ -104,7 +109,7 @@ class Plan:
             stages, microbatches = named_sizes(whole_rows, len(taken), stages, microbatches)
         require_slots(stages, microbatches)
         written = tuple(row for row, _ in taken)
-        vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place)
+        vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place, after=after)
         vars(self).update(name=str(name or repr(self)))
 
     @classmethod
@@ -182,7 +187,16 @@ class Plan:
     @cached_property
     def bound(self) -> BoundPlan:
         """The plan as codes, for checking, simulation and the engines. Made when first read."""
-        return with_reduces(BoundPlan.bind(self.written, self.stages, self.microbatches, self.place))
+        return with_reduces(BoundPlan.bind(self.written, self.stages, self.microbatches, self.place, self.after))
+
+    def with_rows(self, rows: Iterable[Iterable[object]], name: str | None = None) -> Plan:
+        """Return the same stages and micro-batches, in the same places, with other rows.
+
+        Example:
+            >>> Plan.parse("0F0 0F1 0B0 0B1").with_rows([[Action.parse("0F0")]])
+            Plan(ranks=1, stages=1, microbatches=2)
+        """
+        return Plan(rows, self.stages, self.microbatches, self.place, name or self.name, self.after)
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:
@@ -271,10 +285,13 @@ class Plan:
         return graph.save(self, path, cost)
 
     def __eq__(self, other: object) -> bool:
-        """Compare sizes, rows and placement; the name does not matter."""
+        """Compare sizes, rows, placement and slices; the name does not matter."""
         if not isinstance(other, Plan):
             return NotImplemented
-        mine, theirs = ((each.stages, each.microbatches, each.rows, each.bound.rank_of_slot) for each in (self, other))
+        mine, theirs = (
+            (each.stages, each.microbatches, each.rows, each.bound.rank_of_slot, each.bound.codes.more_needs)
+            for each in (self, other)
+        )
         return mine == theirs
 
     def __hash__(self) -> int:

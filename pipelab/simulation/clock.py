@@ -110,10 +110,9 @@ def _first_replica(plan: Plan, replicas: int) -> Plan:
     One rank stands for its whole group: the others arrive at the all-reduce at the same time.
     """
     require_legal(plan)
-    alone = BoundPlan.bind(plan.written, plan.stages, plan.microbatches, plan.place)
+    alone = BoundPlan.bind(plan.written, plan.stages, plan.microbatches, plan.place, plan.after)
     bound = with_reduces(alone, every_stage=True)
-    rows = map(bound.items, range(plan.ranks))
-    return Plan(rows, plan.stages, plan.microbatches, plan.place, f"{plan.name}, 1 of {replicas} replicas")
+    return plan.with_rows(map(bound.items, range(plan.ranks)), f"{plan.name}, 1 of {replicas} replicas")
 
 
 def _clock(

@@ -161,12 +161,14 @@ def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Itera
         if order is not None:
             fits = True
             yield simulate(_in_order(work, order), cost)
-    if caps is not None and all(len(job.codes) == 1 for job in work.jobs):
+    one_by_one = all(len(job.codes) == 1 for job in work.jobs) and not codes.more_needs
+    if caps is not None and one_by_one:
         yield simulate(_in_order(work, range(len(work.jobs))), cost)
     elif not fits:
         raise UsageError(
             f"memory_cap={list(caps or [])}: the plan holds {list(given.peak_activations)}, and no order was found "
-            "that holds less with each overlapped pair as one slot\n  try: a higher cap, or a cost without pair"
+            "that holds less with each overlapped pair as one slot, or each slice after the one before it\n"
+            "  try: a higher cap, or a cost without pair"
         )
 
 
@@ -309,4 +311,4 @@ def _in_order(work: Work, order: Sequence[int]) -> Plan:
         actions = [codes.action(code) for code in job.codes]
         for rank in job.ranks:
             rows[rank].append(Pair(*actions) if len(actions) == 2 else actions[0])
-    return Plan(rows, plan.stages, plan.microbatches, plan.place, f"best order of {plan.name}")
+    return plan.with_rows(rows, f"best order of {plan.name}")

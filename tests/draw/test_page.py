@@ -246,6 +246,20 @@ SIX = [pipelab.GPipe(4, 6), pipelab.OneFOneB(4, 8), pipelab.Interleaved1F1B(2, 4
 SIX += [pipelab.DualPipe(4, 8), pipelab.ZBV(2, 4)]
 
 
+class Sliced(pipelab.GPipe):
+    """GPipe on sequences of three slices, whose backwards run from the last slice to the first."""
+
+    slices = 3
+
+    def actions(self, rank):
+        """Yield a rank's row."""
+        yield from (F(m) for m in range(self.microbatches))
+        yield from (B(m) for m in reversed(range(self.microbatches)))
+
+
+SIX.append(Sliced(3, 6))
+
+
 @pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
 def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opened, schedule):
     trace = pipelab.simulate(schedule, Cost(latency=0.25, all_reduce=1))
@@ -271,6 +285,10 @@ def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opene
     assert [each[:2] for each in idle] == [[each.rank, each.reason] for each in trace.idle]
     spans = [time for each in trace.idle for time in (each.start, each.end)]
     assert [time for each in idle for time in each[2:]] == pytest.approx(spans, abs=1e-4)
+    if isinstance(schedule, Sliced):
+        click(tab, "1F1")
+        needed = tab.locator("dd[data-list=needs] li").all_inner_texts()
+        assert ["another slice" in each for each in needed] == [False, True]
     held = tab.evaluate("models[0].lanes.map((_, rank) => Math.max(...models[0].memory(rank).map(each => each[1])))")
     assert tuple(held) == trace.peak_activations
     path = tab.evaluate("[...models[0].critical].map(at => models[0].name(at))")

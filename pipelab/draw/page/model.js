@@ -15,7 +15,9 @@ function readKinds(rows) {
     return { value, shift: Number(shift ?? 0) };
   };
   const given = rows.map(([, , gives]) => gives.map((text) => read(text).value));
-  TRAITS = rows.map(([, needs, gives, held]) => ({ held, collective: !gives.length, givers: [], needers: [] }));
+  TRAITS = rows.map(([, , gives, held]) => {
+    return { held, gives: gives[0], collective: !gives.length, givers: [], needers: [] };
+  });
   rows.forEach(([, needs], needer) => {
     for (const { value, shift } of needs.map(read)) {
       given.forEach((values, giver) => {
@@ -124,6 +126,13 @@ class Model {
     });
     this.first.push(place);
     this.count = count;
+    // What an action needs, and what needs it, beside what the table of kinds says: places by place.
+    const pairs = (at) => raw.further.reduce((all, each) => {
+      if (!all.has(each[at])) all.set(each[at], []);
+      all.get(each[at]).push(each[1 - at]);
+      return all;
+    }, new Map());
+    [this.furtherNeeds, this.furtherGives] = [pairs(0), pairs(1)];
     this.unpackLags(raw);
     this.idle = this.idleOf.flat();
     const unpacked = ["kinds", "stage", "microbatches", "gaps", "lasts", "lags", "idle"];
@@ -215,7 +224,13 @@ class Model {
         const giver = this.find(kind, stage + shift, each);
         if (giver >= 0) found.push(giver);
       }
-    return found;
+    return found.concat(this.furtherNeeds.get(place) ?? []);
+  }
+
+  // Whether two actions are the same pass of two slices of one sequence.
+  slices(giver, place) {
+    const [one, other] = [giver, place].map((each) => TRAITS[this.kind[each]].gives);
+    return one === other && (this.furtherNeeds.get(place) ?? []).includes(giver);
   }
 
   gives(place) {
@@ -226,7 +241,7 @@ class Model {
       else if (this.find(kind, stage + shift, microbatch) >= 0)
         found.push(this.find(kind, stage + shift, microbatch));
     }
-    return found;
+    return found.concat(this.furtherGives.get(place) ?? []);
   }
 
   arrives(giver, place) {

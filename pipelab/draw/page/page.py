@@ -245,8 +245,9 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     the actions that share a slot with the next. `lags` are the travel times of values from other ranks, in the order of
     the actions that need them; there are none if nothing travels. `idle` has the reason of each idle time, which ends
     when the next action starts; if another idle time follows first, it has `-1 - reason` and the length. `behind` says
-    in words behind which transfer the value stood that an action waited for. In long lists, `[value, count]` is a run
-    of a value.
+    in words behind which transfer the value stood that an action waited for. `further` has the places of two actions,
+    where one needs the other beside what its kind does: a slice, the slice before it. In long lists, `[value, count]`
+    is a run of a value.
     """
     lanes, bound = Lanes(trace), trace.plan.bound
     # Seven digits are more than a screen shows and keep the file small.
@@ -267,6 +268,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
         "critical": _places(trace),
+        "further": _further(bound),
         "ranks": [
             _row(bound, row, ticks(trace.starts[rank]), ticks(trace.ends[rank]))
             | {
@@ -349,6 +351,15 @@ def _idle(trace: Trace, ticks: Callable[[Iterable[float]], list[int]]) -> list[l
 def _behind(trace: Trace, waited: Sequence[Wait | None]) -> dict[int, str]:
     """Return, by index of an action, behind which other transfer the value stood that it waited for."""
     return {at: words for at, wait in enumerate(waited) if wait and (words := wording.stood_behind(trace, wait))}
+
+
+def _further(bound: BoundPlan) -> list[tuple[int, int]]:
+    """Return the places of each action that needs more than its kind does, and of what gives that; see `model.js`."""
+    if not bound.codes.more_needs:
+        return []
+    place = {code: at for at, code in enumerate(code for row in bound.rows for code in row)}
+    more = bound.codes.more_needs
+    return [(place[code], place[bound.giver_of[value]]) for code in place if code in more for value in more[code]]
 
 
 def _places(trace: Trace) -> list[tuple[int, int]]:

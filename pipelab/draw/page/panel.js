@@ -148,7 +148,8 @@ function explainAction(timeline, place) {
   listed("needs", model.needs(place), (giver) => {
     const there = model.arrives(giver, place),
       spare = start - there;
-    const text = ` on rank ${model.rank[giver]}, there at ${number(there)}`;
+    const slice = model.slices(giver, place) ? ", another slice of its sequence," : "";
+    const text = `${slice} on rank ${model.rank[giver]}, there at ${number(there)}`;
     if (last && last[0] === giver) return tag("b", `${text}: the last`);
     return spare > near * model.span ? `${text}, ${number(spare)} before` : text;
   });

@@ -152,7 +152,7 @@ def warn_of_one_queue(plan: Plan) -> None:
     rows = [
         map(plan.bound.codes.action, row) for row in plan.bound.rows
     ]  # a pair runs as its forward, then its backward
-    apart = Plan(rows, plan.stages, plan.microbatches, plan.place)
+    apart = plan.with_rows(rows)
     one = simulate(apart, transport="rank").makespan
     several = simulate(apart, transport="pair").makespan
     if one > 1.01 * several:

@@ -67,9 +67,10 @@ class Schedule(ABC):
     closed_forms: ClassVar[Mapping[str, str]] = {}
     """Formulas for `"makespan"`, `"bubble"`, `"span"` and `"peak"`; after `if`, when one holds: `"peak if M >= P"`.
 
-    `P` ranks, `M` micro-batches, `v` stages per rank, rank `r`, longest round `L`; `F`, `B`, `I`, `W` and `FB` are the
-    times of a rank's share of the model: forward, backward, its two halves, an overlapped pair. `T` is the time of a
-    transfer, in `"makespan with latency"`; all other formulas are for transfers that take no time.
+    `P` ranks, `M` micro-batches, `v` stages per rank, `k` slices per sequence, rank `r`, longest round `L`; `F`, `B`,
+    `I`, `W` and `FB` are the times of a rank's share of the model: forward, backward, its two halves, an overlapped
+    pair. `T` is the time of a transfer, in `"makespan with latency"`; all other formulas are for transfers that take no
+    time.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}

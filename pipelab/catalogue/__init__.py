@@ -20,6 +20,8 @@
 - `gems`: opposite directions in turn, in the memory of one activation
 - `hanayo`: micro-batches run through the ranks in waves
 - `bitpipe`: V shapes in both directions
+- `seq1f1b`: 1F1B on slices of sequences
+- `slimpipe`: the same over several stages per rank, which holds about one sequence
 - `greedy`: an order from a policy
 - `building_block`: one micro-batch's way through the ranks, repeated
 - `reroute`: micro-batches of failed ranks go to their replicas
@@ -47,6 +49,8 @@ from pipelab.catalogue.looped_bfs import LoopedBFS
 from pipelab.catalogue.naive import Naive
 from pipelab.catalogue.one_f_one_b import OneFOneB
 from pipelab.catalogue.overlapped_1f1b import Overlapped1F1B
+from pipelab.catalogue.seq1f1b import Seq1F1B
+from pipelab.catalogue.slimpipe import SlimPipe
 from pipelab.catalogue.v_half import VHalf
 from pipelab.catalogue.v_min import VMin
 from pipelab.catalogue.zb_h1 import ZBH1
@@ -75,6 +79,8 @@ __all__ = [
     "Naive",
     "OneFOneB",
     "Overlapped1F1B",
+    "Seq1F1B",
+    "SlimPipe",
     "VHalf",
     "VMin",
     "schedules",
@@ -128,6 +134,8 @@ schedules = Catalogue(
         "gems": GEMS,
         "hanayo": Hanayo,
         "bitpipe": BitPipe,
+        "seq1f1b": Seq1F1B,
+        "slimpipe": SlimPipe,
         "greedy": Greedy,
     }
 )

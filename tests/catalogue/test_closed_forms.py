@@ -83,7 +83,7 @@ def cases(name: str) -> list[Case]:
         schedule = kind(ranks, microbatches, **each)
         plan = schedule.plan()
         longest = max(map(len, schedule.rounds)) if isinstance(schedule, Looped) else 0
-        sizes = {"P": ranks, "M": microbatches, "v": schedule.stages_per_rank, "L": longest}
+        sizes = {"P": ranks, "M": microbatches, "v": schedule.stages_per_rank, "k": schedule.slices, "L": longest}
         for forward, inputs, weights in TIMES:
             backward = inputs + weights
             letters = sizes | {"F": forward, "I": inputs, "W": weights, "B": backward}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 
 import oracle
@@ -141,3 +142,24 @@ def test_a_plan_with_slices_differs_from_one_without():
     sliced = Sliced(2, 3).plan()
     assert sliced != Plan(sliced.rows, 2, 3, sliced.place)
     assert sliced == sliced.with_rows(sliced.rows)
+
+
+@pytest.mark.parametrize("kind", [pipelab.Seq1F1B, pipelab.SlimPipe])
+def test_the_catalogues_slices_are_legal_and_take_what_their_formulas_say_for_any_number_of_slices(kind):
+    tried = 0
+    for ranks, sequences, slices in product(range(1, 6), range(1, 5), range(1, 8)):
+        if kind is pipelab.SlimPipe and slices < ranks:
+            with pytest.raises(pipelab.UsageError, match=f"slices={slices}: at least one slice"):
+                kind(ranks, sequences * slices, slices=slices)
+            continue
+        schedule = kind(ranks, sequences * slices, slices=slices)
+        plan, per_rank = schedule.plan(), schedule.stages_per_rank
+        assert oracle.legal(plan.rows, plan.stages, plan.microbatches, plan.place, plan.after)
+        letters = {"P": ranks, "M": plan.microbatches, "v": per_rank, "k": slices, "F": 2, "B": 3, "min": min}
+        trace = simulate(plan, Cost(forward=2, backward=3))
+        makespan = next(formula for key, formula in kind.closed_forms.items() if key.startswith("makespan"))
+        assert trace.makespan == pytest.approx(eval(makespan, letters))  # noqa: S307 - pipelab's own formulas
+        peaks = [eval(kind.closed_forms["peak"], letters | {"r": rank}) for rank in range(ranks)]  # noqa: S307
+        assert list(trace.peak_activations) == peaks
+        tried += 1
+    assert tried >= 80

@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from pipelab.engine.emulation import emulated
     from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
+    from pipelab.engine.stage.slices import cached
     from pipelab.engine.step import Step
     from pipelab.engine.verify.diagnose import diagnose
 
@@ -169,6 +170,7 @@ __all__ = [
     "__version__",
     "all_reduce_time",
     "building_block",
+    "cached",
     "check",
     "codec_hook",
     "compare",
@@ -194,6 +196,7 @@ __all__ = [
 _TORCH_HALF = {
     "Pipeline": "pipelab.engine.pipeline",
     "Step": "pipelab.engine.step",
+    "cached": "pipelab.engine.stage.slices",
     "codec_hook": "pipelab.engine.collectives.ring",
     "devices": "pipelab.engine.device.devices",
     "diagnose": "pipelab.engine.verify.diagnose",

@@ -21,7 +21,7 @@ from pipelab.engine.memory import stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.model.unmade import Layer, require_makeable
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
-from pipelab.engine.stage.batch import Part, Reduction, join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage.batch import Cut, Part, Reduction, weights_of
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import (
     Loss,
@@ -35,7 +35,7 @@ from pipelab.engine.step import Step, StepState
 from pipelab.engine.threads import ThreadsEngine
 from pipelab.engine.torchrun.start import start
 from pipelab.engine.verify.verify import Verification, verify
-from pipelab.errors import BatchError, LossError, UsageError, require_size
+from pipelab.errors import BatchError, EngineError, LossError, UsageError, require_size
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
@@ -76,6 +76,8 @@ class Pipeline:
             micro-batches.
         whole_model: the model of whose layers a list of stages is made: its names are used in `state_dict`,
             `named_parameters` and errors, instead of `"0.weight"` for a parameter of stage 0.
+        sequence_dim: with a schedule of slices, the dimension of `x` and `y` along which each sequence is cut, 1 for
+            `[rows, tokens, ...]`. Attention then calls `pipelab.cached`. By default, all micro-batches are rows.
 
     Example:
         >>> import pipelab, torch
@@ -94,6 +96,7 @@ class Pipeline:
         ScheduleError: if the plan has faults.
         SplitError: if the model cannot be cut into the plan's stages, or `whole_model` has other parameters than they.
         DeviceError: if the devices do not fit.
+        BatchError: if there is a `sequence_dim`, and the schedule does not cut all sequences into as many slices.
         LossError: if `loss_fn` is not a function, or does not reduce as `reduction` says.
         EngineError: if a stage cannot be on several ranks, or the engine cannot run the plan.
         RankError: if another process makes no pipeline, or has another plan, model or torch.
@@ -116,6 +119,7 @@ class Pipeline:
         replicated_buffers: Buffers = "refuse",
         whole_model: nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
+        sequence_dim: int | None = None,
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         if engine not in ENGINES:
@@ -138,6 +142,10 @@ class Pipeline:
         self.loss_fn = loss_fn
         self.reduction = reduction
         self.watch_nan = watch_nan
+        self.cut = Cut(self.plan, sequence_dim)
+        copied = any(len(ranks) > 1 for ranks in self.plan.replicas.values())
+        if sequence_dim is not None and engine == "torch" and copied:
+            raise EngineError(f"{self.plan.name}: only engine='threads' cuts sequences into slices among replicas")
         self.stages = split(model, into=self.plan.stages)
         require_makeable(self.stages.model)
         if whole_model is not None:
@@ -157,6 +165,7 @@ class Pipeline:
         self.engine = ENGINES[engine](self.plan, self.stages, settings)
         for (stage, _), runner in self.engine.runners.of.items():
             runner.names = self.stages.names[stage]
+            runner.earlier = self.cut.earlier
         self._one_at_a_time = threading.RLock()  # an RLock, as the thread that holds it gets an error, not a wait
         self._running = False
         self._stepped = False
@@ -205,11 +214,13 @@ class Pipeline:
         return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
 
     def run(self, x: Any, y: Any, only: int | None = None, scale: float = 1.0) -> tuple[StepState, Loss]:
-        """Run one step and return its raw state and its loss; with `only`, no other micro-batch's loss counts."""
+        """Run one step and return its raw state and its loss; with `only`, no other sequence's loss counts."""
         inputs, targets = self._cut(x, y, only)
         with self._alone("step(x, y)", inputs, targets) as caller:
             loss = Loss(self.loss_fn, targets.pieces, targets.weights, scale)
-            return self.engine.run(inputs.pieces, loss, caller, watch_nan=self.watch_nan), loss
+            state = self.engine.run(inputs.pieces, loss, caller, watch_nan=self.watch_nan)
+            state.joined = self.cut.joined
+            return state, loss
 
     def forward(self, x: Any = None) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
@@ -227,7 +238,7 @@ class Pipeline:
         inputs, _ = self._cut(x, None)
         with self._alone("forward(x)", inputs) as caller:
             state = self.engine.run(inputs.pieces, None, caller)
-        return join(state.outputs)
+        return self.cut.joined(state.outputs)
 
     def _cut(self, x: Any, y: Any, only: int | None = None) -> tuple[Part, Part]:
         """Cut what this process was given of a batch into micro-batches, and weigh their losses."""
@@ -242,7 +253,7 @@ class Pipeline:
                 )
             try:
                 if part.here:
-                    part.pieces = split_batch(value, row_counts(rows_of(value, part.name), self.plan.microbatches))
+                    part.pieces = self.cut.pieces(value, part.name)
                 if part is targets and part.here:
                     _require_same_rows([inputs, targets])
                     targets.weights = weights_of(self.reduction, targets.counts, targets.pieces)
@@ -252,7 +263,8 @@ class Pipeline:
             except (BatchError, LossError) as error:
                 part.error = error
         if only is not None:
-            targets.weights = [weight if m == only else 0.0 for m, weight in enumerate(targets.weights)]
+            counted = self.cut.sequences[only]
+            targets.weights = [weight if m in counted else 0.0 for m, weight in enumerate(targets.weights)]
         return inputs, targets
 
     @contextmanager

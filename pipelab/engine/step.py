@@ -65,6 +65,7 @@ class StepState:
         clocks: per rank, the clock that converts its readings into times.
         travel: returns, by number of the value, how many milliseconds a value travelled between ranks.
         note: a remark for readers of the trace.
+        joined: joins the outputs of the micro-batches.
     """
 
     inputs: list[Any]
@@ -77,6 +78,7 @@ class StepState:
     clocks: Sequence[StepClock] = ()
     travel: Callable[[], dict[int, float]] = dict
     note: str = ""
+    joined: Callable[[list[Any]], Any] = join
 
     def __post_init__(self) -> None:
         self.outputs = [None] * len(self.inputs)
@@ -158,7 +160,7 @@ class Step:
 
     def __init__(self, loss: torch.Tensor, state: StepState, plan: Plan, labels: Sequence[str]) -> None:
         self.loss = loss
-        self._outputs, self._outputs_on = state.outputs, state.outputs_on
+        self._outputs, self._outputs_on, self._joined = state.outputs, state.outputs_on, state.joined
         self._times = [(each.begun, each.ended) for each in state.ranks]
         self._clocks, self._note, self._travel = state.clocks, state.note, state.travel
         self._plan = plan
@@ -176,7 +178,7 @@ class Step:
                 f"the outputs of a step are on {ranks} only, which holds the last stage\n"
                 "  try: pipe.forward(x), which sends them to every process"
             )
-        return join(self._outputs)
+        return self._joined(self._outputs)
 
     @cached_property
     def trace(self) -> Trace:

@@ -5,6 +5,7 @@
 - `autograd`: the private names of PyTorch's autograd
 - `batch`: the batch cut into micro-batches, and their outputs joined
 - `loss`: the loss of a micro-batch, weighed by its share
+- `slices`: what earlier slices of a sequence keep for later ones, and their gradients
 - `pytree`: tensors in tuples, lists and dicts
 - `replicas`: copies of a stage that several ranks hold
 - `tied`: parameters that several stages use

@@ -12,6 +12,7 @@ import torch
 from pipelab.engine.stage.pytree import rebuild, take_apart, tensors_of
 from pipelab.errors import BatchError, LossError
 from pipelab.plan.fault import shorten
+from pipelab.plan.plan import Plan
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | torch.Tensor]
 """How a loss averages over its rows, which determines the weight of each micro-batch's loss."""
@@ -86,17 +87,21 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
     return [each + (index < more) for index in range(microbatches)]
 
 
-def split_batch(value: Any, counts: list[int]) -> list[Any]:
+def split_batch(value: Any, counts: list[int], dim: int = 0) -> list[Any]:
     """Return the micro-batches of a batch, in the batch's own memory: `counts[m]` rows each.
+
+    With another `dim`, they are slices of it.
 
     Views of one tensor share the count of writes by which autograd notices that a saved tensor was overwritten: a stage
     that writes into its input would seem to overwrite other micro-batches. A tensor that requires a gradient has views.
     """
     if isinstance(value, torch.Tensor):
-        pieces = value.split(counts)
+        pieces = value.split(counts, dim)
         return list(pieces) if value.requires_grad else [piece.data for piece in pieces]
     leaves, spec = take_apart(value)
-    pieces = [split_batch(leaf, counts) if isinstance(leaf, torch.Tensor) else [leaf] * len(counts) for leaf in leaves]
+    pieces = [
+        split_batch(leaf, counts, dim) if isinstance(leaf, torch.Tensor) else [leaf] * len(counts) for leaf in leaves
+    ]
     return [rebuild(list(piece), spec) for piece in zip(*pieces, strict=True)]
 
 
@@ -131,18 +136,78 @@ def _weight(given: Any, microbatch: int) -> float:
     return weight
 
 
-def join(pieces: list[Any]) -> Any:
-    """Return the outputs of all micro-batches as one value, rows in the batch's order.
+class Cut:
+    """How a batch is cut into micro-batches: by rows, and if they are slices, each sequence along a dimension too.
+
+    Attributes:
+        sequences: the micro-batches, in lists of the slices of the same rows.
+        dim: along which dimension a sequence is cut; `None` for rows alone.
+        earlier: by micro-batch, the earlier slices of its sequence; nothing for rows alone.
+
+    Raises:
+        BatchError: if sequences have different numbers of slices, which therefore would have different lengths.
+    """
+
+    def __init__(self, plan: Plan, dim: int | None) -> None:
+        self.dim = dim
+        self.sequences: list[list[int]] = []
+        after = plan.after if dim is not None else None
+        of: dict[int, list[int]] = {}
+        for microbatch in range(plan.microbatches):
+            before = [] if after is None else list(after(microbatch, 0))
+            of[microbatch] = of[max(before)] if before else []
+            if not before:
+                self.sequences.append(of[microbatch])
+            of[microbatch].append(microbatch)
+        self.earlier = [] if dim is None else [each[: each.index(m)] for m, each in sorted(of.items())]
+        if len(counts := sorted(set(map(len, self.sequences)))) > 1:
+            raise BatchError(
+                f"{plan.name} cuts some sequences into {counts[0]} slices and some into {counts[-1]}, of unequal length"
+                f"\n  try: a multiple of {counts[-1]} micro-batches"
+            )
+
+    def rows(self, value: Any, what: str) -> list[Any]:
+        """Return the sequences of a batch, whole: without slices, its micro-batches."""
+        return split_batch(value, row_counts(rows_of(value, what), len(self.sequences)))
+
+    def pieces(self, value: Any, what: str) -> list[Any]:
+        """Return the micro-batches of a batch.
+
+        Raises:
+            BatchError: if there are too few rows, or a sequence does not have whole slices.
+        """
+        rows = self.rows(value, what)
+        if self.dim is None:
+            return rows
+        found: dict[int, Any] = {}
+        for each, slices in zip(rows, self.sequences, strict=True):
+            (length,) = {tensor.shape[self.dim] for tensor in tensors_of(each)} if tensors_of(each) else {0}
+            if length % len(slices):
+                raise BatchError(
+                    f"dimension {self.dim} of {what} has {length} tokens, not a multiple of {len(slices)} slices"
+                )
+            found |= zip(slices, split_batch(each, [length // len(slices)] * len(slices), self.dim), strict=True)
+        return [found[microbatch] for microbatch in sorted(found)]
+
+    def joined(self, pieces: list[Any]) -> Any:
+        """Return the outputs of all micro-batches as one value."""
+        if self.dim is None:
+            return join(pieces)
+        return join([join([pieces[m] for m in slices], self.dim) for slices in self.sequences])
+
+
+def join(pieces: list[Any], dim: int = 0) -> Any:
+    """Return the outputs of all micro-batches as one value, rows in the batch's order; or the slices of `dim`.
 
     A tensor without rows (a scalar beside the predictions, say) becomes one with a row per micro-batch. If replicas of
     the last stage are on several devices, the result is on the first micro-batch's.
     """
     if isinstance(pieces[0], torch.Tensor):
         device = pieces[0].device
-        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(device) for piece in pieces])
+        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(device) for piece in pieces], dim)
     apart = [take_apart(piece) for piece in pieces]
     leaves = [
-        join(list(each)) if isinstance(each[0], torch.Tensor) else each[0]
+        join(list(each), dim) if isinstance(each[0], torch.Tensor) else each[0]
         for each in zip(*(leaves for leaves, _ in apart), strict=True)
     ]
     return rebuild(leaves, apart[0][1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from ctypes import string_at
 from typing import Any
 from zlib import crc32
@@ -22,6 +23,7 @@ from pipelab.engine.stage.autograd import run_backward
 from pipelab.engine.stage.errors import layer_of
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.slices import backward_of, forward_of
 from pipelab.engine.stage.split_backward import Branch, input_gradients, weight_gradients
 from pipelab.errors import EngineError
 
@@ -44,15 +46,17 @@ class Stage:
 
     What a forward stores for its backward goes into the caller's `kept`, so that a failed step leaves nothing here.
     `names` has the whole model's names for the module's own, for messages. `steps` counts the steps that have begun.
+    `earlier` has, by micro-batch, the earlier slices of its sequence, if sequences are cut into slices.
     """
 
-    __slots__ = ("clones_input", "index", "is_first", "is_last", "module", "names", "steps")
+    __slots__ = ("clones_input", "earlier", "index", "is_first", "is_last", "module", "names", "steps")
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
         self.index = index
         self.module = module
         self.names: Mapping[str, str] = {}
         self.steps = 0
+        self.earlier: Sequence[Sequence[int]] = ()
         self.is_first = index == 0
         self.is_last = index == stages - 1
         # A module that writes into its input would write into a leaf, which autograd forbids: it gets a copy.
@@ -70,7 +74,8 @@ class Stage:
             entry, leaves = _leaves(given)
         if self.clones_input:
             entry = map_tensors(torch.clone, entry)
-        output = self._call(entry)
+        with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
+            output = self._call(entry)
         if _RETURNED not in kept and loss is not None:  # without one, the torch engine learns shapes
             self.steps += 1
         _require_unwritten(output, kept.setdefault(_RETURNED, {}))
@@ -93,8 +98,9 @@ class Stage:
         """
         leaves, output = self._take(microbatch, kept)
         outputs, starts = self._starts(microbatch, output, gradients, loss)
-        if outputs:
-            run_backward(outputs, starts)
+        with backward_of(kept, microbatch) if self.earlier else nullcontext():
+            if outputs:
+                run_backward(outputs, starts)
         return _as_sent([None if leaf is None else leaf.grad for leaf in leaves])
 
     def backward_input(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
@@ -102,11 +108,15 @@ class Stage:
         leaves, output = self._take(microbatch, kept)
         outputs, starts = self._starts(microbatch, output, gradients, loss)
         inputs = [leaf for leaf in leaves if leaf is not None]
-        if not outputs or not inputs:
-            found: list[torch.Tensor | None] = [None] * len(inputs)
-            kept[microbatch] = [Branch(outputs, starts)]
-        else:
-            found, kept[microbatch] = input_gradients(outputs, starts, inputs)
+        found: list[torch.Tensor | None] = [None] * len(inputs)
+        with backward_of(kept, microbatch) if self.earlier else nullcontext():
+            if outputs and inputs:
+                found, kept[microbatch] = input_gradients(outputs, starts, inputs)
+            elif outputs and self.earlier:  # earlier slices wait for their part of it, which is no work for later
+                run_backward(outputs, starts)
+                kept[microbatch] = []
+            else:
+                kept[microbatch] = [Branch(outputs, starts)]
         each = iter(found)
         return _as_sent([None if leaf is None else next(each) for leaf in leaves])
 
@@ -114,9 +124,10 @@ class Stage:
         """Run the rest of one micro-batch's backward (`W`): the gradients of the stage's weights."""
         weight_gradients(kept.pop(microbatch))
 
-    def evaluate(self, _microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
+    def evaluate(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
         """Run one micro-batch forward, without gradients."""
-        made = self._call(map_tensors(torch.clone, given) if self.clones_input else given)
+        with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
+            made = self._call(map_tensors(torch.clone, given) if self.clones_input else given)
         _require_unwritten(made, kept.setdefault(_RETURNED, {}))
         return made
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.model.arguments import call
-from pipelab.engine.stage.batch import Reduction, join, row_counts, rows_of, split_batch, weights_of
+from pipelab.engine.stage.batch import Reduction, join, rows_of, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, map_tensors, tensors_of
@@ -53,12 +53,11 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
 
 def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:
     """Run one micro-batch after another, forward and backward, or one alone; return copies of the gradients."""
-    counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
-    targets = split_batch(y, counts)
-    weights = weights_of(pipe.reduction, counts, targets)
+    values, targets = pipe.cut.rows(x, "x"), pipe.cut.rows(y, "y")
+    weights = weights_of(pipe.reduction, [rows_of(each, "x") for each in values], targets)
     through = _through_model if pipe.stages.is_traced else _through_stages
     with _ties_apart(pipe):
-        for microbatch, value in enumerate(split_batch(x, counts)):
+        for microbatch, value in enumerate(values):
             if only in (None, microbatch):
                 _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
     return gradients_of(pipe)

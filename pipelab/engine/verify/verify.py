@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot
 from pipelab.engine.verify.causes import listed
@@ -31,6 +30,7 @@ from pipelab.engine.verify.reference import (
     whole_batch_tolerance,
 )
 from pipelab.errors import VerificationError
+from pipelab.plan.fault import ranges
 
 if TYPE_CHECKING:
     from pipelab.engine.pipeline import Pipeline
@@ -255,7 +255,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
             whole, nearby, unproven = _alike(pipe, lambda: _at_once(pipe, x, y, reference, rewind))
         unproven += tuple(filter(None, [pipe.engine.first_message(apart)]))  # a process may hold other stages
     compared = not wrong
-    return Verification(len(ours), pipe.plan.microbatches, exact, worst, whole, unproven, idle, compared, nearby)
+    return Verification(len(ours), len(pipe.cut.sequences), exact, worst, whole, unproven, idle, compared, nearby)
 
 
 def _state_apart(stage: int, ranks: Sequence[int], name: str) -> str:
@@ -268,7 +268,7 @@ def _state_apart(stage: int, ranks: Sequence[int], name: str) -> str:
 def _added_up(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> dict[str, float]:
     """Return, for each gradient, the sum of the norms of what the micro-batches add to it."""
     added = dict.fromkeys((name for name, _ in learning(pipe)), 0.0)
-    for microbatch in range(pipe.plan.microbatches):
+    for microbatch in range(len(pipe.cut.sequences)):
         for name, norm in norms_of(sequential(pipe, x, y, microbatch)).items():
             added[name] += norm
         rewind()
@@ -294,7 +294,7 @@ def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
 
 def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
     """Find the first micro-batch that alone makes a difference."""
-    for microbatch in range(pipe.plan.microbatches):
+    for microbatch, slices in enumerate(pipe.cut.sequences):
         pipe.run(x, y, only=microbatch)
         pipe.engine.gather_gradients()
         ours = gradients_of(pipe)
@@ -303,7 +303,9 @@ def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
         off = differences(ours, alone, norms_of(alone))
         rewind()
         wrong = [name for name, each in off.items() if not each <= tolerance(pipe, ours[name])]
-        seen = f"micro-batch {microbatch} is the first that differs, at {wrong[0]}" if wrong else ""
+        whole = pipe.cut.dim is None
+        named = f"micro-batch {microbatch}" if whole else f"the sequence of micro-batches {ranges(slices)}"
+        seen = f"{named} is the first that differs, at {wrong[0]}" if wrong else ""
         if seen := pipe.engine.first_message(seen):
             return seen + (_UNLIKE_ITS_TRACE if pipe.stages.is_traced else _BESIDE_THE_VALUES)
     return "every micro-batch alone is right: they differ only together" + _BESIDE_THE_VALUES
@@ -326,8 +328,7 @@ def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: G
         return ""
     kind = "NaN" if bool(reference[name].isnan().any()) else "infinite"
     fact = f"the gradient of {name} is {kind}, in the plain model too: there is nothing to compare"
-    batches = split_batch(x, row_counts(rows_of(x, "x"), pipe.plan.microbatches))
-    for microbatch, value in enumerate(batches):
+    for microbatch, value in enumerate(pipe.cut.rows(x, "x")):
         found = not all(map(_finite, sequential(pipe, x, y, microbatch).values()))
         rewind()
         if found:

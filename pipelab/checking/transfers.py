@@ -19,7 +19,8 @@ class Wire:
     """A lowered plan on a transport, as jobs that follow each other.
 
     What a pair gives leaves after both of its halves, where its sends are. In a queue, a transfer follows the one
-    before it, at both of its ends. A receive that holds its rank is followed by all that comes after it in the row.
+    before it, at both of its ends. A receive that holds its rank is followed by all that comes after it in the row, and
+    so is a send that the row waits for.
 
     Args:
         low: the plan.
@@ -49,6 +50,7 @@ class Wire:
         needed = inbound(low.crossings)
         for rank, row in enumerate(low.rows):
             before: list[int] = []  # what the next item of the row follows
+            waited: list[int] = []  # the sends that the row has waited for since its last item
             ended: dict[int, int] = {}  # by code, the last job of its item
             for word, numbers in row:
                 if word == "run":
@@ -58,15 +60,18 @@ class Wire:
                         job = self.job[code]
                         follows[job] += [each for each in before if each != job]
                         follows[job] += [self.transfer(needed[code])] if code in needed else []
-                        before = [job]
+                        before, waited = [job], []
                     ended.update(dict.fromkeys(numbers, job))
+                elif word == "WAIT_SEND":
+                    before = [*before, self.transfer(numbers[0])]
+                    waited = [*waited, self.transfer(numbers[0])]
                 elif word in ("SEND", "RECV"):
                     (value,) = numbers
                     job, crossing = self.transfer(value), low.crossings[value]
                     if word == "SEND":
                         self.made[value] = ended[crossing.giver]
                         follows[job].append(self.made[value])
-                        follows[job] += before if self.holding else ()
+                        follows[job] += before if self.holding else waited
                     elif self.holding:
                         before.append(job)
                     if transport in ("rank", "pair", "edge"):

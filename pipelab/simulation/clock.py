@@ -24,6 +24,7 @@ def simulate(
     *,
     order: Order = "pytorch",
     transport: Transport = "buffered",
+    max_outstanding_sends: int | None = None,
 ) -> Trace:
     """Return when each action would start and end, if every rank ran each action as soon as it can.
 
@@ -49,6 +50,8 @@ def simulate(
             for each pair of ranks. `"edge"`: one for each directed pair. `"holding"`: no queue, but each rank runs its
             row strictly in order, and waits at each receive for the value. The page "The wire" lists which backend does
             what.
+        max_outstanding_sends: how many sends of a rank may be under way together, by default any number. A rank waits
+            for an earlier send before one that would be one too many, as PyTorch's runtime does from 2.15 on.
 
     Example:
         >>> import pipelab
@@ -66,7 +69,8 @@ def simulate(
         ScheduleError: if the plan has faults; or if its sends and receives wait for each other in a circle.
         CostError: if a list of the cost does not have one number per stage; if the transport is not buffered and the
             cost has a busy sender or a slow-down.
-        UsageError: if `replicas` is not a positive whole number, or if `order` or `transport` is none of the words.
+        UsageError: if `replicas` or `max_outstanding_sends` is not a positive whole number, or if no order of waits
+            keeps to that; if `order` or `transport` is none of the words.
         TypeError: if `cost` is not a `Cost`.
     """
     plan = as_plan(plan)
@@ -74,7 +78,8 @@ def simulate(
         plan = _first_replica(plan, replicas)
     cost = as_cost(cost)
     require_words(order, transport)
-    if transport != "buffered" and (cost.sender == "busy" or cost.slowdown > 1):
+    sends = None if max_outstanding_sends is None else require_size("max_outstanding_sends", max_outstanding_sends)
+    if (transport != "buffered" or sends is not None) and (cost.sender == "busy" or cost.slowdown > 1):
         raise CostError(
             f"transport={transport!r}, sender={cost.sender!r}, slowdown={cost.slowdown:g}: a busy sender and a "
             "slow-down need transport='buffered'; leave out one or the other"
@@ -88,8 +93,8 @@ def simulate(
             faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         walked = walk.order
-    if transport != "buffered":
-        return on_the_wire(plan, cost, paired, order, transport)
+    if transport != "buffered" or sends is not None:
+        return on_the_wire(plan, cost, paired, order, transport, sends)
     if cost.sender == "busy" or cost.slowdown > 1:
         begun, ended, delay = contended(plan, cost, paired)
     else:

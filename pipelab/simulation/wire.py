@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -98,6 +99,31 @@ class LoweredPlan:
             raise UsageError(f"max_outstanding_sends={shorten(max_outstanding_sends)}: expected a whole number or None")
         runtime = Runtime(version >= (2, 15), _lookahead(unshard_lookahead, self.plan.ranks), max_outstanding_sends)
         return lowered(self.plan.bound, self.order, self.values, runtime).words()
+
+    def held_sends(self, max_outstanding_sends: int | None = None) -> tuple[int, ...]:
+        """Return, for each rank, the most values that it holds together because it has not waited for their sends.
+
+        As PyTorch's runtime waits, from 2.15 on: for the send of an output after the same stage's backward, for all
+        others at the end of the row; with a bound, before a send that would be one too many.
+
+        Args:
+            max_outstanding_sends: the bound: see `for_runtime`.
+
+        Example:
+            Without a bound, a rank holds every gradient that it has sent until the step ends:
+
+            >>> import pipelab
+            >>> low = pipelab.lower(pipelab.OneFOneB(ranks=4, microbatches=16))
+            >>> low.held_sends(), low.held_sends(max_outstanding_sends=4)
+            ((4, 16, 16, 16), (4, 4, 4, 4))
+
+        Raises:
+            UsageError: if no order of waits keeps to the number of sends.
+        """
+        runtime = Runtime(True, _lookahead("full", self.plan.ranks), max_outstanding_sends)  # noqa: FBT003
+        rows = lowered(self.plan.bound, self.order, self.values, runtime).rows
+        more = {"SEND": 1, "WAIT_SEND": -1}
+        return tuple(max(accumulate((more.get(word, 0) for word, _ in row), initial=0)) for row in rows)
 
     def to_csv(
         self,
@@ -205,15 +231,20 @@ def lower(
     return LoweredPlan(plan, low.order, low.words(), tuple(low.by_time))
 
 
-def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None, order: Order, transport: Transport) -> Trace:
-    """Return the trace of a legal plan whose transfers wait for each other.
+def on_the_wire(
+    plan: Plan, cost: Cost, paired: list[float] | None, order: Order, transport: Transport, sends: int | None = None
+) -> Trace:
+    """Return the trace of a legal plan whose transfers wait for each other, with at most so many sends under way.
 
     Raises:
         ScheduleError: if sends and receives wait for each other in a circle.
+        UsageError: if no order of waits keeps to the number of sends.
     """
     _refuse(plan, "by-time", transport)
     bound, action = plan.bound, plan.bound.codes.action
     low = _lowering(plan, cost, order, transport)
+    if sends is not None:
+        low = lowered(bound, low.order, low.by_time, Runtime(True, _lookahead("full", plan.ranks), sends))  # noqa: FBT003
     wire = Wire(low, transport, atomic_pairs=paired is not None)
     if wire.stuck:
         _refuse(plan, order, transport)
@@ -229,13 +260,14 @@ def on_the_wire(plan: Plan, cost: Cost, paired: list[float] | None, order: Order
         transfers.append(Transfer(crossing.source, crossing.target, *ends, left - made, behind))
     as_run = cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds)
     words = ["stage 0 as run"] * as_run + [f"order {order}"] * (order != "pytorch")
+    words += [f"at most {sends} sends under way"] * (sends is not None)
     return Trace(
         plan,
         [[starts[wire.job[code]] for code in row] for row in bound.rows],
         [[ended[wire.job[code]] for code in row] for row in bound.rows],
         cost.unit,
         transfers=transfers,
-        note=", ".join([*words, f"transport {transport}"]),
+        note=", ".join([*words, *[f"transport {transport}"] * (transport != "buffered")]),
     )
 
 

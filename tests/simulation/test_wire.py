@@ -295,3 +295,63 @@ def test_the_page_lists_how_much_longer_each_schedule_takes():
         for order, cell in zip(("pytorch", "by-time"), cells[4:], strict=True):
             longer = simulate(plan, Cost(latency=0.1), order=order, transport="rank").makespan / free - 1
             assert cell == f"{100 * longer:.2f} %"
+
+
+def under_way(trace, rank):
+    """Return the most transfers of a rank that are under way together."""
+    mine = [each for each in trace.transfers if each.source == rank]
+    return max((sum(each.start <= moment.start < each.end for each in mine) for moment in mine), default=0)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved-1f1b", "zbv", "chimera", "seq1f1b"])
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_a_bound_on_sends_is_kept_and_costs_time_or_none(name, most):
+    plan = schedules[name](4, 8).plan()
+    low, cost = lower(plan), Cost(latency=2)
+    assert all(held <= most for held in low.held_sends(most))
+    free, bounded = simulate(plan, cost), simulate(plan, cost, max_outstanding_sends=most)
+    assert max(under_way(bounded, rank) for rank in range(4)) <= most < max(map(len, plan.rows))
+    assert bounded.makespan >= free.makespan
+    assert simulate(plan, cost, max_outstanding_sends=1000).makespan == free.makespan
+
+
+def test_a_rank_waits_for_a_send_before_one_that_is_too_many():
+    # With one at a time, sends leave every 3: four outputs, then four gradients. With two, F3 starts one unit later,
+    # when the first output has arrived; gradients leave every 2 and so are never too many.
+    makespans = [
+        simulate(schedules["gpipe"](2, 4), Cost(latency=3), max_outstanding_sends=n).makespan for n in (1, 2, 3)
+    ]
+    assert makespans == [(1 + 4 * 3 + 1) + (2 + 4 * 3 + 2), 22, 21]
+
+
+@pytest.mark.parametrize("bound", [None, 3])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1"])
+def test_what_is_held_is_what_pytorchs_words_have_not_waited_for(name, bound):
+    low = lower(schedules[name](4, 8))
+    for row, held in zip(low.for_runtime("2.15", max_outstanding_sends=bound), low.held_sends(bound), strict=True):
+        pending, most = set(), 0
+        for word in row:
+            if "WAIT_SEND" in word:
+                pending.remove(word.replace("WAIT_", ""))
+            elif "SEND" in word:
+                pending.add(word)
+            most = max(most, len(pending))
+        assert held == most
+        assert not pending
+
+
+def test_a_bound_that_no_order_keeps_is_refused_with_what_waits():
+    with pytest.raises(UsageError, match="max_outstanding_sends"):
+        simulate(schedules["1f1b"](2, 4), max_outstanding_sends=0)
+
+
+def test_the_table_of_held_sends_is_what_simulate_gives():
+    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
+    table = page.partition("| schedule | held | makespan |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == 4
+    for line in table:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        plan, cost = schedules[name](4, 16).plan(), Cost(latency=2)
+        held = " ".join(map(str, lower(plan).held_sends()))
+        times = [simulate(plan, cost, max_outstanding_sends=most).makespan for most in (None, 2, 1)]
+        assert cells == [held, *(f"{time:g}" for time in times)]

@@ -87,7 +87,7 @@ endef
 light: BIN = .venv-light-$(PYTHON_VERSION)/bin
 light: ## run the tests that need no PyTorch: make light PYTHON=python3.13
 	$(call ENVIRONMENT,constraints.txt,$(LIGHT_NEEDS))
-	@rm -f $(NOT_RUN); $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
+	@rm -f $(NOT_RUN); HYPOTHESIS_PROFILE=quick $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
 
 lint: .venv/dev.stamp ## check style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

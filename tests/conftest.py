@@ -1,6 +1,7 @@
 """What all tests share: Hypothesis draws the same examples on every run, unless asked for more.
 
 HYPOTHESIS_PROFILE=thorough python -m pytest tests        many more examples, new ones each time
+HYPOTHESIS_PROFILE=quick make test                        fewer: what `make light` runs with each other Python
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ for name in ("COLUMNS", "PYTHONUNBUFFERED"):  # whoever runs the tests may have 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 settings.register_profile(
-    "ci", max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "ci", max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -42,11 +44,15 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what opens a browser, and by its folder what touches PyTorch: `make newest` runs that on the newest one."""
+    """Mark what opens a browser, and by its folder what touches PyTorch: `make newest` runs that on the newest one.
+
+    The grader is left out: its tests start many processes, and it needs little of PyTorch.
+    """
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
-        if {"engine", "conformance", "labs"}.intersection(item.path.relative_to(config.rootpath).parts):
+        folders = {"engine", "conformance", "labs"}.intersection(item.path.relative_to(config.rootpath).parts)
+        if folders and "grading" not in str(item.path):
             item.add_marker("torch")
 
 

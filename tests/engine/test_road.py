@@ -28,5 +28,5 @@ def test_the_road_between_processes_is_short():
     ended = processes.run_in(2, "road.py", "torch", "2", fresh=True)
     assert [each.code for each in ended] == [0, 0], processes.shown(ended)
     (road,) = ended[0].facts
-    assert len(road["files"]) <= 22, road["files"]  # one of them, `store.py`, where the supervisor looks while the step runs
+    assert len(road["files"]) <= 22, road["files"]  # store.py: the supervisor may look while the step runs
     assert road["depth"] <= 15

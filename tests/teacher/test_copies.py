@@ -22,7 +22,7 @@ TEACHER = ROOT / "teacher"
 COPIES = runpy.run_path(str(TEACHER / "distribute.py"))
 BUILT = ROOT / "build" / "student"
 TEXTS = {".py", ".md", ".toml", ".txt", ".html", ".js", ".json", ".ipynb", ".yml", ".zip", ""}
-SOLUTIONS = [*TEACHER.glob("solutions/*.py"), *TEACHER.glob("*/*.md")]
+SOLUTIONS = [*TEACHER.glob("solutions/*.py"), *TEACHER.glob("homework*/*.md")]
 
 
 def plain(text: str) -> str:
@@ -170,6 +170,20 @@ def test_the_code_of_the_key_runs_and_its_numbers_hold() -> None:
     for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         exec(block, made)  # noqa: S102 - it is the page's own
     assert "pipelab" in made
+
+
+def test_the_key_shows_what_the_commands_of_the_lesson_print(pipelab_command, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    lesson = (ROOT / "docs" / "teach" / "lesson.md").read_text(encoding="utf-8")
+    for name, code in re.findall(r'title="(\w+\.py)" \}\n(.*?)```', lesson, flags=re.DOTALL):
+        Path(name).write_text(code, encoding="utf-8")
+    key = files.teacher("site/key.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```console\n\$ pipelab (.*)\n((?:.*\n)+?)```", key)
+    for command, printed in shown:
+        _, output, error = pipelab_command(*command.split())
+        assert (output + error).strip() == printed.strip()
+        assert f"`pipelab {command}`" in lesson or command == "simulate 1f1b -r 3 -m 4"
+    assert len(shown) == 8
 
 
 def test_what_follows_a_left_out_paragraph_or_row_stays_apart() -> None:

@@ -32,11 +32,11 @@ from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.tied import accumulate
 from pipelab.engine.step import RankState, StepState, describe
 from pipelab.engine.torchrun.agreement import agree, describe_batch, gathered
-from pipelab.engine.torchrun.groups import Connections, PipelineReplica, broadcast, holders_of
+from pipelab.engine.torchrun.groups import Connections, broadcast, holders_of
 from pipelab.engine.torchrun.messages import ValueMeta, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.results import Clock, set_clocks, share
-from pipelab.engine.torchrun.runtime import lowered
+from pipelab.engine.torchrun.runtime import lowered, routes_of
 from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.plan.plan import Plan
@@ -52,7 +52,6 @@ class TorchEngine(Engine):
         self,
         plan: Plan,
         stages: Stages,
-        replica: PipelineReplica,
         rank: int,
         devices: Sequence[torch.device],
         connections: Connections,
@@ -69,25 +68,28 @@ class TorchEngine(Engine):
         here = dict.fromkeys(self.local_stages, devices[rank])
         self.runners = Runners(stages.modules, firsts, devices, settings.replicated_buffers, here)
         self._runners = [self.runners.of[stage, first] for stage, (first,) in sorted(firsts.items())]
-        self._replica = replica
-        self._place = replica.ranks.index(rank)
         (self._stream,) = rank_streams([self.devices[rank]])
         self._connections = connections
         self._supervisor = supervisor
         self._reducers: dict[int, Reducer] = {}
         self._buffers: ReplicatedBuffers | None = None
-        if connections.replicas is not None:
-            others = (connections.replicas, connections.transport_device)
-            self._reducers = {stage: Reducer(self._runners[stage].module, *others) for stage in self.local_stages}
-            own = {stage: self._runners[stage] for stage in self.local_stages}
-            self._buffers = ReplicatedBuffers(rank, own, plan.replicas, *others, settings.replicated_buffers)
+        device = connections.transport_device
+        groups = {
+            stage: connections.shared[ranks] for stage in self.local_stages if len(ranks := plan.replicas[stage]) > 1
+        }
+        if groups:
+            own = {stage: self._runners[stage] for stage in groups}
+            self._reducers = {stage: Reducer(own[stage].module, group, device) for stage, group in groups.items()}
+            self._buffers = ReplicatedBuffers(rank, own, groups, device, settings.replicated_buffers)
         self._stages = [
-            ProcessStage(self._runners[stage], replica, rank, connections, self._reducers.get(stage))
-            for stage in self.local_stages
+            ProcessStage(self._runners[stage], first + stage, plan, rank, connections, self._reducers.get(stage))
+            for route, first in routes_of(plan).items()
+            for stage, home in enumerate(route)
+            if home == rank
         ]
         self._presence = {stage.stage_index: stage.presence for stage in self._stages}
         self._row = [plan.bound.codes.action(code) for code in plan.bound.rows[rank]]
-        self._runtime = lowered(replica.plan, self._place, self._stages, self._receive)
+        self._runtime = lowered(plan, rank, self._stages, self._receive)
         self._metas: dict[str, dict[int, list[ValueMeta]]] = {}
         self._clock = Clock()
         self._parts: dict[str, Part] = {}  # of the last batch, those that this process was not given
@@ -177,16 +179,15 @@ class TorchEngine(Engine):
             self._stream.enter(stack)
             whole.caller.enter(stack)
             # [1] which values will be sent?
-            own = [inputs[microbatch] for microbatch in self._replica.microbatches]
-            counts = [len(tensors_of(each)[0]) for each in own]
+            counts = [len(tensors_of(each)[0]) for each in inputs]
             if self._shapes not in self._metas:
-                place = (self._replica, self._place, self._runners, self._stream, self._connections.pipeline)
-                self._metas[self._shapes] = learn_metas(*place, own, counts, learning=learning)
+                here = (self.plan, self.rank, self._runners, self._stream, self._connections.values)
+                self._metas[self._shapes] = learn_metas(*here, inputs, counts, learning=learning)
             # [2] PyTorch's runtime runs this rank's order
             row = [action for action in self._row if learning or action.traits.forward]
             step = ProcessStep(
-                own,
-                None if loss is None else loss.some(self._replica.microbatches),
+                inputs,
+                loss,
                 whole.watch_nan,
                 whole.caller,
                 [RankState(self.rank, row, self._stream, {})],
@@ -197,7 +198,7 @@ class TorchEngine(Engine):
             )
             self._go(step)
             # [3] all processes exchange times and losses
-            state = share(self.group, self.plan, self._replica, step, loss, self._clock)
+            state = share(self.group, self.plan, step, loss, self._clock)
         self._step = None
         return state
 
@@ -235,7 +236,7 @@ class TorchEngine(Engine):
             if len(holders) > 1 and tied.parameter.requires_grad:
                 total = torch.zeros_like(tied.parameter) if found is None else found.to_dense()
                 sent = total.to(self._connections.transport_device).contiguous()
-                dist.all_reduce(sent, group=self._connections.tied[holders])
+                dist.all_reduce(sent, group=self._connections.shared[holders])
                 found = sent.to(total.device)
             if found is not None:
                 accumulate(tied.parameter, found)

@@ -26,8 +26,8 @@ from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.pytree import Spec, described, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import unchanged
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.errors import EngineError
+from pipelab.plan.plan import Plan
 
 
 def to_bytes(value: Any) -> bytes:
@@ -205,25 +205,23 @@ class GradientPresence:
     Every micro-batch has such a message, so that the backwards of frozen stages too wait for their turn in the plan.
 
     Args:
-        group: connects CPUs.
-        ranks: for each rank of the pipeline, its rank in the group.
+        group: connects CPUs, of all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._ranks = ranks
         self._sent: list[dist.Work] = []
         self._received: dict[int, tuple[dist.Work, torch.Tensor, int]] = {}
 
     def send(self, there: Sequence[bool], peer: int) -> None:
         """Begin to send which gradients of a micro-batch are present."""
         flags = torch.tensor(there or [False], dtype=torch.uint8)
-        self._sent.append(self._group.send([flags], self._ranks[peer], _TAG))
+        self._sent.append(self._group.send([flags], peer, _TAG))
 
     def receive(self, microbatch: int, count: int, peer: int) -> None:
         """Begin to receive which of `count` gradients of a micro-batch are present."""
         flags = torch.empty(count or 1, dtype=torch.uint8)
-        self._received[microbatch] = self._group.recv([flags], self._ranks[peer], _TAG), flags, count
+        self._received[microbatch] = self._group.recv([flags], peer, _TAG), flags, count
 
     def under_way(self, microbatch: int) -> list[dist.Work]:
         """Return the receive of a micro-batch's message, if there is one, to be waited for before `take`."""
@@ -246,8 +244,8 @@ class GradientPresence:
 
 
 def learn_metas(
-    part: PipelineReplica,
-    place: int,
+    plan: Plan,
+    rank: int,
     runners: Sequence[Stage],
     stream: RankStream,
     group: dist.ProcessGroup,
@@ -256,44 +254,39 @@ def learn_metas(
     *,
     learning: bool,
 ) -> dict[int, list[ValueMeta]]:
-    """Return, by number of rows, the meta of each stage's output; all processes of a pipeline must call it.
+    """Return, by number of rows, the meta of each stage's output; all processes must call it.
 
-    For each number of rows, the first such micro-batch runs forward, stage by stage: each process sends its stage's
-    output and meta to the next stage's process. Buffers and random state are restored; hooks on the modules run.
-    `place` is this process's rank in the pipeline, and `counts` are the rows of the micro-batches.
+    For each number of rows and each way through the ranks, the first such micro-batch runs forward, stage by stage:
+    each process sends its stage's output and meta to the next stage's process. Buffers and random state are restored;
+    hooks on the modules run. `rank` is this process's, and `counts` are the rows of the micro-batches.
 
     Raises:
         StageError: if a stage raises.
         EngineError: if a stage returns anything but tensors.
     """
-    plan = part.plan
-    ranks = [plan.replicas[stage][0] for stage in range(plan.stages)]
-    found: dict[int, list[ValueMeta]] = {}
-    for count in sorted(set(counts)):
-        microbatch = list(counts).index(count)
-        metas: list[ValueMeta] = [ValueMeta(None, ())] * (plan.stages - 1)
+    found: dict[int, list[ValueMeta]] = {count: [ValueMeta(None, ())] * (plan.stages - 1) for count in counts}
+    ways = {(count, *plan.bound.route(m)): m for m, count in reversed(list(enumerate(counts)))}
+    for (count, *ranks), microbatch in sorted(ways.items()):
+        metas = found[count]
         value: Any = inputs[microbatch]
         for stage, (here, there) in enumerate(pairwise(ranks)):
-            if place == here:
-                value = _try(part, place, runners[stage], microbatch, value, stream, learning=learning)
+            if rank == here:
+                value = _try(rank, runners[stage], microbatch, value, stream, learning=learning)
                 metas[stage] = meta_of(value, f"stage {stage}")
                 if there != here:
                     sent = (metas[stage].parts, to_bytes(value))
                     dist.send_object_list([sent], group=group, group_dst=there)
-            elif place == there:
+            elif rank == there:
                 box: list[Any] = [None]
                 dist.recv_object_list(box, group=group, group_src=here)
                 parts, data = box[0]
                 value = from_bytes(data)
                 metas[stage] = ValueMeta(take_apart(value)[1], parts)
                 value = metas[stage].value(tensors_of(value))
-        found[count] = metas
     return found
 
 
-def _try(
-    part: PipelineReplica, place: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool
-) -> Any:
+def _try(rank: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool) -> Any:
     """Run a stage forward; restore its buffers and the random state."""
     given = value if stream.receive is None else stream.receive(value)
     try:
@@ -304,6 +297,5 @@ def _try(
     except EngineError:
         raise
     except Exception as error:
-        number = part.microbatches[microbatch]
-        where = (part.ranks[place], runner.index, number, stream.runs_on)
-        raise stage_error(error, f"{runner.index}F{number}", *where) from error
+        where = (rank, runner.index, microbatch, stream.runs_on)
+        raise stage_error(error, f"{runner.index}F{microbatch}", *where) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -81,23 +81,21 @@ class Reducer:
 class ReplicatedBuffers:
     """The buffers of the stages on this process, which other processes replicate.
 
-    The policy says whether to refuse writes, or to copy the lowest rank's buffers to all. `replicas` are each stage's
-    ranks, the lowest first.
+    The policy says whether to refuse writes, or to copy the lowest rank's buffers to all. `runners` and `groups`
+    are, by stage, what runs it here and the processes that hold it, the lowest rank first.
     """
 
     def __init__(
         self,
         rank: int,
         runners: Mapping[int, Stage],
-        replicas: Mapping[int, Sequence[int]],
-        group: dist.ProcessGroup,
+        groups: Mapping[int, dist.ProcessGroup],
         transport_device: torch.device,
         policy: Buffers,
     ) -> None:
         self._rank = rank
         self._runners = runners
-        self._lowest = {stage: replicas[stage][0] for stage in runners}
-        self._group = group
+        self._groups = groups
         self._transport_device = transport_device
         self._policy = policy
         self._before: dict[int, dict[str, tuple[torch.Tensor, int]]] = {}
@@ -115,15 +113,15 @@ class ReplicatedBuffers:
         for stage, runner in self._runners.items():
             if self._policy == "lowest":
                 for buffer in runner.module.buffers():
-                    self._copy(buffer, self._lowest[stage])
-            elif self._rank != self._lowest[stage]:
+                    self._copy(buffer, self._groups[stage])
+            elif dist.get_rank(self._groups[stage]):
                 name = written(self._before[stage], versions(runner.module))
                 if name is not None:
                     raise written_error(stage, self._rank, name)
 
-    def _copy(self, buffer: torch.Tensor, lowest: int) -> None:
+    def _copy(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
         message = buffer.detach().to(self._transport_device).contiguous()
-        broadcast(message, self._group, dist.get_group_rank(self._group, lowest))
-        if self._rank != lowest:
+        broadcast(message, group, 0)
+        if dist.get_rank(group):
             with torch.no_grad():
                 overwrite(buffer, message)

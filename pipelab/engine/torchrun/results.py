@@ -14,7 +14,6 @@ from pipelab.engine.device.clocks import HOST, HostClock
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.step import RankState, StepState
 from pipelab.engine.torchrun.agreement import gathered
-from pipelab.engine.torchrun.groups import PipelineReplica
 from pipelab.engine.torchrun.messages import from_bytes, to_bytes
 from pipelab.engine.torchrun.stage import ProcessStep
 from pipelab.plan.plan import Plan
@@ -94,9 +93,7 @@ _ARRIVED_NS = 20_000
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def share(
-    group: dist.ProcessGroup, plan: Plan, part: PipelineReplica, step: ProcessStep, loss: Loss | None, clock: Clock
-) -> StepState:
+def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, loss: Loss | None, clock: Clock) -> StepState:
     """Exchange times and losses; of an evaluation, the outputs. All processes must call it.
 
     The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each.
@@ -114,7 +111,7 @@ def share(
     own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((begun, ended, step.waited)):
         own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
-    own[3 * longest :] = _losses(plan, part, step)
+    own[3 * longest :] = _losses(plan, step)
     every = gathered(own, group)
     stream = step.mine.stream
     _set_losses(loss, every[:, 3 * longest :], holders, stream.runs_on.device)
@@ -122,8 +119,7 @@ def share(
         [row[: len(codes)].tolist() for row, codes in zip(numbers, plan.bound.rows, strict=True)]
         for numbers in every[:, : 3 * longest].unflatten(1, (3, longest)).unbind(1)
     )
-    for microbatch, output in zip(part.microbatches, step.outputs, strict=True):
-        state.outputs[microbatch] = output
+    state.outputs = step.outputs
     state.outputs_on = sorted(set(holders))
     ranks = [RankState(rank, (), stream, {}, *times) for rank, times in enumerate(zip(begun_by, ended_by, strict=True))]
     state.ranks = ranks
@@ -146,19 +142,19 @@ def _travel_ms(
 def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep) -> list[Any]:
     outputs: list[Any] = [None] * len(holders)
     for holder in sorted(set(holders)):
-        box: list[Any] = [to_bytes(step.outputs)]
-        dist.broadcast_object_list(box, group=group, group_src=holder)
         turns = [microbatch for microbatch, rank in enumerate(holders) if rank == holder]
+        box: list[Any] = [to_bytes([step.outputs[microbatch] for microbatch in turns])]
+        dist.broadcast_object_list(box, group=group, group_src=holder)
         for microbatch, output in zip(turns, from_bytes(box[0]), strict=True):
             outputs[microbatch] = output
     return outputs
 
 
-def _losses(plan: Plan, part: PipelineReplica, step: ProcessStep) -> torch.Tensor:
+def _losses(plan: Plan, step: ProcessStep) -> torch.Tensor:
     """Return the type of this process's losses, then the bits of each as a 64-bit number; 0 for unknown ones."""
     assert step.loss is not None
     found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
-    for microbatch, value in zip(part.microbatches, step.loss.values, strict=True):
+    for microbatch, value in enumerate(step.loss.values):
         if value is not None:
             found[0] = _LOSS_TYPES.index(value.dtype)
             found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)

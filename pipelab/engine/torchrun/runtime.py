@@ -7,8 +7,8 @@ test checks them; if a version of PyTorch lacks one, `load` names it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pkgutil import resolve_name
@@ -19,8 +19,9 @@ import torch
 
 from pipelab._version import __version__
 from pipelab.errors import EngineError
-from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import ACTIVE_STAGES, Runtime
+from pipelab.plan.transfers import lowered as lowering
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
     SCHEDULES: (
         "_Action.from_str",
         "_Action.computation_type",
-        "_Action.is_compute_op",
+        "_Action.microbatch_index",
+        "_Action.stage_index",
         "_ComputationType.REDUCE_GRAD",
         "_PipelineScheduleRuntime._initialize_stages",
-        "_PipelineScheduleRuntime._prepare_schedule_with_comms",
         "_PipelineScheduleRuntime._step_microbatches",
         "_PipelineScheduleRuntime.register_custom_function",
         "logger",
@@ -59,8 +60,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 """By module, the names that the torch engine calls, reads or replaces."""
 
-_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops", "pipeline_order_with_comms")
-"""Attributes of a runtime that has an order."""
+_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops")
+"""Attributes of a runtime."""
 
 
 @cache
@@ -86,10 +87,10 @@ def load() -> Native:
 
 
 def _smallest_runtime(found: Native) -> Any:
-    """Return a runtime with an order for one stage, which never runs."""
+    """Return a runtime for one stage, which never runs."""
     stage = SimpleNamespace(stage_index=0, num_stages=1, group_rank=0, group_size=1)
     try:
-        return _runtime(found, [stage], 1, {0: ["0F0", "0B0"]})
+        return found.runtime([stage], 1, loss_fn=None, scale_grads=False)
     except Exception as error:
         raise unexpected("does not accept pipelab's orders", error) from error
 
@@ -123,21 +124,9 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
 
 
-def _runtime(found: Native, stages: Sequence[Any], microbatches: int, rows: Mapping[int, Sequence[str]]) -> Any:
-    runtime = found.runtime(list(stages), microbatches, loss_fn=None, scale_grads=False)
-    runtime._prepare_schedule_with_comms(  # noqa: SLF001 - there is no public way to give an order
-        {rank: [found.action.from_str(word) for word in row] for rank, row in rows.items()}
-    )
-    return runtime
-
-
 def _quiet(record: logging.LogRecord) -> bool:
     """Drop the log of an error in one of pipelab's threads: every rank's whole order, line by line."""
     return not (record.threadName or "").startswith("pipelab-")
-
-
-_ADDED_BY_PYTORCH = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
-"""Actions that PyTorch's runtime adds for sharded models, which these are not."""
 
 
 class _Receives(dict[tuple[int, int], list[Any]]):
@@ -155,39 +144,64 @@ class _Receives(dict[tuple[int, int], list[Any]]):
         return []
 
 
+def routes_of(plan: Plan) -> dict[tuple[int, ...], int]:
+    """Return the ways that micro-batches take: by the ranks of the stages, the number of PyTorch's id for stage 0.
+
+    PyTorch's runtime has one rank for each stage. A stage on several ranks so has an id for each way. Between the last
+    stage of one way and the first of the next, an id is left out: they do not follow each other.
+
+    Example:
+        >>> import pipelab
+        >>> routes_of(pipelab.Chimera(ranks=2, microbatches=2).plan())
+        {(0, 1): 0, (1, 0): 3}
+    """
+    routes = dict.fromkeys(tuple(plan.bound.route(microbatch)) for microbatch in range(plan.microbatches))
+    return {route: number * (plan.stages + 1) for number, route in enumerate(routes)}
+
+
 def lowered(
     plan: Plan, rank: int, stages: Sequence[Any], receiving: Callable[[int, int, list[Any]], None]
 ) -> Callable[[list[tuple[Any, ...]] | None], None]:
     """Lower a plan; return what runs one rank's part of it on PyTorch's runtime, given the first stage's inputs.
 
-    An overlapped pair runs as its forward, then its backward, as in the threads engine: PyTorch's runtime would wait
-    for the inputs of both before it starts either, perhaps for ever.
+    Sends and receives are where PyTorch's own lowering puts them, which has one rank for each stage. An overlapped pair
+    runs as its forward, then its backward, as in the threads engine: PyTorch's runtime would wait for the inputs of
+    both before it starts either, perhaps for ever.
 
     Args:
-        plan: the plan of one pipeline: every stage is on one rank, and every rank has an action.
+        plan: a plan in which every rank has an action.
         rank: which rank.
-        stages: the rank's stages, with the methods that PyTorch's runtime calls; it sets nothing up.
-        receiving: called with a stage, a micro-batch, and its receives from another rank, to wait for them.
+        stages: the rank's stages, for each way of `routes_of`, with the methods that PyTorch's runtime calls; it sets
+            nothing up.
+        receiving: called with a stage's id, a micro-batch, and its receives from another rank, to wait for them.
     """
     found = load()
     found.schedules.logger.addFilter(_quiet)
-    rows = [[plan.bound.codes.action(code) for code in row] for row in plan.bound.rows]
-    computing = {each: [str(action) for action in row if not action.traits.collective] for each, row in enumerate(rows)}
-    runtime = _runtime(found, stages, plan.microbatches, computing)
-    runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
-    reduce = found.schedules._ComputationType.REDUCE_GRAD  # noqa: SLF001
-    order, reduces = [], _reduces(rows[rank])
-    done = 0
-    for action in runtime.pipeline_order_with_comms[rank]:
-        if action.is_compute_op:
-            order += [found.action(stage, reduce, None) for stage in reduces.get(done, ())]
-            done += 1
-        if action.computation_type.name not in _ADDED_BY_PYTORCH:
-            order.append(action)
-    order += [found.action(stage, reduce, None) for stage in reduces.get(done, ())]
-    runtime.pipeline_order_with_comms[rank] = order
+    kinds = found.schedules._ComputationType  # noqa: SLF001
+    routes = routes_of(plan)
+    first_ids = [routes[tuple(plan.bound.route(microbatch))] for microbatch in range(plan.microbatches)]
     held = {stage.stage_index: stage for stage in stages}
-    runtime.register_custom_function(reduce, lambda action, _: held[action.stage_index].perform_reduce_grad())
+    waits = hasattr(kinds, "WAIT_SEND_F")  # from torch 2.15 on
+    low = lowering(replace(plan.bound, pairs=set()), "pytorch", runtime=Runtime(waits, [ACTIVE_STAGES] * plan.ranks))
+    order = []
+    for step in low.rows[rank]:
+        if step[0] not in ("run", "SEND", "RECV", "WAIT_SEND"):
+            continue  # a word for sharded models, which these are not
+        word = found.action.from_str(low.word(step))
+        stage, microbatch = word.stage_index, word.microbatch_index
+        if microbatch is None:
+            number = next(first + stage for route, first in routes.items() if route[stage] == rank)
+        else:
+            number = first_ids[microbatch] + stage
+        order.append(found.action(number, word.computation_type, microbatch))
+    runtime = found.runtime(list(stages), plan.microbatches, loss_fn=None, scale_grads=False)
+    for stage in stages:
+        stage.stage_index_to_group_rank = {
+            first + at: home for route, first in routes.items() for at, home in enumerate(route)
+        }
+    runtime.pipeline_order_with_comms = {rank: order}
+    runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
+    runtime.register_custom_function(kinds.REDUCE_GRAD, lambda each, _: held[each.stage_index].perform_reduce_grad())
     runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
     halted: list[Exception] = []
 
@@ -204,15 +218,3 @@ def lowered(
             raise halted.pop()
 
     return run
-
-
-def _reduces(row: Sequence[Action]) -> dict[int, list[int]]:
-    """Return the stages of the all-reduces in a row, by the number of other actions before them."""
-    found: dict[int, list[int]] = {}
-    before = 0
-    for action in row:
-        if not action.traits.collective:
-            before += 1
-        elif action.stage is not None:
-            found.setdefault(before, []).append(action.stage)
-    return found

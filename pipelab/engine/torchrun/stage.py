@@ -26,7 +26,7 @@ from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage
 from pipelab.engine.step import Act, RankState, StepState, awaited_action, run_action
-from pipelab.engine.torchrun.groups import Connections, PipelineReplica
+from pipelab.engine.torchrun.groups import Connections
 from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta
 from pipelab.engine.torchrun.replicas import Reducer
 from pipelab.engine.torchrun.runtime import HaltError
@@ -94,27 +94,24 @@ class ProcessStage:
     """One stage on this process. Its methods have the names that PyTorch's runtime calls."""
 
     def __init__(
-        self, runner: Stage, part: PipelineReplica, rank: int, connections: Connections, reducer: Reducer | None
+        self, runner: Stage, stage_id: int, plan: Plan, rank: int, connections: Connections, reducer: Reducer | None
     ) -> None:
         self.runner = runner
-        self.stage_index = runner.index
-        self.num_stages = part.plan.stages
-        self.group_rank = part.ranks.index(rank)
-        self.group_size = len(part.ranks)
+        self.stage_index = stage_id  # PyTorch's: see `routes_of`
+        self.num_stages = plan.stages
+        self.group_rank = rank
+        self.group_size = plan.ranks
         self.is_first = runner.is_first
         self.is_last = runner.is_last
         self.submod = nn.Identity()  # a module of FSDP2 gathers itself; the runtime would want to have gathered it
         self.has_backward = True
         self.device = connections.transport_device
-        self.group = connections.pipeline
+        self.group = connections.values
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank: dict[int, int] = {}
-        self._rank = rank
-        self._ranks = part.ranks
-        self._microbatches = part.microbatches
         self._reducer = reducer
         self._sharded: list[Any] = fsdp_modules(runner.module)
-        self.presence = GradientPresence(connections.everyone, part.ranks)
+        self.presence = GradientPresence(connections.everyone)
 
     def begin(self, step: ProcessStep) -> None:
         """Prepare a step."""
@@ -124,8 +121,8 @@ class ProcessStage:
         self.made: dict[int, Any] = {}
         self.back: dict[int, Any] = {}
         self.sent: list[tuple[int, torch.Tensor, int]] = []
-        self.left = sum(each.stage == self.stage_index and each.kind == "B" for each in step.mine.actions)
-        step.mine.kept[self.stage_index] = {}
+        self.left = sum(each.stage == self.runner.index and each.kind == "B" for each in step.mine.actions)
+        step.mine.kept[self.runner.index] = {}
 
     def end(self) -> None:
         """Forget the step and its values."""
@@ -146,7 +143,7 @@ class ProcessStage:
             if _version(message) != version:
                 raise self._error(
                     microbatch,
-                    f"returned a tensor that stage {self.stage_index} wrote into afterwards, before or after it was "
+                    f"returned a tensor that stage {self.runner.index} wrote into afterwards, before or after it was "
                     f"sent\n  try: {RETURN_A_CLONE}",
                 )
 
@@ -159,10 +156,10 @@ class ProcessStage:
         if runner.is_first:
             given = inputs[0] if receive is None else receive(inputs[0])
         else:
-            given = self._arrived(self.given.pop(microbatch), step.meta(self.stage_index - 1, microbatch).value)
+            given = self._arrived(self.given.pop(microbatch), step.meta(runner.index - 1, microbatch).value)
         if runner.is_last and loss is not None and receive is not None:
             loss.targets[microbatch] = receive(loss.targets[microbatch])
-        made = self._run(F(microbatch, self.stage_index), runner.evaluate if loss is None else runner.forward, given)
+        made = self._run(F(microbatch, runner.index), runner.evaluate if loss is None else runner.forward, given)
         if runner.is_last:
             step.outputs[microbatch] = made
         else:
@@ -183,7 +180,7 @@ class ProcessStage:
             return
         gradients = None
         if not self.is_last:
-            meta = self.step.meta(self.stage_index, microbatch)
+            meta = self.step.meta(self.runner.index, microbatch)
             gradients = self._arrived(
                 self.gradients.pop(microbatch), lambda found: meta.gradients(found, self.presence.take(microbatch))
             )
@@ -194,12 +191,12 @@ class ProcessStage:
             each.set_reshard_after_backward(not self.left)
             each.set_requires_gradient_sync(not self.left)
         kind, act = (B, self.runner.backward) if full_backward else (I, self.runner.backward_input)
-        self.back[microbatch] = self._run(kind(microbatch, self.stage_index), act, gradients)
+        self.back[microbatch] = self._run(kind(microbatch, self.runner.index), act, gradients)
 
     def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
         """Run the rest of one micro-batch's backward: the weights' gradients."""
         if self.step.loss is not None:
-            self._run(W(microbatch, self.stage_index), self.runner.backward_weight, None)
+            self._run(W(microbatch, self.runner.index), self.runner.backward_weight, None)
 
     def perform_reduce_grad(self) -> None:
         """Sum the stage's gradients over its replicas; the action begins when the last of them has arrived."""
@@ -207,7 +204,7 @@ class ProcessStage:
             return
         if self._reducer is not None:
             self._reducer.meet()
-        self._run(R(self.stage_index), self._all_reduce, None)
+        self._run(R(self.runner.index), self._all_reduce, None)
 
     def _all_reduce(self, *_: object) -> None:
         if self._reducer is not None:
@@ -232,12 +229,12 @@ class ProcessStage:
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for a micro-batch's input."""
-        self.given[microbatch] = buffers = self.step.meta(self.stage_index - 1, microbatch).empty_buffers(self.device)
+        self.given[microbatch] = buffers = self.step.meta(self.runner.index - 1, microbatch).empty_buffers(self.device)
         return self._ops(dist.irecv, buffers, self.stage_index - 1)
 
     def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of a micro-batch's output."""
-        meta = self.step.meta(self.stage_index, microbatch)
+        meta = self.step.meta(self.runner.index, microbatch)
         messages = meta.messages(self.made.pop(microbatch), self.device)
         self.sent += [(microbatch, message, _version(message)) for message in messages]
         return self._ops(dist.isend, messages, self.stage_index + 1)
@@ -246,7 +243,7 @@ class ProcessStage:
         """Return receives for the gradients of a micro-batch's output."""
         if self.step.loss is None:
             return []
-        buffers = self.step.meta(self.stage_index, microbatch).gradient_buffers(self.device)
+        buffers = self.step.meta(self.runner.index, microbatch).gradient_buffers(self.device)
         self.gradients[microbatch] = buffers
         ops = self._ops(dist.irecv, buffers, self.stage_index + 1)
         self.presence.receive(microbatch, len(buffers), self.stage_index_to_group_rank[self.stage_index + 1])
@@ -256,7 +253,7 @@ class ProcessStage:
         """Return sends of the gradients of a micro-batch's input."""
         if self.step.loss is None:
             return []
-        meta = self.step.meta(self.stage_index - 1, microbatch)
+        meta = self.step.meta(self.runner.index - 1, microbatch)
         gradients = self.back.pop(microbatch)
         ops = self._ops(dist.isend, meta.gradient_messages(gradients, self.device), self.stage_index - 1)
         self.presence.send(meta.present(gradients), self.stage_index_to_group_rank[self.stage_index - 1])
@@ -267,7 +264,7 @@ class ProcessStage:
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
-        self.step.peer = self._ranks[peer]  # the connection may be lost
+        self.step.peer = peer  # the connection may be lost
         # They have no gaps, so they are sent as bytes: no backend supports all types.
         lines = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]
@@ -281,29 +278,25 @@ class ProcessStage:
 
     def _run(self, action: Action, act: Act, given: Any) -> Any:
         """Run an action; raise a `StageError` with its place for any error."""
-        step, microbatch = self.step, action.microbatch or 0
+        step, runner, microbatch = self.step, self.runner, action.microbatch or 0
         step.peer = None
         try:
-            return run_action(step, step.mine, self.runner, action, act, microbatch, given)
+            return run_action(step, step.mine, runner, action, act, microbatch, given)
         except StageError as error:
             raise HaltError(error) from error
         except Exception as error:
-            named = self._named(action)
-            place = (self._rank, self.stage_index, named.microbatch or 0, step.mine.stream.runs_on)
-            raise HaltError(stage_error(error, str(named), *place)) from error
-
-    def _named(self, action: Action) -> Action:
-        """Return an action with its number in the whole plan."""
-        return Action(action.kind, self._microbatches[action.microbatch or 0], action.stage)
+            place = (self.group_rank, runner.index, microbatch, step.mine.stream.runs_on)
+            raise HaltError(stage_error(error, str(action), *place)) from error
 
     def _require_meta(self, made: Any, microbatch: int) -> None:
-        meta: ValueMeta = self.step.meta(self.stage_index, microbatch)
-        if misfit := meta.misfit(made, f"stage {self.stage_index}", self.step.counts[microbatch]):
+        meta: ValueMeta = self.step.meta(self.runner.index, microbatch)
+        if misfit := meta.misfit(made, f"stage {self.runner.index}", self.step.counts[microbatch]):
             raise HaltError(self._error(microbatch, misfit))
 
     def _error(self, microbatch: int, message: str) -> StageError:
-        action = str(self._named(F(microbatch, self.stage_index)))
-        return StageError(f"{action} on rank {self._rank} {message}", self._rank, self.stage_index, action)
+        rank, stage = self.group_rank, self.runner.index
+        action = str(F(microbatch, stage))
+        return StageError(f"{action} on rank {rank} {message}", rank, stage, action)
 
 
 def fsdp_modules(module: nn.Module) -> list[nn.Module]:

@@ -31,13 +31,11 @@ from pipelab.engine.torchrun.agreement import few_numbers
 from pipelab.engine.torchrun.engine import TorchEngine
 from pipelab.engine.torchrun.groups import (
     Connections,
-    PipelineReplica,
     backend_of,
     broadcast,
     connect,
     device_of,
     holders_of,
-    pipeline_replicas,
     warn_of_one_queue,
 )
 from pipelab.engine.torchrun.stage import fsdp_modules
@@ -64,9 +62,9 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     global _made  # noqa: PLW0603 - it counts for the process
     _made += 1
     # [1] checks that need no other process
-    replicas = pipeline_replicas(plan)
+    _require_actions(plan)
     _require_replicable(plan, stages, settings)
-    _require_spreadable(plan, stages, replicas, settings)
+    _require_spreadable(plan, stages, settings)
     rank, size = identify(plan.ranks, settings.group)
     members = list(range(size)) if settings.group is None else dist.get_process_group_ranks(settings.group)
     place = members.index(rank)
@@ -101,16 +99,16 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
         torch.cuda.set_device(device)  # as scripts under torchrun do, so that "cuda" means this one
         torch.cuda.current_stream(device).synchronize()
     backend = backend_of(everyone)
-    holders = [holders_of(tied, plan) for tied in ties_of(stages.modules)]
+    holders = [*plan.replicas.values(), *(holders_of(tied, plan) for tied in ties_of(stages.modules))]
     groups = sorted({tuple(each["group"]) for each in everyone})
     limit = duration(None if settings.timeout is None else settings.timeout + _MARGIN_SECONDS)
 
     def meet() -> Connections:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            connections = connect(meeting, rank, size, device, backend, replicas, holders, limit, groups)
-            if connections.replicas is not None:
-                for stage in held:
-                    _copy_first_replica(stages.modules[stage], connections)
+            connections = connect(meeting, rank, size, device, backend, holders, limit, groups)
+            for stage in held:
+                if len(ranks := plan.replicas[stage]) > 1:
+                    _copy_first_replica(stages.modules[stage], connections.shared[ranks], connections.transport_device)
             return connections
 
     several = len({each["host"] for each in everyone}) > 1
@@ -118,16 +116,24 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     connections = supervisor.run(meet, Status(lambda: f"waits for all processes to connect{hint}"))
     supervisor.abort = connections.abort
     # [4] the engine
-    replica = next(replica for replica in replicas if place in replica.ranks)
     own = [everyone[member] for member in members]
     devices = [torch.device(each["runs_on"]) for each in own]
-    engine = TorchEngine(plan, stages, replica, place, devices, connections, supervisor, settings)
+    engine = TorchEngine(plan, stages, place, devices, connections, supervisor, settings)
     eager = getattr(dist.group.WORLD, "bound_device_id", None) is not None
     engine.transport = "buffered" if backend == "gloo" else "rank" if eager else "pair"  # see docs/wire.md
     if rank == 0 and engine.transport == "rank":
-        warn_of_one_queue(replica.plan)
+        warn_of_one_queue(plan)
     engine.labels = [f"{each['runs_on']}, process {each['pid']} on {each['host']}" for each in own]
     return engine
+
+
+def _require_actions(plan: Plan) -> None:
+    for rank, row in enumerate(plan.bound.rows):
+        if not row:
+            raise EngineError(
+                f"rank {rank} of {plan.ranks} has no action, and PyTorch's runtime needs one on every rank\n"
+                "  try: fewer ranks; or engine='threads'"
+            )
 
 
 def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
@@ -146,11 +152,12 @@ def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
         )
 
 
-def _require_spreadable(plan: Plan, stages: Stages, replicas: Sequence[PipelineReplica], settings: Settings) -> None:
+def _require_spreadable(plan: Plan, stages: Stages, settings: Settings) -> None:
     """Refuse what would give wrong gradients if stages are themselves spread over processes."""
-    if settings.group is not None and len(replicas) > 1:
+    ranks = next((ranks for ranks in plan.replicas.values() if len(ranks) > 1), ())
+    if settings.group is not None and ranks:
         raise EngineError(
-            f"{plan.name} has {len(replicas)} replicas, and group= names the processes of one pipeline\n"
+            f"{plan.name} has {len(ranks)} replicas, and group= names the processes of one pipeline\n"
             "  try: a schedule without replicate, and fully_shard(stage, mesh=...) over another dimension of the mesh"
         )
     split = next((action for row in plan.rows for action in row if getattr(action, "kind", "") == "I"), None)
@@ -302,10 +309,9 @@ def warn_of_other_weights(digests: Sequence[str | None]) -> None:
         )
 
 
-def _copy_first_replica(module: nn.Module, connections: Connections) -> None:
-    assert connections.replicas is not None
+def _copy_first_replica(module: nn.Module, group: dist.ProcessGroup, transport_device: torch.device) -> None:
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            sent = tensor.detach().to(connections.transport_device).contiguous()
-            broadcast(sent, connections.replicas, 0)
+            sent = tensor.detach().to(transport_device).contiguous()
+            broadcast(sent, group, 0)
             overwrite(tensor, sent)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import pipelab
-from pipelab.engine.torchrun.groups import pipeline_replicas
 from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta, meta_of
 from pipelab.engine.torchrun.stage import ProcessStage
 
@@ -44,10 +43,10 @@ class Cut:
 @pytest.mark.parametrize("there", [[True], [False], [True, False, True], []])
 def test_marks_arrive_as_they_were_sent(there):
     mail = Mail()
-    ours, theirs = GradientPresence(mail, (4, 7)), GradientPresence(mail, (4, 7))
+    ours, theirs = GradientPresence(mail), GradientPresence(mail)
     ours.send(there, 1)
     theirs.receive(3, len(there), 1)
-    assert [key[0] for key in mail.letters] == [7]  # the rank among all processes
+    assert [key[0] for key in mail.letters] == [1]
     assert theirs.under_way(3) == [mail]
     assert theirs.under_way(2) == []
     assert theirs.take(3) == there
@@ -59,10 +58,9 @@ def test_marks_arrive_as_they_were_sent(there):
 @pytest.mark.parametrize("ask", ["get_bwd_send_ops", "get_bwd_recv_ops"])
 def test_where_marks_cannot_go_it_is_known_to_whom(monkeypatch, ask):
     monkeypatch.setattr("torch.distributed.P2POp", lambda *_, **__: None)
-    (part,) = pipeline_replicas(pipelab.GPipe(3, 2).plan())
     runner = SimpleNamespace(index=1, is_first=False, is_last=False, module=torch.nn.Identity())
-    connections = SimpleNamespace(transport_device=torch.device("cpu"), pipeline=None, everyone=Cut())
-    stage = ProcessStage(runner, part, 1, connections, None)
+    connections = SimpleNamespace(transport_device=torch.device("cpu"), values=None, everyone=Cut())
+    stage = ProcessStage(runner, 1, pipelab.GPipe(3, 2).plan(), 1, connections, None)
     stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 2}
     made = torch.ones(2, requires_grad=True)
     meta: ValueMeta = meta_of(made, "stage 0")

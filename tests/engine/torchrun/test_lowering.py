@@ -15,8 +15,8 @@ from strategies import legal_cases
 import pipelab
 from pipelab import Action, B, EngineError, F, I, OneFOneB, Plan, R, StageError, W, replicate, schedules
 from pipelab.engine.torchrun import runtime
-from pipelab.engine.torchrun.groups import pipeline_replicas
-from pipelab.engine.torchrun.runtime import HaltError, lowered
+from pipelab.engine.torchrun.runtime import HaltError, lowered, routes_of
+from pipelab.engine.torchrun.start import start
 
 
 @dataclass
@@ -33,26 +33,31 @@ class Recorder:
     submod: torch.nn.Module = field(default_factory=torch.nn.Identity)
     output_chunks: list = field(default_factory=list)
     stage_index_to_group_rank: dict = field(default_factory=dict)
+    first: int = 0
+
+    @property
+    def stage(self):
+        return self.stage_index - self.first
 
     @property
     def is_first(self):
-        return self.stage_index == 0
+        return self.stage == 0
 
     @property
     def is_last(self):
-        return self.stage_index == self.num_stages - 1
+        return self.stage == self.num_stages - 1
 
     def forward_one_chunk(self, microbatch, *_, **__):
-        self.computed.append(F(microbatch, self.stage_index))
+        self.computed.append(F(microbatch, self.stage))
 
     def backward_one_chunk(self, microbatch, loss=None, full_backward=True, **_):
-        self.computed.append((B if full_backward else I)(microbatch, self.stage_index))
+        self.computed.append((B if full_backward else I)(microbatch, self.stage))
 
     def backward_weight_one_chunk(self, microbatch, **_):
-        self.computed.append(W(microbatch, self.stage_index))
+        self.computed.append(W(microbatch, self.stage))
 
     def perform_reduce_grad(self):
-        self.computed.append(R(self.stage_index))
+        self.computed.append(R(self.stage))
 
     def set_local_fwd_input(self, *_): ...
 
@@ -84,8 +89,9 @@ def ran(plan: Plan, rank: int) -> tuple[list[Action], list[tuple]]:
     """Return what one rank computed, and what it sent or received, in order."""
     computed, moved = [], []
     stages = [
-        Recorder(stage, plan.stages, rank, plan.ranks, computed, moved)
-        for stage, (home,) in plan.replicas.items()
+        Recorder(first + stage, plan.stages, rank, plan.ranks, computed, moved, first=first)
+        for route, first in routes_of(plan).items()
+        for stage, home in enumerate(route)
         if home == rank
     ]
     lowered(plan, rank, stages, lambda *_: None)([(None,)] * plan.microbatches)
@@ -118,10 +124,6 @@ def test_any_legal_order_runs_unchanged_and_ranks_receive_in_the_order_sent(case
 @pytest.mark.parametrize("name", [name for name in schedules if schedules[name].refusal(4, 8) is None])
 def test_the_catalogue_runs_in_its_own_order_pairs_one_after_the_other(name):
     plan = schedules[name](4, 8).plan()
-    if any(len(ranks) > 1 for ranks in plan.replicas.values()):
-        with pytest.raises(EngineError, match="replicas that share no rank"):
-            pipeline_replicas(plan)
-        return
     action = plan.bound.codes.action
     for rank, row in enumerate(plan.bound.rows):
         assert ran(plan, rank)[0] == [action(code) for code in row]
@@ -171,44 +173,26 @@ def test_a_runtime_that_asks_a_stage_for_something_new_is_an_error_that_names_it
     assert f"tested with torch {' to '.join(runtime.TESTED)}" in str(raised.value)
 
 
-def test_replicas_are_pipelines_of_their_own():
-    plan = replicate(OneFOneB(2, 4), 2).plan()
-    first, second = pipeline_replicas(plan)
-    assert (first.ranks, first.microbatches) == ((0, 1), (0, 2, 4, 6))
-    assert (second.ranks, second.microbatches) == ((2, 3), (1, 3, 5, 7))
-    alone = OneFOneB(2, 4).plan()
-    for part in (first, second):
-        for row, expected in zip(part.plan.rows, alone.rows, strict=True):
-            assert row[:-1] == expected
-            assert row[-1].kind == "R"
-    assert first.plan.replicas == {0: (0,), 1: (1,)}
-
-
-def test_a_pipeline_that_is_no_replica_is_all_of_the_plan():
-    plan = OneFOneB(3, 4).plan()
-    (part,) = pipeline_replicas(plan)
-    assert part.plan is plan
-    assert (part.ranks, part.microbatches) == ((0, 1, 2), (0, 1, 2, 3))
-
-
 def test_a_rank_with_nothing_to_do_is_refused():
     with pytest.raises(EngineError, match="rank 1 of 2 has no action"):
-        pipeline_replicas(Plan([[F(0, 0), B(0, 0)], []], 1, 1))
+        start(Plan([[F(0, 0), B(0, 0)], []], 1, 1), None, None)
 
 
-def test_a_stage_on_several_ranks_of_one_pipeline_is_refused():
-    rows = [[F(0, 0), F(1, 1), B(0, 0), B(1, 1)], [F(1, 0), F(0, 1), B(0, 1), B(1, 0)]]
-    plan = Plan(rows, 2, 2, lambda microbatch, stage: stage if microbatch == 0 else 1 - stage)
-    assert pipelab.check(plan) == []
-    with pytest.raises(
-        EngineError, match="^micro-batch 0 runs on ranks \\[0, 1\\], micro-batch 1 runs on ranks \\[1, 0\\]"
-    ):
-        pipeline_replicas(plan)
+@pytest.mark.parametrize("plan", [replicate(OneFOneB(2, 4), 2), pipelab.DualPipe(4, 8), pipelab.BitPipe(4, 4)])
+def test_each_way_of_the_micro_batches_has_stages_of_its_own_in_pytorchs_runtime(plan):
+    plan = plan.plan()
+    assert len(routes_of(plan)) == 2
+    both = [ran(plan, rank) for rank in range(plan.ranks)]
+    action = plan.bound.codes.action
+    for (computed, _), row in zip(both, plan.bound.rows, strict=True):
+        assert computed == list(map(action, row))
+    for one in range(plan.ranks):
+        for other in range(one):
+            ours, theirs = ([move for move in both[rank][1] if {*move[:2]} == {one, other}] for rank in (one, other))
+            assert ours == theirs
 
 
-def test_replicas_that_place_their_stages_differently_make_no_mesh():
-    rows = [[F(0, 0), B(0, 0)], [F(0, 1), B(0, 1)], [F(1, 1), B(1, 1)], [F(1, 0), B(1, 0)]]
-    plan = Plan(rows, 2, 2, lambda microbatch, stage: stage if microbatch == 0 else 3 - stage)
-    assert pipelab.check(plan) == []
-    with pytest.raises(EngineError, match="place their stages alike"):
-        pipeline_replicas(plan)
+def test_the_ends_of_two_ways_do_not_follow_each_other():
+    plan = pipelab.GEMS(2, 2).plan()
+    first, second = routes_of(plan).values()
+    assert second - (first + plan.stages - 1) > 1

@@ -21,6 +21,7 @@ SITUATIONS = [
     "mesh",
     "differences",
     "placed_reduces",
+    "both_ways",
     "own_data",
 ]
 """Scripts that run in the same four processes, one after another."""
@@ -185,6 +186,17 @@ def test_all_reduces_placed_by_hand_run_beside_the_backwards_of_other_ranks(said
         assert fact["parameters"] == 4  # two stages of one layer
         assert fact["difference"] < 1e-6
         assert fact["beside"]  # of the replica that came last at least
+
+
+def test_micro_batches_that_enter_at_both_ends_give_the_gradients_of_plain_training(said):
+    for rank, facts in enumerate(said("both ways")):
+        assert [fact["schedule"].partition("(")[0] for fact in facts] == ["DualPipe", "Chimera", "BitPipe"]
+        for fact in facts[:2]:
+            assert fact["held"] == fact["parameters"] == sorted([rank, 3 - rank])
+        for fact in facts:
+            assert max(fact["gradients"], fact["verified"]) < 1e-6
+            assert max(abs(fact["loss"]), fact["forward"]) < 1e-6
+            assert fact["order"]
 
 
 # ── A process needs only its own data ─────────────────────────────────────────────────────────────────────────────────

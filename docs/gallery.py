@@ -25,12 +25,11 @@ import pipelab
 from pipelab.catalogue.bases import SingleStage
 from pipelab.draw.bars import shapes
 from pipelab.draw.page.page import comparison_page, frame, page
+from pipelab.draw.scatter import scatter
 from pipelab.draw.wording import NAMES
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
@@ -116,7 +115,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- schedules -->" in markdown:
         cards = (card(name, simulated(name), edit=editable(files)) for name in pipelab.schedules)
         markdown = markdown.replace("<!-- schedules -->", "\n\n".join(cards))
-        markdown = markdown.replace("<!-- scatter -->", scatter({name: simulated(name) for name in pipelab.schedules}))
+    for comment, ranks, microbatches in re.findall(r"(<!-- frontier (\d+) (\d+) -->)", markdown):
+        found = pipelab.frontier(int(ranks), int(microbatches))
+        up = "" if page.file.src_uri == "schedules/index.md" else "../../schedules/"
+        picture = scatter(found.schedules, found.points, up + "{}/")
+        markdown = markdown.replace(comment, f'<div class="wide scatter" markdown="0">{picture}</div>')
     if "<!-- price of a bubble -->" in markdown:
         markdown = markdown.replace("<!-- price of a bubble -->", prices())
     if page.file.src_uri == "glossary.md":  # each word can be linked to: glossary.md#own-span
@@ -153,44 +156,6 @@ def sent(trace: Trace) -> int:
     """Return how many values go from one rank to another."""
     place, stages = trace.plan.place, range(trace.plan.stages - 1)
     return 2 * sum(place(m, s) != place(m, s + 1) for m in range(MICROBATCHES) for s in stages)
-
-
-def scatter(traces: Mapping[str, Trace]) -> str:
-    """Return bubble against memory as an SVG whose dots are links; larger bubbles lie on the upper edge."""
-    top, right, up = 30, 72, 8.5  # per cent at the upper edge; pixels for a micro-batch, and for one per cent
-    parts = []
-    for held_there in range(1, MICROBATCHES + 1):
-        x = held_there * right
-        parts.append(f'<path d="M{x} 20v255" class="rule"/><text x="{x}" y="292">{held_there}</text>')
-    for each in range(0, top + 1, 10):
-        y = 275 - each * up
-        parts.append(f'<path d="M{right / 2} {y}H{right * 8.5}" class="rule"/><text x="16" y="{y + 4}">{each} %</text>')
-    spots: dict[tuple[float, float], list[str]] = {}
-    for name, trace in traces.items():
-        spots.setdefault((held(trace), round(100 * trace.bubble, 1)), []).append(name)
-    dots = {(holds, bubble): (holds * right, 275 - min(bubble, top) * up) for holds, bubble in sorted(spots)}
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots.values()]
-    for (holds, bubble), (x, y) in dots.items():
-        there = spots[holds, bubble]
-        over = f" ({bubble:.0f} %)" if bubble > top else ""
-        links = [f'<a href="{name}/">{title(name)}{over}</a>' for name in there]
-        half = 3.4 * len(", ".join(title(name) + over for name in there))
-        around = [(half + 9, 4), (0, -10), (0, 20), (-half - 9, 4), (half, -10), (half, 20)]
-        boxes = [(x + dx - half, y + dy - 12, x + dx + half, y + dy + 4) for dx, dy in around]
-        free = (box for box in boxes if box[2] < 9 * right and not any(map(overlap, [box] * len(taken), taken)))
-        box = next(free, boxes[0])
-        taken.append(box)
-        parts.append(f'<circle cx="{x}" cy="{y}" r="5"/>')
-        parts.append(f'<text x="{(box[0] + box[2]) / 2}" y="{box[3] - 4}">{", ".join(links)}</text>')
-    words = "bubble of each schedule against the most micro-batches that a rank holds"
-    axes = f'<text x="{right * 4.5}" y="310">most micro-batches held</text><text x="22" y="-6">bubble</text>'
-    body = f'<svg viewBox="0 -18 {right * 9} 336" role="group" aria-label="{words}">{axes}{"".join(parts)}</svg>'
-    return f'<div class="wide scatter" markdown="0">{body}</div>'
-
-
-def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Return whether two boxes, each left, top, right and bottom, lie on each other."""
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def simulated(name: str) -> Trace:

@@ -60,6 +60,7 @@ from pipelab.catalogue import (
     schedules,
 )
 from pipelab.catalogue.building_block import building_block
+from pipelab.catalogue.frontier import frontier
 from pipelab.catalogue.reroute import reroute
 from pipelab.checking.checker import check
 from pipelab.checking.memory import Memory
@@ -178,6 +179,7 @@ __all__ = [
     "diagnose",
     "diff",
     "emulated",
+    "frontier",
     "jitter",
     "lower",
     "lower_bound",

@@ -77,6 +77,8 @@ DISPLAYS = {
     "pipelab.engine.collectives.ring:RingResult.plot",
     "pipelab.engine.collectives.ring:RingResult.__str__",
     "pipelab.simulation.memory:MemoryUse.table",
+    "pipelab.catalogue.frontier:Frontier.table",
+    "pipelab.catalogue.frontier:Frontier._repr_svg_",
     "pipelab.plan.plan:Plan.save_graph",
     "pipelab.plan.plan:Plan._repr_html_",
     "pipelab.plan.plan:Plan.save",

@@ -24,6 +24,7 @@
 - `slimpipe`: the same over several stages per rank, which holds about one sequence
 - `greedy`: an order from a policy
 - `building_block`: one micro-batch's way through the ranks, repeated
+- `frontier`: how small a bubble a memory buys, by a search over building blocks
 - `reroute`: micro-batches of failed ranks go to their replicas
 - `bases`: what schedules with one stage per rank, looped, in a V, or in both directions share
 - `list_scheduling`: how a policy becomes an order

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import itemgetter
 
 from pipelab.catalogue.bases import VShaped
 from pipelab.errors import UsageError, require_size
-from pipelab.plan.actions import Action, Kind
+from pipelab.plan.actions import HALVES, TRAITS, Action, B, F, I, whole
 from pipelab.plan.plan import Plan
 
-_SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+_ALL = {"out(m,s)", "gin(m,s)", "gw(m,s)"}
+"""What the passes of a stage give, together."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,17 @@ class BuildingBlock:
     place: tuple[int, ...]
     """For each stage, its rank."""
 
+    def __post_init__(self) -> None:
+        """Refuse passes that are missing, too early, or in a slot that is taken.
+
+        Raises:
+            UsageError: as `building_block`.
+        """
+        if not self.place or set(self.place) != set(range(max(self.place) + 1)):
+            raise UsageError(f"place={list(self.place)}: expected a rank for each stage, and no rank left out")
+        self._require_order()
+        self._require_room()
+
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
@@ -41,26 +53,20 @@ class BuildingBlock:
 
         A weight gradient that is not among the passes runs in the rank's first free slot after its input gradient.
         """
-        taken = dict[int, Action | None]()
-        for action, first in self.passes.items():
-            for m in range(microbatches if self.place[action.stage or 0] == rank else 0):
-                start = first + m * self.interval
-                taken[start] = Action(action.kind, m, action.stage)
-                taken.update(
-                    dict.fromkeys(range(start + 1, start + _SLOTS[action.kind]))
-                )  # a whole backward's second slot
-        row, owed = list[Action](), deque[Action]()
-        fills = not any(action.kind == "W" for action in self.passes)
-        slot, last = min(taken, default=0), max(taken, default=0)
-        while slot <= last or owed:
-            if slot not in taken and owed:
+        first_half, second_half = HALVES
+        fills = not any(action.kind == second_half for action in self.passes)
+        mine = [(slot, each) for each, slot in self.passes.items() if self.place[each.stage or 0] == rank]
+        starts = [(slot + m * self.interval, each, m) for slot, each in mine for m in range(microbatches)]
+        row, owed, free = list[Action](), deque[Action](), 0
+        for slot, each, m in sorted(starts, key=itemgetter(0)):
+            while owed and free < slot:
                 row.append(owed.popleft())
-            elif begun := taken.get(slot):
-                row.append(begun)
-                if begun.kind == "I" and fills:
-                    owed.append(Action("W", begun.microbatch, begun.stage))
-            slot += 1
-        return row
+                free += 1
+            row.append(Action(each.kind, m, each.stage))
+            free = slot + _slots(each)
+            if fills and each.kind == first_half:
+                owed.append(Action(second_half, m, each.stage))
+        return [*row, *owed]
 
     def plan(self, microbatches: int, name: str | None = None) -> Plan:
         """Return the plan for so many micro-batches, which `pipelab.check` need not refuse: its order has no cycle.
@@ -74,6 +80,48 @@ class BuildingBlock:
         rows = [self.row(rank, microbatches) for rank in range(self.ranks)]
         return Plan(rows, len(self.place), require_size("microbatches", microbatches), self._rank_of, name)
 
+    def _require_order(self) -> None:
+        """Refuse a pass that is missing, or that starts before what it needs has ended."""
+        kinds = list(dict.fromkeys(action.kind for action in self.passes))
+        gives = [value for kind in kinds for value in TRAITS[kind].gives]
+        if {*gives, "gw(m,s)"} != _ALL or len(gives) > len(set(gives)):
+            raise UsageError(
+                f"the block has {', '.join(kinds) or 'no passes'}\n  try: F and B, or F and I with or without W"
+            )
+        for action in [Action(kind, 0, stage) for kind in kinds for stage in range(len(self.place))]:
+            if action not in self.passes:
+                word = _word(action)
+                raise UsageError(f"the block has no slot for {word}\n  try: passes={{…, {word!r}: …}}")
+        giver = {(value, action.stage): action for action in self.passes for value in action.traits.gives}
+        for action, slot in self.passes.items():
+            for value in action.traits.needs:
+                name, _, ahead = value.partition("(m,s")
+                before = giver.get((f"{name}(m,s)", (action.stage or 0) + int(ahead[:-1] or 0)))
+                end = slot if before is None else self.passes[before] + _slots(before)
+                if before and slot < end:
+                    raise UsageError(
+                        f"{_word(action)} starts in slot {slot}, but {_word(before)}, which it needs, ends with slot "
+                        f"{end - 1}\n  try: slot {end} or later"
+                    )
+
+    def _require_room(self) -> None:
+        """Refuse two passes of a rank in one slot, and weight gradients without a slot."""
+        taken = dict[tuple[int, int], Action]()
+        for action, first in self.passes.items():
+            for slot, cell in enumerate(_cells(action, first, self.place, self.interval), first):
+                if cell in taken:
+                    raise UsageError(
+                        f"{_word(taken[cell])} and {_word(action)} of rank {cell[0]} meet: slot {slot}, and every "
+                        f"{self.interval} later\n  try: another slot, or a longer interval"
+                    )
+                taken[cell] = action
+        ((rank, stages),) = Counter(self.place).most_common(1)
+        if (work := len(_ALL) * stages) > self.interval:
+            raise UsageError(
+                f"rank {rank} has {work} slots of work for each micro-batch, weight gradients included, and one "
+                f"comes every {self.interval} slots\n  try: interval={work} or more"
+            )
+
     def _rank_of(self, microbatch: int, stage: int) -> int:  # noqa: ARG002 - a plan's `place` takes both
         return self.place[stage]
 
@@ -86,7 +134,7 @@ class BuildingBlock:
             >>> pipelab.building_block({"0F": 0, "1F": 1, "1B": 2, "0B": 4}, interval=3).peaks
             (2, 1)
         """
-        last = max(first + _SLOTS[action.kind] for action, first in self.passes.items())
+        last = max(first + _slots(action) for action, first in self.passes.items())
         enough = last // self.interval + 2 + len(self.place)
         bound = self.plan(enough).bound
         return tuple(max(bound.in_flight(rank)) for rank in range(self.ranks))
@@ -121,16 +169,53 @@ def building_block(passes: Mapping[str, int], interval: int, place: Sequence[int
     Source:
         Qi et al. 2024, Pipeline Parallelism with Controllable Memory (arXiv:2405.15362), section 2.
     """
-    interval = require_size("interval", interval)
-    starts = {Action.parse(f"{word}0"): slot for word, slot in passes.items()}
-    stages = 1 + max((action.stage or 0 for action in starts), default=0)
-    ranks_of = tuple(place) if place is not None else tuple(range(stages))
-    if len(ranks_of) != stages or set(ranks_of) != set(range(max(ranks_of) + 1)):
-        raise UsageError(f"place={list(ranks_of)}: expected {stages} ranks, one for each stage, and no rank left out")
-    block = BuildingBlock(starts, interval, ranks_of)
-    _require_order(starts, stages)
-    _require_room(block)
-    return block
+    starts = {Action.parse(f"{word}0"): whole(slot) for word, slot in passes.items()}
+    for action, slot in starts.items():
+        if not isinstance(slot, int):
+            raise UsageError(f"passes has {slot!r} for {_word(action)}: expected a slot, a whole number")
+    stages = range(1 + max((action.stage or 0 for action in starts), default=0))
+    ranks_of = tuple(stages if place is None else map(whole, place))
+    if len(ranks_of) != len(stages):
+        raise UsageError(f"place={list(ranks_of)}: expected {len(stages)} ranks, one for each stage")
+    return BuildingBlock(starts, require_size("interval", interval), ranks_of)
+
+
+def first_fit(
+    place: Sequence[int], interval: int, speeds: Sequence[int], turn: int = 0, *, split: bool = True
+) -> BuildingBlock | None:
+    """Return the block of a micro-batch that goes from stage to stage at given speeds, and waits where a slot is taken.
+
+    Args:
+        place: for each stage, its rank.
+        interval: how many slots later the next micro-batch does the same.
+        speeds: how many slots after a pass the next one starts, in each of as many equal parts of the way: in a V,
+            forwards down and up, and backwards down and up.
+        turn: how many slots more pass between the last forward and the first backward.
+        split: whether backwards are split; weight gradients run in free slots.
+
+    Returns:
+        The block; `None` if a pass finds no free slot.
+
+    Example:
+        On four ranks, one micro-batch of a V with whole backwards waits twice on its way: `3B` and `0B` start late.
+
+        >>> block = first_fit([0, 1, 2, 3, 3, 2, 1, 0], 6, (1, 1, 2, 2), split=False)
+        >>> [slot for action, slot in block.passes.items() if action.kind == "B"], block.peaks
+        ([8, 10, 12, 17, 19, 21, 26, 28], (6, 6, 5, 6))
+    """
+    stages, backward = len(place), I if split else B
+    way = [F(0, stage) for stage in range(stages)] + [backward(0, stage) for stage in reversed(range(stages))]
+    taken, passes, start = set[tuple[int, int]](), dict[Action, int](), 0
+    for number, action in enumerate(way, 1):
+        tries = ((slot, _cells(action, slot, place, interval)) for slot in range(start, start + interval))
+        slot, cells = next(((slot, cells) for slot, cells in tries if taken.isdisjoint(cells)), (None, ()))
+        if slot is None:
+            return None
+        passes[action] = slot
+        taken.update(cells)
+        part, ahead = (each * len(speeds) // len(way) for each in (number - 1, number))
+        start = slot + (speeds[part] if part == ahead else _slots(action)) + turn * (number == stages)
+    return BuildingBlock(passes, interval, tuple(place))
 
 
 class Controlled(VShaped):
@@ -154,48 +239,16 @@ class Controlled(VShaped):
         yield from self.block.row(rank, self.microbatches)
 
 
-def _require_order(starts: Mapping[Action, int], stages: int) -> None:
-    """Refuse a pass that is missing, or that starts before what it needs has ended."""
-    gradient: Kind = "I" if any(action.kind == "I" for action in starts) else "B"
-    listed = {action.kind for action in starts}
-    if "B" in listed and listed & {"I", "W"}:
-        raise UsageError("the block has whole and split backwards\n  try: one kind, B, or I with or without W")
-    way = [Action("F", 0, stage) for stage in range(stages)]
-    way += [Action(gradient, 0, stage) for stage in reversed(range(stages))]
-    for action in [*way, *(Action("W", 0, stage) for stage in range(stages) if "W" in listed)]:
-        if action not in starts:
-            raise UsageError(
-                f"the block has no slot for {action.stage}{action.kind}\n  try: passes={{…, {str(action)[:-1]!r}: …}}"
-            )
-    needs = [*pairwise(way)]
-    needs += [(Action("I", 0, each.stage), each) for each in starts if each.kind == "W"]
-    for before, action in needs:
-        end = starts[before] + _SLOTS[before.kind]
-        if starts[action] < end:
-            raise UsageError(
-                f"{str(action)[:-1]} starts in slot {starts[action]}, but {str(before)[:-1]}, which it needs, ends "
-                f"with slot {end - 1}\n  try: slot {end} or later"
-            )
+def _slots(action: Action) -> int:
+    """Return how many slots an action takes: one for each value that it gives."""
+    return len(action.traits.gives)
 
 
-def _require_room(block: BuildingBlock) -> None:
-    """Refuse two passes of a rank in one slot, of one micro-batch or of two, and weight gradients without a slot."""
-    taken = dict[tuple[int, int], Action]()
-    for action, first in block.passes.items():
-        for slot in range(first, first + _SLOTS[action.kind]):
-            key = block.place[action.stage or 0], slot % block.interval
-            if key in taken:
-                raise UsageError(
-                    f"{str(taken[key])[:-1]} and {str(action)[:-1]} of rank {key[0]} meet: slot {slot}, and every "
-                    f"{block.interval} later\n  try: another slot, or a longer interval"
-                )
-            taken[key] = action
-    listed = any(action.kind == "W" for action in block.passes)
-    for rank in range(block.ranks):
-        mine = [action for action in block.passes if block.place[action.stage or 0] == rank]
-        work = sum(_SLOTS[each.kind] for each in mine) + (0 if listed else sum(each.kind == "I" for each in mine))
-        if work > block.interval:
-            raise UsageError(
-                f"rank {rank} has {work} slots of work for each micro-batch, weight gradients included, and one "
-                f"comes every {block.interval} slots\n  try: interval={work} or more"
-            )
+def _word(action: Action) -> str:
+    """Return an action's notation without the micro-batch."""
+    return str(action)[:-1]
+
+
+def _cells(action: Action, first: int, place: Sequence[int], interval: int) -> list[tuple[int, int]]:
+    """Return the rank and the slots that an action occupies in every interval."""
+    return [(place[action.stage or 0], slot % interval) for slot in range(first, first + _slots(action))]

@@ -14,6 +14,7 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `wording`: headlines and tables in words
 - `why`: idle time in words
 - `differences`: two traces compared, in words
+- `scatter`: bubbles against memory
 - `order`: what a picture of faults shows
 - `order_figure`: pictures of faults on matplotlib axes
 - `notebook`: what notebooks show

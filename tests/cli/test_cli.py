@@ -287,3 +287,12 @@ def test_a_width_without_a_figure_is_refused(pipelab_command, folder, others):
     assert code == 1
     assert "only figures have one" in error
     assert not list(Path().glob("x.*"))
+
+
+def test_frontier_prints_blocks_beside_schedules_and_writes_the_picture(pipelab_command, tmp_path):
+    code, output, _ = pipelab_command("frontier", "-r", "2", "-m", "4", "-o", str(tmp_path / "curve.svg"))
+    assert code == 0
+    assert "speeds 1 1 1 1" in output
+    assert "zbv" in output
+    assert "ZB-V" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
+    assert pipelab_command("frontier", "-o", "curve.pdf")[0] == 1

@@ -103,7 +103,7 @@ class TorchEngine(Engine):
         for part in parts:
             if part.here:
                 wants = any(each.requires_grad for piece in part.pieces for each in tensors_of(piece))
-                words = [f"{part.name} {describe_batch(part.pieces)}"] + ["x wants a gradient"] * wants
+                words = [f"{part.name} {describe_batch(part.pieces)}"] + [f"{part.name} wants a gradient"] * wants
                 part.words = "; ".join(words + [f"weights {' '.join(map(repr, part.weights))}"] * bool(part.weights))
             elif known := self._parts.get(part.name):
                 part.words, part.pieces, part.weights = known.words, known.pieces, known.weights

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ HINTS = {
     "other-targets": "number micro-batches where targets are taken, and compare with the output's number",
     "swapped": "look for a flat buffer or a list that is cut in another order",
     "other-batch": "look for a batch of another step, and for gradients that were there before",
+    "random-numbers": "look for noise that is added to gradients, and for dropout that the model has not",
     "stale-weights": "copy the weights after each optimizer.step(), before the next forward",
     "passed-back": "look for a detach(), or for the gradient of another micro-batch, on the way back between them",
     "only-their-own": "look for what is done to their .grad alone, and to what their backward has saved",
@@ -84,7 +85,8 @@ class Sizes:
     tokens: dict[int, str]  # numbers that a loss may average over, and of what
     runs: int = 1  # how often the step's layers ran the batch
     norm: float = 0.0  # of the wrong gradients together
-    some: bool = False  # whether others are right
+    backwards: Mapping[str, float] = field(default_factory=dict)  # by layer, how many followed each forward
+    about: Sequence[str] = ()  # the parameters whose gradients are wrong
 
     def called(self, number: float, slack: float) -> list[tuple[str, str, str]]:
         """Return what a number is, with the codes for gradients multiplied and divided by it."""
@@ -98,10 +100,12 @@ class Sizes:
             ),
         ]
         numbers = [each for each in numbers if each[0] > 1]
+        every = {self.backwards.get(name.rpartition(".")[0], 1.0) for name in self.about}
+        ran = every if len(every) == 1 else set()
         others = [
             *((a[0] * b[0], f"{a[1]} times {b[1]}", "scaled", "scaled") for a, b in combinations(numbers, 2)),
             *((2**power, f"2^{power}, as a GradScaler's scale", *["loss-scale"] * 2) for power in range(8, 33)),
-            *((times, "how often their backward ran", "stage-twice", "scaled") for times in (2, 3) if self.some),
+            *((times, "how often their backward ran", "stage-twice", "scaled") for times in ran if times > 1),
         ]
         fits = [[each[1:] for each in some if abs(number / each[0] - 1) <= slack] for some in (numbers, others)]
         return fits[0] or fits[1]
@@ -257,7 +261,7 @@ class Evidence:
     rows: list[int]
     rounding: Callable[[Gradients], bool]  # whether differences are no more than that
     train: Callable[[Any, Any], Gradients]  # plainly, on another batch
-    again: Callable[[Any, Any, float], Gradients]  # the step on another batch, with weights multiplied; it may raise
+    again: Callable[..., Gradients]  # the step: on a batch, with weights multiplied, and other random numbers or not
 
     def taken(self, value: Any, which: Iterable[int]) -> Any:
         """Return these rows of inputs or targets."""
@@ -329,6 +333,13 @@ def _kept(e: Evidence) -> bool:
     return e.rounding(e.again(*e.batch, 1.0) - e.left - e.plain)
 
 
+def _random(e: Evidence) -> bool:
+    if any(isinstance(layer, _DropoutNd) and layer.training and layer.p for layer in e.model.modules()):
+        return False  # `unproven_of` says so
+    same, other = (e.rounding(e.again(*e.batch, 1.0, seed) - e.left) for seed in (None, torch.initial_seed() + 1))
+    return same and not other
+
+
 def _other_batch(e: Evidence) -> str:
     x, y = (e.taken(each, (row // 2 for row in range(sum(e.rows)))) for each in e.batch)  # half of it, twice
     left, plain = e.again(x, y, 1.0), e.train(x, y)
@@ -337,7 +348,8 @@ def _other_batch(e: Evidence) -> str:
     if e.rounding(left - e.left):
         return "leaves the same gradients: it does not learn from the batch that it gets"
     rest = (left - plain) - (e.left - e.plain)
-    return "is wrong by the same: it adds gradients of yet another batch, or of a penalty" if e.rounding(rest) else ""
+    same = e.rounding(rest) and not _random(e)
+    return "is wrong by the same: it adds gradients of yet another batch, or of a penalty" if same else ""
 
 
 def _stale(e: Evidence) -> bool:
@@ -357,6 +369,7 @@ CAUSES: tuple[tuple[str, Callable[[Evidence], object], str], ...] = (
     ("no-zero-grad", _kept, "When it runs again, the step adds to what it has left before."),
     ("other-batch", _other_batch, "On another batch, the step {}."),
     ("stale-weights", _stale, "With new weights the step leaves the gradients of older ones: it computes with a copy."),
+    ("random-numbers", _random, "With other random numbers, the step leaves other gradients."),
     ("passed-back", _border, "From {0} to the loss all is right: what {0} passes back is wrong, or is lost."),
     (
         "only-their-own",

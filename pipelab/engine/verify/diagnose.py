@@ -105,7 +105,7 @@ class Diagnosis:
     `weighed-by-replicas`, `other-weights`, `sign`, `loss-scale`, `clipped`, `no-zero-grad`, `stage-twice`,
     `other-mode`, `weights-change`, `stale-weights`, `other-batch`, `other-targets`, `tied-weights`, `weight-decay`,
     `swapped`, `passed-back`, `only-their-own`, `missing-gradients`, `no-gradients`, `collinear`, `rounding`,
-    `unexplained`, `not-finite`.
+    `unexplained`, `not-finite`, `random-numbers`.
     """
 
     code: str
@@ -191,7 +191,7 @@ def diagnose(
             rewind()
             return microbatch_gradients(model, partial(in_types, coarse, run), x, y, loss_fn, counts, reduction)
 
-        def stepped(x: Any, y: Any, times: float | None = None) -> Gradients:
+        def stepped(x: Any, y: Any, times: float | None = None, seed: int | None = None) -> Gradients:
             if times and not repeat:
                 raise UsageError("the step must not run again")
             rewind()
@@ -199,6 +199,8 @@ def diagnose(
                 for parameter, values in weights:
                     overwrite(parameter.data, values * (times or 1.0))
                 torch.clear_autocast_cache()  # of copies in a coarser type
+                if seed is not None:
+                    torch.manual_seed(seed)
                 step(x, y)
                 return Gradients({name: gradient_of(each).cpu() for name, each in learning.items()})
             finally:
@@ -220,7 +222,7 @@ def diagnose(
         tables = {name: _products([*plain[name], each]) for name, each in left.items()}
         elements = {name: each.numel() for name, each in learning.items()}
         runs = round(min(during.times(before).values(), default=1.0))
-        sizes = Sizes(counts, shares, replicas, _tokens(y, loss_fn), runs)
+        sizes = Sizes(counts, shares, replicas, _tokens(y, loss_fn), runs, backwards=during.backwards)
 
         def look(case: _Case, wrong: dict[str, float | None], share: str) -> Finding:
             facts = (left, _summed(plain, learning), wrong, before, during, (x, y), counts)
@@ -376,7 +378,7 @@ class _Case:
         others = [name for name, table in self.tables.items() if name not in silent and table.any()]
         about = names if any(left[name] > self.tolerance for name in others) else others
         norm = math.sqrt(float(self._table(names)[-1, -1]))
-        sizes = replace(self.sizes, norm=norm, some=about is names)
+        sizes = replace(self.sizes, norm=norm, about=about)
         found = self._unclear(names, unclear) if unclear else named(counts, slack, sizes)
         counts[unclear] = math.nan
         still = [name for name in silent if left[name] > self.tolerance]

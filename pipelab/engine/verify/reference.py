@@ -230,12 +230,14 @@ def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], 
 class Seen:
     """What layers do: the types of their outputs, what ran, and the layers that ran after their weights had changed.
 
-    What ran is a layer's name, whether it was in training, and how many numbers it gave. A call that is repeated within
+    What ran is a layer's name, whether it was in training, and how many numbers it gave; `back` has the layers whose
+    outputs got a gradient, once for each time. A call that is repeated within
     a backward, as activation checkpoints do, is left out.
     """
 
     types: set[torch.dtype] = field(default_factory=set)
     ran: list[tuple[str, bool, int]] = field(default_factory=list)
+    back: list[str] = field(default_factory=list)
     changed: set[str] = field(default_factory=set)
 
     def times(self, other: Seen) -> dict[str, float]:
@@ -245,6 +247,12 @@ class Seen:
             for name, _, many in seen.ran:
                 amounts[name] += many
         return {name: many / theirs[name] for name, many in ours.items() if theirs[name]}
+
+    @property
+    def backwards(self) -> dict[str, float]:
+        """How many backwards followed each forward, by layer."""
+        forwards, back = Counter(name for name, *_ in self.ran), Counter(self.back)
+        return {name: back[name] / many for name, many in forwards.items()}
 
 
 @contextmanager
@@ -258,6 +266,8 @@ def seen(modules: Iterable[nn.Module]) -> Iterator[Seen]:
         found.types.update(each.dtype for each in made)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:  # noqa: SLF001 - not run again for a backward
             found.ran.append((name, layer.training, sum(each.numel() for each in made)))
+            for each in [each for each in made if each.grad_fn is not None][:1]:
+                each.register_hook(lambda _: found.back.append(name))
             if any(each._version != versions.get(id(each), each._version) for each in layer.parameters()):  # noqa: SLF001
                 found.changed.add(name)
 

@@ -425,3 +425,25 @@ def test_a_batch_of_rows_that_are_all_alike_is_not_taken_for_another():
         lambda x, y: right(model, x, y, nn.functional.l1_loss), model, x.repeat(ROWS, 1), y.repeat(ROWS, 1)
     )
     assert found.code == "unexplained"
+
+
+def test_one_gradient_that_is_doubled_is_no_backward_that_ran_twice():
+    model = plain.mlp(4)
+
+    def step(x, y):
+        right(model, x, y)
+        model[0].weight.grad *= 2
+
+    found = found_in(step, model)
+    assert (found.code, round(found.factor, 6), found.wrong) == ("scaled", 2, ("0.weight",))
+
+
+def test_noise_is_no_other_batch():
+    model = plain.mlp(4)
+
+    def step(x, y):
+        right(model, x, y)
+        for parameter in model.parameters():
+            parameter.grad += torch.randn_like(parameter)
+
+    assert found_in(step, model).code == "random-numbers"

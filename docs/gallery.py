@@ -392,7 +392,7 @@ def students_file(kind: type[pipelab.Schedule]) -> str:
             first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
             gone.update(range(first, node.end_lineno + 1))
     kept = "\n".join(line for number, line in enumerate(lines, 1) if number not in gone)
-    kept = re.sub(r"  # noqa.*", "", kept)
+    kept = re.sub(r"  # (noqa|type:).*", "", kept)
     kept = re.sub(r"(def \w+\(.*\)) -> .*:$", r"\1:", kept, flags=re.MULTILINE)
     kept = re.sub(
         r"^ +def .*$", lambda line: re.sub(r": [\w\[\], |.]+?(?= =|,|\):)", "", line[0]), kept, flags=re.MULTILINE

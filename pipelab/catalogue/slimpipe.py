@@ -51,15 +51,22 @@ class SlimPipe(Looped):
         "peak": "min(v * M, v * k + P - 1 - r)",
     }
 
+    _slices: int | None = None
+
     def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 2, slices: int | None = None) -> None:
         """Keep the sizes."""
         super().__init__(ranks, microbatches, stages_per_rank)
-        self.slices = require_size("slices", self.ranks if slices is None else slices)
+        self._slices = None if slices is None else require_size("slices", slices)
         if self.slices < self.ranks:
             raise UsageError(
                 f"slices={self.slices}: at least one slice for each of the {self.ranks} ranks, or all ranks wait for "
                 f"every sequence\n  try: slices={self.ranks} or more, or leave it out"
             )
+
+    @property
+    def slices(self) -> int:  # type: ignore[override]  # it follows from the number of ranks
+        """Into how many slices each sequence is cut."""
+        return self._slices or self.ranks
 
     @property
     def rounds(self) -> list[range]:

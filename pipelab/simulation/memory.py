@@ -6,7 +6,7 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from operator import eq
+from operator import eq, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -15,6 +15,7 @@ from pipelab.checking.memory import Memory
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
+from pipelab.trace.events import Transfer
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Held:
         weights: of parameters and buffers.
         gradients: of the parameters' gradients.
         optimizer: of the optimizer's state.
-        activations: of what forwards keep for backwards, and what `I` leaves for `W`.
+        activations: of what forwards keep for backwards, what `I` leaves for `W`, and gradients that are being sent.
         outputs: of the model's outputs.
     """
 
@@ -147,16 +148,18 @@ class MemoryUse:
         return str(self.table)
 
 
-def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUse:
+def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory, *, sent_gradient: int = 0) -> MemoryUse:
     """Return how many bytes every rank holds over time, predicted from the bytes of its stages.
 
-    The peaks depend only on the order of a rank's actions, not on their times. They do not include what an operation
-    needs while it runs, values that travel between ranks, and the batch itself. What two neighbouring stages of one
-    rank share, as at the turn of a V, counts twice.
+    Without `sent_gradient`, the peaks depend only on the order of a rank's actions, not on their times. They do not
+    include what an operation needs while it runs, values that arrive, and the batch itself. What two neighbouring
+    stages of one rank share, as at the turn of a V, counts twice.
 
     Args:
         plan: a trace, simulated or measured; or a plan or schedule, which is simulated first.
         memory: the bytes of each stage.
+        sent_gradient: bytes of one gradient that goes to another rank: held from its backward until it has arrived. An
+            output is held for its backward anyway.
 
     Example:
         >>> import pipelab
@@ -176,21 +179,27 @@ def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory) -> MemoryUse:
         ScheduleError: if a plan has faults.
     """
     trace = plan if isinstance(plan, Trace) else simulate(plan)
-    return MemoryUse(trace, tuple(_curve(trace, rank, memory) for rank in range(trace.ranks)))
+    sent: list[list[Transfer]] = [[] for _ in range(trace.ranks)]
+    for each in trace.transfers if sent_gradient else ():
+        if not each.giver.traits.forward and each.end > each.start - each.queued:
+            sent[each.source].append(each)
+    return MemoryUse(trace, tuple(_curve(trace, rank, memory, mine, sent_gradient) for rank, mine in enumerate(sent)))
 
 
-def _curve(trace: Trace, rank: int, memory: Memory) -> Curve:
+def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], size: int) -> Curve:
     """Return what a rank holds after each change."""
     bound = trace.plan.bound
-    times = [time for both in zip(trace.starts[rank], trace.ends[rank], strict=True) for time in both]
-    row, changes = bound.rows[rank], list(memory.changes(bound, rank))
+    code = bound.codes.code
+    changes = [(each.end, code(each.giver), (0, -size, 0)) for each in sent]
+    rows = zip(trace.starts[rank], trace.ends[rank], bound.rows[rank], memory.changes(bound, rank), strict=True)
+    for start, end, action, change in rows:
+        changes += [(start, action, change[:3]), (end, action, (0, -change[3], 0))]
+    changes += [(each.start - each.queued, code(each.giver), (0, size, 0)) for each in sent]
     curve, held = Curve(bound.codes, trace.start, *memory.always(bound, rank)), (0, 0, 0)
-    for each in sorted(range(len(times)), key=times.__getitem__):  # stable: at one time, in the row's order
-        change = changes[each >> 1]
-        more = (0, -change[3], 0) if each & 1 else change[:3]
+    for time, action, more in sorted(changes, key=itemgetter(0)):  # stable: at one time, in this order
         if any(more):
             held = (held[0] + more[0], held[1] + more[1], held[2] + more[2])
-            curve.append(times[each], row[each >> 1], *held)
+            curve.append(time, action, *held)
     return curve
 
 

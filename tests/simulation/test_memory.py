@@ -44,6 +44,17 @@ def test_gradients_come_with_the_first_backward_of_their_stage():
     assert [(held.time, str(held.action), held.gradients) for held in curve] == [(0, "None", 0), (2, "0B0", 9)]
 
 
+def test_gradients_that_are_under_way_count_if_they_are_asked_for():
+    late = simulate(pipelab.GPipe(2, 4), Cost(latency=5))  # a gradient leaves every 2, so three are under way
+    assert memory_use(late, Memory()).peaks == (0, 0)
+    (none, curve) = memory_use(late, Memory(), sent_gradient=7).curves
+    assert max(held.activations for held in none) == 0
+    assert [held.activations for held in curve] == [0, 7, 14, 21, 14, 21, 14, 7, 0]
+    bounded = simulate(pipelab.GPipe(2, 4), Cost(latency=5), max_outstanding_sends=1)
+    assert memory_use(bounded, Memory(), sent_gradient=7).peaks == (0, 14)  # one under way, one that waits for it
+    assert memory_use(pipelab.GPipe(2, 4), Memory(), sent_gradient=7).peaks == (0, 0)
+
+
 def test_a_curve_is_a_sequence_of_what_is_held():
     use = memory_use(pipelab.OneFOneB(2, 4), Memory(weights=1, gradients=9, activations=100, outputs=7))
     for curve, peak in zip(use.curves, use.at_peak, strict=True):

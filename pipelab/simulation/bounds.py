@@ -25,6 +25,7 @@ from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
     from pipelab.plan.bound import BoundPlan
+    from pipelab.plan.codes import Codes
 
 Subject = Trace | Plan | ScheduleLike
 
@@ -243,10 +244,9 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
 def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float]) -> Work:
     bound, codes = plan.bound, plan.bound.codes
     order = traverse(bound, atomic_pairs=True).order if paired else require_legal(plan).order
-    if (
-        not paired and not codes.more_needs
-    ):  # micro-batch after micro-batch, so that lines and caps, too, lead from earlier to later jobs
-        order = sorted(order, key=lambda code: (codes.collective[code], codes.microbatch[code]))
+    if not paired:  # sequence after sequence, so that lines and caps, too, lead from earlier to later jobs
+        first = _sequences(codes)
+        order = sorted(order, key=lambda code: (codes.collective[code], first[codes.microbatch[code]]))
     jobs: list[Job] = []
     job_of: dict[int, int] = {}
     for both in units(order, paired):
@@ -262,6 +262,16 @@ def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paire
                 held.append((job_of[codes.sibling(code, "F")], job_of[code]))
     lines = () if paired or codes.more_needs else _lines(plan, jobs)
     return Work(plan, tuple(jobs), tuple(map(tuple, activations)), lines)
+
+
+def _sequences(codes: Codes) -> list[int]:
+    """Return, by micro-batch, the first one of its sequence: slices need each other, other micro-batches do not."""
+    first = list(range(codes.microbatches))
+    for code, values in codes.more_needs.items():
+        for giver in (codes.givers(value)[0] for value in values):
+            low, high = sorted((first[codes.microbatch[code]], first[codes.microbatch[giver]]))
+            first = first if low == high else [low if each == high else each for each in first]
+    return first
 
 
 def _needs(bound: BoundPlan, code: int, job_of: dict[int, int], delays: Sequence[float]) -> list[tuple[int, float]]:

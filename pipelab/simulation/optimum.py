@@ -161,10 +161,12 @@ def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Itera
         if order is not None:
             fits = True
             yield simulate(_in_order(work, order), cost)
-    one_by_one = all(len(job.codes) == 1 for job in work.jobs) and not codes.more_needs
-    if caps is not None and one_by_one:
-        yield simulate(_in_order(work, range(len(work.jobs))), cost)
-    elif not fits:
+    if caps is not None and all(len(job.codes) == 1 for job in work.jobs):
+        one_by_one = simulate(_in_order(work, range(len(work.jobs))), cost)
+        if all(peak <= cap for peak, cap in zip(one_by_one.peak_activations, caps, strict=True)):
+            fits = True
+            yield one_by_one
+    if not fits:
         raise UsageError(
             f"memory_cap={list(caps or [])}: the plan holds {list(given.peak_activations)}, and no order was found "
             "that holds less with each overlapped pair as one slot, or each slice after the one before it\n"

@@ -13,6 +13,7 @@ from itertools import permutations, product
 from math import inf
 from pathlib import Path
 
+import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def by_brute_force(plan, cost, cap=None):
     """Return the shortest makespan of all legal orders of a plan's actions."""
     best = inf
     for rows in product(*(permutations(row) for row in plan.rows)):
-        other = Plan(rows, plan.stages, plan.microbatches, plan.place)
+        other = plan.with_rows(rows)
         if not check(other, memory_cap=cap):
             best = min(best, simulate(other, cost).makespan)
     return best
@@ -62,6 +63,7 @@ def test_the_known_optima_come_out_proven(schedule, cost, cap, makespan):
         (pipelab.GPipe(1, 3), 2),
         (pipelab.ZBH1(2, 1), None),
         (pipelab.GPipe(3, 1), 1),
+        (pipelab.Seq1F1B(2, 2), None),
     ],
 )
 @pytest.mark.parametrize("cost", [Cost(), Cost(forward=3, backward=1, latency=2), Cost(weight_grad=3, latency=0.5)])
@@ -135,6 +137,16 @@ def test_replicas_all_reduces_and_pairs_are_part_of_the_order():
     best = optimum(pipelab.DualPipe(2, 4), Cost(pair=2.5))
     assert any(isinstance(item, pipelab.Pair) for row in best.plan.rows for item in row)
     assert check(best.plan) == []
+
+
+def test_the_optimum_of_slices_keeps_their_order_and_the_cap():
+    schedule = pipelab.Seq1F1B(2, 4)  # two sequences of two slices: with two activations, one after the other
+    best = optimum(schedule, memory_cap=2)
+    assert (best.makespan, best.proven, best.trace.peak_activations) == (18, True, (2, 2))
+    assert best.plan.after is not None
+    assert oracle.legal(best.plan.rows, 2, 4, best.plan.place, schedule.after)
+    with pytest.raises(UsageError, match="no order was found"):
+        optimum(pipelab.Seq1F1B(2, 4, slices=4), memory_cap=3)
 
 
 def test_a_cap_that_no_order_keeps_is_refused_with_the_least_that_one_does():

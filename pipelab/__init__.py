@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from pipelab._version import __version__
 from pipelab.catalogue import (
     GEMS,
+    V1F1B,
     ZBH1,
     ZBH2,
     ZBV,
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GEMS",
+    "V1F1B",
     "ZBH1",
     "ZBH2",
     "ZBV",

@@ -60,6 +60,7 @@ from pipelab.catalogue import (
     VMin,
     schedules,
 )
+from pipelab.catalogue.asynchronous import PipeDream, TwoBW
 from pipelab.catalogue.building_block import building_block
 from pipelab.catalogue.frontier import frontier
 from pipelab.catalogue.reroute import reroute
@@ -83,7 +84,7 @@ from pipelab.errors import (
     UsageError,
     VerificationError,
 )
-from pipelab.plan.actions import Action, B, F, I, Pair, R, W
+from pipelab.plan.actions import Action, B, F, I, Pair, R, U, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
@@ -150,6 +151,7 @@ __all__ = [
     "OneFOneB",
     "Overlapped1F1B",
     "Pair",
+    "PipeDream",
     "PipelabError",
     "Pipeline",
     "Plan",
@@ -165,6 +167,8 @@ __all__ = [
     "StepTimeoutError",
     "Table",
     "Trace",
+    "TwoBW",
+    "U",
     "UsageError",
     "VHalf",
     "VMin",

@@ -14,10 +14,10 @@ from processes import SCRIPTS, environment
 import pipelab
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS
 
-ROW = """    "U": Traits("update", needs=("gw(m,s)",), gives=("weights(m,s)",), method="update", cost="weight_grad",
+ROW = """    "X": Traits("update", needs=("gw(m,s)",), gives=("moved(m,s)",), method="advance", cost="weight_grad",
                 colours=("#CC79A7", "#D694B8"), optional=True),
 """
-METHOD = """    def update(self, _microbatch: int, _given: None, _kept: dict[int, Any], _loss: Loss) -> None:
+METHOD = """    def advance(self, _microbatch: int, _given: None, _kept: dict[int, Any], _loss: Loss) -> None:
         with torch.no_grad():
             for each in self.module.parameters():
                 each -= 0.1 * each.grad
@@ -28,7 +28,7 @@ METHOD = """    def update(self, _microbatch: int, _given: None, _kept: dict[int
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Return what `updating.py` says of a copy of pipelab with `U`: an update after each micro-batch."""
+    """Return what `updating.py` says of a copy of pipelab with `X`: an update after each micro-batch."""
     folder = tmp_path_factory.mktemp("updates")
     shutil.copytree(Path(pipelab.__file__).parent, folder / "pipelab", ignore=shutil.ignore_patterns("__pycache__"))
     insert(folder / "pipelab/plan/actions.py", '    "R": Traits(', ROW)
@@ -54,15 +54,15 @@ def test_a_plan_may_have_the_new_kind_or_not(found):
 
 
 def test_only_a_plan_that_lists_an_optional_kind_has_codes_for_it(found):
-    assert found["kinds"] == {"late": ["F", "B", "I", "W", "U", "R"], "without": ["F", "B", "I", "W", "R"]}
+    assert found["kinds"] == {"late": ["F", "B", "I", "W", "X", "R"], "without": ["F", "B", "I", "W", "R"]}
 
 
 @pytest.mark.parametrize(
     ("plan", "code", "names"),
     [
-        ("early", "unordered", ("1U0", "1B0", "gw(0, 1)")),
-        ("split", "unordered", ("0U0", "0W0", "gw(0, 0)")),
-        ("lost", "duplicate", ("0U0", "rank 1")),
+        ("early", "unordered", ("1X0", "1B0", "gw(0, 1)")),
+        ("split", "unordered", ("0X0", "0W0", "gw(0, 0)")),
+        ("lost", "duplicate", ("0X0", "rank 1")),
     ],
 )
 def test_a_new_kind_before_what_it_needs_or_twice_is_a_fault(found, plan, code, names):
@@ -72,7 +72,7 @@ def test_a_new_kind_before_what_it_needs_or_twice_is_a_fault(found, plan, code, 
 
 
 def test_a_new_kind_occupies_its_rank_and_starts_when_its_own_stage_has_given_what_it_needs(found):
-    assert found["starts"] == [["0U0", 7, 10], ["0U1", 17, 20], ["1U0", 4.5, 7.5], ["1U1", 14.5, 17.5]]
+    assert found["starts"] == [["0X0", 7, 10], ["0X1", 17, 20], ["1X0", 4.5, 7.5], ["1X1", 14.5, 17.5]]
     assert found["peaks"] == [1, 1]
     assert found["bound"] <= found["makespan"] == 20
 
@@ -80,7 +80,7 @@ def test_a_new_kind_occupies_its_rank_and_starts_when_its_own_stage_has_given_wh
 def test_a_new_kind_is_drawn_in_its_colour_with_its_word(found):
     rows = [line for line in found["text"].splitlines() if line.startswith("rank ")]
     assert len(rows) == 2
-    assert all("U0" in row and "U1" in row for row in rows)
+    assert all("X0" in row and "X1" in row for row in rows)
     figure = (found["folder"] / "updates.svg").read_text().lower()
     assert "#cc79a7" in figure
     assert "update" in figure
@@ -90,19 +90,19 @@ def test_the_page_knows_what_a_new_kind_needs(found, browser):
     tab = browser.new_page()
     tab.goto((found["folder"] / "updates.html").as_uri())
     names = "((places) => places.map((each) => models[0].name(each)))"
-    assert tab.evaluate(f"{names}(models[0].needs(models[0].named('1U0')))") == ["1B0"]
-    assert tab.evaluate(f"{names}(models[0].gives(models[0].named('1B0')))") == ["0B0", "1U0"]
-    assert "U update" in tab.evaluate("document.querySelector('.legend').textContent")
+    assert tab.evaluate(f"{names}(models[0].needs(models[0].named('1X0')))") == ["1B0"]
+    assert tab.evaluate(f"{names}(models[0].gives(models[0].named('1B0')))") == ["0B0", "1X0"]
+    assert "X update" in tab.evaluate("document.querySelector('.legend').textContent")
     tab.close()
 
 
 def test_files_keep_a_new_kind(found):
     assert found["read"]
-    assert "1,U,1,0,4.5,7.5" in (found["folder"] / "updates.events.csv").read_text()
+    assert "1,X,1,0,4.5,7.5" in (found["folder"] / "updates.events.csv").read_text()
 
 
 def test_threads_run_a_new_kind_and_train_as_plain_updates_do(found):
-    assert found["ran"] == [[f"{stage}{kind}{m}" for m in (0, 1) for kind in "FBU"] for stage in (0, 1)]
+    assert found["ran"] == [[f"{stage}{kind}{m}" for m in (0, 1) for kind in "FBX"] for stage in (0, 1)]
     assert found["equal"]
 
 

@@ -20,7 +20,7 @@ from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import misplaced, missing
 from pipelab.checking.transfers import transfer_deadlocks
-from pipelab.errors import ScheduleError, clean, require_caps
+from pipelab.errors import ScheduleError, clean, require_caps, require_size
 from pipelab.plan.actions import HALVES, Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
@@ -116,6 +116,7 @@ def check(
     order: Order = "pytorch",
     transport: Transport = "buffered",
     memory: Memory | None = None,
+    versions: int | None = None,
 ) -> Faults:
     """Return every fault of a plan or schedule, worst kind first; an empty list means that it is right.
 
@@ -130,6 +131,8 @@ def check(
             sends and receives wait for each other in a circle has the fault `transfer-deadlock`, unless it has other
             faults, which come first.
         memory: how many bytes each stage takes. Bytes are counted only if the plan has no other faults.
+        versions: how many versions of a stage's weights a rank keeps, if the plan updates them: the newest ones. By
+            default, all that backwards still need.
 
     Example:
         >>> import pipelab
@@ -171,6 +174,8 @@ def check(
     mistake, meant, found = diagnose(plan, judge(plan), judge)
     if memory is not None and memory_cap is not None and not found and mistake is None:
         found = _over_cap(plan.bound, memory_cap, memory)
+    if versions is not None and not found and mistake is None:
+        found = _over_versions(plan.bound, require_size("versions", versions))
     of_code: dict[str, list[Fault]] = {}
     for fault in found:
         of_code.setdefault(fault.code, []).append(fault)
@@ -348,6 +353,29 @@ def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory 
             if in_flight[index] == bool(action.traits.holds):  # it holds no other activation
                 hint = f"no order holds less: raise the cap, or give rank {rank} smaller stages or micro-batches"
         faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
+    return faults
+
+
+def _over_versions(bound: BoundPlan, versions: int) -> list[Fault]:
+    """Find, for each rank, the first backward whose version of the weights is not one of the newest."""
+    faults: list[Fault] = []
+    for rank, row in enumerate(bound.rows):
+        before: dict[int, dict[int, int]] = {}
+        for index, (code, used) in enumerate(zip(row, bound.versions(rank), strict=True)):
+            action = bound.codes.action(code)
+            m, stage = bound.codes.microbatch[code], bound.codes.stage[code]
+            version, newest = before.get(stage, used).get(m, used[-1]), used[-1]
+            before[stage] = used
+            if action.traits.forward or action.kind == "U" or newest - version < versions:
+                continue
+            message = (
+                f"{action} on rank {rank} needs version {version} of stage {stage}'s weights, which {stage}F{m} used; "
+                f"{newest - version} updates later, a rank that keeps {versions} has it no more"
+            )
+            hint = f"run {action} before the updates, or keep {newest - version + 1} versions"
+            faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
+            break
+
     return faults
 
 

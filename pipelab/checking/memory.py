@@ -7,6 +7,7 @@ rank 0  ██ weights, optimizer's state: always; gradients: from the first 0B 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -28,12 +29,18 @@ class Change(NamedTuple):
         activations: added when it starts.
         outputs: of the model, added when it starts.
         freed: of activations, when it ends.
+        weights: of an older version that is still in use, added when it starts.
+        dropped: of gradients that an update has applied, when it ends.
+        forgotten: of versions that no micro-batch uses any more, when it ends.
     """
 
     gradients: int
     activations: int
     outputs: int
     freed: int
+    weights: int = 0
+    dropped: int = 0
+    forgotten: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +50,10 @@ class Memory:
     A number holds for every stage; a list has one number per stage. `Pipeline.memory` measures them.
 
     Attributes:
-        weights: bytes of a stage's parameters and buffers, held all the time.
+        weights: bytes of a stage's parameters and buffers, held all the time; in a plan with updates, once for each
+            version in use.
         gradients: bytes of their gradients, held from the stage's first `B` or `W` of the step on, as after
-            `optimizer.zero_grad()`.
+            `optimizer.zero_grad()`; in a plan with updates, once for each update whose gradients have begun.
         optimizer: bytes of the optimizer's state, held all the time: twice the weights for Adam.
         activations: bytes that one micro-batch's forward keeps for its backward: what autograd saves, and the stage's
             output. Held from the start of `F` to the end of `B`, or of `I` if the backward is split.
@@ -99,6 +107,29 @@ class Memory:
         Raises:
             CostError: if a list does not have one number per stage.
         """
+        usual = self._without_updates(bound, rank)
+        return self._with_updates(bound, rank, usual) if "U" in bound.codes.kinds else usual
+
+    def _with_updates(self, bound: BoundPlan, rank: int, usual: Iterator[Change]) -> Iterator[Change]:
+        """Yield the same with versions of weights, and with gradients for each group of micro-batches."""
+        codes, stages = bound.codes, bound.codes.stages
+        gradients, weights = self._of("gradients", stages), self._of("weights", stages)
+        updates = [bound.updates(stage) for stage in range(stages)]
+        versions, begun = [1] * stages, set[tuple[int, int]]()
+        for code, used, change in zip(bound.rows[rank], bound.versions(rank), usual, strict=True):
+            stage, gives = codes.stage[code], codes.traits(code).gives
+            group = stage, bisect_left(updates[stage], codes.microbatch[code])
+            first = "gw(m,s)" in gives and group not in begun
+            begun |= {group} if first else set()
+            more, versions[stage] = len(set(used.values())) - versions[stage], len(set(used.values()))
+            yield change._replace(
+                gradients=gradients[stage] if first else 0,
+                weights=max(0, more) * weights[stage],
+                dropped=gradients[stage] if "weights(m,s)" in gives else 0,
+                forgotten=max(0, -more) * weights[stage],
+            )
+
+    def _without_updates(self, bound: BoundPlan, rank: int) -> Iterator[Change]:
         codes, stages = bound.codes, bound.codes.stages
         gradients, activations = self._of("gradients", stages), self._of("activations", stages)
         leaves = activations if self.for_weight_grad is None else self._of("for_weight_grad", stages)
@@ -120,10 +151,10 @@ class Memory:
     def held(self, bound: BoundPlan, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many bytes the rank holds while it runs."""
         now, held = sum(self.always(bound, rank)), []
-        for *added, freed in self.changes(bound, rank):
-            now += sum(added)
+        for each in self.changes(bound, rank):
+            now += each.gradients + each.activations + each.outputs + each.weights
             held.append(now)
-            now -= freed
+            now -= each.freed + each.dropped + each.forgotten
         return held
 
     def _of(self, name: str, stages: int) -> Sequence[int]:

@@ -234,6 +234,7 @@ NAMES = {
     "V1F1B": "V-1F1B",
     "VHalf": "V-Half",
     "VMin": "V-Min",
+    "TwoBW": "PipeDream-2BW",
 }
 """What papers call a schedule, by its class; one that is not listed is called like its class."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Buffers, Runners
+from pipelab.engine.stage.updates import MakeOptimizer, UpdatingStage
 from pipelab.engine.step import StepState
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
@@ -34,6 +35,7 @@ class Settings:
     replicated_buffers: Buffers
     loss_fn: object
     group: dist.ProcessGroup | None = None
+    optimizer: MakeOptimizer | None = None
 
 
 class Engine(ABC):
@@ -56,6 +58,18 @@ class Engine(ABC):
     runners: Runners
     intra_op_threads: int
     transport: Transport = "buffered"
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Return a context in which a plan's updates leave the weights as they are."""
+        updating = [each for each in self.runners.of.values() if isinstance(each, UpdatingStage)]
+        for each in updating:
+            each.frozen = True
+        try:
+            yield
+        finally:
+            for each in updating:
+                each.frozen = False
 
     def agree(self, call: str, parts: Sequence[Part], caller: CallerContext) -> None:  # noqa: ARG002 - one process
         """Compare a call with the other processes', and complete the parts of its batch; all raise what is wrong."""

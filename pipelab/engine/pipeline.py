@@ -31,11 +31,13 @@ from pipelab.engine.stage.loss import (
     warn_of_ignored,
 )
 from pipelab.engine.stage.replicas import Buffers
+from pipelab.engine.stage.updates import MakeOptimizer
 from pipelab.engine.step import Step, StepState
 from pipelab.engine.threads import ThreadsEngine
 from pipelab.engine.torchrun.start import start
 from pipelab.engine.verify.verify import Verification, verify
 from pipelab.errors import BatchError, EngineError, LossError, UsageError, require_size
+from pipelab.plan.actions import OPTIONAL, TRAITS
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
@@ -78,6 +80,10 @@ class Pipeline:
             `named_parameters` and errors, instead of `"0.weight"` for a parameter of stage 0.
         sequence_dim: with a schedule of slices, the dimension of `x` and `y` along which each sequence is cut, 1 for
             `[rows, tokens, ...]`. Attention then calls `pipelab.cached`. By default, all micro-batches are rows.
+        optimizer: for a plan with updates (`U`) and `engine="threads"`: makes the optimizer of one stage from its
+            parameters, such as `partial(torch.optim.SGD, lr=0.1)`. An update applies the gradients of its micro-batches
+            and clears them; a micro-batch's loss weighs its share of the batch, as `reduction` says. Without it,
+            updates change nothing, and a step adds up gradients as any other.
 
     Example:
         >>> import pipelab, torch
@@ -120,6 +126,7 @@ class Pipeline:
         whole_model: nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
         sequence_dim: int | None = None,
+        optimizer: MakeOptimizer | None = None,
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         if engine not in ENGINES:
@@ -138,6 +145,7 @@ class Pipeline:
             raise TypeError(f"Pipeline(model, schedule, loss_fn): expected a model first, got {shorten(model)}")
         self.plan = as_plan(schedule)
         require_legal(self.plan)
+        _require_words(self.plan, engine)
         require_loss(loss_fn, reduction)
         self.loss_fn = loss_fn
         self.reduction = reduction
@@ -161,7 +169,7 @@ class Pipeline:
                 "communicate in another order in each process\n  try: engine='torch', group=mesh[\"pp\"].get_group()"
             )
         named = reduction if isinstance(reduction, str) else "a function"
-        settings = Settings(devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn, group)
+        settings = Settings(devices, named, timeout, intra_op_threads, replicated_buffers, loss_fn, group, optimizer)
         self.engine = ENGINES[engine](self.plan, self.stages, settings)
         for (stage, _), runner in self.engine.runners.of.items():
             runner.names = self.stages.names[stage]
@@ -299,7 +307,8 @@ class Pipeline:
         Raises:
             VerificationError: naming the parameter and the micro-batch that differ first.
         """
-        return verify(self, x, y)
+        with self.engine.frozen():
+            return verify(self, x, y)
 
     def memory(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> Memory:
         """Measure how many bytes each stage takes, from one micro-batch of this batch: for `pipelab.memory_use`.
@@ -317,7 +326,8 @@ class Pipeline:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
-        return stage_memory(self, x, y, optimizer)
+        with self.engine.frozen():
+            return stage_memory(self, x, y, optimizer)
 
     def memory_use(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
         """Run one step, and measure how many bytes every rank holds after each of its actions.
@@ -346,7 +356,8 @@ class Pipeline:
             StageError: if a stage or the loss raised.
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
-        return step_memory(self, x, y, optimizer)
+        with self.engine.frozen():
+            return step_memory(self, x, y, optimizer)
 
     @property
     def is_first(self) -> bool:
@@ -481,3 +492,12 @@ def _require_same_rows(parts: Sequence[Part]) -> None:
     rows = [sum(part.counts) for part in parts if part.pieces]
     if len(set(rows)) > 1:
         raise BatchError(f"x has {rows[0]} rows and y has {rows[1]}: every row of x needs a target")
+
+
+def _require_words(plan: Plan, engine: str) -> None:
+    """Refuse a plan with kinds of action that PyTorch's runtime lacks."""
+    lacking = [f"{kind} ({TRAITS[kind].word})" for kind in plan.bound.kinds if kind in OPTIONAL]
+    if engine == "torch" and lacking:
+        raise EngineError(
+            f"{plan.name} has {', '.join(lacking)}, which PyTorch's runtime lacks\n  try: engine='threads'"
+        )

@@ -49,6 +49,7 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.tied import accumulate
+from pipelab.engine.stage.updates import UpdatingStage
 from pipelab.engine.step import Act, RankState, StepState, describe, run_action
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import StageError, StepTimeoutError, UsageError
@@ -75,6 +76,10 @@ class ThreadsEngine(Engine):
         self.devices = rank_devices(settings.devices, plan.ranks)
         on = [each.device for each in self.devices]
         self.runners = Runners(stages.modules, plan.replicas, on, settings.replicated_buffers)
+        if settings.optimizer is not None:
+            for (stage, rank), runner in self.runners.of.items():
+                if updates := plan.bound.updates(stage):
+                    self.runners.of[stage, rank] = UpdatingStage(runner, plan.stages, settings.optimizer, updates)
         self.stage_devices = [on[ranks[0]] for _, ranks in sorted(plan.replicas.items())]
         self.local_stages = range(plan.stages)
         stages.place(self.stage_devices)

@@ -1,7 +1,8 @@
 """Actions: the words in which a schedule is written.
 
 A schedule says, for every rank, in which order it runs `F` (forward), `B` (full backward), `I` (input gradient), `W`
-(weight gradient) and `R` (all-reduce of a stage's gradients over its replicas). The notation is PyTorch's: `2F0` is
+(weight gradient), `U` (update of a stage's weights) and `R` (all-reduce of a stage's gradients over its replicas). The
+notation is PyTorch's: `2F0` is
 stage 2, forward, micro-batch 0.
 """
 
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from pipelab.errors import FormatError
 from pipelab.plan.fault import readable
 
-Kind = Literal["F", "B", "I", "W", "R"]
+Kind = Literal["F", "B", "I", "W", "U", "R"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Traits:
 # Okabe and Ito's hues; what the lightnesses are for, `draw/colours.py` says.
 _BLUE, _ORANGE, _YELLOW = ("#00598A", "#106494"), ("#DA9700", "#E3A519"), ("#DFD112", "#E4DB6D")
 _GREEN, _PURPLE = ("#008C66", "#119874"), ("#4F2044", "#582C4F")
+_VIOLET = ("#B040F0", "#BC5AF2")
 _KEPT, _LEFT = "activations", "for_weight_grad"
 # fmt: off
 TRAITS: dict[Kind, Traits] = {
@@ -80,6 +82,8 @@ TRAITS: dict[Kind, Traits] = {
                 method="backward_input", cost="input_grad", colours=_YELLOW),
     "W": Traits("weight gradient", needs=("gin(m,s)",), gives=("gw(m,s)",), releases=_LEFT,
                 method="backward_weight", cost="weight_grad", colours=_GREEN),
+    "U": Traits("update", needs=("gw(m,s)",), gives=("weights(m,s)",), method="update", cost="update",
+                colours=_VIOLET, optional=True),
     "R": Traits("all-reduce", needs=("gw(m,s)",), gives=(),
                 cost="all_reduce", colours=_PURPLE, notation="REDUCE_GRAD"),
 }
@@ -272,6 +276,19 @@ def I(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802, E743 
 def W(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
     """Weight gradient only: no rank waits for it, so it can fill idle time."""
     return Action("W", microbatch, stage)
+
+
+def U(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
+    """Update of a stage's weights, with the gradients of all micro-batches up to this one that no update has had.
+
+    Later forwards of the stage use the new weights. A backward uses those of its forward, which the rank keeps until
+    then: they are *versions* (Narayanan et al. 2019, "PipeDream", section 3.3, weight stashing).
+
+    Example:
+        >>> U(3, stage=0)
+        0U3
+    """
+    return Action("U", microbatch, stage)
 
 
 def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation

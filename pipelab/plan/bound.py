@@ -148,6 +148,8 @@ class BoundPlan:
         if not bound.names_ranks:
             listed = zip(*map(bound.ranks_of, codes.per_microbatch), strict=True)
             bound.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
+        if "U" in codes.kinds:
+            bound._bind_updates()
         if after is not None and (fault := require_slices(after, codes, bound.rank_of_slot)):
             bound.faults.append(fault)
         return bound
@@ -232,6 +234,35 @@ class BoundPlan:
         giver_of = self.giver_of
         return [(value, giver_of[value]) for value in self.codes.needs(code)]
 
+    def updates(self, stage: int) -> list[int]:
+        """Return the micro-batches whose `U` the plan lists for a stage, in their order."""
+        listed = self.codes.of_kind["U"][stage :: self.codes.stages] if "U" in self.codes.kinds else ()
+        return [microbatch for microbatch, code in enumerate(listed) if self.rank_of[code] != NO_RANK]
+
+    def versions(self, rank: int) -> list[dict[int, int]]:
+        """Return, for each of a rank's actions, the versions of its stage's weights in use after it.
+
+        By micro-batch in flight, the version that its forward used; under -1, the newest one. Version 0 is the first.
+
+        Example:
+            >>> import pipelab
+            >>> pipelab.Plan.parse("0F0 0F1 0B0 0U0 0B1").bound.versions(0)[2:4]
+            [{-1: 0, 1: 0}, {-1: 1, 1: 0}]
+        """
+        codes = self.codes
+        used: dict[int, dict[int, int]] = {stage: {-1: 0} for stage in range(codes.stages)}
+        found = []
+        for code in self.rows[rank]:
+            here, microbatch = used[codes.stage[code]], codes.microbatch[code]
+            if codes.kind[code] == "U":
+                here[-1] += 1
+            elif codes.forward[code]:
+                here[microbatch] = here[-1]
+            elif codes.releases[code]:
+                here.pop(microbatch, None)
+            found.append(dict(here))
+        return found
+
     def in_flight(self, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many stage activations the rank holds after it.
 
@@ -248,6 +279,27 @@ class BoundPlan:
         """Return where the rank's `index`-th code is in its row as written."""
         positions = self.positions[rank]
         return index if positions is None else positions[index]
+
+    def _bind_updates(self) -> None:
+        """Let each `U` need the gradients of its whole group, and the update before it."""
+        codes, gradients, weights = self.codes, self.codes.of_value("gw(m,s)"), self.codes.of_value("weights(m,s)")
+        for stage, ranks in self.replicas.items():
+            before = -1
+            for microbatch in self.updates(stage):
+                code = codes.table["U"][microbatch][stage]
+                for other in range(before + 1, microbatch):
+                    codes.require(code, gradients[other * codes.stages + stage])
+                if before >= 0:
+                    codes.require(code, weights[before * codes.stages + stage])
+                before = microbatch
+                if len(ranks) > 1:
+                    action, rank = codes.action(code), self.rank_of[code]
+                    position = self.position(rank, self.rows[rank].index(code))
+                    message = (
+                        f"{action} is on rank {rank}, but {len(ranks)} ranks have a part of the stage's gradients each"
+                    )
+                    hint = "list updates only for stages that are on one rank"
+                    self.faults.append(Fault("wrong-rank", rank, position, action, message, hint))
 
     def _bind_row(self, rank: int, row: Sequence[object], stages_of_rank: StagesOfRank) -> None:
         """Append the codes of one row; an item that cannot be bound becomes a fault."""

@@ -27,7 +27,7 @@ PerSlot = Number | Callable[[int, int], float]
 _PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activation_bytes", "boundary_gradient_bytes")
 """The costs that grow with the rows of a micro-batch; only they may be functions of it."""
 
-_PER_STAGE = (*_PER_ROW, "all_reduce")
+_PER_STAGE = (*_PER_ROW, "all_reduce", "update")
 _FEWEST = 3
 """To fewer fitted steps no interval is given."""
 
@@ -64,6 +64,7 @@ class Cost:
         pair: time of an overlapped pair as one slot, as in the DualPipe paper. If left out, a pair takes as long as its
             forward and its backward, one after the other.
         all_reduce: time of `R`, such as one from `all_reduce_time`.
+        update: time of `U`.
         latency: time that any transfer takes, however small. It delays the action that needs the value.
         bandwidth: bytes per unit of time; if left out, size does not matter.
         links: latency and bandwidth inside a node and between nodes, instead of `latency` and `bandwidth`; `Links`, or
@@ -116,6 +117,7 @@ class Cost:
     weight_grad: PerSlot | None = None
     pair: PerSlot | None = None
     all_reduce: Number = 0
+    update: Number = 0
     latency: float = 0
     bandwidth: float | None = None
     links: Links | dict[str, Any] | None = None
@@ -353,7 +355,7 @@ class Cost:
             inputs[:: plan.stages] = [0.0] * (longest // plan.stages)
             weights[:: plan.stages] = backward[:: plan.stages]
         found = {"forward": forward, "backward": backward, "input_grad": inputs, "weight_grad": weights}
-        found |= {"all_reduce": self._each("all_reduce", plan, share), "": [0.0] * plan.stages}
+        found |= {name: self._each(name, plan, share) for name in ("all_reduce", "update")} | {"": [0.0] * plan.stages}
         return {kind: found[TRAITS[kind].cost] for kind in KINDS}
 
     def transfer_times(self, plan: Plan) -> tuple[list[float], list[float]]:

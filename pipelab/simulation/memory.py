@@ -30,7 +30,7 @@ class Held:
     Attributes:
         time: since when, in the trace's unit.
         action: the action that starts or ends then; `None` for what was there before the step.
-        weights: of parameters and buffers.
+        weights: of parameters and buffers, of all versions in use.
         gradients: of the parameters' gradients.
         optimizer: of the optimizer's state.
         activations: of what forwards keep for backwards, what `I` leaves for `W`, and gradients that are being sent.
@@ -56,17 +56,18 @@ class Curve(Sequence[Held]):
 
     def __init__(self, codes: Codes, start: float, weights: int, optimizer: int) -> None:
         """Begin with what is there before the step."""
-        self._codes, self._weights, self._optimizer = codes, weights, optimizer
-        self._times, self._by = array("d", [start]), array("q", [-1])
+        self._codes, self._optimizer = codes, optimizer
+        self._times, self._by, self._weights = array("d", [start]), array("q", [-1]), array("q", [weights])
         self._gradients, self._activations, self._outputs = (array("q", [0]) for _ in range(3))
 
-    def append(self, time: float, code: int, gradients: int, activations: int, outputs: int) -> None:
+    def append(self, time: float, code: int, gradients: int, activations: int, outputs: int, weights: int) -> None:
         """Add what is held after a change."""
         self._times.append(time)
         self._by.append(code)
         self._gradients.append(gradients)
         self._activations.append(activations)
         self._outputs.append(outputs)
+        self._weights.append(weights)
 
     def __len__(self) -> int:
         return len(self._times)
@@ -88,12 +89,12 @@ class Curve(Sequence[Held]):
             return tuple(self[index] for index in range(*at.indices(len(self))))
         action = None if self._by[at] < 0 else self._codes.action(self._by[at])
         held = self._gradients[at], self._optimizer, self._activations[at], self._outputs[at]
-        return Held(self._times[at], action, self._weights, *held)
+        return Held(self._times[at], action, self._weights[at], *held)
 
     @property
     def at_peak(self) -> Held:
         """What is held when it first is the most."""
-        totals = list(map(sum, zip(self._gradients, self._activations, self._outputs, strict=True)))
+        totals = list(map(sum, zip(self._weights, self._gradients, self._activations, self._outputs, strict=True)))
         return self[totals.index(max(totals))]
 
 
@@ -190,15 +191,19 @@ def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], si
     """Return what a rank holds after each change."""
     bound = trace.plan.bound
     code = bound.codes.code
-    changes = [(each.end, code(each.giver), (0, -size, 0)) for each in sent]
+    changes = [(each.end, code(each.giver), (0, -size, 0, 0)) for each in sent]
     rows = zip(trace.starts[rank], trace.ends[rank], bound.rows[rank], memory.changes(bound, rank), strict=True)
     for start, end, action, change in rows:
-        changes += [(start, action, change[:3]), (end, action, (0, -change[3], 0))]
-    changes += [(each.start - each.queued, code(each.giver), (0, size, 0)) for each in sent]
-    curve, held = Curve(bound.codes, trace.start, *memory.always(bound, rank)), (0, 0, 0)
+        changes += [
+            (start, action, (change.gradients, change.activations, change.outputs, change.weights)),
+            (end, action, (-change.dropped, -change.freed, 0, -change.forgotten)),
+        ]
+    changes += [(each.start - each.queued, code(each.giver), (0, size, 0, 0)) for each in sent]
+    weights, optimizer = memory.always(bound, rank)
+    curve, held = Curve(bound.codes, trace.start, weights, optimizer), (0, 0, 0, weights)
     for time, action, more in sorted(changes, key=itemgetter(0)):  # stable: at one time, in this order
         if any(more):
-            held = (held[0] + more[0], held[1] + more[1], held[2] + more[2])
+            held = (held[0] + more[0], held[1] + more[1], held[2] + more[2], held[3] + more[3])
             curve.append(time, action, *held)
     return curve
 

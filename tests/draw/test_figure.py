@@ -17,7 +17,7 @@ from pipelab import B, Cost, F, Plan
 from pipelab.draw import colours, figure, labels
 from pipelab.draw.bars import Lanes
 from pipelab.draw.page import page
-from pipelab.plan.actions import KINDS, Traits
+from pipelab.plan.actions import KINDS, OPTIONAL, Traits
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 
@@ -282,7 +282,8 @@ def test_kinds_and_idle_are_told_apart_by_everybody(vision, scheme):
     ground = grounds(scheme)
     paints = {kind: colours.PALETTE[kind][0] for kind in KINDS} | {each: ground[each] for each in ("idle", "wait")}
     for one, other in itertools.combinations(paints, 2):
-        if one in KINDS:
+        optional = {one, other}.intersection(OPTIONAL) and vision == "none"  # a grey copy has room for five
+        if one in KINDS and not optional:
             distance = np.linalg.norm(lab(paints[one], vision) - lab(paints[other], vision))
             assert distance >= 15, f"{one} {paints[one]} and {other} {paints[other]} are {distance:.1f} apart"
     new = Traits("new", (), ()).colours[0]

@@ -1,4 +1,4 @@
-"""Check, simulate, draw and run a plan with `U`, which `tests/test_kinds.py` adds to a copy of pipelab; print facts."""
+"""Check, simulate, draw and run a plan with `X`, which `tests/test_kinds.py` adds to a copy of pipelab; print facts."""
 
 import copy
 import json
@@ -10,10 +10,10 @@ from torch import nn
 
 import pipelab
 
-LATE = "0F0 0B0 0U0 0F1 0B1 0U1; 1F0 1B0 1U0 1F1 1B1 1U1"
-EARLY = "0F0 0B0 0U0 0F1 0B1 0U1; 1F0 1U0 1B0 1F1 1B1 1U1"
-SPLIT = "0F0 0I0 0U0 0W0; 1F0 1I0 1W0 1U0"
-LOST = "0F0 0B0 0U0; 1F0 1B0 1U0 0U0"
+LATE = "0F0 0B0 0X0 0F1 0B1 0X1; 1F0 1B0 1X0 1F1 1B1 1X1"
+EARLY = "0F0 0B0 0X0 0F1 0B1 0X1; 1F0 1X0 1B0 1F1 1B1 1X1"
+SPLIT = "0F0 0I0 0X0 0W0; 1F0 1I0 1W0 1X0"
+LOST = "0F0 0B0 0X0; 1F0 1B0 1X0 0X0"
 RATE = 0.1
 
 folder = Path(sys.argv[1])
@@ -48,7 +48,7 @@ facts = {
         name: [[fault.code, fault.message] for fault in pipelab.check(pipelab.Plan.parse(text))]
         for name, text in (("early", EARLY), ("split", SPLIT), ("lost", LOST))
     },
-    "starts": [[str(event.action), event.start, event.end] for event in trace.events if event.action.kind == "U"],
+    "starts": [[str(event.action), event.start, event.end] for event in trace.events if event.action.kind == "X"],
     "peaks": trace.peak_activations,
     "text": str(trace),
     "bound": pipelab.lower_bound(plan),

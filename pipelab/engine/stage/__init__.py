@@ -6,6 +6,7 @@
 - `batch`: the batch cut into micro-batches, and their outputs joined
 - `loss`: the loss of a micro-batch, weighed by its share
 - `slices`: what earlier slices of a sequence keep for later ones, and their gradients
+- `updates`: an optimizer for each stage, and the versions of weights that backwards still need
 - `pytree`: tensors in tuples, lists and dicts
 - `replicas`: copies of a stage that several ranks hold
 - `tied`: parameters that several stages use

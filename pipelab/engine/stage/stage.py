@@ -124,6 +124,9 @@ class Stage:
         """Run the rest of one micro-batch's backward (`W`): the gradients of the stage's weights."""
         weight_gradients(kept.pop(microbatch))
 
+    def update(self, _microbatch: int, _given: None, _kept: dict[int, Any], _loss: Loss) -> None:
+        """Leave the weights as they are (`U`): without an optimizer, a step only adds up gradients."""
+
     def evaluate(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
         """Run one micro-batch forward, without gradients."""
         with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
@@ -133,7 +136,7 @@ class Stage:
 
     def _call(self, entry: Any) -> Any:
         try:
-            output = self.module(entry)
+            output = self._run(entry)
         except Exception as error:
             if layer := layer_of(error, self.module, self.names):
                 error.add_note(f"in layer {layer}")
@@ -141,6 +144,9 @@ class Stage:
         if not self.is_last and not isinstance(output, torch.Tensor):
             self._require_tensors(output)
         return output
+
+    def _run(self, entry: Any) -> Any:
+        return self.module(entry)
 
     def _require_tensors(self, output: Any) -> None:
         """Refuse an output that holds other objects than tensors in tuples, lists and dicts, and plain values."""

@@ -1,0 +1,213 @@
+"""Updates within a plan: `U`, the versions of weights that backwards still need, PipeDream and PipeDream-2BW."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import pipelab
+from pipelab import Action, Plan
+
+SIZES = [(1, 3), (2, 1), (2, 4), (3, 7), (4, 16)]
+
+
+def oracle(rows, stages, microbatches):
+    """Tell, from the rule alone, whether a plan runs, and which version each forward uses: by (m, s); or None."""
+    given: set[tuple] = set()
+    updated = dict.fromkeys(range(stages), 0)  # how many updates
+    through = dict.fromkeys(range(stages), -1)  # up to which micro-batch
+    used: dict[tuple[int, int], int] = {}
+    left = [list(row) for row in rows]
+    moved = True
+    while moved:
+        moved = False
+        for row in left:
+            while row:
+                kind, m, s = row[0].kind, row[0].microbatch, row[0].stage
+                if kind == "F" and s and ("F", m, s - 1) not in given:
+                    break
+                if kind == "B" and (("F", m, s) not in given or (s + 1 < stages and ("B", m, s + 1) not in given)):
+                    break
+                if kind == "U":
+                    if m <= through[s] or any(("B", each, s) not in given for each in range(through[s] + 1, m + 1)):
+                        break
+                    updated[s], through[s] = updated[s] + 1, m
+                if kind == "F":
+                    used[m, s] = updated[s]
+                given.add((kind, m, s))
+                row.pop(0)
+                moved = True
+    return None if any(left) else used
+
+
+def drawn(seed):
+    """Return a random plan: 1F1B or GPipe with some updates, sometimes moved, one stage per rank."""
+    chance = random.Random(seed)  # noqa: S311 - for tests
+    ranks, microbatches = chance.randint(1, 4), chance.randint(1, 6)
+    kind = chance.choice([pipelab.OneFOneB, pipelab.GPipe])
+    rows = [list(row) for row in kind(ranks, microbatches).plan().rows]
+    for stage, row in enumerate(rows):
+        for m in sorted(chance.sample(range(microbatches), chance.randint(0, microbatches))):
+            least = row.index(Action("B", m, stage)) + 1 if chance.random() < 0.9 else 0
+            row.insert(chance.randint(least, len(row)), Action("U", m, stage))
+    return rows, ranks, microbatches
+
+
+def agrees(seed):
+    """Tell whether pipelab and the oracle say the same of a random plan, and of its versions."""
+    rows, ranks, microbatches = drawn(seed)
+    plan = Plan(rows, ranks, microbatches)
+    used = oracle(rows, ranks, microbatches)
+    if used is None:
+        return bool(pipelab.check(plan))
+    found = {}
+    for rank, row in enumerate(plan.bound.rows):
+        for code, versions in zip(row, plan.bound.versions(rank), strict=True):
+            action = plan.bound.codes.action(code)
+            if action.kind == "F":
+                found[action.microbatch, action.stage] = versions[action.microbatch]
+    return not pipelab.check(plan) and found == used and pipelab.simulate(plan).makespan > 0
+
+
+def test_random_plans_with_updates_run_if_and_only_if_the_rule_says_so():
+    assert [seed for seed in range(300) if not agrees(seed)] == []
+    legal = sum(oracle(*drawn(seed)) is not None for seed in range(300))
+    assert 50 < legal < 250
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "names"),
+    [
+        ("0F0 0U0 0B0", "unordered", ("0U0", "0B0", "gw(0, 0)")),
+        ("0F0 0F1 0B1 0U1 0B0", "unordered", ("0U1", "0B0", "gw(0, 0)")),
+        ("0F0 0F1 0B0 0B1 0U1 0U0", "unordered", ("0U1", "0U0", "weights(0, 0)")),
+        ("0F0 0B0 0U0 0U0", "duplicate", ("0U0",)),
+    ],
+)
+def test_an_update_before_its_gradients_or_out_of_order_is_refused(text, code, names):
+    fault = pipelab.check(Plan.parse(text))[0]
+    assert fault.code == code
+    assert all(name in fault.message for name in names)
+
+
+def test_a_stage_on_two_ranks_has_no_updates():
+    plan = Plan.parse("0F0 0B0 0U0; 0F1 0B1")
+    assert [(fault.code, fault.rank) for fault in pipelab.check(plan)] == [("wrong-rank", 0)]
+
+
+def test_a_backward_whose_version_is_no_longer_kept_is_refused():
+    plan = Plan.parse("0F0 0F1 0F2 0B0 0U0 0B1 0U1 0B2")
+    assert pipelab.check(plan, versions=3) == pipelab.check(plan) == []
+    (fault,) = pipelab.check(plan, versions=2)
+    assert (fault.code, str(fault.action)) == ("memory-cap", "0B2")
+    assert "0F2" in fault.message
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_pipedream_uses_weights_that_lack_as_many_updates_as_ranks_come_after(ranks, microbatches):
+    plan = pipelab.PipeDream(ranks, microbatches).plan()
+    used = oracle(plan.rows, ranks, microbatches)
+    assert used == {(m, s): max(0, m - (ranks - 1 - s)) for m in range(microbatches) for s in range(ranks)}
+    assert pipelab.check(plan, versions=ranks) == []
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_2bw_uses_weights_one_update_late_on_every_rank_and_keeps_two_versions(ranks, microbatches):
+    plan = pipelab.TwoBW(ranks, microbatches).plan()
+    used = oracle(plan.rows, ranks, microbatches)
+    assert used == {(m, s): max(0, m // ranks - 1) for m in range(microbatches) for s in range(ranks)}
+    assert pipelab.check(plan, versions=2) == []
+
+
+def test_memory_counts_versions_and_the_gradients_of_each_group():
+    memory = pipelab.Memory(weights=100, gradients=10, activations=1)
+    assert memory.held(Plan.parse("0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2").bound, 0) == [
+        101, 102, 112, 211, 202, 212, 211, 211, 110
+    ]  # fmt: skip
+    plan = pipelab.PipeDream(ranks=4, microbatches=12).plan()
+    peaks = pipelab.memory_use(plan, pipelab.Memory(weights=100)).peaks
+    assert peaks == (400, 300, 200, 100)
+
+
+def test_an_update_takes_the_time_that_its_cost_says():
+    trace = pipelab.simulate(Plan.parse("0F0 0B0 0U0 0F1 0B1"), pipelab.Cost(update=[0.5]))
+    assert trace.makespan == 6.5
+
+
+def delayed(model, x, y, microbatches, group, late, rate):
+    """Train in plain PyTorch: each group with the weights of `late` groups before; return the final weights."""
+    versions = [[each.detach().clone() for each in model.parameters()]]
+    rows = list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
+    for first in range(0, microbatches, group):
+        old = versions[max(0, len(versions) - 1 - late)]
+        for parameter, value in zip(model.parameters(), old, strict=True):
+            parameter.data, parameter.grad = value.clone(), None
+        for inputs, targets in rows[first : first + group]:
+            (nn.functional.mse_loss(model(inputs), targets) / microbatches).backward()
+        pairs = zip(versions[-1], model.parameters(), strict=True)
+        versions.append([value - rate * parameter.grad for value, parameter in pairs])
+    return versions[-1]
+
+
+def made(ranks):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(ranks)))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 4), (2, 8), (3, 10)])
+def test_2bw_trains_as_gradient_descent_with_gradients_one_step_late_bit_for_bit(ranks, microbatches):
+    model, plain = made(ranks), made(ranks)
+    x, y = torch.randn(2 * microbatches, 4), torch.randn(2 * microbatches, 4)
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    with pipelab.Pipeline(model, pipelab.TwoBW(ranks, microbatches), nn.MSELoss(), optimizer=optimizer) as pipe:
+        pipe.step(x, y)
+    expected = delayed(plain, x, y, microbatches, ranks, late=1, rate=0.5)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), expected, strict=True))
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_pipedreams_last_stage_is_not_stale_and_its_first_is():
+    ranks, microbatches = 2, 6
+    model = made(ranks)
+    x, y = torch.randn(12, 4), torch.randn(12, 4)
+    seen = []
+    model[1].register_forward_pre_hook(lambda part, _: seen.append(part[0].weight.detach().clone()))
+    first = []
+    model[0].register_forward_pre_hook(lambda part, _: first.append(part[0].weight.detach().clone()))
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    with pipelab.Pipeline(model, pipelab.PipeDream(ranks, microbatches), nn.MSELoss(), optimizer=optimizer) as pipe:
+        pipe.step(x, y)
+    assert all(not torch.equal(one, other) for one, other in pairwise(seen))
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[1], first[2])
+
+
+def test_without_an_optimizer_updates_change_nothing_and_verify_freezes_them():
+    model = made(2)
+    before = [each.detach().clone() for each in model.parameters()]
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    for optimizer in (None, partial(torch.optim.SGD, lr=0.5)):
+        with pipelab.Pipeline(model, pipelab.PipeDream(2, 4), nn.MSELoss(), optimizer=optimizer) as pipe:
+            assert pipe.verify(x, y).exact
+        assert all(torch.equal(each, other) for each, other in zip(model.parameters(), before, strict=True))
+
+
+def test_gpipe_with_a_flush_is_an_update_at_the_end():
+    rows = [[*row, pipelab.U(3, stage)] for stage, row in enumerate(pipelab.GPipe(2, 4).plan().rows)]
+    model, plain = made(2), made(2)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    with pipelab.Pipeline(model, Plan(rows), nn.MSELoss(), optimizer=optimizer) as pipe:
+        pipe.step(x, y)
+    expected = delayed(plain, x, y, 4, 4, late=0, rate=0.5)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), expected, strict=True))
+
+
+def test_processes_do_not_run_updates():
+    with pytest.raises(pipelab.EngineError, match="update"):
+        pipelab.Pipeline(made(2), pipelab.PipeDream(2, 4), nn.MSELoss(), engine="torch")

@@ -134,9 +134,9 @@ class Stage:
         _require_unwritten(made, kept.setdefault(_RETURNED, {}))
         return made
 
-    def _call(self, entry: Any) -> Any:
+    def _call(self, entry: Any, run: Callable[[Any], Any] | None = None) -> Any:
         try:
-            output = self._run(entry)
+            output = self.module(entry) if run is None else run(entry)
         except Exception as error:
             if layer := layer_of(error, self.module, self.names):
                 error.add_note(f"in layer {layer}")
@@ -144,9 +144,6 @@ class Stage:
         if not self.is_last and not isinstance(output, torch.Tensor):
             self._require_tensors(output)
         return output
-
-    def _run(self, entry: Any) -> Any:
-        return self.module(entry)
 
     def _require_tensors(self, output: Any) -> None:
         """Refuse an output that holds other objects than tensors in tuples, lists and dicts, and plain values."""

@@ -93,10 +93,10 @@ class UpdatingStage(Stage):
         self._optimizer.zero_grad()
         versions.newest = {}
 
-    def _run(self, entry: Any) -> Any:
-        if not self._using:
-            return super()._run(entry)
-        return torch.func.functional_call(self.module, self._using, (entry,))
+    def _call(self, entry: Any, run: Callable[[Any], Any] | None = None) -> Any:
+        if self._using:
+            run = lambda given: torch.func.functional_call(self.module, self._using, (given,))  # noqa: E731
+        return super()._call(entry, run)
 
     def _collect(self, microbatch: int, kept: dict[int, Any]) -> None:
         """Add a micro-batch's gradients to those of the next update; after the last one, to the model's own."""

@@ -163,8 +163,8 @@ def _blocks(ranks: int, split: bool) -> Iterator[tuple[str, BuildingBlock]]:
     seen = set[tuple[int, ...]]()
     for interval, *speeds, turn in product(_INTERVALS, forwards, forwards, backwards, backwards, range(3)):
         block = first_fit(place, interval, speeds, turn, split=split)
-        if block and (slots := (interval, *block.passes.values())) not in seen:
-            seen.add(slots)
+        if block and (timing := (interval, *block.passes.values())) not in seen:
+            seen.add(timing)
             yield f"speeds {' '.join(map(str, speeds))}{f', turn {turn}' if turn else ''}, every {interval}", block
 
 

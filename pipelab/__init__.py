@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 from pipelab._version import __version__
 from pipelab.catalogue import (
     GEMS,
-    V1F1B,
     ZBH1,
     ZBH2,
     ZBV,
@@ -84,10 +83,10 @@ from pipelab.errors import (
     UsageError,
     VerificationError,
 )
-from pipelab.plan.actions import Action, B, F, I, Pair, R, U, W
+from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, F, I, Pair, R, U, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
-from pipelab.schedule import Schedule, replicate
+from pipelab.schedule import Schedule, replicate, with_gathers
 from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import Comparison, compare
@@ -113,7 +112,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GEMS",
-    "V1F1B",
+    "LOAD",
+    "OFFLOAD",
+    "RESHARD",
+    "UNSHARD",
     "ZBH1",
     "ZBH2",
     "ZBV",
@@ -198,6 +200,7 @@ __all__ = [
     "simulate",
     "split",
     "what_if",
+    "with_gathers",
 ]
 
 # What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.

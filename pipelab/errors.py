@@ -221,18 +221,18 @@ def require_slots(stages: int, microbatches: int) -> None:
         )
 
 
-def require_caps(memory_cap: Any, ranks: int) -> list[int]:
-    """Return the memory cap of every rank, from one number or one per rank.
+def require_caps(memory_cap: Any, ranks: int, name: str = "memory_cap") -> list[int]:
+    """Return the cap of every rank, from one number or one per rank, which is an argument called `name`.
 
     Raises:
         UsageError: if it is neither.
     """
     if not isinstance(memory_cap, Sequence) or isinstance(memory_cap, str):
-        return [require_size("memory_cap", memory_cap, sys.maxsize)] * ranks
+        return [require_size(name, memory_cap, sys.maxsize)] * ranks
     if len(memory_cap) != ranks:
         count = f"{len(memory_cap)} number{'' if len(memory_cap) == 1 else 's'}"
-        raise UsageError(f"memory_cap has {count} for {ranks} ranks: give one number, or one per rank")
-    return [require_size("memory_cap", cap, sys.maxsize) for cap in memory_cap]
+        raise UsageError(f"{name} has {count} for {ranks} ranks: give one number, or one per rank")
+    return [require_size(name, cap, sys.maxsize) for cap in memory_cap]
 
 
 def require_suffix(path: Path, what: str, known: Sequence[str]) -> str:

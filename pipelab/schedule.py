@@ -13,12 +13,15 @@ from typing import Any, ClassVar
 
 from pipelab.checking.checker import Faults, as_plan, require_legal
 from pipelab.errors import ScheduleError, require_size, require_slots
-from pipelab.plan.actions import Action, Item, Pair
+from pipelab.plan.actions import RESHARD, UNSHARD, Action, Item, Pair
+from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import After
 from pipelab.plan.bound import MOST_ACTIONS, endless_limit
 from pipelab.plan.fault import Fault, line_of_function, readable, shorten, students_line
+from pipelab.plan.order import units
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
+from pipelab.plan.transfers import Lookahead, Step, lookaheads, residence
 
 
 class Schedule(ABC):
@@ -398,6 +401,48 @@ class Replicated(Schedule):
         """Return the call that made it."""
         name = self.schedule.name if isinstance(self.schedule, Plan) else repr(self.schedule)
         return f"replicate({name}, {self.replicas})"
+
+
+def with_gathers(plan: Schedule | Plan, max_active_stages: int = 3, unshard_lookahead: Lookahead = "full") -> Plan:
+    """Return a plan whose stages are sharded, with gathers, frees and reductions where PyTorch's runtime puts them.
+
+    Before each action, a rank frees all but the next few stages that it comes to, and gathers those of them that it
+    lacks. After a stage's last gradient, its gradients are reduced.
+
+    Args:
+        plan: the plan or schedule.
+        max_active_stages: how many stages' weights a rank keeps gathered.
+        unshard_lookahead: how many of its coming stages it gathers: `"full"`, as many as it keeps; `"auto"`, at most
+            so many, but only 2 on rank 0, 3 on rank 1, and so on; or one number for each rank.
+
+    Example:
+        >>> import pipelab
+        >>> print(with_gathers(pipelab.LoopedBFS(ranks=1, microbatches=2), max_active_stages=1))
+        rank 0 | 0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B1 1B0 1R 1RESHARD 0UNSHARD 0B1 0B0 0R 0RESHARD
+
+    Raises:
+        ScheduleError: if the plan has faults, such as gathers of its own.
+        UsageError: if a number is no positive whole number, or if `unshard_lookahead` is neither.
+    """
+    plan = as_plan(plan)
+    require_legal(plan)
+    most = require_size("max_active_stages", max_active_stages)
+    bound = with_reduces(plan.bound, every_stage=True)
+    rows: list[list[Item]] = []
+    for rank, ahead in enumerate(lookaheads(unshard_lookahead, plan.ranks, most)):
+        items = list(map(tuple, units(bound.rows[rank], bound.pairs)))
+        moves = residence(bound, [each for each in items if not bound.codes.collective[each[0]]], most, ahead)
+        rows.append([])
+        for item, written in zip(items, bound.items(rank), strict=True):
+            if not bound.codes.collective[item[0]]:
+                rows[-1] += _moves(next(moves))
+            rows[-1].append(written)
+        rows[-1] += _moves(next(moves))
+    return Plan(rows, plan.stages, plan.microbatches, plan.place, f"{plan.name}, sharded", plan.after)
+
+
+def _moves(steps: Iterable[Step]) -> Iterator[Action]:
+    return ((UNSHARD if word == "UNSHARD" else RESHARD)(stage) for word, (stage,) in steps)
 
 
 def replicate(plan: Schedule | Plan, replicas: int) -> Replicated:

@@ -12,7 +12,7 @@ import pytest
 from processes import SCRIPTS, environment
 
 import pipelab
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS
+from pipelab.plan.actions import PER_MICROBATCH, TRAITS
 
 ROW = """    "X": Traits("update", needs=("gw(m,s)",), gives=("moved(m,s)",), method="advance", cost="weight_grad",
                 colours=("#CC79A7", "#D694B8"), optional=True),
@@ -107,7 +107,7 @@ def test_threads_run_a_new_kind_and_train_as_plain_updates_do(found):
 
 
 def test_every_value_that_a_kind_needs_is_given_by_some_kind():
-    given = {value for kind in KINDS for value in TRAITS[kind].gives}
+    given = {value for kind in TRAITS for value in TRAITS[kind].gives}
     for traits in TRAITS.values():
         assert {value.replace("s-1", "s").replace("s+1", "s") for value in traits.needs} <= given
 

@@ -4,6 +4,7 @@
 - `rules`: everything exactly once, each action on its rank
 - `deadlock`: the cycle of ranks that wait for each other
 - `repair`: the move that undoes a deadlock, tried out
+- `residency`: weights gathered before each use, activations back before their backwards
 - `transfers`: the cycle of sends and receives that wait for each other
 - `memory`: `Memory`: how many bytes each stage takes, and so what each action adds and frees
 - `mistakes`: the four commonest mistakes behind many faults

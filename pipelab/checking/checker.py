@@ -18,6 +18,7 @@ from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.memory import Memory
 from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
+from pipelab.checking.residency import residency
 from pipelab.checking.rules import misplaced, missing
 from pipelab.checking.transfers import transfer_deadlocks
 from pipelab.errors import ScheduleError, clean, require_caps, require_size
@@ -113,6 +114,7 @@ def check(
     plan: Plan | ScheduleLike,
     *,
     memory_cap: int | Sequence[int] | None = None,
+    gather_cap: int | Sequence[int] | None = None,
     order: Order = "pytorch",
     transport: Transport = "buffered",
     memory: Memory | None = None,
@@ -126,6 +128,7 @@ def check(
         plan: the plan or schedule.
         memory_cap: how many stage activations a rank may hold, or how many bytes if there is a `memory`: one
             number, or one per rank.
+        gather_cap: how many stages' weights a rank may hold gathered: one number, or one per rank.
         order: in which order each rank posts its sends and receives: see `simulate`.
         transport: which of them wait for each other: see `simulate`. With any but `"buffered"`, a plan whose
             sends and receives wait for each other in a circle has the fault `transfer-deadlock`, unless it has other
@@ -163,14 +166,15 @@ def check(
     Raises:
         CostError: if a list of the memory does not have one number per stage.
         TypeError: if it is neither a plan nor a schedule.
-        UsageError: if `memory_cap` is not a number, or one per rank; or if `order` or `transport` is none of the words.
+        UsageError: if a cap is not a number, or one per rank; or if `order` or `transport` is none of the words.
     """
     require_words(order, transport)
     try:
         plan = as_plan(plan)
     except ScheduleError as error:
         return Faults(error.faults, error.subject)
-    judge = partial(_faults, memory_cap=memory_cap if memory is None else None, order=order, transport=transport)
+    activations = memory_cap if memory is None else None
+    judge = partial(_faults, memory_cap=activations, gather_cap=gather_cap, order=order, transport=transport)
     mistake, meant, found = diagnose(plan, judge(plan), judge)
     if memory is not None and memory_cap is not None and not found and mistake is None:
         found = _over_cap(plan.bound, memory_cap, memory)
@@ -185,7 +189,10 @@ def check(
     return Faults(faults, plan.name, plan, None if mistake is None else meant, order, transport)
 
 
-def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, order: Order, transport: Transport) -> list[Fault]:
+Cap = int | Sequence[int] | None
+
+
+def _faults(plan: Plan, memory_cap: Cap, gather_cap: Cap, order: Order, transport: Transport) -> list[Fault]:
     """Return the faults of a plan, worst kind first, without excerpts.
 
     Uncertain faults are left out: if the placement is faulty, all faults that depend on it; if a rank has an item that
@@ -207,6 +214,8 @@ def _faults(plan: Plan, memory_cap: int | Sequence[int] | None, order: Order, tr
         disorder += deadlocks(bound, walk, missing_values, excused)
     over = [] if memory_cap is None else _over_cap(bound, memory_cap)
     faults = [*bound.faults, *misplaced(bound), *incomplete, *disorder]
+    if bound.moves:
+        faults += residency(bound, gather_cap)
     if not faults:
         faults = transfer_deadlocks(bound, order, transport)
     return sorted([*faults, *over], key=_severity)
@@ -234,7 +243,8 @@ def require_legal(plan: Plan) -> Traversal:
         return bound.walk
     if not bound.faults and not misplaced(bound) and not missing(bound)[0]:
         walk = traverse(bound)
-        if not walk.stuck and not (bound.needs_aside and _unordered(bound)[0]):
+        disordered = bound.needs_aside and _unordered(bound)[0]
+        if not walk.stuck and not disordered and not (bound.moves and residency(bound)):
             bound.walk = walk
             return walk
     raise ScheduleError(check(plan), plan.name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from pipelab.errors import CostError
-from pipelab.plan.actions import FINITE, finite
+from pipelab.plan.actions import FINITE, Action, finite
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import readable, shorten
 
@@ -54,6 +54,8 @@ class Memory:
             version in use.
         gradients: bytes of their gradients, held from the stage's first `B` or `W` of the step on, as after
             `optimizer.zero_grad()`; in a plan with updates, once for each update whose gradients have begun.
+        gathered: bytes of a sharded stage's whole weights, held from the start of `UNSHARD` to `RESHARD`; its shard is
+            then among `weights`.
         optimizer: bytes of the optimizer's state, held all the time: twice the weights for Adam.
         activations: bytes that one micro-batch's forward keeps for its backward: what autograd saves, and the stage's
             output. Held from the start of `F` to the end of `B`, or of `I` if the backward is split.
@@ -76,6 +78,7 @@ class Memory:
     """
 
     weights: Bytes = 0
+    gathered: Bytes = 0
     gradients: Bytes = 0
     optimizer: Bytes = 0
     activations: Bytes = 0
@@ -151,11 +154,19 @@ class Memory:
     def held(self, bound: BoundPlan, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many bytes the rank holds while it runs."""
         now, held = sum(self.always(bound, rank)), []
-        for each in self.changes(bound, rank):
+        moves = [move for move in reversed(bound.moves) if move.rank == rank]
+        for index, each in enumerate(self.changes(bound, rank)):
+            while moves and moves[-1].before <= index:
+                now += self.moved(moves.pop().action, bound.codes.stages)
             now += each.gradients + each.activations + each.outputs + each.weights
             held.append(now)
             now -= each.freed + each.dropped + each.forgotten
         return held
+
+    def moved(self, action: Action, stages: int) -> int:
+        """Return how many bytes a gather or a load adds; a free or an offload takes them away."""
+        sizes = self._of("gathered" if action.microbatch is None else "activations", stages)
+        return sizes[action.stage or 0] * action.traits.in_flight
 
     def _of(self, name: str, stages: int) -> Sequence[int]:
         """Return one of the sizes for every stage."""

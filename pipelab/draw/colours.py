@@ -26,6 +26,7 @@ HATCHES: dict[Reason, str] = {
     "dependency": "",
     "behind another transfer": "|",
     "transfer": "-",
+    "channel": "+",
     "order": ".",
     "all-reduce": "x",
     "drain": "\\",

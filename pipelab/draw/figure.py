@@ -107,7 +107,8 @@ def _idle(lanes: Lanes, ax: Axes) -> None:
     gaps = [gap for rank in range(lanes.trace.ranks) for gap in lanes.gaps(rank)]
     for reason, hatch in colours.HATCHES.items():
         boxes = [(gap.start, gap.idle.rank, gap.end) for gap in gaps if gap.idle.reason == reason]
-        _boxes(boxes, colours.ground(reason), hatch, ax)
+        if boxes:
+            _boxes(boxes, colours.ground(reason), hatch, ax)
     for gap, words, size in labels.in_gaps(gaps, ax):
         ink = colours.ground(gap.idle.reason).ink
         middle = (gap.start + gap.end) / 2

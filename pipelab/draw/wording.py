@@ -231,7 +231,6 @@ NAMES = {
     "ZBH2": "ZB-H2",
     "InterleavedZeroBubble": "Interleaved zero bubble",
     "ZBV": "ZB-V",
-    "V1F1B": "V-1F1B",
     "VHalf": "V-Half",
     "VMin": "V-Min",
     "TwoBW": "PipeDream-2BW",

@@ -2,8 +2,9 @@
 
 A schedule says, for every rank, in which order it runs `F` (forward), `B` (full backward), `I` (input gradient), `W`
 (weight gradient), `U` (update of a stage's weights) and `R` (all-reduce of a stage's gradients over its replicas). The
-notation is PyTorch's: `2F0` is
-stage 2, forward, micro-batch 0.
+notation is PyTorch's: `2F0` is stage 2, forward, micro-batch 0. Beside these, a channel of the rank may move what the
+rank holds: `UNSHARD` gathers a stage's weights, `RESHARD` frees them, `OFFLOAD` takes an activation away, and `LOAD`
+brings it back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Literal
 from pipelab.errors import FormatError
 from pipelab.plan.fault import readable
 
-Kind = Literal["F", "B", "I", "W", "U", "R"]
+Kind = Literal["F", "B", "I", "W", "U", "R", "UNSHARD", "RESHARD", "OFFLOAD", "LOAD"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Traits:
         colours: its colours on a rank's first, third … stage, and on its second, fourth …; see `draw/colours.py`.
         notation: PyTorch's word for it, if that is not the letter.
         optional: whether `Codes` lay it out only for plans that list it, so that it costs other plans nothing.
+        channel: the channel of its rank on which it runs, beside computing, one after the other. An action with a
+            channel is a *move*: it changes what its rank holds, and may come several times. `now`: it takes no time.
     """
 
     word: str
@@ -50,6 +53,7 @@ class Traits:
     colours: tuple[str, str] = ("#CA5900", "#D26A17")
     notation: str = ""
     optional: bool = False
+    channel: str = ""
 
     @property
     def collective(self) -> bool:
@@ -71,6 +75,7 @@ class Traits:
 _BLUE, _ORANGE, _YELLOW = ("#00598A", "#106494"), ("#DA9700", "#E3A519"), ("#DFD112", "#E4DB6D")
 _GREEN, _PURPLE = ("#008C66", "#119874"), ("#4F2044", "#582C4F")
 _VIOLET = ("#B040F0", "#BC5AF2")
+_CHANNEL = ("#6B6B6B", "#848484")
 _KEPT, _LEFT = "activations", "for_weight_grad"
 # fmt: off
 TRAITS: dict[Kind, Traits] = {
@@ -86,11 +91,19 @@ TRAITS: dict[Kind, Traits] = {
                 colours=_VIOLET, optional=True),
     "R": Traits("all-reduce", needs=("gw(m,s)",), gives=(),
                 cost="all_reduce", colours=_PURPLE, notation="REDUCE_GRAD"),
+    "UNSHARD": Traits("gather", needs=(), gives=(), holds="gathered",
+                      cost="gather", colours=_CHANNEL, channel="gather"),
+    "RESHARD": Traits("free", needs=(), gives=(), releases="gathered", colours=_CHANNEL, channel="now"),
+    "OFFLOAD": Traits("offload", needs=("out(m,s)",), gives=("away(m,s)",), releases=_KEPT, cost="offload",
+                      colours=_CHANNEL, channel="offload"),
+    "LOAD": Traits("load", needs=("away(m,s)",), gives=("back(m,s)",), holds=_KEPT, cost="load",
+                   colours=("#8F8F8F", "#A3A3A3"), channel="load"),
 }
 # fmt: on
 """The kinds of action, each a row: a new one is a row, and the method of `Stage` that it names."""
 # The collective ones last, as in `Codes`.
-KINDS = tuple(sorted(TRAITS, key=lambda kind: TRAITS[kind].collective))
+KINDS = tuple(sorted((kind for kind in TRAITS if not TRAITS[kind].channel), key=lambda kind: TRAITS[kind].collective))
+"""The kinds that compute."""
 PER_MICROBATCH = tuple(kind for kind in KINDS if not TRAITS[kind].collective)
 """The kinds that run once for each micro-batch and stage: all but `R`."""
 OPTIONAL = tuple(kind for kind in KINDS if TRAITS[kind].optional)
@@ -101,11 +114,12 @@ HALVES = tuple(kind for kind in KINDS if TRAITS[kind].gives in (("gin(m,s)",), (
 _USUAL = {(str, microbatch, stage) for microbatch in (int, NoneType) for stage in (int, NoneType)}
 """The types of an action's parts, unless a student made it of something else."""
 _NUMBER = "[0-9]{1,4300}"  # Python reads no more digits
-_WHOLE = {word: kind for kind, each in TRAITS.items() if each.collective for word in (kind, each.notation)}
+_WHOLE = {word: kind for kind, each in TRAITS.items() if each.collective for word in (kind, each.notation) if word}
 _NOTATION = re.compile(
-    rf"(?P<stage>{_NUMBER})?(?:(?P<kind>[{''.join(PER_MICROBATCH)}])(?P<microbatch>{_NUMBER})|(?P<whole>{'|'.join(_WHOLE)}))"
+    rf"(?P<stage>{_NUMBER})?(?:(?P<kind>{'|'.join(kind for kind in TRAITS if not TRAITS[kind].collective)})"
+    rf"(?P<microbatch>{_NUMBER})|(?P<whole>{'|'.join(_WHOLE)}))"
 )
-_LOWERED = re.compile(r"[0-9]*(UNSHARD|RESHARD|(SEND|RECV)_[FB])[0-9]*")
+_LOWERED = re.compile(r"[0-9]*(SEND|RECV)_[FB][0-9]*")
 """What PyTorch adds when it lowers a plan."""
 
 
@@ -299,6 +313,50 @@ def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
         2R
     """
     return Action("R", None, stage)
+
+
+def UNSHARD(stage: int | None = None) -> Action:  # noqa: N802 - PyTorch's word
+    """Gather a stage's weights, which are sharded over other ranks, on this rank; `RESHARD` frees them.
+
+    Each `F`, `B`, `I` and `W` of a stage that a plan gathers needs its weights gathered. A gather begins when its rank
+    comes to it and its channel is free. The rank computes meanwhile, until it comes to an action that needs these
+    weights.
+
+    Example:
+        >>> UNSHARD(stage=2)
+        2UNSHARD
+    """
+    return Action("UNSHARD", None, stage)
+
+
+def RESHARD(stage: int | None = None) -> Action:  # noqa: N802 - PyTorch's word
+    """Free a stage's gathered weights, which takes no time; the rank keeps its shard.
+
+    Example:
+        >>> RESHARD(stage=2)
+        2RESHARD
+    """
+    return Action("RESHARD", None, stage)
+
+
+def OFFLOAD(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - a word beside PyTorch's
+    """Take away, to another memory, what a forward keeps for its backward; `LOAD` must bring it back before.
+
+    Example:
+        >>> OFFLOAD(3, stage=2)
+        2OFFLOAD3
+    """
+    return Action("OFFLOAD", microbatch, stage)
+
+
+def LOAD(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - a word beside PyTorch's
+    """Bring back what `OFFLOAD` took away.
+
+    Example:
+        >>> LOAD(3, stage=2)
+        2LOAD3
+    """
+    return Action("LOAD", microbatch, stage)
 
 
 def whole(number: Any) -> Any:

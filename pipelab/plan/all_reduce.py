@@ -68,7 +68,7 @@ def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
     """Return a plan with the all-reduces of `groups` where `choose` puts them."""
     rows = [list(row) for row in bound.rows]
     positions = list(bound.positions)
-    rank_of = list(bound.rank_of)
+    rank_of, moves = list(bound.rank_of), list(bound.moves)
     for rank, row in enumerate(rows):
         reduces = [code for code, ranks in groups.items() if rank in ranks]
         if not reduces:
@@ -80,6 +80,9 @@ def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
             row.insert(chosen[code], code)
             places.insert(chosen[code], places[chosen[code] - 1] if chosen[code] else 0)
             rank_of[code] = rank
+            for at, move in enumerate(moves):
+                if move.rank == rank and move.before >= chosen[code]:
+                    moves[at] = move._replace(before=move.before + 1)
         positions[rank] = places
     return replace(
         bound,
@@ -88,4 +91,5 @@ def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
         rank_of=rank_of,
         reduces=bound.reduces | {code: list(ranks) for code, ranks in groups.items()},
         automatic=set(groups),
+        moves=moves,
     )

@@ -8,7 +8,7 @@ from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Pair, whole
+from pipelab.plan.actions import PER_MICROBATCH, TRAITS, Action, Pair, whole
 from pipelab.plan.codes import Codes
 from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
@@ -129,7 +129,7 @@ Refusal = tuple[Code, str, str]
 
 def bind_action(rank: int, position: int, item: object, codes: Codes, stages_of_rank: StagesOfRank) -> Action | Refusal:
     """Return an item of a rank's row as an action with a stage and all its numbers in range; or why that fails."""
-    if not isinstance(item, Action) or item.kind not in KINDS:
+    if not isinstance(item, Action) or item.kind not in TRAITS:
         message = f"rank {rank}, position {position} holds {_described(item)}, not an action"
         return "not-an-action", message, _meant(item)
     if refusal := _refused_microbatch(rank, item, codes.microbatches):
@@ -152,8 +152,10 @@ def _refused_microbatch(rank: int, item: Action, microbatches: int) -> Refusal |
     """Return why an action's micro-batch is not one of the plan's; `None` if it is."""
     if item.traits.collective and item.microbatch is not None:
         number = shorten(item.microbatch)
-        message = f"{shorten(item)} on rank {rank} names micro-batch {number}; an all-reduce concerns all of them"
-        return "out-of-range", message, "yield R(), or R(stage) if the rank has several stages"
+        kind, word = item.kind, item.word
+        article = "an" if word[0] in "aeiou" else "a"
+        message = f"{shorten(item)} on rank {rank} names micro-batch {number}; {article} {word} concerns all of them"
+        return "out-of-range", message, f"yield {kind}(), or {kind}(stage) if the rank has several stages"
     if item.traits.collective or within(item.microbatch, microbatches):
         return None
     return _out_of_range(rank, item, f"micro-batch {_described(item.microbatch, int)}", microbatches)
@@ -168,14 +170,14 @@ def _meant(item: object) -> str:
     """Return the hint for an item that is not an action: the action that was meant, if that is clear."""
     if isinstance(item, str):
         with suppress(FormatError, ValueError):  # the latter: a text without a word
-            first, *others = [_written(Action.parse(word)) for word in item.replace(",", " ").split()]
+            first, *others = [written(Action.parse(word)) for word in item.replace(",", " ").split()]
             if not others:
                 return f"yield {first}, an action, not its text"
             return f"yield {first}, then {others[0]}{' and so on' * (len(others) > 1)}: actions, not their text"
     if isinstance(item, (tuple, list)) and 2 <= len(item) <= 3 and all(type(number) is int for number in item[1:]):
         kind = getattr(getattr(item[0], "__wrapped__", item[0]), "__name__", item[0])
         if isinstance(kind, str) and kind in PER_MICROBATCH:
-            return f"yield {_written(Action(kind, *item[1:]))}, not a {type(item).__name__} of its parts"
+            return f"yield {written(Action(kind, *item[1:]))}, not a {type(item).__name__} of its parts"
     if isinstance(item, Iterator) or (
         isinstance(item, (tuple, list)) and item and all(isinstance(each, Action) for each in item)
     ):
@@ -183,7 +185,7 @@ def _meant(item: object) -> str:
     return "yield F(m) or B(m); I(m), W(m), R() and F(m) & B(n) if the schedule splits or overlaps"
 
 
-def _written(action: Action) -> str:
+def written(action: Action) -> str:
     """Return an action as a schedule writes it."""
     stage = "" if action.stage is None else f"{', ' * (action.microbatch is not None)}stage={action.stage}"
     return f"{action.kind}({'' if action.microbatch is None else action.microbatch}{stage})"
@@ -207,7 +209,7 @@ def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> Refusal:
         message = f"{item} on rank {rank}: no stage of {whose} is placed there"
         return "wrong-rank", message, "move it to a rank that the placement names, or override place(microbatch, stage)"
     examples = [Action(item.kind, item.microbatch, stage) for stage in choices[:2]]
-    in_python, in_text = " or ".join(map(_written, examples)), " or ".join(map(str, examples))
+    in_python, in_text = " or ".join(map(written, examples)), " or ".join(map(str, examples))
     message = f"{item} on rank {rank} could mean stage {', '.join(map(str, choices[:-1]))} or {choices[-1]}"
     return "ambiguous-stage", message, f"name the stage: {in_python} in Python, {in_text} in text"
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelab.errors import MOST_SLOTS
 from pipelab.plan.actions import OPTIONAL, TRAITS, Action, Item, Kind, Pair
@@ -79,6 +80,27 @@ class _NotLaidOutError(Exception):
     """A row lists an optional kind, which few plans do: the plan is bound again, with codes for it."""
 
 
+class Move(NamedTuple):
+    """An action on a channel of its rank: a gather, a free, an offload or a load.
+
+    Attributes:
+        rank: the rank that lists it.
+        before: how many of the rank's codes come before it: it begins when these are done, and its channel is free.
+        position: where it is in the row as written.
+        action: the action, bound to its stage.
+    """
+
+    rank: int
+    before: int
+    position: int
+    action: Action
+
+    @property
+    def what(self) -> tuple[int | None, int]:
+        """What it moves: the weights of a stage, `(None, stage)`, or an activation, `(micro-batch, stage)`."""
+        return self.action.microbatch, self.action.stage or 0
+
+
 @dataclass(slots=True)
 class BoundPlan:
     """A plan as codes, rank by rank.
@@ -95,6 +117,8 @@ class BoundPlan:
         reduces: for each `R` that is listed, by code, the ranks that list it.
         automatic: the codes of the `R` that pipelab inserted; see `all_reduce`.
         walk: a walk through the whole plan, kept once the plan is known to be right.
+        moves: the actions on channels, rank by rank, in order. They have no codes, and are in no row: no action of
+            another rank needs them.
     """
 
     codes: Codes
@@ -108,6 +132,7 @@ class BoundPlan:
     reduces: dict[int, list[int]] = field(default_factory=dict)
     automatic: set[int] = field(default_factory=set)
     walk: Traversal | None = None
+    moves: list[Move] = field(default_factory=list)
     _stages_of: dict[int, set[int]] | None = field(default=None, init=False)
     _giver_of: list[int] | None = field(default=None, init=False)
 
@@ -205,16 +230,36 @@ class BoundPlan:
         stages = self.codes.stages
         return self.rank_of_slot[microbatch * stages : (microbatch + 1) * stages]
 
-    def items(self, rank: int) -> tuple[Item, ...]:
-        """Return a rank's actions, bound to stages, pairs as pairs."""
+    def items(self, rank: int, moves: bool = True) -> tuple[Item, ...]:
+        """Return a rank's actions, bound to stages, pairs as pairs; with its moves, or without."""
         actions = [self.codes.action(code) for code in self.rows[rank]]
-        if not self.pairs:
+        waiting = [move for move in reversed(self.moves) if move.rank == rank and moves]
+        if not self.pairs and not waiting:
             return tuple(actions)
         items: list[Item] = []
-        listed = iter(zip(self.rows[rank], actions, strict=True))
-        for code, action in listed:
-            items.append(Pair(action, next(listed)[1]) if code in self.pairs else action)
-        return tuple(items)
+        listed = iter(enumerate(zip(self.rows[rank], actions, strict=True)))
+        for index, (code, action) in listed:
+            while waiting and waiting[-1].before <= index:
+                items.append(waiting.pop().action)
+            items.append(Pair(action, next(listed)[1][1]) if code in self.pairs else action)
+        return (*items, *(move.action for move in reversed(waiting)))
+
+    def awaited(self) -> dict[int, list[int]]:
+        """Return, by code, which of `moves` it waits for: its stage's gather, if it is the first use, and its load."""
+        found: dict[int, list[int]] = {}
+        for rank, row in enumerate(self.rows if self.moves else ()):
+            there: dict[tuple[int | None, int], int] = {}
+            waiting = [at for at in range(len(self.moves) - 1, -1, -1) if self.moves[at].rank == rank]
+            for index, code in enumerate(row):
+                while waiting and self.moves[waiting[-1]].before <= index:
+                    at = waiting.pop()
+                    if self.moves[at].action.traits.holds:
+                        there[self.moves[at].what] = at
+                stage = self.codes.stage[code]
+                whats = () if self.codes.collective[code] else ((None, stage), (self.codes.microbatch[code], stage))
+                if moves := [there.pop(what) for what in whats if what in there]:
+                    found[code] = moves
+        return found
 
     @property
     def giver_of(self) -> list[int]:
@@ -266,10 +311,20 @@ class BoundPlan:
     def in_flight(self, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many stage activations the rank holds after it.
 
-        A forward adds one. The full backward releases it, or the weight gradient if the backward is split.
+        A forward adds one. The full backward releases it, or the weight gradient if the backward is split. A rank
+        from which activations are sent away holds them no more from the action after that on, and again from the action
+        after their load on; what an action releases then counts while it runs.
         """
         holds, releases = self.codes.holds, self.codes.releases
-        return list(accumulate(holds[code] - releases[code] for code in self.rows[rank]))
+        changes = [holds[code] - releases[code] for code in self.rows[rank]]
+        moves = [move for move in self.moves if move.rank == rank and move.action.microbatch is not None]
+        if not moves:
+            return list(accumulate(changes))
+        before = [0] * (len(changes) + 1)
+        for move in moves:
+            before[move.before] += move.action.traits.in_flight
+        after = list(accumulate(map(add, changes, before)))
+        return [max(count, count - change) for count, change in zip(after, changes, strict=True)]
 
     def index_of(self, rank: int) -> dict[int, int]:
         """Return, by code, its index among a rank's codes."""
@@ -348,24 +403,27 @@ class BoundPlan:
         listed: list[int],
         positions: list[int],
     ) -> None:
-        """Bind a pair, an `R`, or an item that cannot be bound."""
+        """Bind a pair, an `R`, a move, or an item that cannot be bound."""
         if type(item) is Pair:
             halves = [self._code(rank, position, half, stages_of_rank) for half in (item.forward, item.backward)]
             legal = [code for code in halves if code is not None]
             if len(legal) == 2:
                 self.pairs.add(legal[0])
         else:
-            code = self._code(rank, position, item, stages_of_rank)
+            code = self._code(rank, position, item, stages_of_rank, len(listed))
             legal = [] if code is None else [code]
         listed.extend(legal)
         positions.extend([position] * len(legal))
 
-    def _code(self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank) -> int | None:
-        """Return the code of one action and record its rank; if it is illegal, record the fault."""
+    def _code(self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank, index: int = 0) -> int | None:
+        """Return the code of one action and record its rank; record a move, and the fault of an illegal action."""
         if isinstance(item, Action) and item.kind in OPTIONAL and item.kind not in self.codes.per_microbatch:
             raise _NotLaidOutError
         found: Action | Refusal | int = bind_action(rank, position, item, self.codes, stages_of_rank)
         if isinstance(found, Action):
+            if found.traits.channel:
+                self.moves.append(Move(rank, index, position, found))
+                return None
             found = self._entered(rank, position, found)
         if isinstance(found, int):
             return found

@@ -29,6 +29,7 @@ Code = Literal[
     "unordered",
     "deadlock",
     "transfer-deadlock",
+    "residency",
     "memory-cap",
 ]
 """The kinds of mistakes, worst first: the order in which `check` reports them."""

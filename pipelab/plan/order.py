@@ -234,13 +234,18 @@ class Network:
         return found
 
 
-def network_of(bound: BoundPlan, pairs: Collection[int]) -> tuple[list[tuple[int, tuple[int, ...]]], Network]:
+def network_of(
+    bound: BoundPlan, pairs: Collection[int], moves: bool = True
+) -> tuple[list[tuple[int, tuple[int, ...]]], Network]:
     """Return a legal plan's jobs in its own order, and their network.
 
     A job is a rank and the code that it runs, or the two codes of a pair that share a slot, if its forward is among
     `pairs` and pairs can run so; an `R` is one on each rank of its group. It follows the one before it on its rank (an
     `R`: on each rank of its group), then the givers of what it needs. What travels to code `c` from another rank has
     the number `2 * c` if it is its first need, else one more: see `Codes.by_need`.
+
+    Move `k` of the plan is a job too, with the code `k` after the last one, unless `moves` is false. It follows what
+    comes before it on its rank, on its channel, and of what it moves. What needs it follows it; see `awaited`.
     """
     codes = bound.codes
     jobs: list[tuple[int, tuple[int, ...]]] = []
@@ -250,19 +255,44 @@ def network_of(bound: BoundPlan, pairs: Collection[int]) -> tuple[list[tuple[int
     walk = traverse(bound, atomic_pairs=bool(pairs))
     if walk.stuck:
         walk, pairs = traverse(bound), ()
+    awaited = bound.awaited() if moves else {}
+    moved: dict[int, int] = {}  # by move, its job
+    ended: dict[tuple[int, object], int] = {}  # by rank, and by channel or what it moves: the last of its moves
+    waiting: list[list[int]] = [[] for _ in bound.rows]
+    for at in range(len(bound.moves) - 1, -1, -1) if moves else ():
+        waiting[bound.moves[at].rank].append(at)
+    passed = [0] * len(bound.rows)
+
+    def issue(rank: int) -> None:
+        """Add the moves that a rank comes to before its next action."""
+        while waiting[rank] and bound.moves[waiting[rank][-1]].before <= passed[rank]:
+            at = waiting[rank].pop()
+            move = bound.moves[at]
+            keys = [(rank, key) for key in (move.action.traits.channel, move.what)]
+            after = {latest[rank]} if rank in latest else set()
+            follows.append([(job, NOTHING) for job in sorted(after | {ended[key] for key in keys if key in ended})])
+            moved[at] = len(jobs)
+            ended.update(dict.fromkeys(keys, len(jobs)))
+            jobs.append((rank, (len(codes.kind) + at,)))
+
     for unit in units(walk.order, pairs):
         collective = codes.collective[unit[0]]
         ranks = bound.reduces[unit[0]] if collective else [bound.rank_of[unit[0]]]
         before = {rank: latest[rank] for rank in ranks if rank in latest}
         for rank in ranks:
+            issue(rank)
+            passed[rank] += len(unit)
             after = [(before[each], NOTHING) for each in sorted(before, key=lambda each: each != rank)]
             for code in unit:
                 for value in codes.needs(code):
                     crosses = jobs[made[value]][0] != rank
                     after.append((made[value], 2 * code + (value != codes.first_need[code]) if crosses else NOTHING))
+                after += [(moved[at], NOTHING) for at in awaited.get(code, ())]
             latest[rank] = len(jobs)
             jobs.append((rank, tuple(unit)))
             follows.append(after)
         if not collective:
             made |= {value: latest[ranks[0]] for code in unit for value in codes.all_gives(code)}
+    for rank in range(len(bound.rows)):
+        issue(rank)
     return jobs, Network(follows)

@@ -173,7 +173,7 @@ class Plan:
         bound = self.bound
         rows: list[tuple[Item, ...]] = []
         for rank, row in enumerate(self.written):
-            items = bound.items(rank)
+            items = bound.items(rank, moves=not bound.faults)
             if bound.faults:
                 places = dict.fromkeys(bound.position(rank, index) for index in range(len(bound.rows[rank])))
                 mixed = list(row)

@@ -39,6 +39,9 @@ Step = tuple[str, tuple[int, ...]]
 """What a lowered row does next: `run` a code, or the two of a pair; `SEND`, `RECV` or `WAIT_SEND` a value; or one of
 the words of PyTorch's runtime for a stage: `UNSHARD`, `RESHARD`, `REDUCE_GRAD`, `WAIT_REDUCE_GRAD`."""
 
+Lookahead = Literal["full", "auto"] | Sequence[int]
+"""For how many of its coming stages a rank gathers weights: see `with_gathers`."""
+
 _TRANSFERS = ("SEND", "RECV")
 
 
@@ -213,18 +216,13 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
     items = list(map(tuple, units(bound.rows[rank], bound.pairs)))
     if runtime is None:
         return [("run", item) for item in items]
-    active: set[int] = set()  # before 2.15, filled and emptied as PyTorch's, because its order is a set's
-    by_age: list[int] = []
     made = [0] * codes.stages
     steps: list[Step] = []
-    for item, coming in zip(items, _coming_stages(bound, items), strict=True):
-        resident, wanted = (_first(most, *coming) for most in (ACTIVE_STAGES, runtime.lookahead[rank]))
-        gone = [each for each in (by_age if runtime.waits else active) if each not in resident]
-        fresh = [each for each in wanted if each not in active]
-        active.difference_update(gone)
-        active.update(fresh)
-        by_age = [each for each in by_age if each not in gone] + fresh
-        steps += [*(("RESHARD", (stage,)) for stage in gone), *(("UNSHARD", (stage,)) for stage in fresh)]
+    moves = residence(bound, items, ACTIVE_STAGES, runtime.lookahead[rank], by_age=runtime.waits)
+    if bound.moves:
+        moves = _own_moves(bound, rank, items)
+    for item in items:
+        steps += next(moves)
         steps.append(("run", item))
         for code in item:
             stage = codes.stage[code]
@@ -232,7 +230,63 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
             listed = codes.of_kind["R"][stage] in bound.reduces
             if codes.releases[code] and made[stage] == codes.microbatches and not listed:
                 steps += [("REDUCE_GRAD", (stage,)), *[("WAIT_REDUCE_GRAD", (stage,))] * runtime.waits]
-    return steps + [("RESHARD", (stage,)) for stage in (by_age if runtime.waits else active)]
+    return steps + next(moves)
+
+
+def residence(
+    bound: BoundPlan, items: Sequence[tuple[int, ...]], most: int, ahead: int, by_age: bool = True
+) -> Iterator[list[Step]]:
+    """Yield the gathers and frees that PyTorch puts before each of a rank's items, and those after the last one.
+
+    Args:
+        bound: the plan.
+        items: what the rank computes, pairs as pairs.
+        most: how many of the coming stages stay gathered.
+        ahead: how many of them are gathered.
+        by_age: whether stages are freed in the order in which they were gathered, as from PyTorch 2.15 on.
+    """
+    active: set[int] = set()  # before 2.15, filled and emptied as PyTorch's, because its order is a set's
+    aged: list[int] = []
+    for coming in _coming_stages(bound, items):
+        resident, wanted = (_first(count, *coming) for count in (most, ahead))
+        gone = [each for each in (aged if by_age else active) if each not in resident]
+        fresh = [each for each in wanted if each not in active]
+        active.difference_update(gone)
+        active.update(fresh)
+        aged = [each for each in aged if each not in gone] + fresh
+        yield [*(("RESHARD", (stage,)) for stage in gone), *(("UNSHARD", (stage,)) for stage in fresh)]
+    yield [("RESHARD", (stage,)) for stage in (aged if by_age else active)]
+
+
+def _own_moves(bound: BoundPlan, rank: int, items: Sequence[tuple[int, ...]]) -> Iterator[list[Step]]:
+    """Yield the gathers and frees that a plan itself has before each of a rank's items, and those after the last one.
+
+    PyTorch has no words for other moves.
+    """
+    moves = [move for move in bound.moves if move.rank == rank and move.action.microbatch is None]
+    done = 0
+    for item in (*items, None):
+        yield [(move.action.kind, (move.what[1],)) for move in moves if done == move.before]
+        done += len(item or ())
+
+
+def lookaheads(given: Lookahead, ranks: int, most: int = ACTIVE_STAGES) -> Sequence[int]:
+    """Return, by rank, for how many of its coming stages it gathers weights.
+
+    Raises:
+        UsageError: if it is neither a word nor a number for each rank.
+    """
+    if given == "full":
+        return [most] * ranks
+    if given == "auto":
+        return [min(rank + 2, most) for rank in range(ranks)]
+    numbers = list(given) if isinstance(given, (list, tuple)) else []
+    if len(numbers) != ranks or any(type(each) is not int or not 1 <= each <= most for each in numbers):
+        raise UsageError(
+            f"unshard_lookahead={shorten(given)}: expected 'full', 'auto', or {ranks} whole numbers from 1 to "
+            f"{most}, one for each rank"
+        )
+    return numbers
 
 
 def _coming_stages(bound: BoundPlan, items: Sequence[tuple[int, ...]]) -> list[tuple[list[int], list[int]]]:

@@ -8,12 +8,13 @@ from pipelab.errors import CostError, ScheduleError, require_size
 from pipelab.plan.actions import HALVES
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.order import traverse
+from pipelab.plan.order import network_of, traverse
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport, require_words
 from pipelab.simulation.contention import contended
 from pipelab.simulation.cost import Cost, as_cost
 from pipelab.simulation.wire import on_the_wire
+from pipelab.trace.events import Event
 from pipelab.trace.trace import Trace
 
 
@@ -93,10 +94,17 @@ def simulate(
             faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         walked = walk.order
+    if bound.moves and (transport != "buffered" or sends is not None or cost.sender == "busy" or cost.slowdown > 1):
+        raise CostError(
+            f"{plan.name} has {bound.moves[0].action}: gathers and offloads are simulated where transfers neither "
+            "queue nor slow work down\n  try: leave out transport, sends, sender and slowdown"
+        )
     if transport != "buffered" or sends is not None:
         return on_the_wire(plan, cost, paired, order, transport, sends)
     if cost.sender == "busy" or cost.slowdown > 1:
         begun, ended, delay = contended(plan, cost, paired)
+    elif bound.moves:
+        begun, ended, delay = _beside(plan, bound, cost, paired)
     else:
         begun, ended, delay = _clock(plan, bound, walked, cost, paired)
     return Trace(
@@ -105,6 +113,10 @@ def simulate(
         [[ended[code] for code in row] for row in bound.rows],
         cost.unit,
         delay=delay.__getitem__ if any(delay) else None,
+        moves=[
+            Event(move.rank, move.action, begun[at], ended[at])
+            for at, move in enumerate(bound.moves, len(bound.codes.kind))
+        ],
         note="stage 0 as run" if cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds) else "",
     )
 
@@ -172,6 +184,20 @@ def _clock(
         begun[code] = start
         ended[code] = end
         free[rank] = end
+    return begun, ended, delay
+
+
+def _beside(
+    plan: Plan, bound: BoundPlan, cost: Cost, paired: list[float] | None
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the start and end of every code and move, and the travel time of every value, of a plan with moves."""
+    lasts, delay = cost.lengths(plan)
+    jobs, network = network_of(bound, () if paired is None else bound.pairs)
+    times = [lasts[slot[0]] if len(slot) == 1 else (paired or [])[bound.codes.slot[slot[0]]] for _, slot in jobs]
+    begun, ended = [0.0] * len(lasts), [0.0] * len(lasts)
+    for (_, slot), start, last in zip(jobs, network.starts(times, bound.codes.by_need(delay)), times, strict=True):
+        for code in slot:
+            begun[code], ended[code] = start, start + last
     return begun, ended, delay
 
 

@@ -27,7 +27,10 @@ PerSlot = Number | Callable[[int, int], float]
 _PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activation_bytes", "boundary_gradient_bytes")
 """The costs that grow with the rows of a micro-batch; only they may be functions of it."""
 
-_PER_STAGE = (*_PER_ROW, "all_reduce", "update")
+_MOVES = ("gather", "offload", "load")
+"""The costs of moves."""
+
+_PER_STAGE = (*_PER_ROW, "all_reduce", "update", *_MOVES)
 _FEWEST = 3
 """To fewer fitted steps no interval is given."""
 
@@ -65,6 +68,9 @@ class Cost:
             forward and its backward, one after the other.
         all_reduce: time of `R`, such as one from `all_reduce_time`.
         update: time of `U`.
+        gather: time of `UNSHARD`, on a channel beside computing.
+        offload: time of `OFFLOAD`, likewise.
+        load: time of `LOAD`, likewise.
         latency: time that any transfer takes, however small. It delays the action that needs the value.
         bandwidth: bytes per unit of time; if left out, size does not matter.
         links: latency and bandwidth inside a node and between nodes, instead of `latency` and `bandwidth`; `Links`, or
@@ -118,6 +124,9 @@ class Cost:
     pair: PerSlot | None = None
     all_reduce: Number = 0
     update: Number = 0
+    gather: Number = 0
+    offload: Number = 0
+    load: Number = 0
     latency: float = 0
     bandwidth: float | None = None
     links: Links | dict[str, Any] | None = None
@@ -378,9 +387,13 @@ class Cost:
         return outputs, gradients
 
     def lengths(self, plan: Plan) -> tuple[list[float], list[float]]:
-        """Return how long each action takes, by code, and how long each value travels to another rank."""
-        codes = plan.bound.codes
-        return codes.by_code(self.times(plan)), codes.by_value(*self.transfer_times(plan))
+        """Return how long each action takes, by code, then each move; and how long each value travels."""
+        codes, moves = plan.bound.codes, plan.bound.moves
+        times = {"": [0.0] * plan.stages} | {
+            name: self._each(name, plan, self._share(plan)) for name in _MOVES if moves
+        }
+        moved = [times[move.action.traits.cost][move.what[1]] for move in moves]
+        return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan))
 
     def pair_times(self, plan: Plan) -> list[float] | None:
         """Return the time of an overlapped pair, by the slot of its forward; `None` if it is not one slot."""

@@ -169,7 +169,7 @@ def _drawn(
     works: list[Any] = []
     for rank, slot in jobs:
         code = slot[0]
-        group = bound.reduces[code] if codes.collective[code] else [rank]
+        group = bound.reduces.get(code, [rank])
         work = paired[codes.slot[code]] if paired is not None and len(slot) > 1 else lasts[code]
         work *= max(factors[each] for each in group)
         if spread and code not in noise:
@@ -180,7 +180,9 @@ def _drawn(
     starts = network.starts(works, codes.by_need(delay), lambda times: reduce(numpy.maximum, times))
     busy = numpy.zeros((plan.ranks, draws))
     last = numpy.zeros(draws)
-    for (rank, _), start, work in zip(jobs, starts, works, strict=True):
+    for (rank, slot), start, work in zip(jobs, starts, works, strict=True):
+        if slot[0] >= len(codes.kind):  # a move: the rank computes meanwhile
+            continue
         busy[rank] += work
         last = numpy.maximum(last, start + work)
     return last, busy

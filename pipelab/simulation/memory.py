@@ -20,7 +20,7 @@ from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
     from pipelab.draw.table import Table
-    from pipelab.plan.codes import Codes
+    from pipelab.plan.bound import BoundPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Held:
     Attributes:
         time: since when, in the trace's unit.
         action: the action that starts or ends then; `None` for what was there before the step.
-        weights: of parameters and buffers, of all versions in use.
+        weights: of parameters and buffers, of all versions in use, and those that are gathered.
         gradients: of the parameters' gradients.
         optimizer: of the optimizer's state.
         activations: of what forwards keep for backwards, what `I` leaves for `W`, and gradients that are being sent.
@@ -54,14 +54,14 @@ class Held:
 class Curve(Sequence[Held]):
     """What a rank holds after each change, as columns of numbers: a `Held` of each would take ten times the memory."""
 
-    def __init__(self, codes: Codes, start: float, weights: int, optimizer: int) -> None:
+    def __init__(self, bound: BoundPlan, start: float, weights: int, optimizer: int) -> None:
         """Begin with what is there before the step."""
-        self._codes, self._optimizer = codes, optimizer
+        self._bound, self._optimizer = bound, optimizer
         self._times, self._by, self._weights = array("d", [start]), array("q", [-1]), array("q", [weights])
         self._gradients, self._activations, self._outputs = (array("q", [0]) for _ in range(3))
 
     def append(self, time: float, code: int, gradients: int, activations: int, outputs: int, weights: int) -> None:
-        """Add what is held after a change."""
+        """Add what is held after a change, by an action or, with a code after the last one, by a move."""
         self._times.append(time)
         self._by.append(code)
         self._gradients.append(gradients)
@@ -87,7 +87,12 @@ class Curve(Sequence[Held]):
     def __getitem__(self, at: int | slice) -> Held | tuple[Held, ...]:
         if isinstance(at, slice):
             return tuple(self[index] for index in range(*at.indices(len(self))))
-        action = None if self._by[at] < 0 else self._codes.action(self._by[at])
+        code, codes = self._by[at], self._bound.codes
+        action = None
+        if code >= len(codes.kind):
+            action = self._bound.moves[code - len(codes.kind)].action
+        elif code >= 0:
+            action = codes.action(code)
         held = self._gradients[at], self._optimizer, self._activations[at], self._outputs[at]
         return Held(self._times[at], action, self._weights[at], *held)
 
@@ -152,9 +157,9 @@ class MemoryUse:
 def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory, *, sent_gradient: int = 0) -> MemoryUse:
     """Return how many bytes every rank holds over time, predicted from the bytes of its stages.
 
-    Without `sent_gradient`, the peaks depend only on the order of a rank's actions, not on their times. They do not
-    include what an operation needs while it runs, values that arrive, and the batch itself. What two neighbouring
-    stages of one rank share, as at the turn of a V, counts twice.
+    Without `sent_gradient`, the peaks depend only on the order of a rank's actions, not on their times, unless the plan
+    gathers or offloads. They do not include what an operation needs while it runs, values that arrive, and the batch
+    itself. What two neighbouring stages of one rank share, as at the turn of a V, counts twice.
 
     Args:
         plan: a trace, simulated or measured; or a plan or schedule, which is simulated first.
@@ -190,22 +195,34 @@ def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory, *, sent_gradie
 def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], size: int) -> Curve:
     """Return what a rank holds after each change."""
     bound = trace.plan.bound
-    code = bound.codes.code
-    changes = [(each.end, code(each.giver), (0, -size, 0, 0)) for each in sent]
-    rows = zip(trace.starts[rank], trace.ends[rank], bound.rows[rank], memory.changes(bound, rank), strict=True)
-    for start, end, action, change in rows:
-        changes += [
-            (start, action, (change.gradients, change.activations, change.outputs, change.weights)),
-            (end, action, (-change.dropped, -change.freed, 0, -change.forgotten)),
+    giver = bound.codes.code
+    waiting = [at for at in range(len(trace.moves) - 1, -1, -1) if trace.moves[at].rank == rank]
+    found = [(each.end, giver(each.giver), (0, -size, 0, 0)) for each in sent]  # time, code, gradients … weights
+    rows = zip(bound.rows[rank], trace.starts[rank], trace.ends[rank], memory.changes(bound, rank), strict=True)
+    for index, (code, start, end, change) in enumerate(rows):
+        while waiting and bound.moves[waiting[-1]].before <= index:
+            found.append(_moved(trace, waiting.pop(), memory))
+        found += [
+            (start, code, (change.gradients, change.activations, change.outputs, change.weights)),
+            (end, code, (-change.dropped, -change.freed, 0, -change.forgotten)),
         ]
-    changes += [(each.start - each.queued, code(each.giver), (0, size, 0, 0)) for each in sent]
+    found += (_moved(trace, at, memory) for at in reversed(waiting))
+    found += [(each.start - each.queued, giver(each.giver), (0, size, 0, 0)) for each in sent]
     weights, optimizer = memory.always(bound, rank)
-    curve, held = Curve(bound.codes, trace.start, weights, optimizer), (0, 0, 0, weights)
-    for time, action, more in sorted(changes, key=itemgetter(0)):  # stable: at one time, in this order
+    curve, held = Curve(bound, trace.start, weights, optimizer), [0, 0, 0, weights]
+    for time, code, more in sorted(found, key=itemgetter(0)):  # stable: at one time, in this order
         if any(more):
-            held = (held[0] + more[0], held[1] + more[1], held[2] + more[2], held[3] + more[3])
-            curve.append(time, action, *held)
+            held = [now + added for now, added in zip(held, more, strict=True)]
+            curve.append(time, code, *held)
     return curve
+
+
+def _moved(trace: Trace, at: int, memory: Memory) -> tuple[float, int, tuple[int, int, int, int]]:
+    """Return when a move changes what its rank holds, its code, and the change: a gather takes room from its start."""
+    event, codes = trace.moves[at], trace.plan.bound.codes
+    more = memory.moved(event.action, codes.stages)
+    change = (0, 0, 0, more) if event.action.microbatch is None else (0, more, 0, 0)
+    return event.start if more > 0 else event.end, len(codes.kind) + at, change
 
 
 def _total(held: Held) -> int:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.transfers import Wire, transfer_deadlocks
@@ -22,11 +20,12 @@ from pipelab.plan.csv_notation import write_rows
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import (
-    ACTIVE_STAGES,
+    Lookahead,
     Lowering,
     Order,
     Runtime,
     Transport,
+    lookaheads,
     lowered,
     require_words,
 )
@@ -36,8 +35,6 @@ from pipelab.trace.trace import Trace
 
 _NEWEST = "2.15"
 """The newest version of PyTorch whose words pipelab knows."""
-
-Lookahead = Literal["full", "auto"] | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,8 @@ class LoweredPlan:
         """Return the rows as PyTorch's runtime runs them, with all of its words (without `defer_reduce_grad_wait`).
 
         `0UNSHARD` and `0RESHARD` gather and free the weights of stages that are sharded with FSDP, `0REDUCE_GRAD`
-        reduces their gradients, and `0WAIT_SEND_F3` waits until a send is over. PyTorch gives these words turns when it
-        places receives, so a few transfers may be elsewhere than in `rows`.
+        reduces their gradients; a plan with gathers of its own keeps them. `0WAIT_SEND_F3` waits until a send is over.
+        PyTorch gives these words turns when it places receives, so a few transfers may be elsewhere than in `rows`.
 
         Args:
             torch: the version of PyTorch, such as `"2.13"`; by default the installed one, else the newest.
@@ -97,7 +94,7 @@ class LoweredPlan:
             )
         if max_outstanding_sends is not None and (type(max_outstanding_sends) is not int or max_outstanding_sends < 0):
             raise UsageError(f"max_outstanding_sends={shorten(max_outstanding_sends)}: expected a whole number or None")
-        runtime = Runtime(version >= (2, 15), _lookahead(unshard_lookahead, self.plan.ranks), max_outstanding_sends)
+        runtime = Runtime(version >= (2, 15), lookaheads(unshard_lookahead, self.plan.ranks), max_outstanding_sends)
         return lowered(self.plan.bound, self.order, self.values, runtime).words()
 
     def held_sends(self, max_outstanding_sends: int | None = None) -> tuple[int, ...]:
@@ -120,7 +117,7 @@ class LoweredPlan:
         Raises:
             UsageError: if no order of waits keeps to the number of sends.
         """
-        runtime = Runtime(True, _lookahead("full", self.plan.ranks), max_outstanding_sends)  # noqa: FBT003
+        runtime = Runtime(True, lookaheads("full", self.plan.ranks), max_outstanding_sends)  # noqa: FBT003
         rows = lowered(self.plan.bound, self.order, self.values, runtime).rows
         more = {"SEND": 1, "WAIT_SEND": -1}
         return tuple(max(accumulate((more.get(word, 0) for word, _ in row), initial=0)) for row in rows)
@@ -171,20 +168,6 @@ def _version(torch: str | None) -> tuple[int, ...]:
     if numbers is None:
         raise UsageError(f"torch={shorten(torch)}: expected a version of PyTorch, such as '{_NEWEST}'")
     return tuple(map(int, numbers.groups()))
-
-
-def _lookahead(given: Lookahead, ranks: int) -> Sequence[int]:
-    if given == "full":
-        return [ACTIVE_STAGES] * ranks
-    if given == "auto":
-        return [min(rank + 2, ACTIVE_STAGES) for rank in range(ranks)]
-    numbers = list(given) if isinstance(given, (list, tuple)) else []
-    if len(numbers) != ranks or any(type(each) is not int or not 1 <= each <= ACTIVE_STAGES for each in numbers):
-        raise UsageError(
-            f"unshard_lookahead={shorten(given)}: expected 'full', 'auto', or {ranks} whole numbers from 1 to "
-            f"{ACTIVE_STAGES}, one for each rank"
-        )
-    return numbers
 
 
 def lower(
@@ -244,7 +227,7 @@ def on_the_wire(
     bound, action = plan.bound, plan.bound.codes.action
     low = _lowering(plan, cost, order, transport)
     if sends is not None:
-        low = lowered(bound, low.order, low.by_time, Runtime(True, _lookahead("full", plan.ranks), sends))  # noqa: FBT003
+        low = lowered(bound, low.order, low.by_time, Runtime(True, lookaheads("full", plan.ranks), sends))  # noqa: FBT003
     wire = Wire(low, transport, atomic_pairs=paired is not None)
     if wire.stuck:
         _refuse(plan, order, transport)

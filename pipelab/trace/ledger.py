@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipelab.draw.table import Table
     from pipelab.trace.trace import Trace
 
-Reason = Literal["fill", "dependency", "behind another transfer", "transfer", "order", "all-reduce", "drain"]
+Reason = Literal["fill", "dependency", "behind another transfer", "transfer", "channel", "order", "all-reduce", "drain"]
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 """Why a rank is idle, in the order in which they follow one another: each idle moment has exactly one reason."""
@@ -25,6 +25,7 @@ MEANINGS: dict[Reason, str] = {
     "dependency": "A value that it needs is not computed yet.",
     "behind another transfer": "The value is computed, and its transfer waits for others.",
     "transfer": "The value is on its way.",
+    "channel": "Its weights are being gathered, or its activation is on its way back.",
     "order": "All values are there: the machine was late, or busy with something that the trace does not show.",
     "all-reduce": "Another rank has not reached the all-reduce yet.",
     "drain": "The rank has done all of its actions.",
@@ -73,11 +74,13 @@ def idle_times(trace: Trace) -> tuple[Idle, ...]:
         1 4.0 6.0 drain None None
     """
     found = Waits(trace)
-    return tuple(idle for rank in range(trace.ranks) for idle in _of_rank(trace, found, rank))
+    awaited = trace.plan.bound.awaited() if trace.moves else {}
+    came = {code: max(trace.moves[at].end for at in moves) for code, moves in awaited.items()}
+    return tuple(idle for rank in range(trace.ranks) for idle in _of_rank(trace, found, rank, came))
 
 
-def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
-    """Yield the idle times of one rank."""
+def _of_rank(trace: Trace, found: Waits, rank: int, came: Mapping[int, float]) -> Iterator[Idle]:
+    """Yield the idle times of one rank; `came` says, by code, when what it needs from a channel was there."""
     action = trace.plan.bound.codes.action
     row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
     free = trace.start
@@ -102,6 +105,8 @@ def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
                     ),
                     ("transfer", max((need.there for need in needs), default=free)),
                 ]
+            if not reduces:
+                parts.append(("channel", came.get(row[index], free)))
             for reason, until in (*parts, ("order", start)):
                 if (until := min(until, start)) > free:
                     yield Idle(rank, free, until, reason, *who)

@@ -16,7 +16,7 @@ from pipelab.files import read_text
 from pipelab.plan.actions import FINITE, Action, finite
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
-from pipelab.trace.events import Transfer
+from pipelab.trace.events import Event, Transfer
 
 FORMAT = "pipelab-trace"
 VERSION = 1
@@ -79,7 +79,7 @@ def read(data: object) -> dict[str, Any]:
             if end < start:
                 raise FormatError(f"rank {rank}, position {position} ends at {end}, before its start at {start}")
     lanes = [_is(lane, str, "a text", f"'lanes', rank {rank}") for rank, lane in enumerate(_list(data, "lanes"))]
-    transfers = _transfers(data, plan)
+    transfers, moves = _transfers(data, plan), _moves(data, plan)
     return {
         "plan": plan,
         "starts": starts,
@@ -87,6 +87,7 @@ def read(data: object) -> dict[str, Any]:
         "unit": unit,
         "source": source,
         "transfers": transfers,
+        "moves": moves,
         "lanes": lanes,
         "note": note,
     }
@@ -155,6 +156,20 @@ def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
         times = [time_of(time, where) for time in each[4:6]]
         transfers.append(Transfer(*ranks, *ends, *times, *_behind(each[6:], anywhere, where)))
     return transfers
+
+
+def _moves(data: dict[str, Any], plan: Plan) -> list[Event]:
+    """Return the plan's moves, each with its times; none if none were measured."""
+    listed = _list(data, "moves") if "moves" in data else []
+    if len(listed) not in (0, len(plan.bound.moves)):
+        raise FormatError(f"'moves' has {len(listed)} entries for {len(plan.bound.moves)} moves of the plan")
+    events: list[Event] = []
+    for number, (each, move) in enumerate(zip(listed, plan.bound.moves, strict=False)):
+        where = f"'moves', number {number}"
+        if len(_is(each, list, "a list", where)) != 2:
+            raise FormatError(f"{where} is {shorten(each)}: expected start and end")
+        events.append(Event(move.rank, move.action, *(time_of(time, where) for time in each)))
+    return events
 
 
 def _behind(parts: Sequence[Any], anywhere: set[Action], where: str) -> tuple[float, tuple[Action, Action]] | tuple[()]:

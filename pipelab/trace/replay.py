@@ -66,7 +66,7 @@ class Order:
         bound, codes, where = trace.plan.bound, trace.plan.bound.codes, listed(trace)
         rows = enumerate(bound.rows if bound.pairs else ())
         shared = {code for rank, row in rows for at, code in enumerate(row) if half(trace, rank, at) == "upper"}
-        jobs, self.network = network_of(bound, shared)
+        jobs, self.network = network_of(bound, shared, moves=False)
         self.turns: list[tuple[int, ...]] = []
         self.times = Times([0.0] * len(number), [0.0] * len(number), codes.by_need([0.0] * (codes.always + 1)))
         self.travels: dict[int, bool] = {}

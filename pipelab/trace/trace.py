@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,6 +44,7 @@ class Trace:
         source: `"simulated"` or `"measured"`.
         delay: how long a value travels between ranks, as a function of the value's number; by default 0.
         transfers: the transfers, if they were measured.
+        moves: the gathers, frees, offloads and loads, rank by rank, in order, which run beside computing.
         lanes: what each rank ran on, such as `"cpu, thread 140…"`.
         name: what drawings call the trace; by default, the plan's name.
         note: a remark for comparisons, such as that stage 0 was simulated as PyTorch runs it.
@@ -58,6 +59,7 @@ class Trace:
     name: str
     note: str
     delay: Callable[[int], float]
+    moves: tuple[Event, ...]
     _transfers: tuple[Transfer, ...] | None
 
     def __init__(
@@ -69,6 +71,7 @@ class Trace:
         source: Literal["simulated", "measured"] = "simulated",
         delay: Callable[[int], float] | None = None,
         transfers: Sequence[Transfer] | None = None,
+        moves: Sequence[Event] = (),
         lanes: Sequence[str] = (),
         name: str | None = None,
         note: str = "",
@@ -76,7 +79,8 @@ class Trace:
         """Keep the plan and its times; everything else is derived from them when first read."""
         vars(self).update(plan=plan, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
         vars(self).update(unit=unit, source=source, lanes=tuple(lanes), name=name or plan.name, note=note)
-        vars(self).update(delay=delay or _no_time, _transfers=None if transfers is None else tuple(transfers))
+        vars(self).update(delay=delay or _no_time, moves=tuple(moves))
+        vars(self).update(_transfers=None if transfers is None else tuple(transfers))
 
     @property
     def ranks(self) -> int:
@@ -114,13 +118,15 @@ class Trace:
 
     @cached_property
     def start(self) -> float:
-        """When the first action started."""
-        return min((starts[0] for starts in self.starts if starts), default=0.0)
+        """When the first action started, or the first gather."""
+        first = (starts[0] for starts in self.starts if starts)
+        return min(chain(first, (move.start for move in self.moves)), default=0.0)
 
     @cached_property
     def end(self) -> float:
-        """When the last action ended."""
-        return max((max(ends) for ends in self.ends if ends), default=0.0)
+        """When the last action ended, or the last move."""
+        last = (max(ends) for ends in self.ends if ends)
+        return max(chain(last, (move.end for move in self.moves)), default=0.0)
 
     @property
     def makespan(self) -> float:
@@ -197,9 +203,23 @@ class Trace:
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank, the most stage activations held at any time.
 
-        Each forward adds one. The full backward releases it, or the weight gradient if the backward is split.
+        Each forward adds one. The full backward releases it, or the weight gradient if the backward is split. One that
+        is sent away counts until it has left, and from when it begins to come back.
         """
+        if any(move.action.microbatch is not None for move in self.moves):
+            return tuple(map(self._peak_by_time, range(self.ranks)))
         return tuple(max([0, *self.plan.bound.in_flight(rank)]) for rank in range(self.ranks))
+
+    def _peak_by_time(self, rank: int) -> int:
+        """Return the most activations that a rank holds, with those that it sends away, by the times of the trace."""
+        codes, row = self.plan.bound.codes, self.plan.bound.rows[rank]
+        changes = [(end, -1) for code, end in zip(row, self.ends[rank], strict=True) if codes.releases[code]]
+        changes += [(start, 1) for code, start in zip(row, self.starts[rank], strict=True) if codes.holds[code]]
+        for move in self.moves:
+            if move.rank == rank and move.action.microbatch is not None:
+                more = move.action.traits.in_flight
+                changes.append((move.start if more > 0 else move.end, more))
+        return max(accumulate(more for _, more in sorted(changes)), default=0)
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
@@ -335,6 +355,7 @@ class Trace:
                 + ([] if each.behind is None else [each.queued, *map(str, each.behind)])
                 for each in self.transfers
             ],
+            **({"moves": [[each.start, each.end] for each in self.moves]} if self.moves else {}),
         }
 
     @classmethod
@@ -362,7 +383,9 @@ class Trace:
         """Compare plan, times and unit."""
         if not isinstance(other, Trace):
             return NotImplemented
-        mine, theirs = ((each.plan, each.unit, each.source, each.events, each.transfers) for each in (self, other))
+        mine, theirs = (
+            (each.plan, each.unit, each.source, each.events, each.transfers, each.moves) for each in (self, other)
+        )
         return mine == theirs
 
     def __hash__(self) -> int:

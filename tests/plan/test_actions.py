@@ -70,7 +70,7 @@ def test_anything_else_is_no_action(text):
     ("text", "advice"),
     [
         ("0f0", "try: '0F0', in capital letters"),
-        ("0UNSHARD", "try: leave it out: it belongs to PyTorch's compute_comms format"),
+        ("0SEND_B1", "try: leave it out: it belongs to PyTorch's compute_comms format"),
         ("1RECV_F3", "try: leave it out: it belongs to PyTorch's compute_comms format"),
     ],
 )

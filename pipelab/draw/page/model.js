@@ -34,6 +34,7 @@ let GAPS;
 const HATCH = { "-": "M0 4H8", "|": "M4 0V8", ".": "M3.5 4H4.5" };
 HATCH["/"] = "M-2 2L2 -2M0 8L8 0M6 10L10 6";
 HATCH["\\"] = "M-2 6L2 10M0 0L8 8M6 -2L10 2";
+HATCH["+"] = HATCH["-"] + HATCH["|"];
 HATCH.x = HATCH["/"] + HATCH["\\"];
 
 function readGaps(gaps) {
@@ -64,6 +65,9 @@ class Model {
     });
     Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
+    this.moves = raw.moves.map(([rank, start, end, name, kind, held]) => {
+      return { rank, start: start * raw.tick, end: end * raw.tick, name, kind, held };
+    });
     this.first = []; // by rank: its first place
     this.idleOf = []; // by rank: its idle times
     this.rank = new Int32Array(count);
@@ -332,6 +336,8 @@ class Model {
       const { held } = TRAITS[this.kind[place]];
       if (held) changes.push([held > 0 ? this.start[place] : this.end[place], held]);
     }
+    for (const move of this.moves)
+      if (move.rank === rank && move.held) changes.push([move.held > 0 ? move.start : move.end, move.held]);
     changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     let held = 0;
     return (this.held[rank] = changes.map(([time, change]) => [time, (held += change)]));

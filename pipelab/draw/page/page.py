@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pipelab.plan.bound import BoundPlan
     from pipelab.trace.diff import Diff
+    from pipelab.trace.events import Event
     from pipelab.trace.ledger import Reason
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
@@ -114,7 +115,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
     alone = len(comparison.traces) == 1
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
-    traits = {kind: each for kind, each in TRAITS.items() if kind in there or not each.optional}
+    traits = {kind: TRAITS[kind] for kind in KINDS if kind in there or not TRAITS[kind].optional}
     data = {
         "shared": comparison.shares_axis,
         "cap": cap,
@@ -242,12 +243,12 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
 
     Each rank has its actions: their `kinds`, their `stage`, their `microbatches` and `lasts` (their durations), both
     as the difference from the one before of its kind, and `gaps` (from the end of the action before). `halves` numbers
-    the actions that share a slot with the next. `lags` are the travel times of values from other ranks, in the order of
-    the actions that need them; there are none if nothing travels. `idle` has the reason of each idle time, which ends
-    when the next action starts; if another idle time follows first, it has `-1 - reason` and the length. `behind` says
-    in words behind which transfer the value stood that an action waited for. `further` has the places of two actions,
-    where one needs the other beside what its kind does: a slice, the slice before it. In long lists, `[value, count]`
-    is a run of a value.
+    the actions that share a slot with the next. `moves`: see `_move`. `lags` are the travel times of values from
+    other ranks, in the order of the actions that need them; there are none if nothing travels. `idle` has the reason of
+    each idle time, which ends when the next action starts; if another idle time follows first, it has `-1 - reason` and
+    the length. `behind` says in words behind which transfer the value stood that an action waited for. `further` has
+    the places of two actions, where one needs the other beside what its kind does: a slice, the slice before it. In
+    long lists, `[value, count]` is a run of a value.
     """
     lanes, bound = Lanes(trace), trace.plan.bound
     # Seven digits are more than a screen shows and keep the file small.
@@ -267,6 +268,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "microbatches": trace.plan.microbatches,
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
+        "moves": [_move(each, ticks([each.start, each.end])) for each in trace.moves],
         "critical": _places(trace),
         "further": _further(bound),
         "ranks": [
@@ -283,6 +285,13 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
             for rank, row in enumerate(bound.rows)
         ],
     }
+
+
+def _move(event: Event, times: Sequence[int]) -> list[int | str]:
+    """Return a move's rank, start, end, name, kind, and how many activations more its rank holds after it."""
+    action = event.action
+    held = 0 if action.microbatch is None else action.traits.in_flight
+    return [event.rank, *times, str(action), action.kind, held]
 
 
 def _row(bound: BoundPlan, row: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 const STRIP = 8; // pixels of a memory strip
+const CHANNEL = 15; // pixels of a strip with gathers, frees, offloads and loads
 const FEW = 1500; // up to so many visible bars, each is an element of its own; more are painted on a canvas
 const FEW_MOVING = 150; // the same while the picture moves: elements are slow
 const HUES = 8;
@@ -151,7 +152,7 @@ class Timeline {
     return this.scroller.scrollLeft;
   }
   get strip() {
-    return (look.memory ? STRIP : 0) + rise(this);
+    return (look.memory ? STRIP : 0) + rise(this) + (this.model.moves.length ? CHANNEL : 0);
   }
   get pitch() {
     return this.lane + this.strip;
@@ -303,7 +304,8 @@ class Timeline {
       this.lanes(painter, from, to);
       this.bars(painter, ranges);
     }
-    if (this.strip) this.memory(painter);
+    if (look.memory || rise(this)) this.memory(painter);
+    this.channels(painter, from, to);
     pixels?.end();
     if (crowded !== this.crowded) this.hooks.crowded();
     this.mark = element("g");
@@ -421,6 +423,18 @@ class Timeline {
       dimmed = [...KINDS].map((letter) => (off || look.critical || look.hidden.has(letter) ? 0.25 : 1)),
       box = { y: at * this.pitch + this.strip + this.lane * 0.07, height: this.lane * 0.86 };
     painter.columns(shares, columns, box, this.width, dimmed);
+  }
+
+  // Right above each lane, what runs on its channels; what takes no time is a line.
+  channels(painter, from, to) {
+    for (const { rank, start, end, name, kind } of this.model.moves) {
+      if (this.shut(rank) || end < from || start > to) continue;
+      const y = this.rowOf[rank] * this.pitch + this.strip - CHANNEL + 2,
+        width = Math.max(1.5, (end - start) * this.scale),
+        box = { x: start * this.scale - this.left, y, width, height: CHANNEL - 3 };
+      painter.rect(box, `--${kind}0`, 1, { class: "move", "data-move": name });
+      if (width > 7 * name.length) painter.text(box, name, `--${kind}0-ink`, 1, { class: "label" }, this.width);
+    }
   }
 
   // Above each lane, how many activations the rank holds, in one scale for all ranks; in a pixel, the most of its time.

@@ -26,6 +26,7 @@ ROOT = Path(pipelab.__file__).parent
 LAYERS: list[list[str]] = [
     ["pipelab.__main__"],
     ["pipelab.cli"],
+    ["pipelab.hub"],
     ["pipelab.labs"],
     ["pipelab.conformance"],
     ["pipelab"],  # the face: `import pipelab`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glob import glob
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from pipelab.cli.printing import TABLE, TIMELINE, echo, require_writable, save_t
 from pipelab.draw import text, wording
 from pipelab.draw.why import sentence
 from pipelab.errors import UsageError
+from pipelab.hub.flight_recorder import culprit
 
 
 def schedules() -> None:
@@ -48,17 +50,25 @@ def why(
     rank: Annotated[int | None, typer.Option(min=0, help="one rank: all of its idle times")] = None,
     at: Annotated[float | None, typer.Option(help="a time: why the rank is idle then, back to the root")] = None,
     delays: Annotated[bool, typer.Option("--delays", help="for each rank, what it costs that it is slow")] = False,
+    recorder: Annotated[
+        str | None,
+        typer.Option(help="files of PyTorch's Flight Recorder, 'trace_rank_*': which action holds up all ranks"),
+    ] = None,
     save: SaveTable = None,
 ) -> None:
     """Say why ranks are idle.
 
-    By default a table of reasons; with --rank one rank's idle times, with --at one of them back to its root.
+    By default a table of reasons; with --rank one rank's idle times, with --at one of them back to its root. With
+    --recorder, of a job that hangs: which rank holds up the others, and where it is in the plan.
 
     For example: pipelab why 1f1b --rank 2; pipelab why 1f1b --rank 2 --at 8; pipelab why "rank*.json.gz" --delays
     """
     if at is not None and rank is None:
         raise UsageError(f"--at {at:g} needs a rank: pipelab why {target} --rank 0 --at {at:g}")
     require_writable(save, TABLE)
+    if recorder is not None:
+        echo(str(culprit(untimed(sizes.find(target)), sorted(glob(recorder)))))
+        return
     (trace,) = times.traces([sizes.find(target)], [target])
     if delays:
         if save or at is not None:

@@ -1,0 +1,4 @@
+"""The hub: what other programs write and read about the same plan. Nothing below the command imports it.
+
+- `flight_recorder`: `culprit`: which action holds up all ranks, from PyTorch's Flight Recorder
+"""

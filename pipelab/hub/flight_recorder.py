@@ -1,0 +1,267 @@
+"""Which action holds up all ranks: PyTorch's Flight Recorder, with the plan that ran.
+
+The recorder keeps the last sends and receives of each process, and writes them into a file per rank when NCCL's
+watchdog gives up (`TORCH_FR_BUFFER_SIZE`, `TORCH_NCCL_DUMP_ON_TIMEOUT`, `TORCH_FR_DUMP_TEMP_FILE`). It knows ranks,
+sizes and times, but no micro-batches. The plan does: PyTorch's runtime posts the sends and receives of a rank in the
+order of its lowered row, so the k-th one is the k-th of the row.
+
+    row     1RECV_F0  1F0  1SEND_F0  1RECV_F1  1F1  1SEND_F1  …
+    file    recv 1<-0      send 1->2  recv 1<-0                     rank 1 has not posted its second send:
+            completed      completed  completed                     it is in 1F1, or has not begun it
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
+from pipelab.errors import FormatError, UsageError
+from pipelab.plan.plan import Plan
+from pipelab.plan.transfers import Lowering, Step, lowered
+
+_P2P = re.compile(r"\w+:(send|recv) (\d+)(?:->|<-)(\d+)")
+_SIZES_OF_OBJECTS = (["Long"], ["Byte"])  # dtypes of what PyTorch sends before the first step: shapes, pickled
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Which rank holds up the others, and where it is.
+
+    Attributes:
+        rank: the rank that waits for no other one; `None` if ranks wait for each other in a circle, or none waits.
+        actions: what it is running or about to run, in the plan's notation; empty if it is between two transfers.
+        step: the training step that it is in, from 0, as far as the file goes back.
+        waits: by rank, for which rank it waits, and with which send or receive.
+        missing: whether the rank left no file.
+
+    Example:
+        >>> print(Stall(1, ("1F1",), 0, {0: (1, "0RECV_B0"), 2: (1, "2RECV_F1")}))
+        rank 1 holds up the others: step 0, in or before 1F1
+          rank 0 waits for rank 1: 0RECV_B0
+          rank 2 waits for rank 1: 2RECV_F1
+    """
+
+    rank: int | None
+    actions: tuple[str, ...]
+    step: int
+    waits: dict[int, tuple[int, str]]
+    missing: bool = False
+
+    def __str__(self) -> str:
+        """Return what holds up the ranks, then a line for each rank that waits."""
+        if self.rank is None and not self.waits:
+            head = "no rank waits for a transfer: all of them compute, or are done"
+        elif self.rank is None:
+            head = f"no rank can go on, in step {self.step}: they wait for each other in a circle"
+        elif self.missing:
+            head = f"rank {self.rank} left no file: its process has ended, or cannot write"
+        else:
+            where = f"in or before {' or '.join(self.actions)}" if self.actions else "between two transfers"
+            head = f"rank {self.rank} holds up the others: step {self.step}, {where}"
+        return "\n".join([head, *(f"  rank {at} waits for rank {of}: {word}" for at, (of, word) in self.waits.items())])
+
+
+def culprit(plan: Plan | ScheduleLike, files: Iterable[str | Path], *, tensors: int = 1) -> Stall:
+    """Return which action of which rank holds up all others.
+
+    Args:
+        plan: the plan or schedule that ran. PyTorch's runtime has run it, in PyTorch's own order of transfers.
+        files: the files of one pipeline's ranks, pickled or JSON.
+        tensors: how many tensors a stage returns: each is a transfer of its own to the recorder.
+
+    Raises:
+        FormatError: if a file is none of the Flight Recorder's, or its transfers are not those of the plan.
+        UsageError: if two files are of the same rank, or none has a send or receive.
+        ScheduleError: if the plan has faults.
+    """
+    plan = as_plan(plan)
+    require_legal(plan)
+    low = lowered(plan.bound, "pytorch")
+    progress: dict[int, _Progress] = {}
+    for path in map(Path, files):
+        rank, records = _records(path)
+        if rank in progress:
+            raise UsageError(f"{path}: another file is of rank {rank} too\n  try: give the files of one pipeline")
+        if not 0 <= rank < len(low.rows):
+            raise UsageError(f"{path} is of rank {rank}, and the plan has {len(low.rows)} ranks")
+        progress[rank] = _Progress.of(low, rank, records, tensors, path)
+    if not any(each.states for each in progress.values()):
+        raise UsageError("no file has a send or receive\n  try: TORCH_FR_BUFFER_SIZE=20000 for all processes")
+    return _stall(low, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A send or receive, with the rank at its other end."""
+
+    way: str
+    peer: int
+    state: str
+    number: int
+
+
+def _records(path: Path) -> tuple[int, list[_Record]]:
+    """Return the rank that wrote a file, and its sends and receives from the oldest to the newest."""
+    try:
+        text = path.read_bytes()
+        entries = (json.loads(text) if text.lstrip()[:1] == b"{" else _Plain.read(text))["entries"]
+        done = {each["p2p_seq_id"]: each["state"] for each in entries if each["profiling_name"].endswith("coalesced")}
+        found: dict[Any, tuple[int, _Record]] = {}
+        for entry in entries:
+            match = _P2P.fullmatch(entry["profiling_name"])
+            if match and entry.get("input_dtypes") not in _SIZES_OF_OBJECTS:
+                sequence = entry["p2p_seq_id"]
+                key = sequence if sequence in done else ("alone", entry["record_id"])
+                record = _Record(match[1].upper(), int(match[3]), done.get(sequence, entry["state"]), sequence)
+                found.setdefault(key, (int(match[2]), record))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        raise FormatError(f"{path} is no file of PyTorch's Flight Recorder: {type(error).__name__}: {error}") from None
+    own = {rank for rank, _ in found.values()}
+    digits = re.findall(r"\d+", path.stem)
+    if len(own) > 1 or not (own or digits):
+        raise FormatError(f"{path}: {'several ranks' if own else 'no rank'} in it, and none in its name")
+    return own.pop() if own else int(digits[-1]), [record for _, record in found.values()]
+
+
+class _Plain(pickle.Unpickler):
+    """A pickle of lists, dictionaries, numbers and texts: one of anything else could run a stranger's code."""
+
+    @classmethod
+    def read(cls, text: bytes) -> Any:
+        return cls(io.BytesIO(text)).load()
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """How far a rank is: the `states` of its transfers from number `first` on, before which all are over.
+
+    The transfers are at the places `at` of its lowered row; their numbers go on from one training step to the next.
+    """
+
+    row: Sequence[Step]
+    at: Sequence[int]
+    first: int = 0
+    states: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, low: Lowering, rank: int, records: Sequence[_Record], tensors: int, path: Path) -> _Progress:
+        """Find which transfers of the plan the records are."""
+        row = low.rows[rank]
+        at = [index for index, (word, _) in enumerate(row) if word in ("SEND", "RECV")]
+        ends = [_end(low, row[index]) for index in at]
+        count = -(-len(records) // tensors)
+        for begin in range(len(at)):
+            expected = [ends[(begin + each) % len(ends)] for each in range(count) for _ in range(tensors)]
+            if [(each.way, each.peer) for each in records] == expected[: len(records)]:
+                gone = round(((records[0].number - 1) / tensors - begin) / len(at)) if records else 0
+                groups = (records[each : each + tensors] for each in range(0, len(records), tensors))
+                states = [next((each.state for each in group if each.state != "completed"), "") for group in groups]
+                return cls(row, at, begin + max(0, gone) * len(at), states)
+        if not at:
+            return cls(row, at)
+        raise FormatError(
+            f"{path}: the transfers of rank {rank} are not those of the plan: the first is {records[0].way} with "
+            f"rank {records[0].peer}, the plan's first is {ends[0][0]} with rank {ends[0][1]}\n"
+            "  try: the plan that ran, and with tensors= how many tensors a stage returns"
+        )
+
+    def state(self, number: int) -> str | None:
+        """Return `""` of a transfer that is over, PyTorch's word of one that is not, and `None` before it is posted."""
+        place = number - self.first
+        return "" if place < 0 else self.states[place] if place < len(self.states) else None
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the training step and the place in the row of a transfer."""
+        step, within = divmod(number, len(self.at))
+        return step, self.at[within]
+
+    def before(self, number: int) -> list[Step]:
+        """Return what the rank runs between the transfer before this one, and this one."""
+        index = self.place(number)[1]
+        begin = max((each for each in self.at if each < index), default=-1)
+        tail = self.row[self.at[-1] + 1 :] if begin < 0 and number else []
+        return [*tail, *self.row[begin + 1 : index]]
+
+
+def _end(low: Lowering, step: Step) -> tuple[str, int]:
+    """Return a transfer's word, and the rank at its other end."""
+    word, (value,) = step
+    return word, low.crossings[value].target if word == "SEND" else low.crossings[value].source
+
+
+def _at(low: Lowering, progress: Mapping[int, _Progress], rank: int, timed: bool) -> tuple[int, bool]:
+    """Return the transfer that a rank has not got past, and whether it waits for the other end.
+
+    A send that is posted holds up nothing until the step's end. What a GPU's queue has not reached is not started,
+    because the rank computes; without these times, the state at the other end says it.
+    """
+    own = progress[rank]
+    held, number = None, own.first
+    while (state := own.state(number)) is not None:
+        word, peer = _end(low, own.row[own.place(number)[1]])
+        if state == "scheduled" and timed:
+            return number, False
+        if state:
+            there = _other_end(low, progress, rank, number)
+            if word == "RECV":
+                return number, state == "started" or there != ""
+            if state == "scheduled" and there is not None and peer in progress:
+                return number, False
+            held = number if held is None else held
+        number += 1
+    at_end = held is not None and number % len(own.at) == 0
+    return (held, True) if at_end and held is not None else (number, False)
+
+
+def _other_end(low: Lowering, progress: Mapping[int, _Progress], rank: int, number: int) -> str | None:
+    """Return the state of the same transfer at its other end."""
+    step, index = progress[rank].place(number)
+    word, (value,) = progress[rank].row[index]
+    other = progress.get(_end(low, (word, (value,)))[1])
+    if other is None:
+        return None
+    sought = ("RECV" if word == "SEND" else "SEND", (value,))
+    return other.state(
+        step * len(other.at) + next(at for at, index in enumerate(other.at) if other.row[index] == sought)
+    )
+
+
+def _stall(low: Lowering, progress: Mapping[int, _Progress]) -> Stall:
+    """Follow each rank to the one that it waits for."""
+    timed = any("started" in each.states for each in progress.values())
+    waits: dict[int, tuple[int, str]] = {}
+    working: dict[int, int] = {}  # by rank that waits for no other, the transfer that it has not come to
+    for rank, own in sorted(progress.items()):
+        if own.at:
+            number, waiting = _at(low, progress, rank, timed)
+            step = own.row[own.place(number)[1]]
+            if waiting:
+                waits[rank] = (_end(low, step)[1], low.word(step))
+            else:
+                working[rank] = number
+    if missing := {peer for peer, _ in waits.values()} - progress.keys():
+        return Stall(min(missing), (), 0, waits, missing=True)
+    if not working or not waits:
+        return Stall(None, (), 0, waits)
+    # Of several that compute, the one for which most others wait, directly or not; then the one that is behind.
+    ends = []
+    for rank in waits:
+        end, seen = rank, set[int]()
+        while end in waits and end not in seen:
+            seen.add(end)
+            end = waits[end][0]
+        ends.append(end)
+    steps = {rank: progress[rank].place(number)[0] for rank, number in working.items()}
+    rank = max(working, key=lambda each: (-steps[each], ends.count(each), -each))
+    runs = [low.word(each) for each in progress[rank].before(working[rank]) if each[0] == "run"]
+    return Stall(rank, tuple(runs), steps[rank], waits)

@@ -51,7 +51,7 @@ def scatter(points: Sequence[Point], front: Sequence[Point] = (), link: str = ""
         names = [_name(point, most) for point in there]
         half = 3.4 * len(", ".join(names))
         around = [(half + 9, 4), (0, -10), (0, 20), (-half - 9, 4), (half, -10), (half, 20), (-half, -10), (-half, 20)]
-        around += [(0, -24), (0, 34)]
+        around += [(0, -24), (0, 34), (-half, -24), (-half, -28), (-half, 34)]
         boxes = [(x + dx - half, y + dy - 12, x + dx + half, y + dy + 4) for dx, dy in around]
         inside = [box for box in boxes if box[0] > _LEFT - 2 and box[2] < _WIDE + 2 * _LEFT]
         box = next((box for box in inside if not any(_overlap(box, each) for each in taken)), (inside or boxes)[0])

@@ -152,7 +152,8 @@ def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Ite
     bound, codes, rank_of = plan.bound, plan.bound.codes, plan.bound.rank_of
     reduce_of, latest = {codes.stage[code]: code for code in bound.reduces}, dict.fromkeys(bound.reduces, 0.0)
     columns: list[list[tuple[list[float], float, list[float]]]] = [[] for _ in bound.rows]
-    for own, many in _alike(bound, lasts, delays):
+    for own, shifts in _alike(bound, lasts, delays):
+        many = len(shifts)
         number = {code: index for index, code in enumerate(own)}
         follows: list[list[Link]] = [[] for _ in own]
         for code, before in zip(own, follows, strict=True):
@@ -182,8 +183,8 @@ def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Ite
         yield jobs + [(latest[code], lasts[code], 0.0) for code, ranks in bound.reduces.items() if rank in ranks]
 
 
-def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[list[int], int]]:
-    """Yield the codes of one micro-batch, and how many have the same actions, ranks and times as it."""
+def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield a micro-batch's codes, and how much larger they are of each that has the same actions, ranks and times."""
     codes = bound.codes
     kinds, values = [codes.of_kind[kind] for kind in codes.per_microbatch], map(codes.of_value, codes.values)
     tables = [*product((bound.rank_of, lasts), kinds), *product((delays,), values)]
@@ -192,8 +193,9 @@ def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) ->
         parts = (table[of.start + first : of.start + first + codes.stages] for table, of in tables)
         found.setdefault(tuple(chain.from_iterable(parts)), []).append(first)
     for first, *others in found.values():
+        shifts = [0, *(each - first for each in others)]
         listed = (code for kind in kinds for code in kind[first : first + codes.stages])
-        yield [code for code in listed if bound.rank_of[code] != NO_RANK], 1 + len(others)
+        yield [code for code in listed if bound.rank_of[code] != NO_RANK], shifts
 
 
 def _in_turn(ready: Iterable[float], time: float) -> list[float]:
@@ -260,8 +262,9 @@ def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paire
         for code in row:
             if codes.releases[code]:
                 held.append((job_of[codes.sibling(code, "F")], job_of[code]))
-    lines = () if paired or codes.more_needs else _lines(plan, jobs)
-    return Work(plan, tuple(jobs), tuple(map(tuple, activations)), lines)
+    like = () if paired or codes.more_needs else _alike(bound, lasts, delays)
+    lines = (tuple(job_of[code + shift] for shift in shifts) for own, shifts in like if shifts[1:] for code in own)
+    return Work(plan, tuple(jobs), tuple(map(tuple, activations)), tuple(lines))
 
 
 def _sequences(codes: Codes) -> list[int]:
@@ -283,23 +286,6 @@ def _needs(bound: BoundPlan, code: int, job_of: dict[int, int], delays: Sequence
     return [
         (job_of[giver], 0.0 if bound.rank_of[giver] == rank else delays[value]) for value, giver in bound.inputs(code)
     ]
-
-
-def _lines(plan: Plan, jobs: Sequence[Job]) -> tuple[tuple[int, ...], ...]:
-    """Return the jobs of one kind and stage of all micro-batches that have the same actions, ranks and times."""
-    codes = plan.bound.codes
-    of_microbatch: dict[int, dict[tuple[str, int], int]] = {}
-    for index, job in enumerate(jobs):
-        (code,) = job.codes
-        if not codes.collective[code]:
-            of_microbatch.setdefault(codes.microbatch[code], {})[codes.kind[code], codes.stage[code]] = index
-    alike: dict[tuple[object, ...], list[dict[tuple[str, int], int]]] = {}
-    for found in of_microbatch.values():
-        mine = sorted(found.items())
-        lags = (tuple(lag for _, lag in jobs[index].needs) for _, index in mine)
-        same = tuple((key, jobs[index].ranks, jobs[index].time) for key, index in mine)
-        alike.setdefault((same, *lags), []).append(found)
-    return tuple(tuple(found[key] for found in group) for group in alike.values() if len(group) > 1 for key in group[0])
 
 
 def _one_machine(jobs: Sequence[Placed]) -> float:

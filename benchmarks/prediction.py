@@ -4,7 +4,9 @@ The model runs once in four stages on two ranks, in GPipe's order, with 8 micro-
 each of its steps, and the prediction is the median of those that follow; schedules with two stages get them merged.
 What `I` and `W` cost comes from the same order with split backwards. All micro-batches have the same rows, and all
 steps run in turns. Of these rounds, those count in which other programs used the processor least: two ranks that share
-one core are quicker whenever one of them waits, which no cost can know.
+share one core are quicker whenever one of them waits, which no cost can know.
+
+Intervals are counted in all rounds, however busy: `Cost.interval` of the first third's costs, and the steps after it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from statistics import median, quantiles
 
 import torch
@@ -108,7 +111,31 @@ def predict(engine: str, width: int, rows: int, rounds: int, quietest: int) -> d
                 "error": predicted / measured - 1,
             }
         )
-    return {"others": max(others for others, _ in kept), "rows": found}
+    third = rounds // 3
+    early, late = ([steps for _, steps in some] for some in (found_in[1 : third + 1], found_in[third + 1 :]))
+    return {"others": max(others for others, _ in kept), "rows": found, "intervals": _intervals(plans, early, late)}
+
+
+def _intervals(
+    plans: dict[object, pipelab.Plan], early: list[dict[object, pipelab.Trace]], late: list[dict[object, pipelab.Trace]]
+) -> dict[str, object]:
+    """Return how many later steps are inside the intervals of costs fitted to early ones, and how far off they are."""
+    inside, errors, widths = 0, [], []
+    try:
+        cost = pipelab.Cost.fit([each["fit"] for each in early], [each["split"] for each in early], typical="mean")
+        for key, plan in plans.items():
+            if key in ("fit", "split"):
+                continue
+            own = cost if plan.stages == STAGES else replace(cost.merged(plan.stages), spread=cost.spread)
+            predicted = pipelab.simulate(plan, own).makespan
+            low, high = own.interval(predicted)
+            widths.append(high / low)
+            for each in late:
+                inside += low <= each[key].makespan <= high
+                errors.append(abs(predicted / each[key].makespan - 1))
+    except (pipelab.errors.CostError, TypeError) as error:  # too few steps, or too far apart
+        return {"refused": str(error).partition("\n")[0]}
+    return {"inside": inside / len(errors), "steps": len(errors), "error": median(errors), "width": median(widths)}
 
 
 def measure(quick: bool = False) -> dict[str, object]:
@@ -144,6 +171,13 @@ def report(found: dict[str, object]) -> str:
             f"| {engine} | **{median(map(abs, errors)):.1%}** | {low:+.1%} and {high:+.1%} "
             f"| {max(errors, key=abs):+.1%} | {made['others']:.2f} |"
         )
+    for engine, made in engines.items():
+        if held := made.get("intervals"):
+            says = held.get("refused") or (
+                f"{held['inside']:.0%} of {held['steps']} later steps, median error {held['error']:.1%}; the upper end "
+                f"is {held['width']:.2f} times the lower"
+            )
+            lines += ["", f"Intervals, {engine}: {says}."]
     for engine, made in engines.items():
         lines += [
             "",

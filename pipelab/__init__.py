@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from pipelab._version import __version__
 from pipelab.catalogue import (
     GEMS,
+    V1F1B,
     ZBH1,
     ZBH2,
     ZBV,
@@ -117,6 +118,7 @@ __all__ = [
     "OFFLOAD",
     "RESHARD",
     "UNSHARD",
+    "V1F1B",
     "ZBH1",
     "ZBH2",
     "ZBV",

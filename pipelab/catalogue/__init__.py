@@ -12,6 +12,7 @@
 - `zb_h2`: no rank ever waits, for twice the memory
 - `interleaved_zb`: ZB-H1 over several smaller stages per rank
 - `zbv`: zero bubble in a V, in 1F1B's memory
+- `v_1f1b`: whole backwards in a V, in two thirds of 1F1B's activations
 - `v_half`: a V that holds half of 1F1B's activations
 - `v_min`: a V that holds a third
 - `dualpipev`: DualPipe cut in half and folded into a V
@@ -53,6 +54,7 @@ from pipelab.catalogue.one_f_one_b import OneFOneB
 from pipelab.catalogue.overlapped_1f1b import Overlapped1F1B
 from pipelab.catalogue.seq1f1b import Seq1F1B
 from pipelab.catalogue.slimpipe import SlimPipe
+from pipelab.catalogue.v_1f1b import V1F1B
 from pipelab.catalogue.v_half import VHalf
 from pipelab.catalogue.v_min import VMin
 from pipelab.catalogue.zb_h1 import ZBH1
@@ -63,6 +65,7 @@ from pipelab.schedule import Schedule
 
 __all__ = [
     "GEMS",
+    "V1F1B",
     "ZBH1",
     "ZBH2",
     "ZBV",
@@ -128,6 +131,7 @@ schedules = Catalogue(
         "zb-h2": ZBH2,
         "interleaved-zb": InterleavedZeroBubble,
         "zbv": ZBV,
+        "v-1f1b": V1F1B,
         "v-half": VHalf,
         "v-min": VMin,
         "dualpipev": DualPipeV,

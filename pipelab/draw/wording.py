@@ -231,6 +231,7 @@ NAMES = {
     "ZBH2": "ZB-H2",
     "InterleavedZeroBubble": "Interleaved zero bubble",
     "ZBV": "ZB-V",
+    "V1F1B": "V-1F1B",
     "VHalf": "V-Half",
     "VMin": "V-Min",
     "TwoBW": "PipeDream-2BW",

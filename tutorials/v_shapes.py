@@ -22,7 +22,7 @@
 
 # %%
 import pipelab
-from pipelab import B, F, I, W
+from pipelab import B, F
 
 P, M = 4, 8  # ranks and micro-batches
 zbv = pipelab.simulate(pipelab.ZBV(P, M))
@@ -75,67 +75,39 @@ assert len(zbv.transfers) == 2 * M * (2 * P - 2) == 96
 #
 # That is **V-Min** (Qi et al. 2024, Pipeline Parallelism with Controllable Memory), but for one case. If 3 divides the
 # number of ranks, two actions of a rank fall into the same of the six slots. Then the micro-batch pauses for two slots
-# at the turn from its forwards to its backwards. In this class the slots per rank on each leg, and the slots from one
-# leg to the next, are numbers:
+# at the turn from its forwards to its backwards.
+#
+# Such a plan is a **building block**: the slot in which each pass of one micro-batch starts, and how many slots later
+# the next one does the same. Its memory follows before anything is simulated:
 
 
 # %%
-class Legs(pipelab.Schedule):
-    """A micro-batch goes down and up the ranks twice, at given speeds."""
-
-    stages_per_rank = 2
-    speeds = (1, 1, 1, 1)  # slots per rank: forward down, forward up, input gradient down, input gradient up
-    turns = (1, 1, 1)  # slots from the last action of a leg to the first one of the next
-
-    def place(self, microbatch, stage):
-        return min(stage, self.stages - 1 - stage)
-
-    def slots(self, rank):
-        """Return the slots in which micro-batch 0 has its four actions on a rank."""
-        length, found, start = self.ranks - 1, [], 0
-        for leg, speed in enumerate(self.speeds):
-            passed = rank if leg in (0, 2) else length - rank
-            found.append(start + speed * passed)
-            if leg < 3:
-                start += speed * length + self.turns[leg]
-        return found
-
-    def actions(self, rank):
-        first, last = rank, self.stages - 1 - rank
-        taken = {}
-        for m in range(self.microbatches):
-            for slot, action in zip(self.slots(rank), (F(m, first), F(m, last), I(m, last), I(m, first)), strict=True):
-                taken[slot + 6 * m] = action
-        owed, slot = [], 0
-        while taken or owed:
-            action = taken.pop(slot, None)
-            if action is not None:
-                yield action
-                if action.kind == "I":
-                    owed.append(W(action.microbatch, action.stage))
-            elif owed:
-                yield owed.pop(0)
-            slot += 1
+def legs(ranks, speed=1, pause=0):
+    """Return the block of a micro-batch that goes down and up the ranks twice, at so many slots per rank."""
+    stages = range(2 * ranks)
+    way = [f"{s}F" for s in stages] + [f"{s}I" for s in reversed(stages)]
+    passes, slot = {}, 0
+    for number, each in enumerate(way, 1):
+        passes[each] = slot
+        slot += 1 if number % ranks == 0 else speed  # at a turn the next pass is on the same rank
+        slot += pause if number == 2 * ranks else 0
+    return pipelab.building_block(passes, interval=6, place=[*range(ranks), *reversed(range(ranks))])
 
 
-class VMin(Legs):
-    """The legs that hold least."""
-
-    @property
-    def turns(self):
-        return (1, 3, 1) if self.ranks % 3 == 0 else (1, 1, 1)
-
-
-v_min = pipelab.simulate(VMin(P, M))
+block = legs(P)
+print("each rank holds", block.peaks, "halves")
+v_min = pipelab.simulate(block.plan(M, "V-Min"))
 v_min
 
 # %%
-for ranks in (3, 4, 5, 6, 8, 9):
-    assert all(len({slot % 6 for slot in VMin(ranks, M).slots(rank)}) == 4 for rank in range(ranks))
-    many = pipelab.simulate(VMin(ranks, 4 * ranks))
-    print(f"{ranks} ranks: V-Min holds {max(many.peak_activations) / 2:g} shares, 1F1B {ranks}")
-    assert max(many.peak_activations) == 2 * ((ranks + 4) // 3)
-    assert (pipelab.check(Legs(ranks, M)) == []) == (ranks % 3 > 0)  # without the pause
+for ranks in (4, 5, 6, 8, 9):
+    most = max(legs(ranks, pause=0 if ranks % 3 else 2).peaks)
+    print(f"{ranks} ranks: V-Min holds {most / 2:g} shares, 1F1B {ranks}")
+    assert most == 2 * ((ranks + 4) // 3)
+try:
+    legs(6)  # without the pause
+except pipelab.UsageError as error:
+    print(error)
 
 # %% [markdown]
 # ## Predict: half of the memory
@@ -157,9 +129,9 @@ assert v_min.makespan == 29.5
 
 # %% tags=["answer"]
 uneven = pipelab.Cost(forward=1, input_grad=1.2, weight_grad=0.8)
-for schedule in (pipelab.OneFOneB(P, M), VMin(P, M), pipelab.ZBV(P, M)):
+for schedule in (pipelab.OneFOneB(P, M), pipelab.VMin(P, M), pipelab.ZBV(P, M)):
     print(f"{schedule}: {pipelab.simulate(schedule, uneven).makespan:.1f} units")
-assert round(pipelab.simulate(VMin(P, M), uneven).makespan, 6) == 34.4
+assert round(pipelab.simulate(pipelab.VMin(P, M), uneven).makespan, 6) == 34.4
 assert round(pipelab.simulate(pipelab.OneFOneB(P, M), uneven).makespan, 6) == 33
 
 # %% [markdown] tags=["answer"]
@@ -171,11 +143,13 @@ assert round(pipelab.simulate(pipelab.OneFOneB(P, M), uneven).makespan, 6) == 33
 
 # %%
 for speed, halves, expected in ((1, 4, 29.5), (2, 6, 28.5), (3, 8, 26.5)):
-    legs = Legs(P, M)
-    legs.speeds = (speed,) * 4
-    trace = pipelab.simulate(legs)
+    trace = pipelab.simulate(legs(P, speed).plan(M))
     print(f"{speed} slots per rank: {trace.makespan:g} units, holds {max(trace.peak_activations)} halves")
     assert (trace.makespan, max(trace.peak_activations)) == (expected, halves)
+
+# %% [markdown]
+# `pipelab.frontier(P, M)` searches over four such speeds, one for each leg, and draws the
+# [curve of memory and bubble](../reference/schedules.md#a-building-block-instead-of-an-order) with all schedules on it.
 
 # %% [markdown]
 # ## Both directions

@@ -19,7 +19,7 @@ from pipelab.errors import PipelabError, clean
 def attempt(name: str, code: str) -> dict[str, Any]:
     """Return what a reader's code is worth in a level; if it counts, its actions in the order of their starts.
 
-    What the catalogue or a solver has written is `looked` up.
+    What the catalogue or `optimum` made is `looked` up.
     """
     level = levels()[name]
     try:

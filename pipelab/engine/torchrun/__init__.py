@@ -5,7 +5,7 @@
 - `stage`: one step on this process, and a stage with the methods that PyTorch's runtime calls
 - `messages`: the shapes of values, and values as messages
 - `start`: the processes compare their plans and models, and connect
-- `groups`: process groups for the pipelines of a plan
+- `groups`: the process groups of a plan: of all ranks, and of those that hold the same stage
 - `agreement`: whether all processes make the same call with the same batch
 - `replicas`: the sum of a stage's gradients over its replicas
 - `results`: losses, outputs and traces gathered, on one clock

@@ -99,10 +99,14 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     rows = [
         _is(row, str, "a text with actions", f"'rows', rank {rank}") for rank, row in enumerate(_list(data, "rows"))
     ]
-    return plan_of(Plan.parse(rows).written, stages, microbatches, name)
+    slices = data.get("after")
+    after = None if slices is None else lambda microbatch, stage: slices[microbatch][stage]
+    return plan_of(Plan.parse(rows).written, stages, microbatches, name, after)
 
 
-def plan_of(written: Sequence[Sequence[object]], stages: int, microbatches: int, name: str) -> Plan:
+def plan_of(
+    written: Sequence[Sequence[object]], stages: int, microbatches: int, name: str, after: After | None = None
+) -> Plan:
     """Return a plan that has no faults.
 
     Raises:
@@ -115,7 +119,7 @@ def plan_of(written: Sequence[Sequence[object]], stages: int, microbatches: int,
             f"the rows hold {actions} actions, which cannot be {shorten(stages)} stages' with {shorten(microbatches)} "
             "micro-batches"
         )
-    plan = Plan(written, stages, microbatches, name=name)
+    plan = Plan(written, stages, microbatches, name=name, after=after)
     try:
         require_legal(plan)
     except ScheduleError as error:

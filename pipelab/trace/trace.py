@@ -337,6 +337,8 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as plain data, as in `json` files."""
+        plan, after = self.plan, self.plan.after
+        slices = after and [[[*after(m, s)] for s in range(plan.stages)] for m in range(plan.microbatches)]
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -356,6 +358,7 @@ class Trace:
                 for each in self.transfers
             ],
             **({"moves": [[each.start, each.end] for each in self.moves]} if self.moves else {}),
+            **({"after": slices} if slices else {}),
         }
 
     @classmethod

@@ -134,7 +134,8 @@ def test_no_fault_speaks_of_one_that_was_not_written(case):
 def test_a_plan_whose_stages_are_all_on_one_rank_is_bound_as_it_was_written(plan):
     if all(len(ranks) == 1 for ranks in plan.replicas.values()):
         assert not plan.bound.automatic
-        again = Plan(plan.written, plan.stages, plan.microbatches, lambda m, s: plan.bound.route(m)[s], after=plan.after)
+        sizes = plan.stages, plan.microbatches
+        again = Plan(plan.written, *sizes, lambda m, s: plan.bound.route(m)[s], after=plan.after)
         assert plan == again
 
 

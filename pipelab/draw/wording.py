@@ -232,7 +232,6 @@ NAMES = {
     "InterleavedZeroBubble": "Interleaved zero bubble",
     "ZBV": "ZB-V",
     "V1F1B": "V-1F1B",
-    "V1F1B": "V-1F1B",
     "VHalf": "V-Half",
     "VMin": "V-Min",
     "TwoBW": "PipeDream-2BW",

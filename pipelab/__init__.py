@@ -19,6 +19,7 @@ The parts, in reading order:
 - `catalogue`: the schedules that come with pipelab
 - `draw`: timelines as text, figures and pages
 - `challenges`: levels with pars, for learners
+- `layouts`: which layout a transformer's training should have
 - `engine`: a plan on real tensors
 - `conformance`: the comparison with PyTorch's own schedules
 - `hub`: what other programs know about a plan: PyTorch's Flight Recorder
@@ -85,6 +86,7 @@ from pipelab.errors import (
     UsageError,
     VerificationError,
 )
+from pipelab.layouts.search import layout
 from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, F, I, Pair, R, U, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
@@ -192,6 +194,7 @@ __all__ = [
     "emulated",
     "frontier",
     "jitter",
+    "layout",
     "lower",
     "lower_bound",
     "memory_use",

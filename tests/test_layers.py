@@ -30,7 +30,7 @@ LAYERS: list[list[str]] = [
     ["pipelab.labs"],
     ["pipelab.conformance"],
     ["pipelab"],  # the face: `import pipelab`
-    ["pipelab.challenges"],
+    ["pipelab.challenges", "pipelab.layouts"],
     ["pipelab.catalogue", "pipelab.draw", "pipelab.engine"],
     ["pipelab.simulation"],
     ["pipelab.schedule"],

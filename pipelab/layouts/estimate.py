@@ -1,0 +1,482 @@
+"""How long a step of a layout takes, what each rank holds, and what travels: term by term."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any, TypeVar
+
+from pipelab.catalogue import schedules
+from pipelab.catalogue.bases import Looped
+from pipelab.checking.memory import Memory
+from pipelab.errors import UsageError
+from pipelab.layouts.devices import Device, Group
+from pipelab.layouts.transformer import Layer, Transformer
+from pipelab.plan.plan import Plan
+from pipelab.schedule import Schedule
+from pipelab.simulation.bounds import lower_bound
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
+from pipelab.simulation.links import Links
+from pipelab.simulation.memory import MemoryUse, memory_use
+from pipelab.simulation.published import mfu
+from pipelab.trace.trace import Trace
+
+Made = TypeVar("Made")
+Terms = dict[str, float]
+"""Seconds by what takes them."""
+
+WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
+"""Bytes for each parameter: 16 bits; gradients summed in 32 bits; the weight, its mean and mean square in 32 bits."""
+
+_DATA = ("data", "expert data")
+_MOVES = ("tensor", "context", "expert", "pipeline", "data")
+_PASSES = {0: [(0, 0)] * 3, 1: [(0, 0)] * 3, 2: [(0, 0), (0, 0), (0, 1)], 3: [(1, 0), (1, 0), (0, 1)]}
+"""By ZeRO's level: how often weights and gradients go round in a forward, and in a backward for inputs and weights."""
+
+_AFTER = {0: (0, 2), 1: (1, 1), 2: (1, 0), 3: (0, 0)}
+"""The same after the last micro-batch; an all-reduce is two rounds."""
+
+_OPERATIONS = 6
+"""Operations without matrix products in a forward of a layer: two norms, two sums, positions, the activation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a step is laid out on devices.
+
+    Devices are numbered as in Megatron-Core: neighbours share a layer (`tensor`), then a sequence (`context`), then
+    come `replicas`, whose first `expert` share the experts, and at last the pipeline's ranks.
+
+    Attributes:
+        tensor: how many devices share every layer, with sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
+        context: how many devices share every sequence; each gathers all keys and values (Llama 3, section 3.3.2).
+        expert: how many devices share a layer's routed experts.
+        replicas: how many copies of the pipeline share the batch.
+        zero: which state the replicas share: 0 none, 1 the optimizer's, 2 gradients too, 3 weights too
+            (Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5).
+        pipeline: how many ranks a pipeline has.
+        stages_per_rank: how many stages a rank of the pipeline has.
+        schedule: the schedule's name.
+        microbatches: how many micro-batches a replica has in a step.
+        microbatch: how many sequences a micro-batch has.
+        recompute: `"none"`, `"selective"` (attention's matrices) or `"full"` (each layer).
+        overlap: whether the replicas' collectives travel while the last micro-batch is computed.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    replicas: int = 1
+    zero: int = 1
+    pipeline: int = 1
+    stages_per_rank: int = 1
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    microbatch: int = 1
+    recompute: str = "none"
+    overlap: bool = True
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self.tensor * self.context * self.replicas * self.pipeline
+
+
+@lru_cache(maxsize=512)
+def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    kind: Any = schedules[name]
+    return kind(ranks, microbatches, *((stages_per_rank,) if issubclass(kind, Looped) else ()))  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=64)
+def _plan(schedule: Schedule) -> Plan:
+    return schedule.plan()
+
+
+@lru_cache(maxsize=1024)
+def _peaks(*sizes: Any) -> tuple[int, ...]:
+    """Return how many activations each rank of a schedule holds at most."""
+    return simulate(_schedule(*sizes)).peak_activations
+
+
+def cut(layers: int, stages: int) -> list[range]:
+    """Return each stage's layers, as even as possible; the first and the last stage get fewer.
+
+    Example:
+        >>> [len(each) for each in cut(126, 16)]
+        [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]
+    """
+    base, more = divmod(layers, stages)
+    order = sorted(range(stages), key=lambda stage: (stage == 0, stage == stages - 1))
+    counts = [base + (stage in order[:more]) for stage in range(stages)]
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout does with a model on a kind of device.
+
+    Attributes:
+        model: the model.
+        layout: the layout.
+        device: the device.
+
+    Example:
+        >>> from pipelab.layouts.devices import device
+        >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, ffn=49152, vocab=51200, sequence=2048, gated=False)
+        >>> layout = Layout(tensor=8, pipeline=8, microbatches=64)
+        >>> estimate = Estimate(gpt3, layout, device("a100"))
+        >>> layout.devices, 0.3 < estimate.mfu < 0.6
+        (64, True)
+    """
+
+    model: Transformer
+    layout: Layout
+    device: Device
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that the model cannot have."""
+        layout, model = self.layout, self.model
+        sharing = layout.tensor * layout.context * layout.replicas
+        for wrong, why in (
+            (model.heads % layout.tensor, f"tensor={layout.tensor} does not divide {model.heads} heads"),
+            (model.sequence % layout.context, f"context={layout.context} does not divide {model.sequence} tokens"),
+            (
+                layout.expert > 1 and model.experts % layout.expert,
+                f"{model.experts} experts on {layout.expert} devices",
+            ),
+            (sharing % layout.expert, f"expert={layout.expert} does not divide {sharing} devices of a stage"),
+            (
+                layout.pipeline * layout.stages_per_rank > model.layers,
+                f"{layout.pipeline * layout.stages_per_rank} stages, but only {model.layers} layers",
+            ),
+            (layout.zero not in range(4), f"zero={layout.zero}: expected 0 to 3"),
+        ):
+            if wrong:
+                raise UsageError(f"no such layout: {why}")
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline's schedule.
+
+        Raises:
+            UsageError: if it cannot have these sizes.
+        """
+        each = self.layout
+        return _schedule(each.schedule, each.pipeline, each.microbatches, each.stages_per_rank)
+
+    # --- groups of devices -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """The devices that share a layer, a sequence, the experts, weights, and one expert's weights."""
+        each, device = self.layout, self.device
+        inner = each.tensor * each.context
+        return {
+            "tensor": device.group(each.tensor),
+            "context": device.group(each.context, each.tensor),
+            "expert": device.group(each.expert),
+            "data": device.group(each.context * each.replicas, each.tensor),
+            "expert data": device.group(inner * each.replicas // each.expert, each.expert),
+        }
+
+    # --- one layer, one micro-batch ----------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> float:
+        """How many tokens of a micro-batch a device computes, before tensor parallelism."""
+        return self.layout.microbatch * self.model.sequence / self.layout.context
+
+    @property
+    def boundary(self) -> float:
+        """Bytes of a micro-batch between two layers, before tensor parallelism."""
+        return 2 * self.model.hidden * self.tokens
+
+    def moves(self, layer: Layer) -> dict[str, tuple[float, int, int]]:
+        """Return what a layer's collectives pass: bytes, how often in a forward, and how often in a backward.
+
+        Sequence parallelism gathers and scatters twice in a forward and twice in a backward, which gathers the two
+        products' inputs again (Korthikanti et al. 2022, section 4.2.2).
+        """
+        keys = layer.keys * self.tokens * self.layout.context / self.layout.tensor
+        routed = layer.sent * self.tokens / self.layout.tensor
+        return {"tensor": (self.boundary, 4, 6), "context": (keys, 1, 2), "expert": (routed, 2, 2)}
+
+    def forward(self, layer: Layer) -> Terms:
+        """Return the seconds of a layer's forward, term by term."""
+        device, groups, tokens = self.device, self.groups, self.tokens / self.layout.tensor
+        traffic = tokens * (layer.elementwise + 2 * layer.matrices)
+        terms = {
+            "matrix products": 2 * layer.parameters * tokens / (device.peak * device.matrices),
+            "experts' products": 2 * layer.routed * tokens / (device.peak * device.experts),
+            "attention's products": layer.attention * tokens / (device.peak * device.attention),
+            "other operations": traffic / (device.bandwidth * device.memory_share) + _OPERATIONS * device.launch,
+        }
+        for name, (size, often, _) in self.moves(layer).items():
+            pass_on = groups[name].all_to_all if name == "expert" else groups[name].ring
+            terms[f"{name} parallelism"] = often * pass_on(size)
+        return terms
+
+    def backward(self, layer: Layer) -> tuple[Terms, Terms]:
+        """Return the seconds of a layer's backward, term by term: for its input, and for its weights.
+
+        Products take twice a forward's operations; of matrices of weights, half of it is for the weights.
+        """
+        forward = self.forward(layer)
+        weights = {name: forward[name] for name in ("matrix products", "experts' products")}
+        inputs = {name: seconds * (1 if name in weights else 2) for name, seconds in forward.items()}
+        for name, (_, there, back) in self.moves(layer).items():
+            inputs[f"{name} parallelism"] = forward[f"{name} parallelism"] * back / there
+        if self.layout.recompute == "full":
+            inputs["recomputation"] = sum(forward.values())
+        elif self.layout.recompute == "selective" and layer.matrices:
+            again = 2 * layer.matrices * self.tokens / self.layout.tensor
+            inputs["recomputation"] = forward["attention's products"] + again / (
+                self.device.bandwidth * self.device.memory_share
+            )
+        return inputs, weights
+
+    # --- stages ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def stages(self) -> list[Counter[Layer]]:
+        """Each stage's layers, alike ones counted."""
+        first, last = self.model.layer(0), self.model.layer(self.model.layers - 1)
+        cuts = cut(self.model.layers, self.layout.pipeline * self.layout.stages_per_rank)
+        dense = [len(range(each.start, max(each.start, min(each.stop, self.model.dense_layers)))) for each in cuts]
+        both = zip(cuts, dense, strict=True)
+        return [Counter({first: few}) + Counter({last: len(each) - few}) for each, few in both]
+
+    @cached_property
+    def _alike(self) -> list[int]:
+        """For each stage, the first one that is like it, so that each kind of stage is computed once."""
+        first: dict[object, int] = {}
+        last = len(self.stages) - 1
+        keys = ((*layers.values(), stage == 0, stage == last) for stage, layers in enumerate(self.stages))
+        return [first.setdefault(key, stage) for stage, key in enumerate(keys)]
+
+    def _each(self, made: Callable[[int], Made]) -> list[Made]:
+        """Return what a function makes of each stage, made once for those alike."""
+        found = {stage: made(stage) for stage in set(self._alike)}
+        return [found[stage] for stage in self._alike]
+
+    @cached_property
+    def work(self) -> list[tuple[Terms, Terms, Terms]]:
+        """For each stage, the seconds of a forward, of a backward for its input and for its weights, term by term."""
+        return self._each(self._work)
+
+    def _work(self, stage: int) -> tuple[Terms, Terms, Terms]:
+        parts: tuple[Terms, Terms, Terms] = ({}, {}, {})
+        for layer, count in self.stages[stage].items():
+            for part, each in zip(parts, (self.forward(layer), *self.backward(layer)), strict=True):
+                for name, seconds in each.items():
+                    part[name] = part.get(name, 0.0) + count * seconds
+        for part, (weights, gradients) in zip(parts, _PASSES[self.layout.zero], strict=True):
+            if stage == len(self.stages) - 1:
+                products = 2 * self.model.hidden * self.model.vocab * self.tokens / self.layout.tensor
+                part["head"] = products / (self.device.peak * self.device.matrices)
+            if weights or gradients:
+                seconds = self._data(stage, weights, gradients) - self.layout.overlap * sum(part.values())
+                part["data parallelism"] = max(0.0, seconds)
+        return parts
+
+    def _held(self, stage: int) -> tuple[float, float]:
+        """Return a stage's parameters on one device: without and of its routed experts, before ZeRO shares them."""
+        own = sum(layer.parameters * count for layer, count in self.stages[stage].items())
+        experts = sum(layer.experts * count for layer, count in self.stages[stage].items())
+        ends = (stage == 0) + (stage == len(self.stages) - 1)
+        own += self.model.hidden * self.model.vocab * (1 if self.model.tied else ends) * (ends > 0)
+        return own / self.layout.tensor, experts / self.layout.expert
+
+    def _shared(self, level: int, stage: int) -> float:
+        """Return a stage's parameters on one device, divided by the replicas if ZeRO has at least this level."""
+        sizes = [self.groups[name].size if self.layout.zero >= level else 1 for name in _DATA]
+        return sum(held / size for held, size in zip(self._held(stage), sizes, strict=True))
+
+    def _data(self, stage: int, weights: int, gradients: int) -> float:
+        """Return the seconds in which the replicas pass a stage's weights and gradients so many times."""
+        sizes = [held * (weights * WEIGHT + gradients * GRADIENT) for held in self._held(stage)]
+        if self.layout.zero == 0:
+            return sum(self.groups[name].all_reduce(size / 2) for name, size in zip(_DATA, sizes, strict=True))
+        return sum(self.groups[name].ring(size) for name, size in zip(_DATA, sizes, strict=True))
+
+    @cached_property
+    def after(self) -> list[Terms]:
+        """For each stage, the seconds after its last micro-batch: the replicas' collectives and the update."""
+        return self._each(self._after)
+
+    def _after(self, stage: int) -> Terms:
+        hidden = self.layout.overlap * sum(sum(part.values()) for part in self.work[stage])
+        update = self._shared(1, stage) * (GRADIENT + 2 * OPTIMIZER + WEIGHT)
+        return {
+            "data parallelism": max(0.0, self._data(stage, *_AFTER[self.layout.zero]) - hidden),
+            "optimizer": update / (self.device.bandwidth * self.device.memory_share),
+        }
+
+    @cached_property
+    def terms(self) -> Terms:
+        """The seconds of a step, term by term, on the rank that works most; the rest of the step it waits."""
+        ranks: list[Terms] = [{} for _ in range(self.layout.pipeline)]
+        for stage, parts in enumerate(self.work):
+            terms = ranks[self._rank(stage)]
+            for many, part in [*((self.layout.microbatches, part) for part in parts), (1, self.after[stage])]:
+                for name, seconds in part.items():
+                    terms[name] = terms.get(name, 0.0) + many * seconds
+        return max(ranks, key=lambda terms: sum(terms.values()))
+
+    @cached_property
+    def at_least(self) -> float:
+        """Seconds that a step cannot undercut, without a simulation: for each rank, its work and what surrounds it.
+
+        Before its first stage, a micro-batch passes all earlier stages forwards, and after it, all of them backwards.
+        """
+        work, first, before = [0.0] * self.layout.pipeline, [-1.0] * self.layout.pipeline, 0.0
+        for stage, kind in enumerate(self._alike):
+            forward, inputs, weights = (sum(part.values()) for part in self.work[kind])
+            rank = self._rank(stage)
+            work[rank] += self.layout.microbatches * (forward + inputs + weights)
+            first[rank] = before if first[rank] < 0 else first[rank]
+            before += forward + inputs
+        own = [busy + start for busy, start in zip(work, first, strict=True)]
+        return max(own) + min(sum(each.values()) for each in self.after)
+
+    @cached_property
+    def sent(self) -> dict[str, tuple[float, float]]:
+        """The bytes that each device of the first rank sends in a step: inside its node, and between nodes."""
+        many, found, stages = self.layout.microbatches, dict.fromkeys(_MOVES, (0.0, 0.0)), self._stages_of(0)
+
+        def add(name: str, group: str, size: float) -> None:
+            found[name] = tuple(map(sum, zip(found[name], self.groups[group].sent(size), strict=True)))  # type: ignore[assignment]
+
+        for stage in stages:
+            for layer, count in self.stages[stage].items():
+                for name, (size, there, back) in self.moves(layer).items():
+                    add(name, name, many * count * size * (there * (1 + (self.layout.recompute == "full")) + back))
+            each = [sum(numbers) for numbers in zip(*_PASSES[self.layout.zero], strict=True)]
+            weights, gradients = (many * often + end for often, end in zip(each, _AFTER[self.layout.zero], strict=True))
+            for name, held in zip(_DATA, self._held(stage), strict=True):
+                add("data", name, held * (weights * WEIGHT + gradients * GRADIENT))
+            ends = (stage == 0) + (stage == len(self.stages) - 1)
+            travels = many * (2 - ends) * self.boundary / self.layout.tensor
+            near = self._per_node > 1
+            inside, between = found["pipeline"]
+            found["pipeline"] = (inside + travels * near, between + travels * (not near))
+        return found
+
+    def _rank(self, stage: int) -> int:
+        return self.schedule.place(0, stage)
+
+    def _stages_of(self, rank: int) -> list[int]:
+        return [stage for stage in range(len(self.stages)) if self._rank(stage) == rank]
+
+    # --- the pipeline ------------------------------------------------------------------------------------------------
+
+    @property
+    def _per_node(self) -> int:
+        """How many ranks of a pipeline are in one node."""
+        return max(1, self.device.per_node // (self.layout.devices // self.layout.pipeline))
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The stages' times, for `pipelab.simulate`, in seconds."""
+        sums = [[sum(part.values()) for part in parts] for parts in self.work]
+        links = Links(self._per_node, self.device.link(), self.device.link(inside=False))
+        boundary = self.boundary / self.layout.tensor
+        return Cost(
+            forward=[each[0] for each in sums],
+            backward=[each[1] + each[2] for each in sums],
+            input_grad=[each[1] for each in sums],
+            weight_grad=[each[2] for each in sums],
+            all_reduce=[sum(part.values()) for part in self.after],
+            links=links,
+            activation_bytes=boundary,
+            boundary_gradient_bytes=boundary,
+            per="stage",
+            unit="s",
+        )
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The step, simulated: the pipeline, and after it gradients, weights and the optimizer."""
+        return simulate(_plan(self.schedule), self.cost, replicas=2)
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes."""
+        return self.trace.makespan
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no order of these actions on these ranks can undercut; see `lower_bound`."""
+        return lower_bound(self.trace)
+
+    @property
+    def mfu(self) -> float:
+        """The model FLOPs utilisation, 0 to 1; see `pipelab.simulation.published.mfu`."""
+        sequences = self.layout.replicas * self.layout.microbatches * self.layout.microbatch
+        return mfu(self.model.flops(sequences), self.seconds, self.layout.devices, self.device.peak)
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The bytes of each stage, for `pipelab.memory_use`."""
+        shared = {level: self._each(partial(self._shared, level)) for level in (1, 2, 3)}
+        return Memory(
+            weights=[each * WEIGHT for each in shared[3]],
+            gradients=[each * GRADIENT for each in shared[2]],
+            optimizer=[each * OPTIMIZER for each in shared[1]],
+            activations=self._each(self._kept),
+        )
+
+    def _kept(self, stage: int) -> float:
+        """Return the bytes that a stage keeps for a micro-batch; the last one its output and its logits in 32 bits."""
+        each = float(2 * self.model.hidden * (stage == 0))
+        for layer, count in self.stages[stage].items():
+            matrices = layer.matrices * (self.layout.recompute == "none")
+            whole = layer.whole + layer.cut + matrices
+            each += count * (2 * self.model.hidden if self.layout.recompute == "full" else whole)
+        each += 4 * (self.model.vocab + self.model.hidden) * (stage == len(self.stages) - 1)
+        return each * self.tokens / self.layout.tensor
+
+    @cached_property
+    def use(self) -> MemoryUse:
+        """What each rank of the pipeline holds over the step, in bytes."""
+        return memory_use(self.trace, self.memory)
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes that the fullest rank holds at least: its weights, and its smallest stage as often as it holds one."""
+        each, memory = self.layout, self.memory
+        rounds = min(each.microbatches, 2 * each.pipeline)  # more do not make a schedule hold less
+        count = _peaks(each.schedule, each.pipeline, rounds, each.stages_per_rank)
+        always, least = [self.working] * each.pipeline, [math.inf] * each.pipeline
+        for stage, sizes in enumerate(zip(memory.weights, memory.optimizer, memory.activations, strict=True)):  # type: ignore[arg-type]
+            rank = self._rank(stage)
+            always[rank] += sum(sizes[:2])
+            least[rank] = min(least[rank], sizes[2])
+        return max(own + many * one for own, many, one in zip(always, count, least, strict=True))
+
+    @property
+    def working(self) -> float:
+        """Bytes that one layer needs while its backward runs.
+
+        They are the gradients of half of what its products keep, and of its widest matrix in 16 bits. If layers are
+        recomputed, all that one layer keeps is there too. With ZeRO 3, the weights of two layers are.
+        """
+        layer, tokens = self.model.layer(self.model.layers - 1), self.tokens / self.layout.tensor
+        kept = layer.whole + layer.cut + layer.matrices
+        again = kept if self.layout.recompute == "full" else layer.matrices
+        weights = 2 * WEIGHT * layer.parameters / self.layout.tensor * (self.layout.zero == 3)
+        matrix = WEIGHT * self.model.hidden * max(self.model.ffn, self.model.hidden) * (1 + self.model.gated)
+        return tokens * (layer.cut / 2 + again) + matrix / self.layout.tensor + weights
+
+    @property
+    def bytes(self) -> tuple[float, ...]:
+        """The most bytes that each rank of the pipeline holds."""
+        return tuple(peak + self.working for peak in self.use.peaks)

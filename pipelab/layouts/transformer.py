@@ -1,0 +1,249 @@
+"""The sizes of a transformer, and what follows: parameters, floating-point operations, bytes that a layer keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pipelab.errors import FormatError, UsageError
+from pipelab.files import read_text
+from pipelab.simulation.published import model_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer is, for each of its tokens; numbers of 16 bits take two bytes.
+
+    Attributes:
+        parameters: which every token passes, without routed experts.
+        experts: of all routed experts together.
+        routed: of the routed experts that a token passes.
+        attention: floating-point operations of a forward in the attention's two products of queries, keys and values.
+        whole: bytes kept for the backward that tensor parallelism divides only with sequence parallelism.
+        cut: bytes kept that tensor parallelism divides.
+        matrices: bytes kept for the matrices of attention, which FlashAttention does not keep.
+        elementwise: bytes that a forward's operations without matrix products read and write.
+        sent: bytes that a token's way to its experts takes, and as many back.
+        keys: bytes of keys and values.
+    """
+
+    parameters: int
+    experts: int
+    routed: int
+    attention: float
+    whole: float
+    cut: float
+    matrices: float
+    elementwise: float
+    sent: float
+    keys: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """The sizes of a transformer.
+
+    Norms and biases are left out: they are less than a thousandth of the parameters.
+
+    Attributes:
+        layers: how many layers.
+        hidden: the width of a layer, `h`.
+        heads: how many heads attention has, `a`.
+        ffn: the width between the two matrices after the attention.
+        vocab: how many different words.
+        sequence: how many tokens a sequence has, `s`.
+        kv_heads: how many heads keys and values have; 0 for as many as `heads`.
+        head: the width of a head; 0 for `hidden / heads`.
+        gated: whether there are two matrices up, as in SwiGLU.
+        tied: whether embedding and head are one matrix.
+        flash: whether attention's matrices are computed again instead of kept (FlashAttention, Dao et al. 2022).
+        dropout: whether there is dropout, which keeps a byte for each number.
+        experts: how many routed experts a layer has; 0 for none.
+        active: how many routed experts a token passes.
+        expert_ffn: an expert's `ffn`.
+        shared_ffn: the `ffn` that every token passes beside its experts.
+        dense_layers: how many of the first layers have no experts.
+        q_rank, kv_rank, rope: of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the widths
+            of compressed queries, of compressed keys and values, and of a head's part with positions; 0 without it.
+
+    Example:
+        >>> sizes = {"layers": 96, "hidden": 12288, "heads": 96, "ffn": 49152, "vocab": 51200, "sequence": 2048}
+        >>> gpt3 = Transformer(**sizes, gated=False, tied=True)
+        >>> f"{gpt3.parameters:.4g}"
+        '1.746e+11'
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    kv_heads: int = 0
+    head: int = 0
+    gated: bool = True
+    tied: bool = False
+    flash: bool = True
+    dropout: bool = False
+    experts: int = 0
+    active: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope: int = 0
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from other sizes, and refuse what cannot be."""
+        for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence"):
+            if not (isinstance(value := getattr(self, name), int) and value > 0):
+                raise UsageError(f"{name}={value!r}: a model needs a positive whole number")
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head", self.head or self.hidden // self.heads)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], sequence: int | None = None) -> Transformer:
+        """Read a model's sizes from a TOML file with the names above, or from a Hugging Face model's `config.json`.
+
+        Args:
+            path: the file.
+            sequence: how many tokens a sequence has, instead of the file's number.
+
+        Raises:
+            FormatError: if the file is neither, or lacks a size.
+        """
+        text = read_text(path)
+        try:
+            given = _renamed(json.loads(text)) if Path(path).suffix == ".json" else tomllib.loads(text)
+        except ValueError as error:
+            raise FormatError(f"{path}: {error}") from None
+        known = {each.name for each in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise FormatError(f"{path}: {', '.join(unknown)}: expected {', '.join(sorted(known))}")
+        try:
+            return cls(**{**given, **({"sequence": sequence} if sequence else {})})
+        except TypeError as error:
+            raise FormatError(f"{path}: {str(error).partition(' ')[2]}") from None
+
+    def layer(self, number: int) -> Layer:
+        """Return what the layer with this number is; numbers count from 0."""
+        h, a, q, kv = self.hidden, self.heads, self.heads * self.head, self.kv_heads * self.head
+        routed = self.experts > 0 and number >= self.dense_layers
+        up, ffn = 2 if self.gated else 1, self.shared_ffn if routed else self.ffn
+        if self.kv_rank:
+            queries = a * (self.head + self.rope)
+            kept = 2 * self.q_rank + 2 * self.kv_rank + self.rope + 2 * queries + 3 * q
+            parameters = self.q_rank * (h + queries) + self.kv_rank * (h + 2 * q) + h * (self.rope + q)
+            turned = 2 * queries
+        else:
+            queries, kept, parameters, turned = q, 2 * q + 2 * kv, 2 * h * (q + kv), q + kv
+        expert = h * self.expert_ffn * (up + 1)
+        inside = self.active * (2 * h + (up + 1) * self.expert_ffn) * routed
+        return Layer(
+            parameters=parameters + h * ffn * (up + 1),
+            experts=self.experts * expert * routed,
+            routed=self.active * expert * routed,
+            attention=2 * self.sequence * (queries + q),
+            whole=8 * h + 2 * h * self.dropout,
+            cut=2 * (kept + (up + 1) * ffn + inside),
+            matrices=0 if self.flash else (5 if self.dropout else 2) * a * self.sequence,
+            elementwise=2 * (10 * h + (up + 1) * ffn + 2 * turned + 2 * inside),
+            sent=2 * h * self.active * routed,
+            keys=4 * kv,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the model has."""
+        layers = [self.layer(number) for number in range(self.layers)]
+        return sum(each.parameters + each.experts for each in layers) + self.hidden * self.vocab * (2 - self.tied)
+
+    def flops(self, sequences: int) -> float:
+        """Return the model FLOPs of a step on so many sequences; see `model_flops`.
+
+        Without experts and with `ffn=4 * hidden` it is equation 3 of Megatron-LM (Narayanan et al. 2021,
+        arXiv:2104.04473) without what is computed twice: `72 B L s h² (1 + s / 6h + V / 12hL)`.
+        """
+        layers = [self.layer(number) for number in range(self.layers)]
+        passed = sum(each.parameters + each.routed for each in layers) + self.hidden * self.vocab
+        width = self.heads * (self.head + self.rope / 2)
+        tokens = sequences * self.sequence
+        return model_flops(passed, self.layers, width, self.sequence, tokens)  # type: ignore[arg-type]
+
+    def activation_bytes(
+        self, microbatch: int = 1, *, tensor: int = 1, sequence_parallel: bool = True, recompute: str = "none"
+    ) -> float:
+        """Return how many bytes one layer keeps for a micro-batch until its backward.
+
+        A layer of GPT-3's kind, with dropout and without FlashAttention, keeps `s b h (34 + 5 a s / h)` bytes
+        (Korthikanti et al. 2022, arXiv:2205.05198, equation 1). With `t` tensor-parallel ranks it is
+        `s b h (10 + 24 / t + 5 a s / (h t))` (equation 2), with sequence parallelism everything by `t` (equation 4).
+        With `recompute="selective"` the matrices are computed again (equation 6). With `"full"`, only the layer's input
+        is kept.
+
+        Args:
+            microbatch: how many sequences a micro-batch has, `b`.
+            tensor: how many ranks share the layer, `t`.
+            sequence_parallel: whether these ranks also share what lies between the matrices.
+            recompute: `"none"`, `"selective"` or `"full"`.
+
+        Example:
+            >>> gpt3 = Transformer(
+            ...     layers=96, hidden=12288, heads=96, ffn=49152, vocab=51200, sequence=2048,
+            ...     gated=False, flash=False, dropout=True,
+            ... )
+            >>> gpt3.activation_bytes() == 2048 * 12288 * (34 + 5 * 96 * 2048 / 12288)
+            True
+        """
+        last, shared = self.layer(self.layers - 1), tensor if sequence_parallel else 1
+        tokens = microbatch * self.sequence
+        if recompute == "full":
+            return tokens * 2 * self.hidden / shared
+        matrices = 0 if recompute == "selective" else last.matrices
+        return tokens * (last.whole / shared + (last.cut + matrices) / tensor)
+
+
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "ffn": ("intermediate_size", "n_inner"),
+    "vocab": ("vocab_size",),
+    "sequence": ("max_position_embeddings", "n_positions"),
+    "kv_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "tied": ("tie_word_embeddings",),
+    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "active": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope": ("qk_rope_head_dim",),
+}
+"""What Hugging Face's configurations call these sizes."""
+
+
+def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes in a Hugging Face model's configuration."""
+    found = {
+        name: next(filter(None, map(config.get, theirs)))
+        for name, theirs in _NAMES.items()
+        if any(map(config.get, theirs))
+    }
+    act = str(config.get("hidden_act", config.get("activation_function", "")))
+    found["gated"] = "gelu" not in act and "relu" not in act
+    if found.get("kv_rank"):
+        found["head"], found["kv_heads"] = config["v_head_dim"], found["heads"]
+    if "hidden" in found:
+        found.setdefault("ffn", 4 * found["hidden"])
+    if found.get("experts"):
+        found.setdefault("expert_ffn", found["ffn"])  # Mixtral's name for it
+        found["shared_ffn"] = (config.get("n_shared_experts") or 0) * found["expert_ffn"]
+    return found

@@ -1,0 +1,80 @@
+"""The formulas of a transformer's memory, collectives, and the search."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import pipelab
+from pipelab.errors import FormatError, UsageError
+from pipelab.layouts.devices import device
+from pipelab.layouts.estimate import Estimate, Layout, cut
+from pipelab.layouts.transformer import Transformer
+
+GPT3 = {"layers": 96, "hidden": 12288, "heads": 96, "ffn": 49152, "vocab": 51200, "sequence": 2048, "gated": False}
+SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 32000, "sequence": 4096}
+
+
+def test_a_layer_keeps_what_korthikantis_equations_say():
+    model, sbh, matrices = Transformer(**GPT3, flash=False, dropout=True), 2048 * 12288, 5 * 96 * 2048 / 12288
+    assert model.activation_bytes() == sbh * (34 + matrices)
+    assert model.activation_bytes(tensor=8, sequence_parallel=False) == sbh * (10 + 24 / 8 + matrices / 8)
+    assert model.activation_bytes(tensor=8) == sbh * (34 + matrices) / 8
+    assert model.activation_bytes(tensor=8, recompute="selective") == sbh * 34 / 8
+    assert model.activation_bytes(recompute="full") == 2 * sbh
+
+
+def test_flops_are_megatrons_equation_without_what_is_recomputed():
+    model, batch, layers, hidden, sequence = Transformer(**GPT3), 4, 96, 12288, 2048
+    terms = 1 + sequence / (6 * hidden) + 51200 / (12 * layers * hidden)
+    assert model.flops(batch) == pytest.approx(72 * batch * layers * sequence * hidden**2 * terms, rel=1e-12)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_zero_divides_what_its_level_names(zero):
+    layout = Layout(replicas=8, zero=zero, microbatches=1)
+    estimate = Estimate(Transformer(**SMALL), layout, device("h100"))
+    held, memory = estimate.model.parameters, estimate.memory
+    expected = [held * size / (8 if zero >= level else 1) for size, level in ((2, 3), (4, 2), (12, 1))]
+    assert [memory.weights[0], memory.gradients[0], memory.optimizer[0]] == pytest.approx(expected)
+
+
+def test_zero_sends_what_rajbhandari_counts_in_units_of_parameters():
+    sent = []
+    for zero in range(4):
+        estimate = Estimate(Transformer(**SMALL), Layout(replicas=8, zero=zero), device("h100"))
+        sent.append(estimate.sent["data"][0] / (estimate.model.parameters * 7 / 8))
+    assert sent == [2 * 4, 4 + 2, 4 + 2, 4 + 2 * 2]  # gradients have 4 bytes, weights 2
+
+
+def test_the_first_and_the_last_stage_have_fewer_layers():
+    assert [len(each) for each in cut(10, 4)] == [2, 3, 3, 2]
+
+
+def test_a_search_finds_what_trying_everything_finds():
+    model = Transformer(**SMALL)
+    few = pipelab.layout(model, gpus=4, memory=12, batch=8, top=3, schedules=["1f1b", "interleaved-1f1b"])
+    every = pipelab.layout(model, gpus=4, memory=12, batch=8, top=10**6, schedules=["1f1b", "interleaved-1f1b"])
+    assert few.rows == every.rows[:3]
+    for estimate in every.estimates:
+        assert estimate.at_least <= estimate.seconds * (1 + 1e-9)
+        assert estimate.least_bytes <= max(estimate.bytes) <= 12e9
+
+
+def test_what_fits_nowhere_is_refused_with_the_least_that_is_needed():
+    with pytest.raises(UsageError, match="each needs"):
+        pipelab.layout(Transformer(**SMALL), gpus=2, memory=0.1, batch=2)
+    with pytest.raises(UsageError, match="does not divide 8 heads"):
+        Estimate(Transformer(**SMALL), Layout(tensor=3), device("h100"))
+
+
+def test_a_hugging_face_configuration_is_read(tmp_path):
+    config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config |= {"intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "hidden_act": "silu"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert Transformer.load(path, 4096).parameters == pytest.approx(8.03e9, rel=0.001)  # as Llama 3 8B states
+    (tmp_path / "model.toml").write_text("layers = 2\n")
+    with pytest.raises(FormatError, match="hidden"):
+        Transformer.load(tmp_path / "model.toml")

@@ -53,8 +53,8 @@ def differs_only_in_holes(name: str) -> int:
     return len(re.findall(r"# Hole \d", template))
 
 
-def graded(homework: Any, name: str, text: str, seed: int = 0) -> Grade:
-    """Return the grade of a text, in this process."""
+def graded(homework: Any, name: str, text: str, seed: int = 0, points: dict[str, int] | None = None) -> Grade:
+    """Return the grade of a text, in this process. No file: Python would take two of a second and a size for one."""
     module = ModuleType("handed_in")
 
     def load() -> ModuleType:
@@ -64,4 +64,4 @@ def graded(homework: Any, name: str, text: str, seed: int = 0) -> Grade:
 
     sent = json.loads(json.dumps(homework.record(load, seed, lambda _: None)))
     found, note = homework.judge(sent, seed)
-    return Grade("handed_in.py", marks_of(found, HOMEWORKS[name].weighed({})), note=note)
+    return Grade("handed_in.py", marks_of(found, HOMEWORKS[name].weighed(points or {})), note=note)

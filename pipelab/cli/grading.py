@@ -66,7 +66,9 @@ def grade_command(
     ] = 8,
     seed: Annotated[int, typer.Option(help="of the data and the hidden sizes; keep yours to yourself")] = 0,
     variant: Annotated[str, typer.Option(help="homework 4 with the numbers of this name, as in lab hw4")] = "",
-    seconds: Annotated[float, typer.Option(min=0.1, help="time for each submission")] = 5.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="time for each submission; default 5, for homework 1 30")
+    ] = None,
     memory: Annotated[int, typer.Option(min=64, help="megabytes for each submission, beside PyTorch's")] = 1024,
     workers: Annotated[int, typer.Option(min=1, help="submissions of a folder that run at the same time")] = 2,
     json: _Json = None,
@@ -94,7 +96,7 @@ def grade_command(
         assignment = Assignment(
             schedule, pars, ranks, microbatches, cost, times.order, times.transport, seed, variant, homework, points
         )
-        limits = Limits(seconds, memory)
+        limits = Limits(seconds or HOMEWORKS[homework].seconds, memory)
         if gradescope is not None:
             gradescope.mkdir(parents=True, exist_ok=True)
         if where is None:

@@ -21,16 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from pipelab.catalogue import Naive
 from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
-from pipelab.labs.grading.emulated import emulated  # noqa: F401 - for the copies of your own model
+from pipelab.labs.grading.emulated import Calls, emulated
 from pipelab.labs.running import Job, linear_stack
 
 Row = Mapping[str, Any]
@@ -94,25 +91,6 @@ class Transfers(NamedTuple):
     between: int
 
 
-class _Calls(TorchFunctionMode):
-    """Count the calls of `Tensor.to`, and collect the copies that land on another device: from where, to where."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.copies: list[tuple[torch.device, torch.device]] = []
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        made = function(*args, **(kwargs or {}))
-        if function in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
-            self.count += function is torch.Tensor.to
-            if made.device != args[0].device:
-                self.copies.append((args[0].device, made.device))
-        return made
-
-
 def transfers_of(forward: Callable[[], object]) -> Transfers:
     """Count what one forward pass moves: a transfer is a copy that PyTorch makes on another device.
 
@@ -127,17 +105,16 @@ def transfers_of(forward: Callable[[], object]) -> Transfers:
         ...     transfers_of(lambda: model[1](model[0](torch.ones(2, 8).to("cuda:0")).to("cuda:2")))
         Transfers(calls=2, input=1, between=1)
     """
-    with _Calls() as calls:
+    with Calls() as calls:
         forward()
-    input_copies = sum(source.type == "cpu" for source, _ in calls.copies)
-    return Transfers(calls.count, input_copies, len(calls.copies) - input_copies)
+    input_copies = sum(source.type == "cpu" for source, _ in calls.moves)
+    return Transfers(calls.count, input_copies, len(calls.moves) - input_copies)
 
 
 def count_transfers(sizes: Sequence[int], width: int = 8, batch: int = 4) -> Transfers:
     """Count what one forward pass of the homework's model moves, on any machine.
 
-    PyTorch runs the pass on tensors without data (`FakeTensorMode`), which have a device all the same: `cuda:0`,
-    `cuda:1` and so on, whether or not this machine has them. PyTorch decides which calls of `.to()` copy.
+    The devices are emulated: `cuda:0`, `cuda:1` and so on, whether or not this machine has them.
 
     Args:
         sizes: how many layers each device holds.
@@ -145,14 +122,11 @@ def count_transfers(sizes: Sequence[int], width: int = 8, batch: int = 4) -> Tra
         batch: rows of the batch, which begins on the processor.
     """
     devices = [torch.device("cuda", device) for device, size in enumerate(sizes) for _ in range(size)]
-    with torch.no_grad(), FakeTensorMode():
+    with torch.no_grad(), emulated(len(sizes)), torch.random.fork_rng([]):
         model = LinearStack(width, devices)
-        placed = {
-            name: torch.empty(parameter.shape, device=devices[int(name.split(".")[1])])
-            for name, parameter in model.named_parameters()
-        }
-        x = torch.empty(batch, width)
-        return transfers_of(lambda: functional_call(model, placed, (x,)))
+        for layer, device in zip(model.layers, devices, strict=True):
+            layer.to(device)
+        return transfers_of(lambda: model(torch.empty(batch, width)))
 
 
 def measurements(
@@ -181,7 +155,7 @@ def measurements(
         linear_stack(1, depth, max(2, *devices))  # refuses too few layers
     for depth in depths:
         for split, sizes in [("halves", halves(depth)), *(("even", evenly(depth, count)) for count in devices)]:
-            moved = count_transfers(sizes, width, batch)
+            moved = count_transfers(sizes)
             yield {
                 "split": split,
                 "depth": depth,
@@ -243,8 +217,8 @@ def _activations(stages: Sequence[nn.Module], devices: Sequence[torch.device], x
 
 
 _NOTES = (
-    "Counted in one forward pass on tensors without data, whose devices are those of GPUs: a call of Tensor.to counts "
-    "as a call, and a copy that PyTorch makes on another device as a transfer. Without GPUs, each device is a thread "
+    "Counted in one forward pass on emulated GPUs: a call of Tensor.to counts as a call, and one that names another "
+    "device than the tensor's as a transfer. Without GPUs, each device is a thread "
     "of the processor, and nothing really moves.",
     "MB: parameters, gradients, and what a forward of the whole batch saves for its backward, counted from the "
     "tensors. An optimizer would add its own state.",

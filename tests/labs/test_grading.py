@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import re
 import runpy
-import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from homework import BACKWARD, LAST, MOVE, ROOT, SOLUTION, changed, first
+from homework import BACKWARD, LAST, MOVE, ROOT, SOLUTION, changed, first, graded
 
 from pipelab.errors import UsageError
 from pipelab.labs.grading import homework4
-from pipelab.labs.grading.tasks import HOMEWORKS, Grade, Mark, marks_of
+from pipelab.labs.grading.tasks import HOMEWORKS, Grade, Mark
 
 TEMPLATE = HOMEWORKS["hw4"].template
 HOMEWORK4 = HOMEWORKS["hw4"].tasks
 
 
-def judged(text: str, folder: Path, seed: int = 0, points: dict[str, int] | None = None) -> Grade:
-    path = folder / "handed_in.py"
-    path.write_text(text)
-    shutil.rmtree(folder / "__pycache__", ignore_errors=True)  # Python knows a text by its size and second only
-
-    def load() -> ModuleType:
-        spec = importlib.util.spec_from_file_location("handed_in", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    sent = json.dumps(homework4.record(load, seed, lambda _: None))
-    found, note = homework4.judge(json.loads(sent), seed)
-    return Grade("handed_in.py", marks_of(found, HOMEWORKS["hw4"].weighed(points or {})), note=note)
+def judged(text: str, seed: int = 0, points: dict[str, int] | None = None) -> Grade:
+    return graded(homework4, "hw4", text, seed, points)
 
 
 def failed(grade: Grade) -> set[str]:
@@ -50,8 +33,8 @@ def mark_of(grade: Grade, name: str) -> Mark:
     return next(mark for mark in grade.marks if mark.task.name == name)
 
 
-def test_the_solution_earns_all_points(tmp_path):
-    grade = judged(SOLUTION, tmp_path)
+def test_the_solution_earns_all_points():
+    grade = judged(SOLUTION)
     assert grade.passed
     assert (grade.score, grade.max_score) == (100, 100)
     assert "sum" in grade.note
@@ -124,8 +107,8 @@ DEVICES = "device = 'cuda:1' if torch.cuda.is_available() else 'cpu'\n    output
         changed((MOVE, "print(i); targets.append(micro_y.to(output.device).float())")),
     ],
 )
-def test_every_way_to_move_the_targets_is_right(text, tmp_path):
-    assert judged(text, tmp_path).passed
+def test_every_way_to_move_the_targets_is_right(text):
+    assert judged(text).passed
 
 
 ELSEWHERE = {
@@ -142,8 +125,8 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
-def test_a_target_elsewhere_fails_though_a_processor_would_not_notice(place, tmp_path):
-    grade = judged(changed((MOVE, f"targets.append({place})")), tmp_path)
+def test_a_target_elsewhere_fails_though_a_processor_would_not_notice(place):
+    grade = judged(changed((MOVE, f"targets.append({place})")))
     assert {"targets", "hidden sizes"} <= failed(grade)
     assert "order" not in failed(grade)
     assert "0 of 4" in mark_of(grade, "targets").effect
@@ -151,18 +134,18 @@ def test_a_target_elsewhere_fails_though_a_processor_would_not_notice(place, tmp
     assert f"0 {ELSEWHERE[place]}" in mark_of(grade, "targets").found
 
 
-def test_a_script_that_moves_everything_to_gpus_when_it_is_imported_is_graded_on_a_laptop(tmp_path):
+def test_a_script_that_moves_everything_to_gpus_when_it_is_imported_is_graded_on_a_laptop():
     text = (ROOT / "tests" / "scripts" / "option_c_homework.py").read_text(encoding="utf-8")
-    assert judged(text, tmp_path).passed
-    grade = judged(text.replace("micro_y.to(device1", "micro_y.to(device0"), tmp_path)
+    assert judged(text).passed
+    grade = judged(text.replace("micro_y.to(device1", "micro_y.to(device0"))
     assert failed(grade) == {"targets", "hidden sizes"}
     with pytest.raises(RuntimeError, match="there is no cuda:2: the GPUs are cuda:0 to cuda:1"):
-        judged(text.replace('torch.device("cuda:1")', 'torch.device("cuda:2")'), tmp_path)
+        judged(text.replace('torch.device("cuda:1")', 'torch.device("cuda:2")'))
 
 
-def test_a_pretended_gpu_is_gone_when_the_submission_is_done(tmp_path):
+def test_a_pretended_gpu_is_gone_when_the_submission_is_done():
     before = (torch.cuda.is_available, torch.cuda.device_count, torch.nn.Parameter.__new__)
-    judged(SOLUTION, tmp_path)
+    judged(SOLUTION)
     assert (torch.cuda.is_available, torch.cuda.device_count, torch.nn.Parameter.__new__) == before
 
 
@@ -173,8 +156,8 @@ def test_a_pretended_gpu_is_gone_when_the_submission_is_done(tmp_path):
         (").backward()", ").backward()", "the sum of the micro-batches"),
     ],
 )
-def test_a_sum_and_a_mean_of_the_losses_are_both_right_and_named(old, new, kind, tmp_path):
-    grade = judged(changed((old, new)), tmp_path)
+def test_a_sum_and_a_mean_of_the_losses_are_both_right_and_named(old, new, kind):
+    grade = judged(changed((old, new)))
     assert grade.passed
     assert kind in grade.note
 
@@ -219,11 +202,10 @@ NOTES = (ROOT / "teacher" / "homework4" / "NOTES.md").read_text(encoding="utf-8"
 
 
 @pytest.fixture(scope="module")
-def mistaken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
-    folder = tmp_path_factory.mktemp("mistakes")
+def mistaken() -> dict[str, Grade]:
     found = {}
     for name, text in MISTAKES.items():
-        found[name] = judged(text, folder)
+        found[name] = judged(text)
         torch.set_grad_enabled(True)
     return found
 
@@ -243,20 +225,20 @@ def test_the_teachers_table_has_no_other_rows():
     assert sum(line.startswith("| ") for line in NOTES.splitlines()) == len(MISTAKES) + 1
 
 
-def test_a_teacher_weighs_the_tasks(tmp_path):
+def test_a_teacher_weighs_the_tasks():
     total = changed(
         ("        if i > 0:", "    total = 0\n    for i in range(1, len(outputs)):\n        if True:"),
         (BACKWARD, BACKWARD.replace("loss_fn", "total = total + loss_fn").replace(".backward()", "")),
         (LAST, f"(total + {LAST.removesuffix('.backward()')}).backward()"),
     )
     detached = changed(("outputs.append(output)", "outputs.append(output.detach())"))
-    defaults = [judged(text, tmp_path).score for text in (changed(GPIPE), total, detached)]
+    defaults = [judged(text).score for text in (changed(GPIPE), total, detached)]
     assert defaults == [70, 70, 15]
-    assert judged(detached, tmp_path, points={"not_reached": 50}).score == 52
+    assert judged(detached, points={"not_reached": 50}).score == 52
     points = {"order": 60, "not_reached": 50}
-    weighed = [judged(text, tmp_path, points=points) for text in (changed(GPIPE), total, detached, SOLUTION)]
+    weighed = [judged(text, points=points) for text in (changed(GPIPE), total, detached, SOLUTION)]
     assert [(grade.score, grade.max_score) for grade in weighed] == [(75, 140), (75, 140), (72, 140), (140, 140)]
-    assert [mark.task.name for mark in judged(SOLUTION, tmp_path, points={"hidden sizes": 0}).marks][-1] == "training"
+    assert [mark.task.name for mark in judged(SOLUTION, points={"hidden sizes": 0}).marks][-1] == "training"
 
 
 @pytest.mark.parametrize(
@@ -279,33 +261,33 @@ def test_each_cause_has_its_own_hint(mistaken):
 
 
 @pytest.mark.parametrize("loss", ["nn.functional.mse_loss(", "(lambda a, b: ((a - b) ** 2).mean())("])
-def test_a_loss_of_ones_own_is_not_taken_for_a_target_that_was_not_moved(loss, tmp_path):
-    grade = judged(changed(("    loss_fn(", f"    {loss}")), tmp_path)
+def test_a_loss_of_ones_own_is_not_taken_for_a_target_that_was_not_moved(loss):
+    grade = judged(changed(("    loss_fn(", f"    {loss}")))
     assert failed(grade) == {"hidden sizes"}
     assert "never calls loss_fn" in grade.note
-    unmoved = judged(changed(("    loss_fn(", f"    {loss}"), (MOVE, "targets.append(micro_y)")), tmp_path)
+    unmoved = judged(changed(("    loss_fn(", f"    {loss}"), (MOVE, "targets.append(micro_y)")))
     assert {"targets"} <= failed(unmoved)
     assert "0 of 4" in mark_of(unmoved, "targets").effect
 
 
-def test_other_targets_are_a_fault_of_the_gradients_and_not_of_a_device(tmp_path):
+def test_other_targets_are_a_fault_of_the_gradients_and_not_of_a_device():
     scaled = changed(("targets[i - 1])", "2 * targets[i - 1])"), ("targets[-1])", "2 * targets[-1])"))
-    assert judged(scaled, tmp_path).named("failed") == "gradients"
+    assert judged(scaled).named("failed") == "gradients"
 
 
-def test_an_output_that_goes_back_to_its_targets_device_is_right(tmp_path):
+def test_an_output_that_goes_back_to_its_targets_device_is_right():
     back = changed((MOVE, "outputs[-1] = output.to(model.devices[0]); targets.append(micro_y.to(model.devices[0]))"))
-    assert judged(back, tmp_path).passed
+    assert judged(back).passed
 
 
-def test_what_is_printed_does_not_count(tmp_path):
+def test_what_is_printed_does_not_count():
     lies = "print('F0 F1 B0 F2 B1 F3 B2')\n    outputs, targets = [], []"
     text = changed(("outputs, targets = [], []", lies), GPIPE)
-    assert failed(judged(text, tmp_path)) == {"order", "hidden sizes"}
+    assert failed(judged(text)) == {"order", "hidden sizes"}
 
 
-def test_an_order_that_holds_more_says_how_much(tmp_path):
-    (mark,) = [mark for mark in judged(changed(GPIPE), tmp_path).marks if mark.task.name == "order"]
+def test_an_order_that_holds_more_says_how_much():
+    (mark,) = [mark for mark in judged(changed(GPIPE)).marks if mark.task.name == "order"]
     assert mark.expected == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert mark.found == "4 micro-batches: F0 F1 F2 F3 B0 B1 B2 B3"
     assert "up to 4" in mark.effect
@@ -335,23 +317,21 @@ HALVES = ("output = model(micro_x)", "output = model.second(model.first(micro_x)
     ],
     ids=["halves", "retained", "halves twice"],
 )
-def test_odd_ways_to_run_it_are_right(text, tmp_path):
-    assert judged(text, tmp_path).passed
+def test_odd_ways_to_run_it_are_right(text):
+    assert judged(text).passed
 
 
-def test_a_thread_of_its_own_loses_no_points(tmp_path):
-    assert judged(
-        SOLUTION.replace('if __name__ == "__main__"', IN_A_THREAD + '\nif __name__ == "__main__"'), tmp_path
-    ).passed
+def test_a_thread_of_its_own_loses_no_points():
+    assert judged(SOLUTION.replace('if __name__ == "__main__"', IN_A_THREAD + '\nif __name__ == "__main__"')).passed
 
 
-def test_backwards_whose_gradients_are_removed_get_a_reason_that_says_so(tmp_path):
+def test_backwards_whose_gradients_are_removed_get_a_reason_that_says_so():
     with pytest.raises(ValueError, match="zero_grad"):
-        judged(changed((LAST, f"{LAST}; model.zero_grad()")), tmp_path)
+        judged(changed((LAST, f"{LAST}; model.zero_grad()")))
 
 
-def test_a_missing_backward_is_a_number_of_the_gradient_and_of_the_loss(tmp_path):
-    marks = {mark.task.name: mark for mark in judged(changed((LAST, "pass")), tmp_path).marks}
+def test_a_missing_backward_is_a_number_of_the_gradient_and_of_the_loss():
+    marks = {mark.task.name: mark for mark in judged(changed((LAST, "pass"))).marks}
     assert "1 1 1 0" in marks["gradients"].found
     assert "25%" in marks["last backward"].effect
     assert [name for name, mark in marks.items() if mark.status == "failed"] == ["last backward"]
@@ -371,7 +351,7 @@ def test_hints_do_not_give_the_answer_away():
     json.dumps([task.hint for task in HOMEWORK4])
 
 
-def test_an_error_names_the_line_even_if_it_divides(tmp_path):
-    note = judged(changed((BACKWARD, "loss_fn(outputs[0], 1 / 0 / 2)")), tmp_path).note
+def test_an_error_names_the_line_even_if_it_divides():
+    note = judged(changed((BACKWARD, "loss_fn(outputs[0], 1 / 0 / 2)"))).note
     assert note.startswith("with 4 micro-batches: ZeroDivisionError")
     assert "handed_in.py, line 61" in note

@@ -39,6 +39,12 @@ WRONG: dict[str, tuple[list[tuple[str, str]], str]] = {
     "nobody prints": ([('        print(f"a step', '        str(f"a step')], "rank 0"),
 }
 
+CLOCKS = {
+    "imported": ("from time import perf_counter_ns\n", "perf_counter_ns() / 1e9"),
+    "renamed": ("from time import perf_counter as clock\n", "clock()"),
+    "of_timeit": ("import timeit\n", "timeit.default_timer()"),
+}
+
 
 @pytest.fixture(scope="module")
 def grades(kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
@@ -47,11 +53,12 @@ def grades(kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> dict
     mean = SOLUTION.replace(RESULT, "sum(ms for _, ms, _ in log[DROPPED:]) / len(log[DROPPED:])")
     (folder / "mean.py").write_text(mean)
     (folder / "every.py").write_text(SOLUTION.replace(SHARE, "slice(rank, BATCH, processes)"))
-    (folder / "imported.py").write_text(
-        SOLUTION.replace("import time\n", "from time import perf_counter_ns\n").replace(
-            "time.perf_counter()", "perf_counter_ns() / 1e9"
-        )
-    )
+    for name, (imports, clock) in CLOCKS.items():
+        text = SOLUTION.replace("import time\n", imports).replace("time.perf_counter()", clock)
+        (folder / f"{name}.py").write_text(text)
+    for name, call in {"of_autograd": "torch.autograd.backward(loss)", "of_its_own": "backward(loss)"}.items():
+        imported = SOLUTION.replace("import csv\n", "import csv\nfrom torch.autograd import backward\n")
+        (folder / f"{name}.py").write_text(imported.replace("loss.backward()", call))
     (folder / "raises.py").write_text(SOLUTION.replace("loss.backward()", "1 / 0"))
     for name, (changes, _) in WRONG.items():
         text = SOLUTION
@@ -63,7 +70,7 @@ def grades(kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {each.submission.removesuffix(".py"): each for each in found}
 
 
-@pytest.mark.parametrize("name", ["right", "mean", "every", "imported"])
+@pytest.mark.parametrize("name", ["right", "mean", "every", *CLOCKS, "of_autograd", "of_its_own"])
 def test_a_right_benchmark_earns_all_points(name, grades):
     assert (grades[name].passed, grades[name].score, grades[name].max_score) == (True, 100, 100)
 

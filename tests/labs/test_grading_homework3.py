@@ -45,6 +45,51 @@ def test_the_solution_earns_all_points_and_its_copies_are_counted(seed):
     assert grade.note == f"calls of .to() in a forward: {said}"
 
 
+NUMBERS = (LIST, "list(range(torch.cuda.device_count()))")
+RIGHT = {
+    "numbers": [NUMBERS],
+    "device=": [NUMBERS, ("layer.to(place)", "layer.to(device=place)"), ("x.to(place)", "x.to(device=place)")],
+    "made there": [
+        NUMBERS,
+        ("nn.Linear(width, width)", "nn.Linear(width, width, device=place)"),
+        (
+            "            layer = n",
+            "            place = self.devices[i * len(self.devices) // depth]\n            layer = n",
+        ),
+        ("            layer.to(place)\n", ""),
+    ],
+    "torch.accelerator": [(LIST, '[torch.device("cuda", i) for i in range(torch.accelerator.device_count())]')],
+    "properties": [
+        (LIST, "[i for i in range(9) if i < torch.cuda.device_count() and torch.cuda.get_device_properties(i).name]")
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_every_way_to_name_the_gpus_is_right(name):
+    text = SOLUTION
+    for old, new in RIGHT[name]:
+        assert old in text
+        text = text.replace(old, new)
+    assert graded(homework3, "hw3", text).score == 100
+
+
+def test_pipelabs_own_stack_is_looked_up():
+    text = """
+import torch
+from pipelab.labs.hw3 import LinearStack, evenly
+
+class SpreadStack(LinearStack):
+    def __init__(self, width, depth):
+        counts = evenly(depth, torch.cuda.device_count())
+        super().__init__(width, [torch.device("cuda", i) for i, count in enumerate(counts) for _ in range(count)])
+        for layer, place in zip(self.layers, self.devices):
+            layer.to(place)
+"""
+    with pytest.raises(LookupError, match="looked up"):
+        graded(homework3, "hw3", text)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_constructor_fails_its_task(name):
     (old, new), task = WRONG[name]

@@ -66,6 +66,14 @@ def test_a_mean_without_a_ring_has_the_points_of_its_mean_and_no_message():
     assert "messages" in grade.named("failed")
 
 
+def test_pipelabs_own_ring_is_looked_up_and_may_be_compared_with_when_the_file_is_imported():
+    own = "import pipelab\n\ndef ring_all_reduce(given, encode, decode):\n    return pipelab.ring_all_reduce(given)"
+    with pytest.raises(LookupError, match="looked up"):
+        graded(ring, "hybrid", own)
+    compared = "import pipelab\npipelab.ring_all_reduce([torch.ones(2)] * 2)\n"
+    assert graded(ring, "hybrid", SOLUTION.replace("import torch\n", f"import torch\n{compared}", 1)).score == 100
+
+
 def test_a_message_that_is_not_decoded_names_its_line():
     grade = graded(ring, "hybrid", SOLUTION.replace("+= decode(messages[r - 1])", "+= messages[r - 1]"))
     assert grade.note.startswith("at size 4, 8, mean: TypeError")

@@ -9,8 +9,9 @@ submission, from its import on, sees so many GPUs: `torch.cuda.is_available()` i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -40,17 +41,34 @@ def put(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     return tensor
 
 
-class Devices(TorchFunctionMode):
-    """While it is active, tensors have places.
+class Calls(TorchFunctionMode):
+    """While it is active, count the calls of `Tensor.to`, and collect the copies to other devices.
 
     Attributes:
-        calls: how often `Tensor.to` was called with a device.
+        count: how often `Tensor.to` was called.
         moves: from where to where each copy went that landed on another device.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.moves = 0, list[tuple[torch.device, torch.device]]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _MOVES:
+            self.count += func is torch.Tensor.to
+            if made.device != args[0].device:
+                self.moves.append((args[0].device, made.device))
+        return made
+
+
+class Devices(TorchFunctionMode):
+    """While it is active, tensors have places."""
+
     def __init__(self, count: int, look: Callable[[Sequence[torch.Tensor]], None]) -> None:
         super().__init__()
-        self.calls, self.moves = 0, list[tuple[torch.device, torch.device]]()
         self._count, self._look = count, look
 
     def __torch_function__(
@@ -66,10 +84,8 @@ class Devices(TorchFunctionMode):
             moved = args[0]
             for each in (*args[1:], *kwargs.values()):
                 moved = moved.to(each.dtype if isinstance(each, torch.Tensor) else each) if _is_type(each) else moved
-            self.calls += func is torch.Tensor.to
             if goal == place_of(args[0]):
                 return moved if moved is args[0] else put(moved, goal)
-            self.moves.append((place_of(args[0]), goal))
             return put(moved.view_as(moved) if moved is args[0] else moved, goal)
         if goal is not None:
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
@@ -127,24 +143,36 @@ def _is_type(value: Any) -> bool:
     return isinstance(value, torch.dtype | torch.Tensor)
 
 
+_NOTHING = {"current_device": 0, "get_device_name": "emulated", "get_device_capability": (0, 0), "mem_get_info": (0, 0)}
+_NOTHING |= {"get_device_properties": SimpleNamespace(name="emulated", total_memory=0, multi_processor_count=0)}
+_NOTHING |= {f"{which}memory_{kind}": 0 for which in ("", "max_") for kind in ("allocated", "reserved")}
+_CUDA = ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats", "Stream", "stream", "device")
+_ANY = {"is_available": True, "current_accelerator": torch.device("cuda"), "current_device_index": 0}
+
+
+def _answering(answers: Mapping[str, object], others: Sequence[str]) -> dict[str, Any]:
+    return {name: MagicMock(return_value=value) for name, value in answers.items()} | {
+        name: MagicMock() for name in others
+    }
+
+
 @contextmanager
-def emulated(count: int, look: Callable[[Sequence[torch.Tensor]], None] = lambda _: None) -> Iterator[Devices]:
+def emulated(count: int, look: Callable[[Sequence[torch.Tensor]], None] = lambda _: None) -> Iterator[None]:
     """Emulate so many GPUs, in new threads too; `look` sees the tensors of every function of two or more.
 
     Example:
-        >>> with emulated(2) as devices:
+        >>> with emulated(2), Calls() as calls:
         ...     x = torch.ones(3).to("cuda:1")
-        >>> devices.calls, devices.moves
+        >>> calls.count, calls.moves
         (1, [(device(type='cpu'), device(type='cuda', index=1))])
     """
     mode = Devices(count, look)
     run, make = threading.Thread.run, nn.Parameter.__new__
-    answers = {"is_available": True, "device_count": count, "current_device": 0, "get_device_name": "emulated"}
-    answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0)
-    names = ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats", "Stream", "stream", "device")
-    fake = {name: MagicMock(return_value=value) for name, value in answers.items()}
-    fake |= {name: MagicMock() for name in (*names, "current_stream", "Event")}
-    fake["Event"].return_value.elapsed_time.return_value = 0.0
+    parse: Any = torch._C._nn._parse_to  # noqa: SLF001 - Module.to asks it
+    cuda = _answering(_NOTHING | {"is_available": True, "device_count": count}, (*_CUDA, "current_stream", "Event"))
+    cuda["Event"].return_value.elapsed_time.return_value = 0.0
+    accelerator = _answering(_ANY | {"device_count": count}, ("synchronize", "set_device_index", "current_stream"))
+    accelerator["current_stream"].return_value.is_capturing.return_value = False  # which an optimizer asks
 
     def run_emulated(thread: threading.Thread) -> None:
         with mode:
@@ -154,10 +182,16 @@ def emulated(count: int, look: Callable[[Sequence[torch.Tensor]], None] = lambda
         parameter = make(kind, data, requires_grad)
         return put(parameter, HOST if data is None else place_of(data))
 
+    def parsed(*args: Any, **kwargs: Any) -> Any:  # what Module.to was given, where a number is a GPU
+        given = (*args, *([kwargs.pop("device")] if "device" in kwargs else []))
+        return parse(*(gpu(each) if type(each) is int else each for each in given), **kwargs)
+
     with (
-        patch.multiple(torch.cuda, **fake),
+        patch.multiple(torch.cuda, **cuda),
+        patch.multiple(torch.accelerator, **accelerator),
+        patch.object(torch._C._nn, "_parse_to", parsed),  # noqa: SLF001
         patch.object(threading.Thread, "run", run_emulated),
         patch.object(nn.Parameter, "__new__", made),
         mode,
     ):
-        yield mode
+        yield

@@ -14,7 +14,8 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable
+import timeit
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -74,7 +75,7 @@ def _process(module: ModuleType, rank: int, folder: Path, seed: int) -> NoReturn
             now[0] += _FORWARD + len(found["rows"])
             found["rows"].append(given[0][:, 0].tolist())
 
-    def backward(*args: Any, original: Any = torch.Tensor.backward, **kwargs: Any) -> None:
+    def backward(*args: Any, original: Any = torch.autograd.backward, **kwargs: Any) -> None:
         original(*args, **kwargs)
         now[0] += _BACKWARD
 
@@ -84,7 +85,8 @@ def _process(module: ModuleType, rank: int, folder: Path, seed: int) -> NoReturn
     clocks: Data = {name: lambda: now[0] / 1e3 for name in ("perf_counter", "time", "monotonic")}
     clocks |= {f"{name}_ns": lambda: int(now[0] * 1e6) for name in clocks}
     printed, own, folder = io.StringIO(), vars(module), folder.resolve()
-    own |= {name: clocks[name] for name in clocks if own.get(name) is getattr(time, name)}  # from time import …
+    imported = {getattr(time, name): clock for name, clock in clocks.items()} | {torch.autograd.backward: backward}
+    own |= {name: imported[each] for name, each in own.items() if isinstance(each, Hashable) and each in imported}
     try:
         make: Any = dist.FileStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
         store = make(str(folder.parent / "store"), _RANKS)
@@ -95,7 +97,8 @@ def _process(module: ModuleType, rank: int, folder: Path, seed: int) -> NoReturn
         register_optimizer_step_post_hook(optimized)
         with (
             patch.multiple(time, **clocks),
-            patch.object(torch.Tensor, "backward", backward),
+            patch.object(timeit, "default_timer", clocks["perf_counter"]),
+            patch.object(torch.autograd, "backward", backward),  # Tensor.backward calls it too
             patch.object(module, "make_batch", make_batch),
             patch.object(sys, "stdout", printed),
         ):

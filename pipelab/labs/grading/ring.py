@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pipelab.engine.collectives import ring as collectives_ring
 from pipelab.engine.collectives.codecs import codec_of
 from pipelab.engine.collectives.ring import ring_all_reduce
 from pipelab.labs.grading.sized import Data, Sized
@@ -32,6 +33,7 @@ class Ring(Sized):
 
     name, parameters = "ring_all_reduce", ("gradients", "encode", "decode")
     shown = ((4, 8, "mean"), (3, 120, "none"), (4, 120, "fp16"), (4, 120, "int8"))
+    own = ((collectives_ring, "codec_of"),)
 
     def hidden(self, seed: int) -> list[tuple[int, int, str]]:
         """Return sizes that the number of replicas does not divide, more replicas than numbers, and a single one."""

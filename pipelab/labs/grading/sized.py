@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from pipelab.labs.grading.emulated import emulated
 from pipelab.labs.grading.tasks import Found, function_of, of_hidden, raised
@@ -14,11 +16,15 @@ Data = dict[str, Any]
 
 
 class Sized(ABC):
-    """A homework; its function is called `name`, with these parameters."""
+    """A homework; its function is called `name`, with these parameters.
+
+    What of pipelab's does the same is `own`: where it is, and the name of what it calls. Whoever calls it is told so.
+    """
 
     name: str
     parameters: Sequence[str]
     shown: Sequence[tuple[Any, ...]]
+    own: Sequence[tuple[object, str]]
 
     @abstractmethod
     def hidden(self, seed: int) -> Sequence[tuple[Any, ...]]:
@@ -37,19 +43,27 @@ class Sized(ABC):
         return ""
 
     def record(self, load: Callable[[], ModuleType], seed: int, at: Callable[[str], None]) -> Data:
-        """Import a submission with `load`, and run it at every size; return what happened, for `judge`."""
+        """Import a submission with `load`, and run it at every size; return what happened, for `judge`.
+
+        Raises:
+            LookupError: if there is no such function, or if it calls what pipelab has for it.
+        """
         with emulated(2):
             function = function_of(load(), self.name, self.parameters)
         runs: list[Data] = []
-        for size in (*self.shown, *self.hidden(seed)):
-            at(f"at size {', '.join(map(str, size))}")
-            runs.append({"error": ""})
-            try:
-                self.run(runs[-1], function, seed, *size)
-            except MemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever a submission raises is a finding
-                runs[-1]["error"] = raised(error, function)
+        with ExitStack() as watch:
+            asked = [watch.enter_context(patch.object(*own, wraps=getattr(*own))) for own in self.own]
+            for size in (*self.shown, *self.hidden(seed)):
+                at(f"at size {', '.join(map(str, size))}")
+                runs.append({"error": ""})
+                try:
+                    self.run(runs[-1], function, seed, *size)
+                except MemoryError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever a submission raises is a finding
+                    runs[-1]["error"] = raised(error, function)
+        if any(each.called for each in asked):
+            raise LookupError(f"looked up: {self.name} calls pipelab's own. Write it yourself, and it counts")
         return {"runs": runs}
 
     def judge(self, data: Data, seed: int) -> tuple[dict[str, Found], str]:

@@ -44,6 +44,7 @@ class Homework:
     title: str
     file: str
     tasks: Sequence[Task]
+    seconds: float = 5.0  # for each submission, if whoever grades does not say
     not_reached: int = 0  # percent of its points that a task has if it was not reached
     not_reached_why: str = ""
 

@@ -176,7 +176,6 @@ def _written(request: dict[str, Any], folder: Path) -> str:
 
 def _serve(request: dict[str, Any]) -> dict[str, Any]:
     """Run one submission and judge it; return what became of it."""
-    _module(request["assignment"]["homework"])  # what it imports is not in the submission's time
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipelab-grade-", ignore_cleanup_errors=True) as made:
         folder = Path(made).resolve()
@@ -277,7 +276,10 @@ def main() -> None:
     before = os.listdir(tempfile.gettempdir())
     for line in sys.stdin.buffer:
         try:
-            answer = _serve(json.loads(line))
+            request = json.loads(line)
+            _module(request["assignment"]["homework"])  # what it imports and writes is not the submission's
+            before = os.listdir(tempfile.gettempdir())
+            answer = _serve(request)
         except (OSError, RecursionError) as error:  # such as a full disk, or folders in folders without end
             answer = {"reason": f"it cannot be run: {getattr(error, 'strerror', None) or error}"}
         sys.stdout.write(json.dumps(answer) + "\n")

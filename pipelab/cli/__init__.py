@@ -1,7 +1,7 @@
 """The command `pipelab`: a subcommand for every capability.
 
 - `app`: the subcommands
-- `answers`: `pipelab schedules`, `pipelab why`, `pipelab optimum`, `pipelab frontier`
+- `answers`: `pipelab schedules`, `pipelab why`, `pipelab optimum`, `pipelab frontier`, `pipelab layout`
 - `options`: the options that several of them share
 - `targets`: a schedule by name, a student's file, a plan as text, a plan or a trace in a file
 - `student_file`: a student's file, imported if it can hold a schedule

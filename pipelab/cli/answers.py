@@ -117,6 +117,31 @@ def optimum(
         wrote(save_timeline(best.trace, path, times))
 
 
+def layout(
+    model: Annotated[Path, typer.Argument(help="sizes of a transformer: TOML, or Hugging Face's config.json")],
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="how many devices")],
+    memory: Annotated[float | None, typer.Option(help="GB (10⁹ bytes) of each; by default, the device's own")] = None,
+    device: Annotated[str, typer.Option(help="a device by name, such as a100 or h100")] = "h100",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="sequences in a step; by default, four million tokens")
+    ] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="tokens in a sequence, instead of the file's")] = None,
+    top: Annotated[int, typer.Option(min=1, help="how many layouts to show")] = 10,
+    save: SaveTable = None,
+) -> None:
+    """Say which layout is the quickest that fits.
+
+    Tensor, context, expert, data and pipeline parallelism, ZeRO, schedule, micro-batches and recomputation; and the
+    quickest one's step, term by term.
+
+    For example: pipelab layout config.json --gpus 64 --memory 80 --sequence 8192
+    """
+    require_writable(save, TABLE)
+    found = pipelab.layout(model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, top=top)
+    show(found.table, save)
+    show(found.terms, None)
+
+
 def frontier(
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline")] = 4,
     microbatches: Annotated[int, typer.Option("--microbatches", "-m", min=1, help="slices of the batch")] = 8,

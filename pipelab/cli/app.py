@@ -19,7 +19,7 @@ import typer
 import pipelab
 from pipelab import files
 from pipelab.checking.checker import as_plan
-from pipelab.cli.answers import frontier, optimum, schedules, why
+from pipelab.cli.answers import frontier, layout, optimum, schedules, why
 from pipelab.cli.challenge import challenge
 from pipelab.cli.grading import grade_command
 from pipelab.cli.labs import lab
@@ -279,6 +279,7 @@ def _conclude(results: Sequence[Result], ranks: int, command: str, work: Work) -
 app.command()(why)
 app.command()(optimum)
 app.command()(frontier)
+app.command()(layout)
 app.command(name="play")(play_command)
 app.command()(challenge)
 app.command(name="grade")(grade_command)

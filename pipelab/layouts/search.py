@@ -68,6 +68,19 @@ class Layouts:
         notes = [f"{self.tried} layouts; {self.full} of them cannot hold one micro-batch."]
         return Table(self.rows, columns, notes=notes)
 
+    @property
+    def terms(self) -> Table:
+        """The quickest layout's step, term by term, on the rank that works most; at the end, how long it waits."""
+        found, seconds = self.best.terms, self.best.seconds
+        spent = {**found, "waiting": seconds - sum(found.values()), "the step": seconds}
+        rows = [{"term": term, "seconds": time, "share": time / seconds} for term, time in spent.items() if time > 0]
+        columns = [
+            Column("term"),
+            Column("seconds", "s", lambda time: f"{time:.3f}"),
+            Column("share", "", wording.percent),
+        ]
+        return Table(rows, columns)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format: see `Table.save`. Return the path."""
         return self.table.save(path)

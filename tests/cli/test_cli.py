@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import queue
 import re
 import subprocess
@@ -296,3 +297,18 @@ def test_frontier_prints_blocks_beside_schedules_and_writes_the_picture(pipelab_
     assert "zbv" in output
     assert "ZB-V" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
     assert pipelab_command("frontier", "-o", "curve.pdf")[0] == 1
+
+
+def test_layout_ranks_what_fits_and_says_where_the_quickest_ones_step_goes(pipelab_command, tmp_path):
+    model, table = tmp_path / "model.toml", tmp_path / "layouts.csv"
+    model.write_text("layers = 8\nhidden = 1024\nheads = 8\nffn = 4096\nvocab = 32000\nsequence = 4096\n")
+    given = ("layout", str(model), "--gpus", "2", "--batch", "4", "--top", "3", "--memory")
+    code, output, _ = pipelab_command(*given, "16", "-o", str(table))
+    assert code == 0
+    rows = list(csv.DictReader(table.read_text(encoding="utf-8").splitlines()))
+    assert len(rows) == 3
+    assert [float(row["seconds"]) for row in rows] == sorted(float(row["seconds"]) for row in rows)
+    assert re.search(rf"the step +{float(rows[0]['seconds']):.3f} +100", output)
+    code, _, error = pipelab_command(*given, "0.1")
+    assert code == 1
+    assert "each needs" in error

@@ -11,6 +11,7 @@ import pytest
 from pipelab.layouts.devices import device
 from pipelab.layouts.estimate import Estimate, Layout
 from pipelab.layouts.transformer import Transformer
+from pipelab.simulation.published import published
 
 MODELS = {
     "llama3_70b": {"hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 128256},
@@ -67,6 +68,8 @@ def test_the_fitted_rows_are_met():
     assert all(ours == pytest.approx(real, rel=0.01) for name, real, _, ours, _ in b200() if name in FITTED)
 
 
+GPT = {"vocab": 51200, "sequence": 2048, "gated": False, "flash": False, "dropout": True, "tied": True}
+
 # model: layers, hidden, heads; ranks, stages on each, micro-batches, sequences in each
 KORTHIKANTI = {
     "22B": ((48, 6144, 64), (1, 1, 1, 4), (1.42, 1.10), 41.5),
@@ -79,18 +82,7 @@ KORTHIKANTI = {
 
 def a100(name: str, recompute: str) -> Estimate:
     (layers, hidden, heads), (ranks, stages, microbatches, microbatch), _, _ = KORTHIKANTI[name]
-    model = Transformer(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        ffn=4 * hidden,
-        vocab=51200,
-        sequence=2048,
-        gated=False,
-        flash=False,
-        dropout=True,
-        tied=True,
-    )
+    model = Transformer(layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, **GPT)
     layout = Layout(
         tensor=8,
         pipeline=ranks,
@@ -113,6 +105,63 @@ def test_korthikantis_rows_are_predicted_within_five_percent():
     assert errors.pop(("175B", "selective")) < 0.01  # fitted
     assert median(errors.values()) < 0.05
     assert max(errors.values()) < 0.05
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "layouts.md"
+
+
+def test_one_answers_terms_are_what_the_page_computes_by_hand():
+    estimate, layers, hidden, tokens = a100("175B", "full"), 64 * 12, 12288, 2048 / 8
+    products, attention, rings = 312e12 * 0.775, 312e12 * 0.70, 5.5e-6 + 2 * tokens * hidden / (300e9 * 0.67)
+    terms = {
+        "matrix products": layers * 6 * 12 * hidden**2 * tokens / products,
+        "attention's products": layers * 3 * 4 * 2048 * hidden * tokens / attention,
+        "tensor parallelism": layers * 10 * 7 * rings,
+        "head": 64 * 6 * hidden * 51200 * tokens / products,
+    }
+    found = estimate.terms
+    again = sum(found[name] for name in ("matrix products", "attention's products", "other operations")) / 3
+    terms["recomputation"] = again + 0.4 * terms["tensor parallelism"]
+    assert {name: found[name] for name in terms} == pytest.approx(terms)
+    micro = sum(seconds for name, seconds in found.items() if name not in ("head", "optimizer")) / 64
+    waiting = estimate.seconds - sum(found.values())
+    assert waiting == pytest.approx((8 - 1) / 3 * micro, rel=0.03)
+    page = {**found, "waiting": waiting, "the step": estimate.seconds}
+    text = PAGE.read_text(encoding="utf-8")
+    for name, seconds in page.items():
+        assert seconds == 0 or re.search(rf"^\| {name} \|.*\| {seconds:.3f} \|$", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "devices"),
+    [
+        ("39b", 64, 512),
+        ("76b", 80, 1024),
+        ("146b", 96, 1536),
+        ("310b", 128, 1920),
+        ("530b", 128, 2520),
+        ("1t", 160, 3072),
+    ],
+)
+def test_megatrons_rows_are_on_the_page_with_their_errors(name, heads, devices):
+    setup = published[f"megatron-{name}"]
+    sizes = {"layers": setup.layers, "hidden": setup.hidden, "heads": heads, "ffn": 4 * setup.hidden, **GPT}
+    cells = [f"{setup.seconds:.2f}"]
+    for microbatch in (1, 2):
+        layout = Layout(
+            tensor=setup.tensor,
+            replicas=setup.replicas,
+            pipeline=setup.pipeline,
+            microbatch=microbatch,
+            microbatches=setup.sizes(microbatch)["microbatches"],
+            recompute="full",
+            zero=0,
+        )
+        assert layout.devices == setup.devices == devices
+        seconds = Estimate(Transformer(**sizes), layout, device("a100")).seconds
+        assert abs(seconds / setup.seconds - 1) < 0.08
+        cells += [f"{seconds:.2f}", f"{100 * (seconds / setup.seconds - 1):+.1f} %"]
+    assert f"| {name.upper()} on {devices:,} | {' | '.join(cells)} |" in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", KORTHIKANTI)

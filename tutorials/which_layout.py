@@ -1,0 +1,168 @@
+# %% [markdown]
+# # Which layout?
+#
+# You train GPT-3, 175 billion parameters, on 64 A100 GPUs of 80 GB: eight nodes of eight. Every copy of the model needs
+# 3,100 GB before it has seen a word. So GPUs must share: the batch, the weights, each layer, or the depth. Each way
+# moves other bytes over other links, and the slowest link decides.
+#
+# On this page you try each way by itself, see what it moves, and then combine them: that is a *layout*.
+#
+# It takes about 20 minutes, and you need [The memory of a model](model_memory.md) before it. The page is a Python file,
+# `tutorials/which_layout.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
+# look.
+#
+# ## The model and the machine
+#
+# All times are estimates: formulas for every layer, and `pipelab.simulate` for the pipeline.
+# [Layouts](../reference/layouts.md) says how far they are from published steps, and computes one of them by hand. A
+# step has 64 sequences of 2,048 words.
+
+# %%
+from pipelab.layouts.devices import device
+from pipelab.layouts.estimate import Estimate, Layout
+from pipelab.layouts.transformer import Transformer
+
+GB = 10**9
+GPT3 = Transformer(layers=96, hidden=12288, heads=96, ffn=49152, vocab=51200, sequence=2048, gated=False)
+A100 = device("a100")
+print(f"{GPT3.parameters / 1e9:.0f} billion parameters")
+print(f"a GPU sends {A100.inside / GB:.0f} GB/s inside its node and {A100.between / GB:.0f} GB/s to another node")
+
+
+def show(**sizes):
+    """Print and return what a layout takes."""
+    estimate = Estimate(GPT3, Layout(**sizes), A100)
+    inside, between = (sum(sent) / GB for sent in zip(*estimate.sent.values(), strict=True))
+    print(f"{estimate.seconds:6.2f} s, {max(estimate.bytes) / GB:7.1f} GB on the fullest GPU,", end=" ")
+    print(f"each sends {inside:6.1f} GB inside its node, {between:6.1f} GB between nodes")
+    return estimate
+
+
+# %% [markdown]
+# ## Predict: 64 copies
+#
+# In data parallelism every GPU has the whole model and its own sequence. Weights take 2 bytes for each parameter,
+# gradients 4, Adam's state 12. ZeRO (Rajbhandari et al. 2020) shares this state among the copies: ZeRO-1 Adam's, ZeRO-2
+# the gradients too, ZeRO-3 the weights too. How many GB does a GPU hold with each, from 0 to 3? Does one of them fit
+# into 80 GB?
+
+# %%
+my_prediction = None  # four numbers of GB
+
+# %% tags=["answer"]
+print(f"predicted {my_prediction}")
+copies = [show(replicas=64, zero=zero) for zero in range(4)]
+held = [round(max(each.bytes) / GB) for each in copies]
+assert held == [3233, 1163, 474, 136]
+again = show(replicas=64, zero=3, recompute="full")
+assert round(again.seconds, 1) == 14.8
+assert round(max(again.bytes) / GB) == 64
+
+# %% [markdown] tags=["answer"]
+# 3,233, 1,163, 474 and 136 GB: none fits. ZeRO-3 leaves 49 GB of the 3,143 GB of state, but no level divides the
+# activations: one sequence's are there in all 96 layers. With [recomputation](recomputation.md) ZeRO-3 fits, in 64 GB,
+# but a step takes 14.8 s.
+
+# %% [markdown]
+# ## Share each layer: tensor parallelism
+#
+# With tensor parallelism, `t` GPUs share every matrix, and with sequence parallelism also what lies between the
+# matrices. So state *and* activations are divided by `t`. The price: all outputs of a layer travel four times in a
+# forward and six times in a backward (Korthikanti et al. 2022, section 4.2.2). Eight GPUs are a node; what if 32
+# share a layer?
+
+# %%
+print("t = 8: ", end="")
+node = show(tensor=8, replicas=8, microbatches=8)
+print("t = 32:", end="")
+wide = show(tensor=32, replicas=2, microbatches=32)
+waits = [each.terms["tensor parallelism"] for each in (node, wide)]
+print("seconds of tensor parallelism: {:.1f} and {:.1f}".format(*waits))
+assert waits[1] > 10 * waits[0]
+assert max(node.bytes) > 80 * GB > max(wide.bytes)
+
+# %% [markdown]
+# 32 GPUs hold little enough, but their ring leaves the node, and the step spends most of its time on it. The rule that
+# follows: **tensor parallelism stays inside a node.** But then it does not fit.
+#
+# ## Predict: ZeRO-3, or a pipeline?
+#
+# Keep `t` = 8, one node for each layer. Two ways divide the state among the eight nodes:
+#
+# - **ZeRO-3**: eight copies share all weights. For every micro-batch, each layer's weights must come from the other
+#   nodes, in the forward and again in the backward.
+# - **A pipeline** of eight stages: each node holds 12 layers. One stage's outputs go to the next node.
+#
+# How many GB does a GPU send to other nodes in a step, in each?
+
+# %%
+my_second_prediction = None  # two numbers of GB
+
+# %% tags=["answer"]
+print(f"predicted {my_second_prediction}")
+zero3 = show(tensor=8, replicas=8, microbatches=8, zero=3)
+pipeline = show(tensor=8, pipeline=8, microbatches=64)
+sent = [sum(between for _, between in each.sent.values()) / GB for each in (zero3, pipeline)]
+assert round(sent[0]) == 1226
+assert round(sent[1], 1) == 0.4
+assert round(zero3.seconds) == 73
+assert round(pipeline.seconds, 1) == 13.3
+
+# %% [markdown] tags=["answer"]
+# 1,226 GB against 0.4 GB, and 73 against 13.3 seconds. Both fit. ZeRO-3 moves all *weights* for every
+# micro-batch. The pipeline moves *activations*, and only those between two stages. It pays with its bubble instead.
+#
+# (ZeRO-3 is good where few micro-batches are enough: 64 copies with one micro-batch each took 11.7 s above. It did
+# not fit because of its activations.)
+
+# %% [markdown]
+# ## What is left to gain?
+
+# %%
+for term, seconds in pipeline.terms.items():
+    if seconds > 0.05:
+        print(f"{term:22} {seconds:5.2f} s")
+waiting = pipeline.seconds - sum(pipeline.terms.values())
+print(f"{'waiting':22} {waiting:5.2f} s")
+assert 1.2 < waiting < 1.4
+
+# %% [markdown]
+# Matrix products are what you want to pay for. Then come tensor parallelism and waiting. More stages on each rank
+# shrink the bubble: [Several stages per rank](interleaved.md). Fewer GPUs on each layer shrink the rings, but then
+# each GPU holds more.
+#
+# ## Exercise: the quickest that fits
+#
+# Find a layout of 64 A100s for 64 sequences. **Par: 11.5 s, with no GPU above 80 GB.** The starting point takes 13.3 s.
+#
+# You may set `tensor`, `pipeline`, `replicas`, `zero`, `schedule` (`"1f1b"`, `"interleaved-1f1b"`, `"zb-h1"`,
+# `"zbv"`, …), `stages_per_rank`, `microbatches`, `microbatch` and `recompute` (`"none"` or `"full"`). Before each
+# try, say which term it will shrink.
+
+
+# %%
+def answer():
+    """Return a layout of 64 GPUs."""
+    return Layout(tensor=8, pipeline=8, microbatches=64)
+
+
+# %%
+def reaches_par(answer):
+    """Print how far an answer is from par; return whether it reaches it."""
+    layout = answer()
+    sequences = layout.replicas * layout.microbatches * layout.microbatch
+    if (layout.devices, sequences) != (64, 64):
+        print(f"{layout.devices} GPUs and {sequences} sequences, not 64 of each")
+        return False
+    estimate = Estimate(GPT3, layout, A100)
+    print(f"{estimate.seconds:.2f} s, par 11.5; {max(estimate.bytes) / GB:.1f} GB of 80")
+    return estimate.seconds <= 11.5 and max(estimate.bytes) <= 80 * GB
+
+
+print("par!" if reaches_par(answer) else "not yet")
+
+# %% [markdown]
+# When you are done, let pipelab search: `pipelab.layout(GPT3, gpus=64, device="a100", batch=64)`. Then compare with
+# what was published: Korthikanti et al. trained this model on 64 A100s with `t` = 8, 8 ranks, 3 stages on each and
+# selective recomputation in 13.75 s. They had no FlashAttention, which this page's model has. Teachers have the
+# solution, `teacher/solutions/which_layout.py`.

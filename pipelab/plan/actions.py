@@ -102,6 +102,8 @@ TRAITS: dict[Kind, Traits] = {
 # fmt: on
 """The kinds of action, each a row: a new one is a row, and the method of `Stage` that it names."""
 # The collective ones last, as in `Codes`.
+EVERY_KIND = tuple(TRAITS)
+"""All of them: a tuple, in which a student's list may be looked for too."""
 KINDS = tuple(sorted((kind for kind in TRAITS if not TRAITS[kind].channel), key=lambda kind: TRAITS[kind].collective))
 """The kinds that compute."""
 PER_MICROBATCH = tuple(kind for kind in KINDS if not TRAITS[kind].collective)

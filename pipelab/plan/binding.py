@@ -8,7 +8,7 @@ from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
-from pipelab.plan.actions import PER_MICROBATCH, TRAITS, Action, Pair, whole
+from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, TRAITS, Action, Pair, whole
 from pipelab.plan.codes import Codes
 from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
@@ -129,7 +129,7 @@ Refusal = tuple[Code, str, str]
 
 def bind_action(rank: int, position: int, item: object, codes: Codes, stages_of_rank: StagesOfRank) -> Action | Refusal:
     """Return an item of a rank's row as an action with a stage and all its numbers in range; or why that fails."""
-    if not isinstance(item, Action) or item.kind not in TRAITS:
+    if not isinstance(item, Action) or item.kind not in EVERY_KIND:
         message = f"rank {rank}, position {position} holds {_described(item)}, not an action"
         return "not-an-action", message, _meant(item)
     if refusal := _refused_microbatch(rank, item, codes.microbatches):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from pipelab.errors import FormatError
 from pipelab.files import write
-from pipelab.plan.actions import TRAITS, Action, Item, Pair, parse_item
+from pipelab.plan.actions import EVERY_KIND, Action, Item, Pair, parse_item
 from pipelab.plan.fault import shorten
 
 _IDLE = ("",)
@@ -144,7 +144,7 @@ def _forwards_of_the_last_stage(rows: Iterable[Iterable[object]]) -> list[int]:
     for rank, row in enumerate(rows):
         for item in row:
             action = item.forward if isinstance(item, Pair) else item
-            if isinstance(action, Action) and action.kind in TRAITS and action.traits.forward:
+            if isinstance(action, Action) and action.kind in EVERY_KIND and action.traits.forward:
                 stage, microbatch = action.stage, action.microbatch
                 if isinstance(stage, int) and isinstance(microbatch, int):  # a faulty plan may hold anything
                     found.setdefault(stage, {}).setdefault(rank, []).append(microbatch)
@@ -170,6 +170,6 @@ def _items(cells: list[str], where: str) -> list[Item]:
 
 def cell(item: object) -> str:
     """Return an item in PyTorch's notation, which has a longer word for `R`."""
-    if isinstance(item, Action) and item.kind in TRAITS and (word := item.traits.notation):
+    if isinstance(item, Action) and item.kind in EVERY_KIND and (word := item.traits.notation):
         return f"{'' if item.stage is None else item.stage}{word}"
     return str(item)

@@ -39,11 +39,12 @@ HATCH.x = HATCH["/"] + HATCH["\\"];
 
 function readGaps(gaps) {
   GAPS = gaps;
-  const patterns = Object.values(gaps).map(({ hatch, ground }, at) => {
-    const size = { width: 8, height: 8, patternUnits: "userSpaceOnUse" },
+  const patterns = Object.values(gaps).map((gap, at) => {
+    const { hatch, ground } = gap,
+      size = { width: 8, height: 8, patternUnits: "userSpaceOnUse" },
       made = element("pattern", { id: `hatch${at}`, ...size });
     made.append(element("path", { d: HATCH[hatch] ?? "", style: `fill:none;stroke:var(--${ground}-lines)` }));
-    gaps[data.reasons[at]].pattern = hatch && `url(#hatch${at})`;
+    gap.pattern = hatch && `url(#hatch${at})`;
     return made;
   });
   const place = document.querySelector("#definitions defs");

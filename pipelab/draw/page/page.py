@@ -25,7 +25,7 @@ from pipelab.trace.ledger import MEANINGS, REASONS, WORDS
 from pipelab.trace.waits import Waits, half, waits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from pipelab.plan.bound import BoundPlan
     from pipelab.trace.diff import Diff
@@ -115,13 +115,15 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
     alone = len(comparison.traces) == 1
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
-    traits = {kind: TRAITS[kind] for kind in KINDS if kind in there or not TRAITS[kind].optional}
+    traits = {kind: TRAITS[kind] for kind in KINDS if kind in there}
+    found = {idle.reason for trace in comparison.traces for idle in trace.idle}
+    waits_for = [reason for reason in REASONS if reason in found]
     data = {
         "shared": comparison.shares_axis,
         "cap": cap,
         "reasons": REASONS,
-        "meanings": MEANINGS,
-        "gaps": {reason: _gap(reason) for reason in REASONS},
+        "meanings": {reason: MEANINGS[reason] for reason in waits_for},
+        "gaps": {reason: _gap(reason) for reason in waits_for},
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
         "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in traits.items()],
         "view": "stack",
@@ -165,10 +167,11 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bo
     sheets = [*(f"{name}.css" for name in scripts if name in ("compare", "save")), "page.css"]
     if shown["subtitle"]:
         subtitle = f'<p class="subtitle">{html.escape(shown["subtitle"])}</p>'
+    kinds = _coloured(shown["data"]) if notebook else colours.PALETTE
     parts = {
         "title": html.escape(shown["title"]),
         "subtitle": subtitle,
-        "style": _palette() + lean("".join(map(_file, sheets)), "css"),
+        "style": _palette(kinds) + lean("".join(map(_file, sheets)), "css"),
         "table": _table(shown["table"]),
         "text": "" if notebook else html.escape(plain),
         "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),
@@ -206,10 +209,17 @@ def _script_safe(data: str) -> str:
     return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _palette() -> str:
+def _coloured(data: dict[str, Any]) -> set[str]:
+    """Return the kinds whose colours a notebook's page needs: nothing else will be shown in it."""
+    moves = any(trace["moves"] for trace in data["traces"])
+    return {kind for kind, each in TRAITS.items() if kind in data["kinds"] or (each.channel and moves)}
+
+
+def _palette(kinds: Container[str] = colours.PALETTE) -> str:
     """Return the colours as CSS variables: `--F0` and `--F1` for a rank's stages in turns, and inks on them."""
-    lines = [f"--{kind}{at}:{colour};" for kind, pair in colours.PALETTE.items() for at, colour in enumerate(pair)]
-    lines += [f"--{kind}{at}-ink:{colours.ink(pair[at])};" for kind, pair in colours.PALETTE.items() for at in (0, 1)]
+    pairs = [each for each in colours.PALETTE.items() if each[0] in kinds]
+    lines = [f"--{kind}{at}:{colour};" for kind, pair in pairs for at, colour in enumerate(pair)]
+    lines += [f"--{kind}{at}-ink:{colours.ink(pair[at])};" for kind, pair in pairs for at in (0, 1)]
     for name, ground in (("idle", colours.REST), ("wait", colours.WAIT)):
         names = zip(("", "-lines", "-edge", "-ink"), ground, strict=True)
         lines += [f"--{name}{part}:{colour};" for part, colour in names]

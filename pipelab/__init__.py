@@ -86,7 +86,6 @@ from pipelab.errors import (
     UsageError,
     VerificationError,
 )
-from pipelab.layouts.search import layout
 from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, F, I, Pair, R, U, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
@@ -113,6 +112,7 @@ if TYPE_CHECKING:
     from pipelab.engine.stage.slices import cached
     from pipelab.engine.step import Step
     from pipelab.engine.verify.diagnose import diagnose
+    from pipelab.layouts.search import layout
 
 __all__ = [
     "GEMS",
@@ -209,8 +209,8 @@ __all__ = [
     "with_gathers",
 ]
 
-# What needs torch is loaded when it is first asked for, so that `import pipelab` stays quick.
-_TORCH_HALF = {
+# What needs torch, and what few need, is loaded when it is first asked for, so that `import pipelab` stays quick.
+_ON_FIRST_USE = {
     "Pipeline": "pipelab.engine.pipeline",
     "Step": "pipelab.engine.step",
     "cached": "pipelab.engine.stage.slices",
@@ -218,17 +218,18 @@ _TORCH_HALF = {
     "devices": "pipelab.engine.device.devices",
     "diagnose": "pipelab.engine.verify.diagnose",
     "emulated": "pipelab.engine.emulation",
+    "layout": "pipelab.layouts.search",
     "ring_all_reduce": "pipelab.engine.collectives.ring",
     "split": "pipelab.engine.model.split",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load the torch half's names on first use."""
-    if name not in _TORCH_HALF:
+    """Load what is loaded on first use."""
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'pipelab' has no attribute {name!r}")
     try:
-        value = getattr(import_module(_TORCH_HALF[name]), name)
+        value = getattr(import_module(_ON_FIRST_USE[name]), name)
     except ModuleNotFoundError as error:
         if error.name == "torch":
             raise ModuleNotFoundError(f"pipelab.{name}: {NO_TORCH}", name="torch") from None
@@ -238,5 +239,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the torch half's names too."""
+    """List what is loaded on first use too."""
     return [*__all__, "__doc__", "errors"]

@@ -343,13 +343,13 @@ def test_a_folder_lists_its_modules_in_its_docstring(folder):
     assert sorted(listed) == sorted(modules + folders)
 
 
-@pytest.mark.parametrize("name", sorted({*pipelab.__all__} - {*pipelab._TORCH_HALF}))
+@pytest.mark.parametrize("name", sorted({*pipelab.__all__} - {*pipelab._ON_FIRST_USE}))
 def test_every_public_name_is_there(name):
     assert getattr(pipelab, name) is not None
 
 
 def test_the_torch_half_is_listed_among_the_public_names():
-    assert set(pipelab._TORCH_HALF) <= set(pipelab.__all__) <= set(dir(pipelab))
+    assert set(pipelab._ON_FIRST_USE) <= set(pipelab.__all__) <= set(dir(pipelab))
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():

@@ -92,6 +92,10 @@ def culprit(plan: Plan | ScheduleLike, files: Iterable[str | Path], *, tensors: 
         if not 0 <= rank < len(low.rows):
             raise UsageError(f"{path} is of rank {rank}, and the plan has {len(low.rows)} ranks")
         progress[rank] = _Progress.of(low, rank, records, tensors, path)
+    if not progress:
+        raise UsageError(
+            "no file of the Flight Recorder was found\n  try: the name that the job wrote, with * for the rank"
+        )
     if not any(each.states for each in progress.values()):
         raise UsageError("no file has a send or receive\n  try: TORCH_FR_BUFFER_SIZE=20000 for all processes")
     return _stall(low, progress)

@@ -6,7 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,10 @@ class Transformer:
         known = {each.name for each in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise FormatError(f"{path}: {', '.join(unknown)}: expected {', '.join(sorted(known))}")
-        try:
-            return cls(**{**given, **({"sequence": sequence} if sequence else {})})
-        except TypeError as error:
-            raise FormatError(f"{path}: {str(error).partition(' ')[2]}") from None
+        given |= {"sequence": sequence} if sequence else {}
+        if lacking := [each.name for each in fields(cls) if each.default is MISSING and each.name not in given]:
+            raise FormatError(f"{path} lacks {', '.join(lacking)}\n  try: a TOML of sizes, or a model's config.json")
+        return cls(**given)
 
     def layer(self, number: int) -> Layer:
         """Return what the layer with this number is; numbers count from 0."""

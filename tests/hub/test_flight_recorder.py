@@ -168,7 +168,7 @@ def test_the_command_prints_what_the_page_shows(tmp_path, pipelab_command):
     assert code == 0
     assert said in page.read_text(encoding="utf-8")
     code, _, said = pipelab_command("why", "1f1b", "--recorder", str(tmp_path / "nothing*"))
-    assert (code, "no file has a send or receive" in said) == (1, True)
+    assert (code, "no file of the Flight Recorder was found" in said) == (1, True)
 
 
 @pytest.mark.dist

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import pipelab
+
 FOLDER = Path(__file__).parents[1] / "tutorials"
 SOLUTIONS = FOLDER.parent / "teacher" / "solutions"
 TUTORIALS = sorted(FOLDER.glob("*.py"))
@@ -31,6 +33,21 @@ def test_tutorial_runs_and_only_its_solution_reaches_par(
         assert solution.exists() == ("reaches_par" in page)
     if solution.exists():
         assert page["reaches_par"](runpy.run_path(str(solution))["answer"]) is True
+
+
+@pytest.mark.parametrize(("room", "par"), [(2, 10), (3, 7)])
+def test_no_choice_of_what_to_free_gathers_less_than_the_par_of_weights_as_a_cache(room: int, par: int) -> None:
+    for row in pipelab.Interleaved1F1B(3, 6, stages_per_rank=4).plan().rows:
+        fewest: dict[frozenset[int], int] = {frozenset(): 0}  # by what is gathered
+        for stage in (action.stage for action in row):
+            after: dict[frozenset[int], int] = {}
+            for there, count in fewest.items():
+                full = stage not in there and len(there) == room
+                for gone in there if full else {None}:
+                    now = (there - {gone}) | {stage}
+                    after[now] = min(after.get(now, count + 1), count + (stage not in there))
+            fewest = after
+        assert min(fewest.values()) == par
 
 
 @pytest.mark.teacher

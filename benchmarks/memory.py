@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import pipelab
-from pipelab.labs.demo import Setting
-from pipelab.labs.language_model import next_byte_loss, standard_library
+from pipelab.labs.demo import Setting, next_byte_loss, standard_library
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 PARTS = ("activations", "total")

@@ -27,10 +27,8 @@ from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.errors import PipelabError, UsageError
 from pipelab.labs import hybrid as hybrids
-from pipelab.labs.grading.tasks import HOMEWORKS, start_homework
-from pipelab.labs.report import claim as claims
-from pipelab.labs.report.claims import CLAIMS
-from pipelab.labs.variant import variant
+from pipelab.labs import report as claims
+from pipelab.labs.grading.tasks import HOMEWORKS, start_homework, variant
 from pipelab.simulation.clock import simulate
 
 Row = TypeVar("Row", bound=Mapping[str, Any])
@@ -302,16 +300,16 @@ def report(
     require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
     say(claims.SETTING)
-    for number, each in enumerate(CLAIMS, start=1):
+    for number, each in enumerate(claims.CLAIMS, start=1):
         say(f"\n{number}. {each.about}: the report says {each.says}" + f": {claims.verdict(each)}" * answered)
         if each.readings:
             echo(claims.text(each, answered))
         if answered and each.remark:
             say(each.remark)
-    for note in [claims.summary(CLAIMS)] * answered + asked.notes("report", [{"report": ""}]):
+    for note in [claims.summary(claims.CLAIMS)] * answered + asked.notes("report", [{"report": ""}]):
         say(f"\n{note}")
     if save:
-        table = claims.table(CLAIMS, answered)
+        table = claims.table(claims.CLAIMS, answered)
         for path in save:
             wrote(table.save(path))
     say(f"\nThe right figures, {claims.READINGS[0]}, for more devices that do the same work:")

@@ -16,7 +16,7 @@ from pipelab import schedules
 from pipelab.cli import showing
 from pipelab.labs import demo
 from pipelab.labs.believing import LEGEND
-from pipelab.labs.language_model import Batches, language_model, next_byte_loss, standard_library
+from pipelab.labs.demo import Batches, language_model, next_byte_loss, standard_library
 
 SMALL = demo.Setting(ranks=2, microbatches=4, steps=3, rows=10, blocks=2, width=16, length=16)
 

@@ -6,8 +6,7 @@ import pytest
 
 from pipelab.errors import UsageError
 from pipelab.labs import practical9
-from pipelab.labs.grading.tasks import Assignment
-from pipelab.labs.variant import Variant, variant
+from pipelab.labs.grading.tasks import Assignment, Variant, variant
 
 NAMES = [f"student {number}" for number in range(100)]
 

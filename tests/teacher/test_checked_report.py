@@ -15,10 +15,8 @@ import torch
 import pipelab
 from pipelab import B, F, OneFOneB
 from pipelab.errors import NO_TORCH
-from pipelab.labs.report import claim as course
-from pipelab.labs.report import claims
-from pipelab.labs.report.claim import READINGS, rows, verdict
-from pipelab.labs.report.claims import CLAIMS
+from pipelab.labs import report as claims
+from pipelab.labs.report import CLAIMS, READINGS, rows, verdict
 
 PER_STAGE, PER_STAGE_IN_ALL, SPLIT, SPLIT_IN_ALL = READINGS
 
@@ -192,7 +190,7 @@ def test_each_value_follows_as_it_is_said_to():
 
 
 def test_values_are_computed_from_the_setting(monkeypatch):
-    monkeypatch.setattr(course, "FORWARD", 100)
+    monkeypatch.setattr(claims, "FORWARD", 100)
     assert next(rows(BY_ABOUT["Total time"]))["value"] == f"{9 * 180 + 40} ms"
     assert verdict(BY_ABOUT["Total time"]) == "wrong"
 
@@ -222,7 +220,7 @@ def test_the_command_prints_and_saves_every_claim(pipelab_command, folder):
 
 @pytest.mark.parametrize("option", ["-o", "--save-figures"])
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_command, monkeypatch, option):
-    monkeypatch.setattr(course, "text", lambda _: pytest.fail("it worked"))
+    monkeypatch.setattr(claims, "text", lambda _: pytest.fail("it worked"))
     code, _, error = pipelab_command("lab", "report", option, "claims.json")
     assert code == 1
     assert "use one of .csv" in error
@@ -230,7 +228,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_comman
 
 @pytest.mark.teacher
 def test_the_documentation_shows_what_the_command_prints(pipelab_command):
-    page = Path(course.__file__).parents[3] / "teacher" / "site" / "transcripts" / "report.md"
+    page = Path(claims.__file__).parents[2] / "teacher" / "site" / "transcripts" / "report.md"
     (shown,) = re.findall(r"```console\n\$ pipelab lab report\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
     _, output, _ = pipelab_command("lab", "report")
     assert shown == output.rstrip()

@@ -1,9 +1,8 @@
 """Submissions, run and graded by what they ran.
 
-- `tasks`: what is graded, for how many points, and the grade that comes out
+- `tasks`: what is graded, with which numbers, for how many points, and the grade that comes out
 - `emulated`: GPUs on one processor: tensors carry the name of the device where they would be
-- `recording`: one call of homework 4's function: what ran, on two emulated GPUs
-- `homework4`: what all calls of it left, and whether that was right
+- `homework4`: what each call of its function ran, on two emulated GPUs, what it left, and whether that was right
 - `sized`: a homework whose function runs at several sizes
 - `homework1`: a benchmark of data parallelism, in two processes, by a clock of the grader's
 - `ring`: a ring all-reduce, compared bit for bit

@@ -104,7 +104,7 @@ def _peaks(*sizes: Any) -> tuple[int, ...]:
 
 
 def cut(layers: int, stages: int) -> list[range]:
-    """Return each stage's layers, as even as possible; the first and the last stage get fewer.
+    """Return each stage's layers, as even as possible; the first and the last stage get fewer, or none.
 
     Example:
         >>> [len(each) for each in cut(126, 16)]
@@ -152,8 +152,8 @@ class Estimate:
             ),
             (sharing % layout.expert, f"expert={layout.expert} does not divide {sharing} devices of a stage"),
             (
-                layout.pipeline * layout.stages_per_rank > model.layers,
-                f"{layout.pipeline * layout.stages_per_rank} stages, but only {model.layers} layers",
+                layout.pipeline * layout.stages_per_rank > model.layers + 2,
+                f"{layout.pipeline * layout.stages_per_rank} stages, but only {model.layers} layers and two ends",
             ),
             (layout.zero not in range(4), f"zero={layout.zero}: expected 0 to 3"),
         ):
@@ -300,10 +300,11 @@ class Estimate:
 
     def _data(self, stage: int, weights: int, gradients: int) -> float:
         """Return the seconds in which the replicas pass a stage's weights and gradients so many times."""
-        sizes = [held * (weights * WEIGHT + gradients * GRADIENT) for held in self._held(stage)]
+        each = weights * WEIGHT + gradients * GRADIENT
+        held = [(self.groups[name], own * each) for name, own in zip(_DATA, self._held(stage), strict=True) if own]
         if self.layout.zero == 0:
-            return sum(self.groups[name].all_reduce(size / 2) for name, size in zip(_DATA, sizes, strict=True))
-        return sum(self.groups[name].ring(size) for name, size in zip(_DATA, sizes, strict=True))
+            return sum(group.all_reduce(size / 2) for group, size in held)
+        return sum(group.ring(size) for group, size in held)
 
     @cached_property
     def after(self) -> list[Terms]:

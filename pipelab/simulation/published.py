@@ -114,7 +114,9 @@ class TrainingSetup:
         """Return the size of one pipeline: `OneFOneB(**setup.sizes())`.
 
         Args:
-            microbatch: how many sequences a micro-batch has. The tables do not state it; 1 gives the smallest bubble.
+            microbatch: how many sequences a micro-batch has; 1 gives the smallest bubble. The tables do not state it.
+                Megatron-LM's script for its table (`examples/academic_paper_scripts/sc21/run_table_1.sh`) has 4 for
+                39B, 2 for 76B and 146B, and 1 for the larger ones.
 
         Raises:
             UsageError: if a replica's sequences are no multiple of it.

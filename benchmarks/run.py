@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -41,9 +42,16 @@ QUICK = {"schedules": schedules, "faults": faults, "reduces": reduces, "predicti
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
-def main(names: list[str]) -> None:
+def main(words: list[str]) -> None:
     """Measure the named parts, print them, and keep them beside what was measured before."""
-    if "--quick" in names:
+    parser = argparse.ArgumentParser(description="Run the benchmarks, and keep what they measure in docs/results.")
+    parser.add_argument("names", nargs="*", choices=PARTS, metavar="NAME", help=f"{', '.join(PARTS)}; by default, all")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"see that these run, and keep no figures: {', '.join(QUICK)}"
+    )
+    given = parser.parse_args(words)
+    names = given.names
+    if given.quick:
         for name in set(QUICK).intersection(names) or QUICK:
             print(QUICK[name].report(QUICK[name].measure(quick=True)))
         return

@@ -98,6 +98,16 @@ def test_the_processors_benchmark_runs_and_reports(benchmarks, monkeypatch, part
     assert all(len(columns) > 2 and len(set(columns)) == 1 for columns in tables if columns)
 
 
+def test_the_help_names_all_that_can_be_measured(benchmarks, capsys):
+    run = importlib.import_module("run")
+    for words, code in ((["--help"], 0), (["none"], 2)):
+        with pytest.raises(SystemExit) as end:
+            run.main(words)
+        assert end.value.code == code
+        printed = capsys.readouterr()
+        assert set(run.PARTS) <= set(re.findall(r"\w+", printed.out + printed.err))
+
+
 def test_the_summary_of_the_predictions_counts_every_row_of_its_page():
     page = (BENCHMARKS.parent / "docs" / "results" / "prediction.md").read_text()
     summary, *engines = re.split(r"^\*\*\w+\*\*, predicted", page, flags=re.MULTILINE)

@@ -64,7 +64,8 @@ from pipelab.cli.printing import (
 from pipelab.cli.student_file import existing
 from pipelab.cli.sweeping import Cell, sweep, table_of
 from pipelab.draw import text
-from pipelab.errors import NO_TORCH, PipelabError, UsageError
+from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean
+from pipelab.hub import torchtitan
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
@@ -76,6 +77,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 app.add_typer(lab, name="lab")
+export = typer.Typer(rich_markup_mode="markdown", help="Write a plan for another program.", no_args_is_help=True)
+app.add_typer(export, name="export")
 app.command()(schedules)
 
 
@@ -174,6 +177,20 @@ def draw(
         say("add --save timeline.html for a page that says why each rank waits")
     for path in save or []:
         wrote(trace.plan.save_graph(path, times.cost()) if graph else save_timeline(trace, path, times, width))
+
+
+@export.command(name="torchtitan")
+@grouped
+def export_torchtitan(
+    target: Target,
+    sizes: Sizes,
+    save: Annotated[Path, typer.Option("--save", "-o", help="the file to write")] = Path("torchtitan.csv"),
+) -> None:
+    """Write the CSV file that torchtitan loads, and print the options that it needs beside it."""
+    require_writable([save], ("a plan for torchtitan", [".csv"]))
+    options = torchtitan.export(untimed(sizes.find(target)), save)
+    wrote(save)
+    echo(clean(options, keep="\n"))
 
 
 @app.command()

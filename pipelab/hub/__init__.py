@@ -1,4 +1,5 @@
 """The hub: what other programs write and read about the same plan. Nothing below the command imports it.
 
 - `flight_recorder`: `culprit`: which action holds up all ranks, from PyTorch's Flight Recorder
+- `torchtitan`: `export`: a plan as the file and the options with which torchtitan trains
 """

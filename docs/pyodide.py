@@ -179,7 +179,7 @@ def _entry(name: str) -> zipfile.ZipInfo:
 
 _WORDS, _RULES = (
     ("name", "title", "story", "given", "goals", "unit", "hints", "lesson"),
-    ("microbatches", "latency", "cap", "queued", "within", "good", "par"),
+    ("microbatches", "latency", "cap", "queued", "sharded", "within", "good", "par"),
 )
 
 

@@ -314,7 +314,7 @@ def test_a_level_is_solved_by_hand_without_python_and_refused_in_the_words_of_ch
     tab = opened("challenges.html")
     asked = []
     tab.on("request", lambda request: asked.append(request.url))
-    wait_until(tab, "document.querySelectorAll('.ch-levels button').length === 15")
+    wait_until(tab, "document.querySelectorAll('.ch-levels button').length === 16")
     placed = "document.querySelectorAll('.ch-bar').length"
     assert tab.evaluate(placed) >= 1  # 0F0 leaves no choice
     worth, clicks = tab.locator(".ch-worth"), 0

@@ -125,9 +125,14 @@ window.pipelabBoard ??= class Board {
     return this.level.listed.map((row) => row.filter((word) => !this.placed.has(word)));
   }
 
-  // What the order is worth, as Python's Level.score: the time, the peak, or the moves if what is left stays as listed.
+  // What the order is worth, as Python's Level.score: the time, the peak, how often ranks go to another stage, whose
+  // weights they gather, or the moves if what is left stays as listed.
   get score() {
     if (this.level.within) return Math.max(...this.peak);
+    if (this.level.sharded) {
+      const stages = this.rows.map((row) => row.match(/\d+(?=[A-Z])/g) ?? []);
+      return stages.flatMap((each) => each.filter((stage, at) => stage !== each[at - 1])).length;
+    }
     if (!this.level.listed.length) return this.makespan;
     const { left, rows } = this;
     let moves = 0;

@@ -129,7 +129,7 @@
   function draw(board) {
     const { ready } = board,
       ends = [board.makespan, ...ready.flat().map(([, , end]) => end)],
-      goal = level.within ?? (level.listed.length ? 0 : level.par),
+      goal = level.unit === "units" ? level.par : (level.within ?? 0),
       whole = Math.max(goal * 1.15, ...ends, 10) * 1.04,
       place = (time) => `${(100 * time) / whole}%`,
       deepest = Math.max(1, ...ready.map((each) => each.length));

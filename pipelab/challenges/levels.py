@@ -18,7 +18,7 @@ from pipelab.files import teacher
 from pipelab.plan.actions import HALVES, TRAITS, Kind
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
-from pipelab.schedule import Schedule
+from pipelab.schedule import Schedule, with_gathers
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
@@ -43,6 +43,8 @@ class Level:
             half of a backward each.
         latency: how long a value is on its way.
         queued: whether the values from a rank to another arrive, and are taken, in the order in which they were sent.
+        sharded: whether a rank has room for the weights of one of its stages at a time, where the goal is the fewest
+            gathers.
         within: the longest makespan that counts, where the goal is the lowest peak.
         listed: the rows that are given, where the goal is the fewest moves of an action within its row.
         good, par: a first score to reach, and the lowest that is possible, in `unit`.
@@ -69,13 +71,15 @@ class Level:
     backward: float | Sequence[float] = 2
     latency: float = 0
     queued: bool = False
+    sharded: bool = False
     within: float | None = None
     listed: Sequence[str] = ()
 
     @property
     def unit(self) -> str:
         """What a score counts."""
-        return "moves" if self.listed else "activations" if self.within else "units"
+        units = {"moves": self.listed, "activations": self.within, "gathers": self.sharded}
+        return next((unit for unit, given in units.items() if given), "units")
 
     @property
     def goals(self) -> str:
@@ -102,6 +106,7 @@ class Level:
         per = f", shared by the rank's {self.stages_per_rank} stages" if self.stages_per_rank > 1 else ""
         times = f"forward {_times(self.forward)}, backward {_times(self.backward)}{per}{latency}"
         within = f"; at most {self.within:g} units" if self.within else ""
+        within += "; gathered weights of at most one stage on a rank" * self.sharded
         queue = "; values from a rank to another are taken in the order in which they were sent" * self.queued
         return f"{self.ranks} ranks{stages}, {self.microbatches} micro-batches; {kinds}; {times}{cap}{within}{queue}"
 
@@ -109,6 +114,8 @@ class Level:
         """Return what an order is worth, in `unit`: the lower, the better."""
         if self.within:
             return max(trace.peak_activations)
+        if self.sharded:
+            return sum(move.action.kind == "UNSHARD" for move in with_gathers(trace.plan, 1).bound.moves)
         if not self.listed:
             return trace.makespan
         moves = 0
@@ -181,7 +188,7 @@ def levels() -> dict[str, Level]:
 
     Example:
         >>> len(levels()), levels()["fill"].par
-        (15, 15)
+        (16, 15)
     """
     text = files("pipelab.challenges").joinpath("levels.toml").read_text(encoding="utf-8")
     return {name: Level(name=name, **given) for name, given in tomllib.loads(text).items()}
@@ -282,12 +289,12 @@ def _other_sizes(level: Level, plan: Plan) -> str | None:
 
 def _against_the_rules(level: Level, plan: Plan) -> str | None:
     """Return what `check` would not mind."""
-    for rank, row in enumerate(plan.bound.rows):
-        for code in row:
-            action = plan.bound.codes.action(code)
-            if action.kind not in level.kinds:
-                return f"{action} on rank {rank}: this level has {'F, B, I and W' if level.split else 'F and B'} only"
-            home = level.rank_of(action.stage or 0)
-            if home != rank:
-                return f"{action} is on rank {rank}: in this level, stage {action.stage} is on rank {home}"
+    bound = plan.bound
+    listed = [(rank, bound.codes.action(code)) for rank, row in enumerate(bound.rows) for code in row]
+    for rank, action in [*listed, *((move.rank, move.action) for move in bound.moves)]:
+        if action.kind not in level.kinds:
+            return f"{action} on rank {rank}: this level has {'F, B, I and W' if level.split else 'F and B'} only"
+        home = level.rank_of(action.stage or 0)
+        if home != rank:
+            return f"{action} is on rank {rank}: in this level, stage {action.stage} is on rank {home}"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 
 import pytest
 
@@ -13,6 +14,7 @@ from pipelab.challenges.levels import judge, level, levels
 from pipelab.errors import UsageError
 
 LEVELS = list(levels().values())
+ROWS = [" ".join(f"{s}{kind}{m}" for kind in "FB" for m in range(4)) for s in (1, 2)]
 
 
 @pytest.mark.teacher
@@ -23,6 +25,8 @@ def test_the_reference_reaches_par_and_nothing_is_better(each):
     if each.listed:
         assert not any(is_enough(each, moved) for moved in choices(each, each.par - 1))
         assert any(is_enough(each, moved) for moved in choices(each, each.par))
+    elif each.sharded:
+        assert fewest_gathers(each, each.cap) == each.par
     elif each.queued:
         assert quicker(each, each.par) is None
         assert quicker(each, each.par + 0.5) == each.par
@@ -52,6 +56,34 @@ def is_enough(level, moved):
         return bool(list(TopologicalSorter(before).static_order()))
     except CycleError:
         return False
+
+
+def fewest_gathers(level, cap):
+    """Return the fewest gathers of all orders: of the shortest ways through the states, the shortest.
+
+    Micro-batches are alike, so a state is how many forwards and backwards each stage has behind it, and which stage's
+    weights each rank has. A step to another stage of the rank counts one.
+    """
+    last = level.stages - 1
+    fewest, states = {}, [(0, (0,) * level.stages, (0,) * level.stages, (None,) * level.ranks)]
+    while states:
+        count, forwards, backwards, there = heappop(states)
+        if min(backwards) == level.microbatches:
+            return count
+        if (forwards, backwards, there) in fewest:
+            continue
+        fewest[forwards, backwards, there] = count
+        for stage in range(level.stages):
+            rank = level.rank_of(stage)
+            now = (count + (there[rank] != stage), (*there[:rank], stage, *there[rank + 1 :]))
+            held = sum(forwards[each] - backwards[each] for each in range(rank, level.stages, level.ranks))
+            if held < cap and forwards[stage] < (forwards[stage - 1] if stage else level.microbatches):
+                more = tuple(done + (each == stage) for each, done in enumerate(forwards))
+                heappush(states, (now[0], more, backwards, now[1]))
+            if backwards[stage] < (forwards[last] if stage == last else backwards[stage + 1]):
+                more = tuple(done + (each == stage) for each, done in enumerate(backwards))
+                heappush(states, (now[0], forwards, more, now[1]))
+    return None
 
 
 def quicker(level, limit):
@@ -118,6 +150,11 @@ def test_a_level_says_all_that_a_learner_needs(each):
         ("light", pipelab.Naive(4, 5), "75 units, and the level allows 39"),
         ("circle", pipelab.Plan.parse(level("circle").listed), "deadlock"),
         ("queue", pipelab.Greedy(2, 3, stages_per_rank=2, memory_cap=4, cost=level("queue").cost), "transfer-deadlock"),
+        (
+            "around",
+            pipelab.with_gathers(pipelab.Interleaved1F1B(2, 3)),
+            "2R on rank 0: this level has F and B only",
+        ),
         ("fill", pipelab.Plan.parse(["0F0 0F1 0F2", "1F0 1F1 1F2", "2F0 2F1 2F2"]), "missing"),
     ],
 )
@@ -152,7 +189,9 @@ def test_a_built_schedule_is_recognised():
     assert judge(level("three"), level("three").solution).recognised is None
 
 
-@pytest.mark.parametrize(("name", "unit"), [("circle", "moves"), ("light", "activations"), ("queue", "units")])
+@pytest.mark.parametrize(
+    ("name", "unit"), [("circle", "moves"), ("light", "activations"), ("queue", "units"), ("one-at-a-time", "gathers")]
+)
 def test_a_level_says_what_its_score_counts(name, unit):
     assert f"{level(name).good} {unit}; par: {level(name).par}" in level(name).goals
 
@@ -209,8 +248,25 @@ def test_a_queue_costs_two_units():
     assert "25 units" in queue.story
 
 
+@pytest.mark.teacher
+def test_what_is_said_about_gathers_holds():
+    each, before = level("one-at-a-time"), level("around-in-three")
+    assert (each.score(pipelab.simulate(before.solution)), each.score(pipelab.simulate(pipelab.LoopedBFS(2, 4)))) == (
+        16,
+        6,
+    )
+    assert "16 times" in each.story
+    assert "6 times" in each.hints[1]
+    assert [fewest_gathers(each, cap) for cap in (3, 4, 5)] == [10, 10, 6]
+    assert pipelab.simulate(each.solution, each.cost).makespan == 18
+    cost = pipelab.Cost(gather=2.25)
+    slow, quick = (pipelab.simulate(pipelab.with_gathers(plan, 1), cost) for plan in (each.solution, before.solution))
+    assert slow.makespan == quick.makespan == 23.625
+    assert ("takes 18 units instead of 16" in each.note, "with five it is 6" in each.note) == (True, True)
+
+
 def test_levels_have_numbers_and_names():
     assert level("1") is LEVELS[0]
-    for unknown in ("0", "16", "nine"):
+    for unknown in ("0", "17", "nine"):
         with pytest.raises(UsageError, match="fill"):
             level(unknown)

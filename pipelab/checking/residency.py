@@ -29,8 +29,9 @@ def residency(bound: BoundPlan, gather_cap: int | Sequence[int] | None = None) -
     caps = [len(bound.moves)] * len(bound.rows)
     if gather_cap is not None:
         caps = require_caps(gather_cap, len(bound.rows), "gather_cap")
-    sharded = {move.what[1] for move in bound.moves if move.action.microbatch is None}
-    by_rank = {rank: list(moves) for rank, moves in groupby(bound.moves, key=lambda move: move.rank)}
+    listed = [move for move in bound.moves if not move.reduces]
+    sharded = {move.what[1] for move in listed if move.action.microbatch is None}
+    by_rank = {rank: list(moves) for rank, moves in groupby(listed, key=lambda move: move.rank)}
     ranks = range(len(bound.rows)) if sharded else by_rank
     return [fault for rank in ranks for fault in _of_rank(bound, rank, by_rank.get(rank, []), sharded, caps[rank])]
 

@@ -59,6 +59,8 @@ def sentence(trace: Trace, idle: Idle) -> str:
         return f"{head}it has nothing to do."
     if idle.reason == "order":
         return f"{head}all that {idle.needer} needs is there, and the rank has not started it."
+    if idle.giver is None and idle.reason == "all-reduce":
+        return f"{head}it has done all of its actions, and {idle.needer} runs beside computing."
     if idle.giver is None:
         return f"{head}{idle.needer}, its first action, needs nothing, and has not been started."
     ended = _when(trace, idle.giver)

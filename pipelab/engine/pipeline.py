@@ -143,7 +143,7 @@ class Pipeline:
             intra_op_threads = require_size("intra_op_threads", intra_op_threads)
         if isinstance(model, (Plan, ScheduleLike)) and not isinstance(model, nn.Module):
             raise TypeError(f"Pipeline(model, schedule, loss_fn): expected a model first, got {shorten(model)}")
-        self.plan = as_plan(schedule)
+        self.plan = as_plan(schedule).reducing(beside=False)
         require_legal(self.plan)
         _require_words(self.plan, engine)
         require_loss(loss_fn, reduction)

@@ -7,7 +7,7 @@ the rest of the plan, so that a student sees all mistakes.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,7 +81,7 @@ class _NotLaidOutError(Exception):
 
 
 class Move(NamedTuple):
-    """An action on a channel of its rank: a gather, a free, an offload or a load.
+    """An action on a channel of its rank: a gather, a free, an offload or a load, or an all-reduce that runs beside.
 
     Attributes:
         rank: the rank that lists it.
@@ -94,6 +94,16 @@ class Move(NamedTuple):
     before: int
     position: int
     action: Action
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it is an all-reduce, which all ranks of its stage run together; it waits for no gather or load."""
+        return not self.action.traits.channel
+
+    @property
+    def keys(self) -> tuple[object, ...]:
+        """The moves of its rank that it comes after share one of these: its channel, or what it moves."""
+        return ("all-reduce",) if self.reduces else (self.action.traits.channel, self.what)
 
     @property
     def what(self) -> tuple[int | None, int]:
@@ -178,6 +188,28 @@ class BoundPlan:
         if after is not None and (fault := require_slices(after, codes, bound.rank_of_slot)):
             bound.faults.append(fault)
         return bound
+
+    @property
+    def beside(self) -> bool:
+        """Whether the all-reduces run beside computing: then they are among the moves, and in no row."""
+        return any(move.reduces for move in self.moves)
+
+    def with_reduces_beside(self) -> BoundPlan:
+        """Return the same plan with its all-reduces among the moves."""
+        codes, moves, rows = self.codes, list[tuple[int, int, bool, Move]](), list[list[int]]()
+        places = list[list[int] | None]()
+        for rank, row in enumerate(self.rows):
+            rows.append([code for code in row if not codes.collective[code]])
+            places.append([self.position(rank, at) for at, code in enumerate(row) if not codes.collective[code]])
+            passed = [0, *accumulate(not codes.collective[code] for code in row)]
+            for at, code in enumerate(row):
+                if codes.collective[code]:
+                    move = Move(rank, passed[at], self.position(rank, at), codes.action(code))
+                    moves.append((rank, at, True, move))
+            own = [move for move in self.moves if move.rank == rank]
+            moves += [(rank, move.before, False, move._replace(before=passed[move.before])) for move in own]
+        ordered = [move for *_, move in sorted(moves, key=lambda each: each[:3])]
+        return replace(self, rows=rows, positions=places, moves=ordered, walk=None)
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:

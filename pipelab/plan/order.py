@@ -245,7 +245,8 @@ def network_of(
     the number `2 * c` if it is its first need, else one more: see `Codes.by_need`.
 
     Move `k` of the plan is a job too, with the code `k` after the last one, unless `moves` is false. It follows what
-    comes before it on its rank, on its channel, and of what it moves. What needs it follows it; see `awaited`.
+    comes before it on its rank, on its channel, and of what it moves; an `R` beside computing, what comes before it on
+    all ranks of its stage. What needs it follows it; see `awaited`.
     """
     codes = bound.codes
     jobs: list[tuple[int, tuple[int, ...]]] = []
@@ -258,6 +259,7 @@ def network_of(
     awaited = bound.awaited() if moves else {}
     moved: dict[int, int] = {}  # by move, its job
     ended: dict[tuple[int, object], int] = {}  # by rank, and by channel or what it moves: the last of its moves
+    together: dict[int, list[Link]] = {}  # by stage, what its all-reduce beside computing follows
     waiting: list[list[int]] = [[] for _ in bound.rows]
     for at in range(len(bound.moves) - 1, -1, -1) if moves else ():
         waiting[bound.moves[at].rank].append(at)
@@ -268,9 +270,13 @@ def network_of(
         while waiting[rank] and bound.moves[waiting[rank][-1]].before <= passed[rank]:
             at = waiting[rank].pop()
             move = bound.moves[at]
-            keys = [(rank, key) for key in (move.action.traits.channel, move.what)]
+            keys = [(rank, key) for key in move.keys]
             after = {latest[rank]} if rank in latest else set()
-            follows.append([(job, NOTHING) for job in sorted(after | {ended[key] for key in keys if key in ended})])
+            links = [(job, NOTHING) for job in sorted(after | {ended[key] for key in keys if key in ended})]
+            if move.reduces:  # one list for all ranks of the stage: they begin when the last one comes to it
+                together.setdefault(move.what[1], []).extend(links)
+                links = together[move.what[1]]
+            follows.append(links)
             moved[at] = len(jobs)
             ended.update(dict.fromkeys(keys, len(jobs)))
             jobs.append((rank, (len(codes.kind) + at,)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence, Sized
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
@@ -197,6 +198,16 @@ class Plan:
             Plan(ranks=1, stages=1, microbatches=2)
         """
         return Plan(rows, self.stages, self.microbatches, self.place, name or self.name, self.after)
+
+    def reducing(self, beside: bool) -> Plan:
+        """Return the plan, which is legal, with its all-reduces beside computing, or each in its rank's row."""
+        if beside == self.bound.beside:
+            return self
+        if not beside:
+            return self.with_rows(self.written)
+        plan = copy(self)
+        vars(plan)["bound"] = self.bound.with_reduces_beside()
+        return plan
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:

@@ -42,7 +42,8 @@ class Job:
 
     Attributes:
         codes: the action's code; of a pair, both.
-        ranks: the ranks that it occupies: one, or all that hold the stage of an `R`.
+        ranks: the ranks that it occupies: one, or all that hold the stage of an `R`. An `R` beside computing occupies
+            their channels instead, whose numbers follow the ranks'.
         time: how long it takes.
         needs: each earlier job that it waits for, as an index, and how long the value travels.
     """
@@ -135,7 +136,7 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
     jobs, (network, lags) = work.jobs, work.network(work.edges(caps))
     times = [job.time for job in jobs]
     heads, tails = network.starts(times, lags), network.rests(times, lags)
-    on_rank: list[list[Placed]] = [[] for _ in range(plan.ranks)]
+    on_rank: list[list[Placed]] = [[] for _ in range(2 * plan.ranks)]
     for head, job, tail in zip(heads, jobs, tails, strict=True):
         for rank in job.ranks:
             on_rank[rank].append((head, job.time, tail))
@@ -180,7 +181,8 @@ def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Ite
             columns[rank_of[own[job]]].append((heads[job], time, tails[job]))
     for rank, mine in enumerate(columns):
         jobs = [(head, time, tail) for heads, time, tails in mine for head, tail in zip(heads, tails, strict=True)]
-        yield jobs + [(latest[code], lasts[code], 0.0) for code, ranks in bound.reduces.items() if rank in ranks]
+        reduces = [(latest[code], lasts[code], 0.0) for code, ranks in bound.reduces.items() if rank in ranks]
+        yield from (jobs, reduces) if bound.beside else (jobs + reduces,)
 
 
 def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
@@ -216,8 +218,10 @@ def _timed(subject: Subject, cost: Cost | None) -> tuple[Plan, list[float], list
             raise CostError("lower_bound got a cost, but a trace has its own times: give it the trace's plan instead")
         plan, (lasts, delays, paired) = subject.plan, _times_of(subject)
     else:
-        plan = as_plan(subject)
         cost = as_cost(cost)
+        plan = as_plan(subject).reducing(beside=False)
+        require_legal(plan)
+        plan = plan.reducing(beside=cost.all_reduce_runs == "beside")
         lasts, delays = cost.lengths(plan)
         if plan.bound.pairs and (each := cost.pair_times(plan)) is not None:
             paired = {code: each[plan.bound.codes.slot[code]] for code in plan.bound.pairs}
@@ -235,6 +239,9 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
             lasts[code] = float(f"{end - start:.9g}")
             if code in bound.pairs and starts[index + 1] == start and end > start:
                 paired[code] = lasts[code]
+    for move in trace.moves if bound.beside else ():
+        if move.action.kind == "R":
+            lasts[bound.codes.code(move.action)] = float(f"{move.end - move.start:.9g}")
     delays = [0.0] * (bound.codes.always + 1)
     if trace.source == "simulated":
         for each in trace.transfers:
@@ -246,6 +253,7 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
 def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float]) -> Work:
     bound, codes = plan.bound, plan.bound.codes
     order = traverse(bound, atomic_pairs=True).order if paired else require_legal(plan).order
+    order = [*order, *bound.reduces] if bound.beside else order
     if not paired:  # sequence after sequence, so that lines and caps, too, lead from earlier to later jobs
         first = _sequences(codes)
         order = sorted(order, key=lambda code: (codes.collective[code], first[codes.microbatch[code]]))
@@ -254,7 +262,9 @@ def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paire
     for both in units(order, paired):
         code = both[0]
         needs = [need for each in both for need in _needs(bound, each, job_of, delays)]
-        ranks = tuple(bound.reduces[code]) if codes.collective[code] else (bound.rank_of[code],)
+        ranks: tuple[int, ...] = (bound.rank_of[code],)
+        if codes.collective[code]:
+            ranks = tuple(rank + len(bound.rows) * bound.beside for rank in bound.reduces[code])
         job_of.update(dict.fromkeys(both, len(jobs)))
         jobs.append(Job(tuple(both), ranks, paired.get(code, lasts[code]), tuple(needs)))
     activations: list[list[tuple[int, int]]] = [[] for _ in bound.rows]

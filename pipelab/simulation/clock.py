@@ -74,7 +74,7 @@ def simulate(
             keeps to that; if `order` or `transport` is none of the words.
         TypeError: if `cost` is not a `Cost`.
     """
-    plan = as_plan(plan)
+    plan = as_plan(plan).reducing(beside=False)
     if require_size("replicas", replicas) > 1:
         plan = _first_replica(plan, replicas)
     cost = as_cost(cost)
@@ -86,6 +86,7 @@ def simulate(
             "slow-down need transport='buffered'; leave out one or the other"
         )
     walked = require_legal(plan).order
+    plan = plan.reducing(beside=cost.all_reduce_runs == "beside")
     bound = plan.bound
     paired = cost.pair_times(plan) if bound.pairs else None
     if paired is not None:
@@ -96,7 +97,7 @@ def simulate(
         walked = walk.order
     if bound.moves and (transport != "buffered" or sends is not None or cost.sender == "busy" or cost.slowdown > 1):
         raise CostError(
-            f"{plan.name} has {bound.moves[0].action}: gathers and offloads are simulated where transfers neither "
+            f"{plan.name} has {bound.moves[0].action}: what runs beside computing is simulated where transfers neither "
             "queue nor slow work down\n  try: leave out transport, sends, sender and slowdown"
         )
     if transport != "buffered" or sends is not None:

@@ -44,6 +44,7 @@ _KEPT = {"activation_bytes": -1, "boundary_gradient_bytes": 0}
 """Which of several merged stages gives a value's size; all other costs add up."""
 
 _WORDS = {
+    "all_reduce_runs": ("in-row", "beside"),
     "per": ("rank", "stage"),
     "first_stage": ("uniform", "as-run"),
     "sender": ("free", "busy"),
@@ -67,6 +68,8 @@ class Cost:
         pair: time of an overlapped pair as one slot, as in the DualPipe paper. If left out, a pair takes as long as its
             forward and its backward, one after the other.
         all_reduce: time of `R`, such as one from `all_reduce_time`.
+        all_reduce_runs: `"in-row"`: a rank does nothing else during an `R`. `"beside"`: an `R` begins on a channel of
+            its ranks when all of them have come to it and the `R` before it is over, and they compute meanwhile.
         update: time of `U`.
         gather: time of `UNSHARD`, on a channel beside computing.
         offload: time of `OFFLOAD`, likewise.
@@ -123,6 +126,7 @@ class Cost:
     weight_grad: PerSlot | None = None
     pair: PerSlot | None = None
     all_reduce: Number = 0
+    all_reduce_runs: Literal["in-row", "beside"] = "in-row"
     update: Number = 0
     gather: Number = 0
     offload: Number = 0
@@ -390,7 +394,7 @@ class Cost:
         """Return how long each action takes, by code, then each move; and how long each value travels."""
         codes, moves = plan.bound.codes, plan.bound.moves
         times = {"": [0.0] * plan.stages} | {
-            name: self._each(name, plan, self._share(plan)) for name in _MOVES if moves
+            name: self._each(name, plan, self._share(plan)) for name in ("all_reduce", *_MOVES) if moves
         }
         moved = [times[move.action.traits.cost][move.what[1]] for move in moves]
         return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan))

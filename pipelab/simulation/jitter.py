@@ -169,6 +169,8 @@ def _drawn(
     works: list[Any] = []
     for rank, slot in jobs:
         code = slot[0]
+        if code >= len(codes.kind) and (move := bound.moves[code - len(codes.kind)]).reduces:
+            code = codes.code(move.action)
         group = bound.reduces.get(code, [rank])
         work = paired[codes.slot[code]] if paired is not None and len(slot) > 1 else lasts[code]
         work *= max(factors[each] for each in group)
@@ -181,10 +183,9 @@ def _drawn(
     busy = numpy.zeros((plan.ranks, draws))
     last = numpy.zeros(draws)
     for (rank, slot), start, work in zip(jobs, starts, works, strict=True):
-        if slot[0] >= len(codes.kind):  # a move: the rank computes meanwhile
-            continue
-        busy[rank] += work
         last = numpy.maximum(last, start + work)
+        if slot[0] < len(codes.kind):  # else a move: the rank computes meanwhile
+            busy[rank] += work
     return last, busy
 
 

@@ -17,7 +17,7 @@ from pipelab.plan.actions import Item, Pair
 from pipelab.plan.plan import Plan
 from pipelab.simulation.bounds import Work, lower_bound, work_of
 from pipelab.simulation.clock import simulate
-from pipelab.simulation.cost import Cost
+from pipelab.simulation.cost import Cost, as_cost
 
 if TYPE_CHECKING:
     from pipelab.checking.checker import ScheduleLike
@@ -112,11 +112,13 @@ def optimum(
         UsageError: if OR-tools is not installed; if no order keeps the memory cap, or none was found in time; if
             `memory_cap` is not a positive whole number, or one per rank; or if `seconds` is not a positive number.
         CostError: if a list of the cost does not have one number per stage, or if forwards take no time and there is a
-            memory cap.
+            memory cap; or if all-reduces run beside computing.
         TypeError: if it is neither a plan nor a schedule, or if `cost` is not a `Cost`.
     """
     if not (isinstance(seconds, (int, float)) and 0 < seconds < float("inf")):
         raise UsageError(f"seconds={seconds!r}: expected how long the solver may take, a positive number")
+    if as_cost(cost).all_reduce_runs == "beside":
+        raise CostError("optimum orders all-reduces in rows: leave out all_reduce_runs='beside'")
     work = work_of(plan, cost)
     caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
     bound = lower_bound(work.plan, cost, memory_cap=memory_cap)

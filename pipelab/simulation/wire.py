@@ -206,7 +206,7 @@ def lower(
         UsageError: if `order` or `transport` is none of the words.
         TypeError: if `cost` is not a `Cost`.
     """
-    plan, cost = as_plan(plan), as_cost(cost)
+    plan, cost = as_plan(plan).reducing(beside=False), as_cost(cost)
     require_words(order, transport)
     require_legal(plan)
     _refuse(plan, "by-time", "rank")  # a deadlock of transfers can be lowered, to be looked at

@@ -27,7 +27,7 @@ MEANINGS: dict[Reason, str] = {
     "transfer": "The value is on its way.",
     "channel": "Its weights are being gathered, or its activation is on its way back.",
     "order": "All values are there: the machine was late, or busy with something that the trace does not show.",
-    "all-reduce": "Another rank has not reached the all-reduce yet.",
+    "all-reduce": "Another rank has not reached the all-reduce yet; or its own still runs, beside computing.",
     "drain": "The rank has done all of its actions.",
 }
 """What each reason means."""
@@ -112,6 +112,10 @@ def _of_rank(trace: Trace, found: Waits, rank: int, came: Mapping[int, float]) -
                     yield Idle(rank, free, until, reason, *who)
                     free = until
         free = max(free, end)
+    for reduce in [move for move in trace.moves if move.rank == rank and move.action.kind == "R"][-1:]:
+        if reduce.end > free:
+            yield Idle(rank, free, reduce.end, "all-reduce", reduce.action)
+            free = reduce.end
     if trace.end > free:
         yield Idle(rank, free, trace.end, "drain" if row else "fill")
 

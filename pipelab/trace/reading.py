@@ -73,7 +73,7 @@ def read(data: object) -> dict[str, Any]:
     name, unit, note, source = (_field(data, key, str, "a text") for key in ("name", "unit", "note", "source"))
     if source not in _SOURCES:
         raise FormatError(f"'source' is {shorten(source)}: expected {' or '.join(_SOURCES)}")
-    plan = _plan(data, name)
+    plan = _plan(data, name).reducing(beside=data.get("all_reduce_runs") == "beside")
     starts, ends = (_times(data, key, plan) for key in ("starts", "ends"))
     for rank, both in enumerate(zip(starts, ends, strict=True)):
         for position, (start, end) in enumerate(zip(*both, strict=True)):

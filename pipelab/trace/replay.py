@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 
+from pipelab.errors import UsageError
 from pipelab.plan.order import NOTHING, network_of
 from pipelab.trace.trace import Trace
 from pipelab.trace.waits import half
@@ -64,6 +65,8 @@ class Order:
 
     def __init__(self, trace: Trace, number: Mapping[int, int]) -> None:
         bound, codes, where = trace.plan.bound, trace.plan.bound.codes, listed(trace)
+        if bound.beside:
+            raise UsageError(f"{trace.name}: its all-reduces run beside computing, and only rows are replayed")
         rows = enumerate(bound.rows if bound.pairs else ())
         shared = {code for rank, row in rows for at, code in enumerate(row) if half(trace, rank, at) == "upper"}
         jobs, self.network = network_of(bound, shared, moves=False)

@@ -44,7 +44,7 @@ class Trace:
         source: `"simulated"` or `"measured"`.
         delay: how long a value travels between ranks, as a function of the value's number; by default 0.
         transfers: the transfers, if they were measured.
-        moves: the gathers, frees, offloads and loads, rank by rank, in order, which run beside computing.
+        moves: the gathers, frees, offloads, loads and all-reduces that run beside computing, rank by rank, in order.
         lanes: what each rank ran on, such as `"cpu, thread 140…"`.
         name: what drawings call the trace; by default, the plan's name.
         note: a remark for comparisons, such as that stage 0 was simulated as PyTorch runs it.
@@ -358,6 +358,7 @@ class Trace:
                 for each in self.transfers
             ],
             **({"moves": [[each.start, each.end] for each in self.moves]} if self.moves else {}),
+            **({"all_reduce_runs": "beside"} if plan.bound.beside else {}),
             **({"after": slices} if slices else {}),
         }
 

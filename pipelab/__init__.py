@@ -66,6 +66,7 @@ from pipelab.catalogue.asynchronous import PipeDream, TwoBW
 from pipelab.catalogue.building_block import building_block
 from pipelab.catalogue.frontier import frontier
 from pipelab.catalogue.reroute import reroute
+from pipelab.catalogue.vocabulary import VocabularyParallel
 from pipelab.checking.checker import check
 from pipelab.checking.memory import Memory
 from pipelab.draw.table import Column, Table
@@ -86,7 +87,7 @@ from pipelab.errors import (
     UsageError,
     VerificationError,
 )
-from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, F, I, Pair, R, U, W
+from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, F, I, Pair, R, S, T, U, V, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate, with_gathers
@@ -164,6 +165,7 @@ __all__ = [
     "Plan",
     "R",
     "RankError",
+    "S",
     "Schedule",
     "ScheduleError",
     "Seq1F1B",
@@ -172,14 +174,17 @@ __all__ = [
     "StageError",
     "Step",
     "StepTimeoutError",
+    "T",
     "Table",
     "Trace",
     "TwoBW",
     "U",
     "UsageError",
+    "V",
     "VHalf",
     "VMin",
     "VerificationError",
+    "VocabularyParallel",
     "W",
     "__version__",
     "all_reduce_time",

@@ -24,6 +24,7 @@
 - `seq1f1b`: 1F1B on slices of sequences
 - `slimpipe`: the same over several stages per rank, which holds about one sequence
 - `asynchronous`: 1F1B with updates and without a flush: PipeDream and PipeDream-2BW
+- `vocabulary`: 1F1B with the vocabulary's layer spread over all ranks
 - `greedy`: an order from a policy
 - `building_block`: one micro-batch's way through the ranks, repeated
 - `frontier`: how small a bubble a memory buys, by a search over building blocks

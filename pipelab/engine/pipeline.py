@@ -495,8 +495,14 @@ def _require_same_rows(parts: Sequence[Part]) -> None:
 
 
 def _require_words(plan: Plan, engine: str) -> None:
-    """Refuse a plan with kinds of action that PyTorch's runtime lacks."""
-    lacking = [f"{kind} ({TRAITS[kind].word})" for kind in plan.bound.kinds if kind in OPTIONAL]
+    """Refuse a plan with kinds of action that no engine runs, or that PyTorch's runtime lacks."""
+    kinds = [kind for kind in plan.bound.kinds if kind in OPTIONAL]
+    if simulated := [f"{kind} ({TRAITS[kind].word})" for kind in kinds if not TRAITS[kind].method]:
+        raise EngineError(
+            f"{plan.name} has {', '.join(simulated)}, which pipelab checks, simulates and draws, and does not run\n"
+            "  try: pipelab.simulate(plan)"
+        )
+    lacking = [f"{kind} ({TRAITS[kind].word})" for kind in kinds]
     if engine == "torch" and lacking:
         raise EngineError(
             f"{plan.name} has {', '.join(lacking)}, which PyTorch's runtime lacks\n  try: engine='threads'"

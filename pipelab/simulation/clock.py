@@ -140,7 +140,7 @@ def _clock(
     codes, rank_of = bound.codes, bound.rank_of
     collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
     lasts, delay = cost.lengths(plan)
-    first_lag, second_lag = _lags(bound, delay)
+    first_lag, second_lag, late = _lags(bound, delay)
 
     needs_more = codes.more_needs.keys() | (set() if paired is None else bound.pairs)
     ready = [0.0] * (codes.always + 1)  # by value: when it leaves its giver
@@ -176,7 +176,8 @@ def _clock(
                     slot.append(order[at + 1])
                     for need, lag in ((first_need, first_lag), (second_need, second_lag)):
                         start = max(start, ready[need[slot[1]]] + lag[slot[1]])
-                start = max([start, *(ready[value] for each in slot for value in codes.more_needs.get(each, ()))])
+                more = ((each, value) for each in slot for value in codes.more_needs.get(each, ()))
+                start = max([start, *(ready[need[1]] + late.get(need, 0.0) for need in more)])
                 end = start + lasts[code]
                 if paired is not None and len(slot) > 1:
                     end = start + paired[codes.slot[code]]
@@ -202,16 +203,18 @@ def _beside(
     return begun, ended, delay
 
 
-def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float]]:
-    """Return, by code, how long its two inputs travel: 0 if giver and needer are on one rank."""
+def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float], dict[tuple[int, int], float]]:
+    """Return, by code, how long its two inputs travel; by code and value, how long others do. 0 on its own rank."""
     codes, rank_of = bound.codes, bound.rank_of
     none = [0.0] * len(codes.gives)
     if not any(delay):
-        return none, none
+        return none, none, {}
     first, second = list(none), list(none)
     for row in bound.rows:
         for code in row:
             value = codes.always if codes.collective[code] else codes.comes[code]
             if value != codes.always and rank_of[bound.giver_of[value]] != rank_of[code]:
                 (first if value == codes.first_need[code] else second)[code] = delay[value]
-    return first, second
+    more = ((code, value) for code, values in codes.more_needs.items() for value in values)
+    crossing = (need for need in more if rank_of[bound.giver_of[need[1]]] != rank_of[need[0]])
+    return first, second, {need: delay[need[1]] for need in crossing}

@@ -27,10 +27,13 @@ PerSlot = Number | Callable[[int, int], float]
 _PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activation_bytes", "boundary_gradient_bytes")
 """The costs that grow with the rows of a micro-batch; only they may be functions of it."""
 
+_ONCE = ("all_reduce", "update", "vocabulary", "vocabulary_grad")
+"""The costs of actions that not every plan lists."""
+
 _MOVES = ("gather", "offload", "load")
 """The costs of moves."""
 
-_PER_STAGE = (*_PER_ROW, "all_reduce", "update", *_MOVES)
+_PER_STAGE = (*_PER_ROW, *_ONCE, *_MOVES)
 _FEWEST = 3
 """To fewer fitted steps no interval is given."""
 
@@ -71,6 +74,9 @@ class Cost:
         all_reduce_runs: `"in-row"`: a rank does nothing else during an `R`. `"beside"`: an `R` begins on a channel of
             its ranks when all of them have come to it and the `R` before it is over, and they compute meanwhile.
         update: time of `U`.
+        vocabulary: time of `S`, the scores of a share of the vocabulary. What the last stage's backward waits for comes
+            from all ranks, and takes the latency.
+        vocabulary_grad: time of `T` or `V`, its gradients.
         gather: time of `UNSHARD`, on a channel beside computing.
         offload: time of `OFFLOAD`, likewise.
         load: time of `LOAD`, likewise.
@@ -128,6 +134,8 @@ class Cost:
     all_reduce: Number = 0
     all_reduce_runs: Literal["in-row", "beside"] = "in-row"
     update: Number = 0
+    vocabulary: Number = 0
+    vocabulary_grad: Number = 0
     gather: Number = 0
     offload: Number = 0
     load: Number = 0
@@ -368,7 +376,7 @@ class Cost:
             inputs[:: plan.stages] = [0.0] * (longest // plan.stages)
             weights[:: plan.stages] = backward[:: plan.stages]
         found = {"forward": forward, "backward": backward, "input_grad": inputs, "weight_grad": weights}
-        found |= {name: self._each(name, plan, share) for name in ("all_reduce", "update")} | {"": [0.0] * plan.stages}
+        found |= {name: self._each(name, plan, share) for name in _ONCE} | {"": [0.0] * plan.stages}
         return {kind: found[TRAITS[kind].cost] for kind in KINDS}
 
     def transfer_times(self, plan: Plan) -> tuple[list[float], list[float]]:
@@ -397,7 +405,7 @@ class Cost:
             name: self._each(name, plan, self._share(plan)) for name in ("all_reduce", *_MOVES) if moves
         }
         moved = [times[move.action.traits.cost][move.what[1]] for move in moves]
-        return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan))
+        return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan), self.latency)
 
     def pair_times(self, plan: Plan) -> list[float] | None:
         """Return the time of an overlapped pair, by the slot of its forward; `None` if it is not one slot."""

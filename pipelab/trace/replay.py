@@ -83,11 +83,11 @@ class Order:
             index = where[keys[0]][1]
             start, end = trace.starts[rank][index], trace.ends[rank][index]
             free = trace.ends[rank][index - 1] if index else trace.start
-            for giver, what in before:
+            travels = {codes.travel(code, value): (giver, code) for code in slot for value, giver in bound.inputs(code)}
+            for turn, what in before:
                 if what != NOTHING:
-                    needs = codes.second_need if what % 2 else codes.first_need
-                    ended = trace.start + self._spans[giver][1]
-                    arrived = arrivals.get((bound.giver_of[needs[what // 2]], what // 2), ended)
+                    ended = trace.start + self._spans[turn][1]
+                    arrived = arrivals.get(travels[what], ended)
                     self.times.lags[what], self.travels[what] = arrived - ended, ended >= free
             for key in keys:
                 self.times.durations[number[key]] = (end - start) / len(keys)
@@ -120,7 +120,7 @@ class Order:
         for sent in trace.transfers:
             needer, giver = codes.code(sent.needer), codes.code(sent.giver)
             left = ended[self._turn_of[giver]]
-            end = left + times.lags[2 * needer + (codes.first_need[needer] != codes.gives[giver])]
+            end = left + times.lags[codes.travel(needer, codes.gives[giver])]
             moved.append(replace(sent, start=left, end=end, queued=0.0, behind=None))
         return Trace(trace.plan, starts, ends, trace.unit, transfers=moved, name=name)
 

@@ -109,6 +109,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
             for stage in held:
                 if len(ranks := plan.replicas[stage]) > 1:
                     _copy_first_replica(stages.modules[stage], connections.shared[ranks], connections.transport_device)
+            dist.barrier(connections.everyone)  # who closes at once would cut off a process that still connects
             return connections
 
     several = len({each["host"] for each in everyone}) > 1

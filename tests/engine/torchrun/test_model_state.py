@@ -17,3 +17,10 @@ def test_processes_with_other_weights_are_told_before_the_first_step():
     for (told,) in warned.values():
         assert told.startswith("other_weights.py: rank 1 has other weights than rank 0: ")
     assert not any(second.values())
+
+
+def test_no_process_has_its_pipeline_before_all_are_connected():
+    """Else it may close it at once, and the connection is lost in which the other process still waits."""
+    ended = processes.run_in(2, "late_connection.py")
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, processes.shown(ended)
+    assert min(each.facts[0]["seconds"] for each in ended) > 0.5

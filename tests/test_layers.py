@@ -91,7 +91,7 @@ DISPLAYS = {
 HIDING_PLACES = {
     "sys.modules": {
         "pipelab.draw",  # is this a notebook, which has loaded IPython?
-        "pipelab.cli.student_file",  # it is registered there
+        "pipelab.cli.targets",  # it is registered there
         "pipelab.labs.grading.server",  # a submission's file must not have the name of a loaded module
     },
     "import_module": {

@@ -17,13 +17,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import pipelab
-from pipelab import files
 from pipelab.checking.checker import as_plan
 from pipelab.cli.answers import frontier, layout, optimum, schedules, why
 from pipelab.cli.challenge import challenge
 from pipelab.cli.grading import grade_command
 from pipelab.cli.labs import lab
-from pipelab.cli.measuring import Work, cores, measure, measure_sweep, proof_of, too_few_cores, why_slow
+from pipelab.cli.measuring import (
+    Cell,
+    Work,
+    cores,
+    measure,
+    measure_sweep,
+    proof_of,
+    sweep,
+    table_of,
+    too_few_cores,
+    why_slow,
+)
 from pipelab.cli.options import (
     PostingOrder,
     RunSizes,
@@ -50,6 +60,7 @@ from pipelab.cli.printing import (
     RUN,
     TABLE,
     TIMELINE,
+    WORDS,
     echo,
     faults_saved,
     folded,
@@ -61,8 +72,7 @@ from pipelab.cli.printing import (
     write_any_letter,
     wrote,
 )
-from pipelab.cli.student_file import existing
-from pipelab.cli.sweeping import Cell, sweep, table_of
+from pipelab.cli.targets import existing
 from pipelab.draw import text
 from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean
 from pipelab.hub import torchtitan
@@ -351,17 +361,18 @@ def conformance(
     processes: Annotated[
         bool, typer.Option("--processes", help="also run PyTorch in two and in four processes")
     ] = False,
-    save: Annotated[Path | None, typer.Option("--save", "-o", help="write the table to this file, as Markdown")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", "-o", help="a file with the table: md csv tex html txt")
+    ] = None,
 ) -> None:
     """Compare every schedule with the installed PyTorch.
 
     The exit code is 1 if anything differs or nothing could be compared.
     """
-    from pipelab.cli.conformance import show_conformance
+    from pipelab.cli.showing import show_conformance
     from pipelab.conformance.references import Grid
 
-    if save is not None:
-        files.require_writable(save)
+    require_writable([save] if save else [], WORDS)
     sizes: dict[str, Any] = {
         "ranks": whole_numbers("--ranks", ranks),
         "microbatches": SweepSizes(microbatches=microbatches).counts_beside(schedules or []),

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pipelab import files
 from pipelab.catalogue import schedules
 from pipelab.challenges.levels import Attempt, Level, judge, level, levels
 from pipelab.cli.options import untimed
-from pipelab.cli.printing import echo, folded, say, titled
+from pipelab.cli.printing import echo, folded, say
 from pipelab.cli.targets import find, has_sizes
 from pipelab.draw import text
+from pipelab.draw.wording import columns
 
 _MOST_REFUSALS = 3
 _MARKS = {"par": "***", "good": "** ", "legal": "*  ", "": ""}
@@ -50,17 +50,14 @@ def challenge(
 
 def _list() -> None:
     best = _best()
-    table = titled("Write an order that reaches par")
-    for column in ("level", "", "best", "good", "par", "what it is about"):
-        table.add_column(column)
+    rows = [("level", "", "best", "good", "par", "what it is about")]
     for number, each in enumerate(levels().values(), 1):
         own = best.get(each.name, inf)
         reached = _MARKS["par" if own <= each.par else "good" if own <= each.good else "legal" if own < inf else ""]
         shown = _shown(own) if each.name in best else ""
-        table.add_row(
-            f"{number} {each.name}", reached, shown, f"{each.good:g}", f"{each.par:g} {each.unit}", each.title
-        )
-    Console().print(table)
+        par = f"{each.par:g} {each.unit}"
+        rows.append((f"{number} {each.name}", reached, shown, f"{each.good:g}", par, each.title))
+    echo("\n".join(["Write an order that reaches par", "", *map(str.rstrip, columns(rows, 80, left=range(6)))]))
     say("pipelab challenge fill: what to do in the first one")
 
 

@@ -22,7 +22,7 @@ from pipelab import files
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import grouped, whole_numbers
-from pipelab.cli.printing import TABLE, echo, folded, require_writable, say, show, wrote
+from pipelab.cli.printing import TABLE, WORDS, echo, folded, require_writable, say, show, wrote
 from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
 from pipelab.errors import PipelabError, UsageError
@@ -280,7 +280,6 @@ SaveFigures = Annotated[
     typer.Option("--save-figures", help="a file with the figures by stages and replicas, or png svg pdf: their plot"),
 ]
 Measure = Annotated[bool, typer.Option("--measure", help="also run it, on emulated devices whose actions take as long")]
-_WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".tex", ".html"))
 
 
 @lab.command()
@@ -297,7 +296,7 @@ def report(
     Claim by claim: the simulated value in each reading; in a teacher's copy, the verdict and how it follows.
     """
     answered = bool(_key("report")) and not asked.no_answers
-    require_writable(save, _WORDS)
+    require_writable(save, WORDS)
     require_writable(save_figures, TABLE)
     say(claims.SETTING)
     for number, each in enumerate(claims.CLAIMS, start=1):
@@ -346,7 +345,7 @@ def hybrid(
     if start:
         _start("hybrid", folder)
         return
-    require_writable(save, _WORDS)
+    require_writable(save, WORDS)
     require_writable(save_figures, TABLE)
     from pipelab.labs import compressed
 

@@ -13,9 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table as Columns
-
 from pipelab import draw, files
 from pipelab.checking.checker import Faults, as_plan, check
 from pipelab.draw import differences, graph, table, text, wording
@@ -41,6 +38,7 @@ TIMELINE = ("a timeline", (*draw.FORMATS[draw.TRACE], ".csv"))
 RUN = ("a run", (*draw.FORMATS[draw.COMPARISON], ".json"))
 COMPARISON, DIFF, FAULTS = ((what, list(draw.FORMATS[what])) for what in (draw.COMPARISON, draw.DIFF, draw.FAULTS))
 TABLE = ("a table", table.SUFFIXES)
+WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".tex", ".html"))
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 
@@ -161,13 +159,6 @@ def folded(message: str) -> str:
 def is_row(line: str) -> bool:
     """Return whether a message's line holds actions, or marks under them, which are in columns."""
     return " | " in line or not line.strip(" ^")
-
-
-def titled(title: str) -> Columns:
-    """Return a table without columns under a title, narrow enough for lines of 80 characters."""
-    return Columns(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
 
 
 def wrote(path: Path) -> None:

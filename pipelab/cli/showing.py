@@ -1,23 +1,29 @@
-"""What `pipelab demo` shows: progress during training, two tables, and pictures to open."""
+"""What `pipelab demo` and `pipelab conformance` show: progress, tables, pictures, both orders if they differ."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import why_slow
-from pipelab.cli.printing import titled, wrote
+from pipelab.cli.printing import wrote
+from pipelab.conformance.references import Grid
+from pipelab.conformance.report import Line, Numbers, Report, conformance, count
+from pipelab.draw.table import Column, Table
+from pipelab.draw.wording import columns
 from pipelab.files import require_writable
 from pipelab.labs.believing import LEGEND, believable
 from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import compare
 from pipelab.simulation.cost import Cost
+from pipelab.trace.trace import Trace
 
 _TRAINED = ("naive", "gpipe", "1f1b")
 _EMULATED = ("naive", "gpipe", "1f1b", "delayed")
@@ -48,11 +54,13 @@ def show_demo(folder: Path, steps: int) -> None:
             progress.update(task, description=f"four emulated devices, {name}")
             emulations.append(emulate(name))
             progress.advance(task, 4)
-    console.print(_training_table(setting, plain, trained))
+    console.print("[bold]Real training on this machine[/]")
+    console.print("\n".join(columns(_training_table(setting, plain, trained), 80)), highlight=False, markup=False)
     console.print(
-        f"[dim]{LEGEND}\n\nplain: one thread runs the same micro-batches in turn. speed-up: plain's step time divided "
-        "by the schedule's; naive has one rank at work at a time, so it gains nothing. pred.: predicted from plain's "
-        "step time and naive's action times. peak: micro-batches whose activations a rank holds at any time.[/]\n"
+        f"\n[dim]{LEGEND}\n\nplain: one thread runs the same micro-batches in turn. speed-up: plain's step time "
+        "divided by the schedule's; naive has one rank at work at a time, so it gains nothing. pred.: predicted from "
+        "plain's step time and naive's action times. peak: micro-batches whose activations a rank holds at any "
+        "time.[/]\n"
     )
     slower = any(each.speed_up < 1 for each in trained[1:])
     command = f"pipelab run {' '.join(_TRAINED)}"
@@ -70,8 +78,9 @@ def show_demo(folder: Path, steps: int) -> None:
         "off when each rank has its own device, as in the next table: four emulated devices, 20 ms forward and 40 ms "
         "backward.[/]\n"
     )
-    console.print(_emulation_table(emulations))
-    console.print(f"[dim]{LEGEND}[/]\n")
+    console.print("[bold]Four emulated devices, 8 micro-batches[/]")
+    console.print("\n".join(columns(_emulation_table(emulations), 80)), highlight=False, markup=False)
+    console.print(f"\n[dim]{LEGEND}[/]\n")
     console.print(
         "GPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
         "nearly as slow as naive.\n"
@@ -84,48 +93,40 @@ def show_demo(folder: Path, steps: int) -> None:
     )
 
 
-def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> Table:
-    table = titled("Real training on this machine")
-    for heading in ("schedule", "step ms", "pred.", "speed-up", "bubble", "pred.", "peak", "loss", "plain?"):
-        table.add_column(heading, justify="left" if heading in ("schedule", "plain?") else "right")
+def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> list[tuple[str, ...]]:
+    """Return the rows of real training, heads first."""
     took = _cell(f"{plain.step_ms:.0f}", plain.step_ms, None, plain.others)
-    table.add_row("plain", took, "", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")
+    heads = ("schedule", "step ms", "pred.", "speed-up", "bubble", "pred.", "peak", "loss", "plain?")
+    rows: list[tuple[str, ...]] = [heads, ("plain", took, "", "1.00", "", "", "", f"{plain.losses[-1]:.6f}", "")]
     cost = Cost.fit(trained[0].traces)  # naive's: no other rank was computing at the same time
     made = [simulate(schedules[each.schedule](setting.ranks, setting.microbatches), cost) for each in trained]
     for each, predicted in zip(trained, made, strict=True):
         step_ms, others = plain.step_ms * predicted.makespan / made[0].makespan, max(each.others, plain.others)
-        table.add_row(
-            each.schedule,
-            _cell(f"{each.step_ms:.0f}", each.step_ms, step_ms, each.others),
-            f"{step_ms:.0f}",
-            _cell(f"{each.speed_up:.2f}", each.speed_up, plain.step_ms / step_ms, others),
-            _cell(f"{each.trace.bubble:.1%}", each.trace.bubble, predicted.bubble, each.others),
-            f"{predicted.bubble:.1%}",
-            " ".join(map(str, each.trace.peak_activations)),
-            f"{each.losses[-1]:.6f}",
-            "exactly" if each.same else "NO",
-        )
-    return table
+        took = _cell(f"{each.step_ms:.0f}", each.step_ms, step_ms, each.others)
+        speed_up = _cell(f"{each.speed_up:.2f}", each.speed_up, plain.step_ms / step_ms, others)
+        learned = (f"{each.losses[-1]:.6f}", "exactly" if each.same else "NO")
+        rows.append((each.schedule, took, f"{step_ms:.0f}", speed_up, *_held(each, each.trace, predicted), *learned))
+    return rows
+
+
+def _emulation_table(emulations: list[Emulation]) -> list[tuple[str, ...]]:
+    """Return the rows of emulated devices, heads first."""
+    rows: list[tuple[str, ...]] = [("schedule", "step ms", "predicted", "bubble", "predicted", "peak")]
+    for each in emulations:
+        measured, predicted = each.measured.makespan, each.predicted.makespan
+        took = _cell(f"{measured:.0f}", measured, predicted, each.others)
+        rows.append((each.schedule, took, f"{predicted:.0f}", *_held(each, each.measured, each.predicted)))
+    return rows
+
+
+def _held(each: Trained | Emulation, measured: Trace, predicted: Trace) -> tuple[str, str, str]:
+    """Return the cells of both bubbles, and of what ranks hold."""
+    bubble = _cell(f"{measured.bubble:.1%}", measured.bubble, predicted.bubble, each.others)
+    return bubble, f"{predicted.bubble:.1%}", " ".join(map(str, measured.peak_activations))
 
 
 def _cell(shown: str, measured: float, predicted: float | None, others: float) -> str:
     return shown + "*" * (not believable(measured, predicted, others))
-
-
-def _emulation_table(emulations: list[Emulation]) -> Table:
-    table = titled("Four emulated devices, 8 micro-batches")
-    for heading in ("schedule", "step ms", "predicted", "bubble", "predicted", "peak"):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right")
-    for each in emulations:
-        table.add_row(
-            each.schedule,
-            _cell(f"{each.measured.makespan:.0f}", each.measured.makespan, each.predicted.makespan, each.others),
-            f"{each.predicted.makespan:.0f}",
-            _cell(f"{each.measured.bubble:.1%}", each.measured.bubble, each.predicted.bubble, each.others),
-            f"{each.predicted.bubble:.1%}",
-            " ".join(map(str, each.measured.peak_activations)),
-        )
-    return table
 
 
 def _save(folder: Path, trained: list[Trained], emulations: list[Emulation]) -> list[Path]:
@@ -140,3 +141,86 @@ def _save(folder: Path, trained: list[Trained], emulations: list[Emulation]) -> 
         for name, comparison in (("training", real), ("four-devices", four))
         for suffix in ("html", "svg")
     ]
+
+
+_COLUMNS = (
+    Column("schedule"),
+    Column("reference", "PyTorch's Schedule…", left=True),
+    Column("sizes"),
+    *(Column(name, left=True) for name in ("orders", "wire")),
+    Column("runs"),
+    Column("numbers", left=True),
+)
+_LEGEND = (
+    "orders: action for action, as PyTorch executes them; an overlapped pair counts as its forward, then its backward. "
+    "wire: sends and receives stand where PyTorch's _add_send_recv puts them, and where its runtime runs them. "
+    f"runs: steps of both on the same model and batch, where ranks x micro-batches is at most {Grid().most_work}; "
+    "their gradients and losses are the numbers. Both weigh each micro-batch's loss by 1/M before its backward "
+    "(scale_grads=False); PyTorch's default divides the summed gradients instead, which rounds otherwise unless M is a "
+    "power of two."
+)
+_MOST_SHOWN = 3
+
+
+def show_conformance(
+    names: Sequence[str], grid: Grid, processes: Sequence[int] = (), save: Path | None = None
+) -> Report:
+    """Compare, print the table and the differences, and write the table to `save` if given."""
+    console = Console()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("comparing with PyTorch", total=count(names, grid))
+        report = conformance(names, grid, processes, lambda: progress.advance(task))
+    console.print(table(report).text(), highlight=False, markup=False, soft_wrap=True)
+    for line in report.lines:
+        differences = line.differences + line.transfers
+        for difference in differences[:_MOST_SHOWN]:
+            console.print(f"\n{difference}", soft_wrap=True, highlight=False, markup=False)
+        more = len(differences) - _MOST_SHOWN
+        if more > 0:
+            console.print(f"… and {more} more sizes of {line.schedule}")
+    if save is not None:
+        wrote(table(report).save(save))
+    return report
+
+
+def table(report: Report) -> Table:
+    """Return the table of a comparison, with what its columns mean and what one side refuses."""
+    title = f"pipelab beside PyTorch: torch {report.torch}, {report.date}"
+    return Table([*map(_row, report.lines)], _COLUMNS, title=title, notes=[_LEGEND, *_notes(report)])
+
+
+def _row(line: Line) -> dict[str, Any]:
+    row: dict[str, Any] = {"schedule": line.schedule, "reference": line.reference, "sizes": line.sizes}
+    if not line.sizes:
+        return row
+    orders, wire = (f"{len(each)} differ" if each else "equal" for each in (line.differences, line.transfers))
+    return row | {"orders": orders, "wire": wire, "runs": len(line.numbers), "numbers": _numbers(line.numbers)}
+
+
+def _numbers(runs: Sequence[Numbers]) -> str:
+    """Return how equal gradients and losses are."""
+    if not all(each.same_gradients for each in runs):
+        return f"{max(each.difference for each in runs):.1e}"
+    return "" if not runs else "bit-equal" if all(each.same_loss for each in runs) else "loss differs"
+
+
+def _notes(report: Report) -> list[str]:
+    """Return sentences on the sizes that one side refuses, and on the processes that PyTorch ran in."""
+    notes = []
+    for line in report.lines:
+        if line.refused:
+            words = line.refusal.partition(": ")[2]
+            more = f"pipelab accepts {_sizes(line.refused)} more"
+            notes.append(f"{line.schedule}: {more}, which PyTorch does not run: {words}")
+        if line.refused_here:
+            notes.append(f"{line.schedule}: pipelab refuses {_sizes(line.refused_here)}: {line.refusal_here}")
+        if line.not_ours:
+            notes.append(f"{line.schedule}: PyTorch accepts {_sizes(line.not_ours)} more.")
+    processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})
+    where = f", and in {' and '.join(map(str, processes))} processes with gloo" if processes else ""
+    ran = f"PyTorch ran in one process{where}." if report.compared else "Nothing could be compared: exit code 1."
+    return [ran, *dict.fromkeys(notes)]  # two references may give the same note
+
+
+def _sizes(number: int) -> str:
+    return f"{number} size{'s' if number != 1 else ''}"

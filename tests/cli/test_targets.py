@@ -11,7 +11,7 @@ import pytest
 from commands import RIGHT
 
 import pipelab
-from pipelab.cli import student_file, targets
+from pipelab.cli import targets
 from pipelab.errors import UsageError
 
 
@@ -512,7 +512,7 @@ def test_a_file_is_imported_once_for_a_whole_table(pipelab_command, folder):
 
 
 def test_a_long_import_says_that_it_runs_the_file(pipelab_command, folder, monkeypatch):
-    monkeypatch.setattr(student_file, "_LONG_IMPORT", 0.01)
+    monkeypatch.setattr(targets, "_LONG_IMPORT", 0.01)
     Path("mine.py").write_text("import time\ntime.sleep(0.3)\n" + LAGGED)
     code, _, error = pipelab_command("check", "mine.py:Lagged")
     assert code == 0

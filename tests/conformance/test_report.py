@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.pipelining import PipelineStage
 
 from pipelab import B, F, GPipe, Pipeline, Plan, Schedule, lower, schedules
-from pipelab.cli import conformance as showing
+from pipelab.cli import showing
 from pipelab.conformance import native
 from pipelab.conformance.processes import Job, run_in_processes
 from pipelab.conformance.recording import NATIVE
@@ -96,7 +96,7 @@ def test_a_schedule_that_pytorch_cannot_run_is_shown_with_the_reason_and_no_figu
     (line,) = conformance(["both-ways"], Grid(ranks=(2,), microbatches=(4,)), processes=(2,)).lines
     assert (line.sizes, line.refused, line.numbers) == (0, 1, ())
     assert line.refusal.endswith("stage 0 is on ranks 0, 1: PyTorch's runtime holds each stage on one rank")
-    assert showing._cells(line) == ["both-ways", "runtime, our plan", "0", "", "", "", ""]
+    assert showing._row(line) == {"schedule": "both-ways", "reference": "runtime, our plan", "sizes": 0}
 
 
 def test_a_receive_elsewhere_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from mkdocs.structure.files import File, Files
 import pipelab
 from pipelab.catalogue.bases import SingleStage
 from pipelab.draw.bars import shapes
-from pipelab.draw.page.page import comparison_page, frame, page
+from pipelab.draw.page import comparison_page, frame, page
 from pipelab.draw.scatter import scatter
 from pipelab.draw.wording import NAMES
 from pipelab.trace.trace import Trace

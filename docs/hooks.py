@@ -31,7 +31,7 @@ from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 import pipelab
-from pipelab.draw.page.page import comparison_page, diff_page, page
+from pipelab.draw.page import comparison_page, diff_page, page
 from pipelab.simulation.comparison import Comparison
 from pipelab.trace.trace import Trace
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import pipelab
 from pipelab.challenges.levels import INSTEAD, levels
-from pipelab.draw.page.page import content, frame
+from pipelab.draw.page import content, frame
 from pipelab.plan.actions import TRAITS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from pipelab.checking.checker import Faults
 from pipelab.draw import colours
 from pipelab.draw.order import Cell, Drawing, drawings, sentences
 from pipelab.draw.order_figure import key_of
-from pipelab.draw.page.page import content
+from pipelab.draw.page import content
 from pipelab.errors import PipelabError, UsageError, clean
 
 FILE = "schedule.py"

@@ -361,9 +361,7 @@ def conformance(
     processes: Annotated[
         bool, typer.Option("--processes", help="also run PyTorch in two and in four processes")
     ] = False,
-    save: Annotated[
-        Path | None, typer.Option("--save", "-o", help="a file with the table: md csv tex html txt")
-    ] = None,
+    save: Annotated[Path | None, typer.Option("--save", "-o", help="a file: md csv tex html txt")] = None,
 ) -> None:
     """Compare every schedule with the installed PyTorch.
 

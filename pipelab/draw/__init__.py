@@ -2,15 +2,13 @@
 
 Importing this package is quick: matplotlib, networkx and graphviz are loaded when something is drawn with them.
 
-- `text`: timelines for terminals, logs and tests
-- `figure`: timelines on matplotlib axes
+- `text`: timelines for terminals, logs and tests, with their ruler
+- `figure`: timelines on matplotlib axes, with the labels that fit
 - `page`: timelines as one HTML file
 - `graph`: the dependency graph, by Graphviz
 - `ring`: a ring all-reduce, step by step
 - `bars`: a trace as lanes of bars: what all of them draw
-- `labels`: which labels fit into the bars of a figure
 - `table`: tables of results, for a terminal, a report and a plot
-- `ruler`: the ruler under a text timeline
 - `wording`: headlines and tables in words
 - `why`: idle time in words
 - `differences`: two traces compared, in words
@@ -35,10 +33,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelab.checking.checker import check
-from pipelab.draw import differences, exports, figure, order_figure, text, wording
+from pipelab.draw import differences, exports, figure, order_figure, page, text, wording
 from pipelab.draw.notebook import comparison_html, faults_html, faults_page, plan_html, plan_page, trace_html
 from pipelab.draw.order import drawings, plan_drawing
-from pipelab.draw.page import page
 from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError, clean, require_suffix
 from pipelab.files import write

@@ -13,10 +13,9 @@ import html
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import check
-from pipelab.draw import colours, figure, order_figure, text, wording
+from pipelab.draw import colours, figure, order_figure, page, text, wording
 from pipelab.draw.bars import shapes
 from pipelab.draw.order import drawings, plan_drawing, sentences
-from pipelab.draw.page import page
 from pipelab.errors import clean
 from pipelab.plan.actions import Action, Pair
 from pipelab.plan.fault import shorten

@@ -13,8 +13,7 @@ from test_page import HOSTILE, Reader, click, panel, renamed
 
 import pipelab
 from pipelab import Cost, Trace
-from pipelab.draw import colours
-from pipelab.draw.page import page
+from pipelab.draw import colours, page
 
 opened = test_page.opened
 READY = "timelines.every(each => !each.dirty)"

@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 
 import pipelab
 from pipelab import B, Cost, F, Plan
-from pipelab.draw import colours, figure, labels
+from pipelab.draw import colours, figure, page
 from pipelab.draw.bars import Lanes
-from pipelab.draw.page import page
 from pipelab.plan.actions import KINDS, OPTIONAL, Traits
 
 TEXT = "{http://www.w3.org/2000/svg}text"
@@ -227,7 +226,7 @@ def test_65536_actions_become_pictures_of_a_few_kilobytes():
 
 
 def test_each_pixel_of_a_coarse_lane_is_the_mean_of_what_it_stands_for(trace):
-    pixels = labels.strip(Lanes(trace), 0, 33)[0]
+    pixels = figure.strip(Lanes(trace), 0, 33)[0]
     lane = ["F0"] * 33
     for event in trace.events_of(0):
         for unit in range(int(event.start), int(event.end)):
@@ -237,7 +236,7 @@ def test_each_pixel_of_a_coarse_lane_is_the_mean_of_what_it_stands_for(trace):
             assert pixel[3] == pytest.approx(0)
         else:
             assert pixel == pytest.approx([*(channel / 255 for channel in colours.channels(colour)), 1])
-    assert labels.strip(Lanes(trace), 0, 7)[0, :, 3].sum() / 7 == pytest.approx(trace.busy[0] / trace.makespan)
+    assert figure.strip(Lanes(trace), 0, 7)[0, :, 3].sum() / 7 == pytest.approx(trace.busy[0] / trace.makespan)
 
 
 # What people with one missing receptor see, in linear light (Viénot, Brettel and Mollon 1999; Machado et al. 2009).

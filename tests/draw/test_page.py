@@ -14,8 +14,8 @@ from browsing import wait_until
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R, draw
+from pipelab.draw import page
 from pipelab.draw.bars import Lanes
-from pipelab.draw.page import page
 from pipelab.trace.waits import waits
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>{{data}}&\"'"

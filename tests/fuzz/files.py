@@ -23,7 +23,7 @@ from unittest import mock
 import pipelab
 from pipelab.cli import app
 from pipelab.draw import figure, graph, text
-from pipelab.draw.page.page import page
+from pipelab.draw.page import page
 from pipelab.errors import FormatError, PipelabError
 from pipelab.trace.waits import waits
 

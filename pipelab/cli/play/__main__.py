@@ -20,7 +20,7 @@ from typing import Any
 from pipelab.checking.checker import check
 from pipelab.cli.options import Sizes, Times, untimed
 from pipelab.draw.notebook import faults_page
-from pipelab.draw.page.page import page
+from pipelab.draw.page import page
 from pipelab.errors import PipelabError, ScheduleError, UsageError, clean
 from pipelab.simulation.clock import simulate
 

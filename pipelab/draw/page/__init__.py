@@ -1,4 +1,388 @@
-"""Timelines as one HTML file that needs nothing else.
+"""Timelines as one HTML file that needs nothing else: no network, no fonts, no libraries.
 
-- `page`: the data, the frame, and the parts that fill it
+`page.html` holds the frame, `page.css` the looks. The scripts follow in the order of `_SCRIPTS`: `model.js` reads the
+data that Python puts in, `paint.js` paints bars as elements or as pixels, `timeline.js` draws what is visible,
+`gestures.js` follows mouse and fingers, `ledger.js` sums up spans of time, `compare.js` shows how traces differ from
+the first (`alone.js` if there is one trace), `panel.js` answers: what is selected, why it waited, and everything else;
+`save.js` draws for paper and files, `address.js` keeps what is shown in the page's address. Notebooks have neither.
 """
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from importlib.resources import files
+from itertools import groupby, zip_longest
+from typing import TYPE_CHECKING, Any
+
+from pipelab.draw import colours, differences, text, wording
+from pipelab.draw.bars import Lanes
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action
+from pipelab.simulation.comparison import Comparison, compare
+from pipelab.trace.ledger import MEANINGS, REASONS, WORDS
+from pipelab.trace.waits import Waits, half, waits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Sequence
+
+    from pipelab.plan.bound import BoundPlan
+    from pipelab.trace.diff import Diff
+    from pipelab.trace.events import Event
+    from pipelab.trace.ledger import Reason
+    from pipelab.trace.trace import Trace
+    from pipelab.trace.waits import Wait
+
+_SCRIPTS = ("model", "paint", "timeline", "gestures", "ledger", "compare", "panel", "save", "address")
+_SPACED = {
+    "css": r"\"[^\"]*\"|\s*([{};,])\s*|(:) ",
+    "js": r"(?m)^.*(?:/\S|`).*$|\"[^\"\n]*\"| *(=>|[=*?:,;{|&(<>+-]+)\s*| *([)}\]]) *",
+}
+"""Signs, in groups, with spaces around them. Texts, and lines with a template or a regular expression, are no signs."""
+
+
+def page(trace: Trace, *, cap: int | None = None, notebook: bool = False) -> str:
+    """Return a page with one trace: its figures, and a timeline that explains every action under the pointer.
+
+    Args:
+        trace: what to show.
+        cap: how many activations a rank may hold: a line in the strips of memory.
+        notebook: whether it is for a notebook's frame, in which it has no address and cannot save.
+
+    Example:
+        >>> import pipelab
+        >>> page(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))).startswith("<!DOCTYPE html>")
+        True
+    """
+    return _page(content(trace, cap), text.timeline(trace, text.PLAIN_WIDTH, colour=False), notebook=notebook)
+
+
+def comparison_page(comparison: Comparison, *, notebook: bool = False) -> str:
+    """Return a page with several traces: a table, and timelines on one axis where their units agree.
+
+    Example:
+        >>> import pipelab
+        >>> both = pipelab.compare(*(pipelab.simulate(kind(2, 2)) for kind in (pipelab.GPipe, pipelab.OneFOneB)))
+        >>> "GPipe · 2 ranks, 2 micro-batches, simulated" in comparison_page(both)
+        True
+    """
+    plain = text.comparison(comparison, text.PLAIN_WIDTH, colour=False)
+    return _page(content(comparison), plain, notebook=notebook)
+
+
+def diff_page(found: Diff) -> str:
+    """Return a page with two traces of the same actions, one over the other, coloured by what changed.
+
+    Example:
+        >>> import pipelab
+        >>> one = pipelab.simulate(pipelab.OneFOneB(2, 2))
+        >>> "once takes as long as again (9 units)" in diff_page(pipelab.diff(one, one, names=["again", "once"]))
+        True
+    """
+    comparison = compare(found.before, found.after, names=found.names)
+    plain = f"{differences.text(found)}\n\n{text.comparison(comparison, text.PLAIN_WIDTH, colour=False)}"
+    shown = content(comparison)
+    before, after = map(wording.called, found.names)
+    shown["title"] = f"{after} compared with {before}"
+    shown["data"]["view"] = "diff"
+    return _page(shown, plain)
+
+
+def frame() -> str:
+    """Return a page that shows nothing until the page around it posts a message: `pipelabContent`, with `content`.
+
+    A message later replaces what is shown, and keeps zoom, selection and layers. That is quicker than another page.
+    """
+    empty: dict[str, Any] = {"title": "pipelab", "subtitle": "", "table": [], "data": None}
+    return _page(empty, "", subtitle='<p class="subtitle"></p>').replace("<body>", '<body class="framed">')
+
+
+def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]:
+    """Return what a page shows: its title and sub-title, its table of figures, and the data of its script.
+
+    Example:
+        >>> import pipelab
+        >>> found = content(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)))
+        >>> found["subtitle"]
+        '9 units · bubble 33.3 % = 6 of 18 rank-units · F = 1, B = 2'
+    """
+    if isinstance(shown, Comparison):
+        comparison, title = shown, f"Comparison of {len(shown.traces)} traces"
+        subtitle = "" if shown.shares_axis else "The units of time differ: every timeline has its own scale."
+    else:
+        title = wording.headline(shown)
+        comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
+    alone = len(comparison.traces) == 1
+    there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
+    traits = {kind: TRAITS[kind] for kind in KINDS if kind in there}
+    found = {idle.reason for trace in comparison.traces for idle in trace.idle}
+    waits_for = [reason for reason in REASONS if reason in found]
+    data = {
+        "shared": comparison.shares_axis,
+        "cap": cap,
+        "reasons": REASONS,
+        "meanings": {reason: MEANINGS[reason] for reason in waits_for},
+        "gaps": {reason: _gap(reason) for reason in waits_for},
+        "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
+        "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in traits.items()],
+        "view": "stack",
+        "diffs": [] if alone else _diffs(comparison),
+        "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
+    }
+    return {"title": title, "subtitle": subtitle, "table": [] if alone else wording.table(comparison), "data": data}
+
+
+def document(title: str, body: str) -> str:
+    """Return a page without scripts that has the looks of the others.
+
+    Args:
+        title: its name and heading, as text.
+        body: what follows, as HTML.
+    """
+    name = html.escape(title)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{name}</title>\n'
+        f"<style>\n{_palette()}{lean(_file('page.css') + _ORDER, 'css')}</style>\n</head>\n"
+        f"<body>\n<header><h1>{name}</h1></header>\n<main>{body}</main>\n</body>\n</html>\n"
+    )
+
+
+_ORDER = """
+.picture { overflow-x: auto; } .picture svg text { fill: #000000; }
+.order.faulty h2 { color: var(--need); } .order.after h2, .try { color: var(--give); }
+.order ol { margin: .2rem 0; } details pre { overflow-x: auto; }
+@media print { .picture svg { max-width: 100%; height: auto; } .order { break-inside: avoid; } }
+"""
+
+
+def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bool = False) -> str:
+    """Fill the frame with `content`; `plain` is what a reader without scripts gets, for whom a notebook has its own."""
+    scripts = list(_SCRIPTS[:-2] if notebook else _SCRIPTS)
+    if notebook and not shown["table"]:
+        scripts[scripts.index("compare")] = "alone"
+    sheets = [*(f"{name}.css" for name in scripts if name in ("compare", "save")), "page.css"]
+    if shown["subtitle"]:
+        subtitle = f'<p class="subtitle">{html.escape(shown["subtitle"])}</p>'
+    kinds = _coloured(shown["data"]) if notebook else colours.PALETTE
+    parts = {
+        "title": html.escape(shown["title"]),
+        "subtitle": subtitle,
+        "style": _palette(kinds) + lean("".join(map(_file, sheets)), "css"),
+        "table": _table(shown["table"]),
+        "text": "" if notebook else html.escape(plain),
+        "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),
+        "script": "\n".join(lean(_file(f"{name}.js"), "js") for name in scripts),
+    }
+    # In one pass, so that what looks like a place in a name stays a name.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _file("page.html"))
+
+
+def _gap(reason: Reason) -> dict[str, Any]:
+    """Return how the page shows the idle times of a reason."""
+    waits = reason in ("dependency", "behind another transfer", "transfer")
+    ground = "wait" if colours.ground(reason) is colours.WAIT else "idle"
+    return {"word": WORDS[reason], "hatch": colours.HATCHES[reason], "ground": ground, "waits": waits}
+
+
+def _diffs(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return how each trace but the first differs from the first."""
+    (first, name), *others = zip(comparison.traces, comparison.names, strict=True)
+    return [differences.data(first, trace, (name, other)) for trace, other in others]
+
+
+def _file(name: str) -> str:
+    return (files("pipelab.draw.page") / name).read_text(encoding="utf-8")
+
+
+def lean(source: str, kind: str) -> str:
+    """Return a style sheet or script, `"css"` or `"js"`, without comments and most spaces: a sixth of a page."""
+    source = re.sub(r"(?m)^ *(//.*\n)?|(?<=[;{,})]) // .*$", "", source)
+    return re.sub(_SPACED[kind], lambda found: found[1] or found[2] or found[0], source)
+
+
+def _script_safe(data: str) -> str:
+    """Return JSON that cannot end the script element it is in, whatever a name holds."""
+    return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _coloured(data: dict[str, Any]) -> set[str]:
+    """Return the kinds whose colours a notebook's page needs: nothing else will be shown in it."""
+    moves = any(trace["moves"] for trace in data["traces"])
+    return {kind for kind, each in TRAITS.items() if kind in data["kinds"] or (each.channel and moves)}
+
+
+def _palette(kinds: Container[str] = colours.PALETTE) -> str:
+    """Return the colours as CSS variables: `--F0` and `--F1` for a rank's stages in turns, and inks on them."""
+    pairs = [each for each in colours.PALETTE.items() if each[0] in kinds]
+    lines = [f"--{kind}{at}:{colour};" for kind, pair in pairs for at, colour in enumerate(pair)]
+    lines += [f"--{kind}{at}-ink:{colours.ink(pair[at])};" for kind, pair in pairs for at in (0, 1)]
+    for name, ground in (("idle", colours.REST), ("wait", colours.WAIT)):
+        names = zip(("", "-lines", "-edge", "-ink"), ground, strict=True)
+        lines += [f"--{name}{part}:{colour};" for part, colour in names]
+    for name, palette in (("hue", colours.HUES), ("diff", colours.DIVERGING)):
+        lines += [f"--{name}{at}:{colour};--{name}{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(palette)]
+    return f":root{{{''.join(lines)}}}\n"
+
+
+def _table(table: Sequence[Sequence[str]]) -> str:
+    """Return the figures of every trace as an HTML table."""
+    if not table:
+        return ""
+    heads, *rows = table
+    lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads)]
+    for row in rows:
+        cells = zip(heads, row, strict=True)
+        lines.append("".join(f'<td data-head="{html.escape(head)}">{html.escape(cell)}</td>' for head, cell in cells))
+    return "\n".join(f"<tr>{line}</tr>" for line in lines)
+
+
+def _subtitle(trace: Trace) -> str:
+    """Return how long a trace takes, how much of it is idle, and its costs."""
+    whole = trace.makespan * trace.ranks
+    idle = f"{wording.number(trace.bubble * whole)} of {wording.number(whole)} rank-{wording.unit(trace)}"
+    words = [wording.span(trace), f"bubble {wording.percent(trace.bubble)} = {idle}", wording.costs(trace)]
+    return " · ".join(filter(None, words))
+
+
+def _trace(trace: Trace, name: str) -> dict[str, Any]:
+    """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
+
+    Each rank has its actions: their `kinds`, their `stage`, their `microbatches` and `lasts` (their durations), both
+    as the difference from the one before of its kind, and `gaps` (from the end of the action before). `halves` numbers
+    the actions that share a slot with the next. `moves`: see `_move`. `lags` are the travel times of values from
+    other ranks, in the order of the actions that need them; there are none if nothing travels. `idle` has the reason of
+    each idle time, which ends when the next action starts; if another idle time follows first, it has `-1 - reason` and
+    the length. `behind` says in words behind which transfer the value stood that an action waited for. `further` has
+    the places of two actions, where one needs the other beside what its kind does: a slice, the slice before it. In
+    long lists, `[value, count]` is a run of a value.
+    """
+    lanes, bound = Lanes(trace), trace.plan.bound
+    # Seven digits are more than a screen shows and keep the file small.
+    tick = 10.0 ** -max(0, 6 - math.floor(math.log10(trace.makespan))) if trace.makespan else 1.0
+
+    def ticks(times: Iterable[float]) -> list[int]:
+        return [round((time - trace.start) / tick) for time in times]
+
+    typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
+    lags = _lags(trace, tick)
+    waited = waits(trace) if any(each.behind for each in trace.recorded) else []
+    return {
+        "name": wording.called(name),
+        "unit": wording.unit(trace),
+        "tick": tick,
+        "span": round(trace.makespan / tick),
+        "microbatches": trace.plan.microbatches,
+        "namesStages": lanes.names_stages,
+        "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
+        "moves": [_move(each, ticks([each.start, each.end])) for each in trace.moves],
+        "critical": _places(trace),
+        "further": _further(bound),
+        "ranks": [
+            _row(bound, row, ticks(trace.starts[rank]), ticks(trace.ends[rank]))
+            | {
+                "halves": [at for at in range(len(row) if bound.pairs else 0) if half(trace, rank, at) == "upper"],
+                "lags": _runs(lags[rank]) if any(map(any, lags)) else [],
+                "idle": _runs(idle[rank]),
+                "behind": _behind(trace, waited[rank]) if waited else {},
+                "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
+                "peak": trace.peak_activations[rank],
+                "lane": trace.lanes[rank] if rank < len(trace.lanes) else "",
+            }
+            for rank, row in enumerate(bound.rows)
+        ],
+    }
+
+
+def _move(event: Event, times: Sequence[int]) -> list[int | str]:
+    """Return a move's rank, start, end, name, kind, and how many activations more its rank holds after it."""
+    action = event.action
+    held = 0 if action.microbatch is None else action.traits.in_flight
+    return [event.rank, *times, str(action), action.kind, held]
+
+
+def _row(bound: BoundPlan, row: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> dict[str, Any]:
+    kind, stage, numbers = bound.codes.kind, bound.codes.stage, bound.codes.microbatch
+    gaps, lasts, microbatches = [], [], []
+    before = dict.fromkeys(KINDS, (0, 0))
+    free = 0
+    for code, start, end in zip(row, starts, ends, strict=True):
+        microbatch, last = max(numbers[code], 0), end - start
+        number_before, last_before = before[kind[code]]
+        gaps.append(start - free)
+        lasts.append(last - last_before)
+        microbatches.append(microbatch - number_before)
+        before[kind[code]], free = (microbatch, last), end
+    return {
+        "kinds": "".join(kind[code] for code in row),
+        "stage": _runs([stage[code] for code in row]),
+        "microbatches": _runs(microbatches),
+        "gaps": _runs(gaps),
+        "lasts": _runs(lasts),
+    }
+
+
+def _lags(trace: Trace, tick: float) -> list[list[int]]:
+    """Return, for each rank, how long each value from another rank travelled, in the order of the actions' needs."""
+    bound, found = trace.plan.bound, Waits(trace)
+    return [
+        [
+            round((found.arrival(value, giver, code).there - found.ended[giver]) / tick)
+            for code in row
+            for value, giver in bound.inputs(code)
+            if bound.rank_of[giver] != rank
+        ]
+        for rank, row in enumerate(bound.rows)
+    ]
+
+
+def _runs(numbers: Iterable[int]) -> list[int | list[int]]:
+    """Return a list in which runs of the same number are short.
+
+    Example:
+        >>> _runs([1, 2, 2, 2, 2, 2, 3, 3])
+        [1, [2, 5], 3, 3]
+    """
+    found: list[int | list[int]] = []
+    for value, run in groupby(numbers):
+        count = sum(1 for _ in run)
+        found += [[value, count]] if count > 3 else [value] * count
+    return found
+
+
+def _idle(trace: Trace, ticks: Callable[[Iterable[float]], list[int]]) -> list[list[int]]:
+    spans: list[list[tuple[int, int, int]]] = [[] for _ in range(trace.ranks)]
+    for idle in trace.idle:
+        start, end = ticks([idle.start, idle.end])
+        if end > start:
+            spans[idle.rank].append((REASONS.index(idle.reason), start, end))
+    found: list[list[int]] = [[] for _ in spans]
+    for row, listed in zip(spans, found, strict=True):
+        for (reason, start, end), following in zip_longest(row, row[1:]):
+            another = following is not None and following[1] == end
+            listed.extend([-1 - reason, end - start] if another else [reason])
+    return found
+
+
+def _behind(trace: Trace, waited: Sequence[Wait | None]) -> dict[int, str]:
+    """Return, by index of an action, behind which other transfer the value stood that it waited for."""
+    return {at: words for at, wait in enumerate(waited) if wait and (words := wording.stood_behind(trace, wait))}
+
+
+def _further(bound: BoundPlan) -> list[tuple[int, int]]:
+    """Return the places of each action that needs more than its kind does, and of what gives that; see `model.js`."""
+    if not bound.codes.more_needs:
+        return []
+    place = {code: at for at, code in enumerate(code for row in bound.rows for code in row)}
+    more = bound.codes.more_needs
+    return [(place[code], place[bound.giver_of[value]]) for code in place if code in more for value in more[code]]
+
+
+def _places(trace: Trace) -> list[tuple[int, int]]:
+    """Return rank and index of every action on the critical path."""
+    code = trace.plan.bound.codes.code
+    where = [trace.plan.bound.index_of(rank) for rank in range(trace.ranks)]
+    return [(event.rank, where[event.rank][code(event.action)]) for event in trace.critical_path]

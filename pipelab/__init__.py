@@ -95,11 +95,10 @@ from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.simulation.cost import Cost
-from pipelab.simulation.jitter import jitter
 from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.simulation.optimum import optimum
-from pipelab.simulation.what_if import what_if
+from pipelab.simulation.what_if import jitter, what_if
 from pipelab.simulation.wire import lower
 from pipelab.trace.diff import Diff, diff
 from pipelab.trace.trace import Trace

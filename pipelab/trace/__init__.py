@@ -2,11 +2,10 @@
 
 - `trace`: `Trace`: times, and the figures that follow from them
 - `events`: actions and transfers with their start and end
-- `kineto`: what the profiler wrote of one rank of PyTorch's own pipelining
 - `ledger`: why ranks were idle, and how long for which reason
 - `diff`: why one trace takes longer than another, action by action
 - `replay`: a trace with other times, and its critical path
-- `profiles`: such files of all ranks as one trace
+- `profiles`: what the profiler wrote of each rank of PyTorch's own pipelining, as one trace
 - `reading`: saved traces, validated
 - `waits`: what each action waited for
 """

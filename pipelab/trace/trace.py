@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipelab.errors import FormatError, UsageError, clean
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
-from pipelab.trace.kineto import is_profile
 from pipelab.trace.ledger import Idle, Ledger, idle_times
-from pipelab.trace.profiles import read_profiles
+from pipelab.trace.profiles import is_profile, read_profiles
 from pipelab.trace.reading import FORMAT, VERSION, found_files, read, read_json
 from pipelab.trace.waits import critical_path, crossings, waits
 

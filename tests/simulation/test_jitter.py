@@ -52,7 +52,7 @@ def test_noise_makes_a_pipeline_longer_and_a_seed_repeats_it():
 
 
 def test_draws_in_several_blocks_are_as_many(monkeypatch):
-    monkeypatch.setattr("pipelab.simulation.jitter._NUMBERS_AT_ONCE", 1000)
+    monkeypatch.setattr("pipelab.simulation.what_if._NUMBERS_AT_ONCE", 1000)
     drawn = jitter(pipelab.ZBH1(2, 8), draws=100)
     assert len(set(drawn.makespans)) == 100
     assert jitter(pipelab.ZBH1(2, 8), spread=0, draws=100).waits == (0, 0)

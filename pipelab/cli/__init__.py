@@ -1,7 +1,7 @@
 """The command `pipelab`: a subcommand for every capability.
 
 - `app`: the subcommands
-- `answers`: `pipelab schedules`, `pipelab why`, `pipelab optimum`, `pipelab frontier`, `pipelab layout`
+- `answers`: `pipelab schedules`, `why`, `optimum`, `frontier`, `layout`, `megatron`
 - `options`: the options that several of them share
 - `targets`: a schedule by name, a student's file, a plan as text, a plan or a trace in a file
 - `measuring`: `pipelab run`, and tables over numbers of micro-batches

@@ -16,10 +16,13 @@ import pipelab
 from pipelab.cli.labs import SaveTable
 from pipelab.cli.options import Save, Sizes, Target, Times, grouped, untimed
 from pipelab.cli.printing import TABLE, TIMELINE, echo, require_writable, save_timeline, say, show, wrote
+from pipelab.cli.targets import settings
 from pipelab.draw import text, wording
+from pipelab.draw.table import Column, Table
 from pipelab.draw.why import sentence
 from pipelab.errors import UsageError
 from pipelab.hub.flight_recorder import culprit
+from pipelab.hub.megatron import best_layout, read_layout, simulate_layout
 
 
 def schedules() -> None:
@@ -140,6 +143,36 @@ def layout(
     found = pipelab.layout(model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, top=top)
     show(found.table, save)
     show(found.terms, None)
+
+
+@grouped
+def megatron(
+    target: Target,
+    sizes: Sizes,
+    time: Annotated[list[str], typer.Option(help="of a layer E, t, m or L: t=1, with its backward t=(1, 2.5); repeat")],
+    decoders: Annotated[int, typer.Option(min=1, help="how many decoder layers, t")] = 1,
+    mtp: Annotated[int, typer.Option(min=0, help="how many layers for multi-token prediction, m")] = 0,
+    layout: Annotated[str | None, typer.Option(help="a layout to beat, with its layers")] = None,
+    save: SaveTable = None,
+) -> None:
+    """Find the best layers of Megatron-Core's stages.
+
+    As a string for --pipeline-model-parallel-layout.
+
+    For example: pipelab megatron interleaved-1f1b -r 4 --decoders 18 --time E=0.2 --time t=1 --time L=0.9
+    """
+    require_writable(save, TABLE)
+    schedule, times = untimed(sizes.find(target)), settings(time, "--time")
+    if layout is not None:
+        decoders, mtp = ("".join(read_layout(layout)).count(letter) for letter in "tm")
+    rows = []
+    for each in filter(None, (layout, best_layout(schedule, decoders, times, mtp=mtp))):
+        trace = simulate_layout(schedule, each, times)
+        rows.append(
+            {"layout": each, "makespan": trace.makespan, "bubble": trace.bubble, "bound": pipelab.lower_bound(trace)}
+        )
+    numbers = [Column("makespan", "", wording.number), Column("bound", "in any order", wording.number)]
+    show(Table(rows, [Column("layout"), *numbers, Column("bubble", "", wording.percent)]), save)
 
 
 def frontier(

@@ -18,7 +18,7 @@ import typer
 
 import pipelab
 from pipelab.checking.checker import as_plan
-from pipelab.cli.answers import frontier, layout, optimum, schedules, why
+from pipelab.cli.answers import frontier, layout, megatron, optimum, schedules, why
 from pipelab.cli.challenge import challenge
 from pipelab.cli.grading import grade_command
 from pipelab.cli.labs import lab
@@ -307,6 +307,7 @@ app.command()(why)
 app.command()(optimum)
 app.command()(frontier)
 app.command()(layout)
+app.command()(megatron)
 app.command(name="play")(play_command)
 app.command()(challenge)
 app.command(name="grade")(grade_command)

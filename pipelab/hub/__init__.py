@@ -2,4 +2,5 @@
 
 - `flight_recorder`: `culprit`: which action holds up all ranks, from PyTorch's Flight Recorder
 - `torchtitan`: `export`: a plan as the file and the options with which torchtitan trains
+- `megatron`: Megatron-Core's strings for the layers of each stage, and the best one
 """

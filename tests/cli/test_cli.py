@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import queue
 import re
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -288,6 +289,14 @@ def test_a_width_without_a_figure_is_refused(pipelab_command, folder, others):
     assert code == 1
     assert "only figures have one" in error
     assert not list(Path().glob("x.*"))
+
+
+def test_megatron_prints_what_the_page_shows(pipelab_command):
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "layouts.md").read_text(encoding="utf-8")
+    command, table = re.search(r"\$ pipelab (megatron .*)\n((?:.+\n)+?)```", page).groups()
+    code, output, _ = pipelab_command(*shlex.split(command))
+    assert code == 0
+    assert [line.split() for line in output.split("\n") if line] == [line.split() for line in table.splitlines()]
 
 
 def test_frontier_prints_blocks_beside_schedules_and_writes_the_picture(pipelab_command, tmp_path):

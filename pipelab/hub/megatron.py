@@ -1,0 +1,169 @@
+"""Megatron-Core's `--pipeline-model-parallel-layout`: which layers each stage has, as a string; and the best string.
+
+Et*3|(tt|)*29,m|L      stages are split by |, x*n and (xy)*n repeat, commas are ignored
+                       E embedding, t decoder layer, m layer for multi-token prediction, L loss
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from pipelab.checking.checker import ScheduleLike, as_plan
+from pipelab.errors import FormatError, UsageError
+from pipelab.plan.order import network_of
+from pipelab.plan.plan import Plan
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
+from pipelab.trace.trace import Trace
+
+Times = Mapping[str, float | tuple[float, float]]
+"""By letter, how long a layer's forward takes, and its backward twice as long; or both."""
+
+_Place = tuple[tuple[int, ...], int]  # how many decoder layers each stage has, and which stage has all m
+_VALID = re.compile(r"E[t|]*m*\|*L")
+_REPEATED = re.compile(r"(?:\(([^()]+)\)|(.))\*(\d+)")
+_SHARES = {"F": (1.0, 0.0), "B": (0.0, 1.0), "I": (0.0, 0.5), "W": (0.0, 0.5)}
+
+
+def read_layout(text: str) -> list[str]:
+    """Return the stages of a layout, each with a letter for each of its layers.
+
+    Example:
+        >>> read_layout("Et*3|(tt|)*2,m|L")
+        ['Ettt', 'tt', 'tt', 'm', 'L']
+        >>> write_layout(["Ettt", "tt", "tt", "tt", "m", "L"])
+        'Et*3|(tt|)*3m|L'
+
+    Raises:
+        FormatError: if the text is none, or if `E` is not its first layer alone, `L` its last one, or any `m` not in
+            one stage and behind every `t`.
+    """
+    before, found = "", text.replace(",", "")
+    while found != before:
+        before, found = found, _REPEATED.sub(lambda each: (each[1] or each[2]) * int(each[3]), found)
+    if not _VALID.fullmatch(found):
+        raise FormatError(
+            f"{text!r} is no layout: expected E first, then t, then m in one stage if at all, then L, stages split by |"
+            "\n  try: Et*3|(tt|)*29,m|L"
+        )
+    return found.split("|")
+
+
+def write_layout(stages: Sequence[str]) -> str:
+    """Return a layout as short text."""
+    short = [re.sub(r"(.)\1\1+", lambda run: f"{run[1]}*{len(run[0])}", stage) for stage in stages]
+    runs = [(stage, len(list(run))) for stage, run in groupby(short[:-1])]
+    return "".join(f"({stage}|)*{many}" if many > 2 else f"{stage}|" * many for stage, many in runs) + short[-1]
+
+
+def layout_cost(stages: Sequence[str], times: Times, cost: Cost | None = None) -> Cost:
+    """Return the cost of stages: times of work from their layers, and what transfers take from `cost`.
+
+    Example:
+        >>> cost = layout_cost(["Ett", "tt", "tL"], {"E": 0.5, "t": 1, "L": (1, 1.5)})
+        >>> cost.forward, cost.backward
+        ((2.5, 2, 2), (5.0, 4, 3.5))
+
+    Raises:
+        UsageError: if a layer has no time.
+    """
+    if lacking := sorted(set("".join(stages)) - set(times)):
+        raise UsageError(f"no time is given for {', '.join(lacking)}\n  try: --time {lacking[0]}=1")
+    both = {name: time if isinstance(time, tuple) else (time, 2 * time) for name, time in times.items()}
+    forward, backward = ([sum(both[layer][which] for layer in stage) for stage in stages] for which in (0, 1))
+    return replace(cost or Cost(), per="stage", forward=forward, backward=backward, input_grad=None, weight_grad=None)
+
+
+def simulate_layout(schedule: Plan | ScheduleLike, text: str, times: Times, cost: Cost | None = None) -> Trace:
+    """Return the step of a schedule with a layout; `best_layout` says what the arguments are.
+
+    Example:
+        >>> import pipelab
+        >>> trace = simulate_layout(pipelab.OneFOneB(2, 4), "Ettt|ttL", {"E": 0.2, "t": 1, "L": 0.8})
+        >>> trace.makespan, pipelab.lower_bound(trace)
+        (45.6, 43.2)
+
+    Raises:
+        UsageError: if the layout does not fit the schedule, or a layer has no time.
+    """
+    plan, stages = as_plan(schedule), read_layout(text)
+    ranks = plan.bound.rank_of[plan.bound.codes.of_kind["F"].start :]
+    if any(ranks[stage] != stage % plan.ranks for stage in range(plan.stages)):
+        raise UsageError(f"{plan.name}: Megatron-Core has stage s on rank s % ranks, as 1f1b and interleaved-1f1b do")
+    if len(stages) != plan.stages or "m" in "".join(stages[: -plan.ranks]):
+        raise UsageError(f"{text!r} has {len(stages)} stages: expected {plan.stages}, m only in the last {plan.ranks}")
+    return simulate(plan, layout_cost(stages, times, cost))
+
+
+def best_layout(
+    schedule: Plan | ScheduleLike, decoders: int, times: Times, *, mtp: int = 0, cost: Cost | None = None
+) -> str:
+    """Return the quickest layout of so many layers that a search finds.
+
+    It begins with even stages. In each round it moves a decoder layer from stage to stage, or all `m`, in every way,
+    and goes on with the quickest results, until two rounds bring nothing. A round's layouts are simulated together.
+
+    Args:
+        schedule: the schedule, or a plan, with stage `s` on rank `s % ranks`.
+        decoders: how many decoder layers there are.
+        times: how long each kind of layer takes.
+        mtp: how many layers for multi-token prediction there are.
+        cost: what transfers take.
+
+    Example:
+        >>> import pipelab
+        >>> best_layout(pipelab.Interleaved1F1B(4, 8), 18, {"E": 0.2, "t": 1, "m": 1.4, "L": 0.9}, mtp=1)
+        'Ett|tt|tt|(t*3|)*4mL'
+
+    Raises:
+        UsageError: if stages are elsewhere, or a layer has no time.
+    """
+    import numpy
+
+    plan = as_plan(schedule)
+    codes, (jobs, network) = plan.bound.codes, network_of(plan.bound, ())
+    lags, latest = codes.by_need((cost or Cost()).lengths(plan)[1]), numpy.maximum.reduce
+    actions = [codes.action(slot[0]) for _, slot in jobs]
+
+    def ranked(places: Sequence[_Place]) -> list[tuple[float, _Place]]:
+        costs = [layout_cost(_letters(*place, mtp), times) for place in places]
+        work = numpy.array([[each.forward, each.backward] for each in costs])
+        lasts = {kind: numpy.tensordot(work, share, (1, 0)).T for kind, share in _SHARES.items()}
+        spent = [lasts[action.kind][action.stage] for action in actions]
+        starts = network.starts(spent, lags, latest)
+        return sorted(zip(latest([*map(numpy.add, starts, spent)]).tolist(), places, strict=True))
+
+    each, more = divmod(decoders, plan.stages)
+    start = (tuple(each + (stage < more) for stage in range(plan.stages)), plan.stages - 1)
+    width = max(1, min(16, 10**7 // (len(jobs) * plan.stages**2)))  # so that a round takes a few seconds at most
+    best = (simulate_layout(plan, write_layout(_letters(*start, mtp)), times, cost).makespan, start)
+    front, seen, idle = [best], {start}, 0
+    while idle < 2 and (near := {place for _, each in front for place in _near(*each, plan.ranks, mtp)} - seen):
+        seen |= near
+        front = ranked(list(near))[:width]
+        idle = 0 if front[0][0] < best[0] * (1 - 1e-9) else idle + 1
+        best = min(best, front[0])
+    return write_layout(_letters(*best[1], mtp))
+
+
+def _letters(counts: Sequence[int], at: int, mtp: int) -> list[str]:
+    stages = ["t" * count + "m" * mtp * (stage == at) for stage, count in enumerate(counts)]
+    return f"E{'|'.join(stages)}L".split("|")
+
+
+def _near(counts: tuple[int, ...], at: int, ranks: int, mtp: int) -> Iterator[_Place]:
+    """Yield what one move makes: a decoder layer from stage to stage, or all `m`; decoders stay before these."""
+    for taken, count in enumerate(counts):
+        for given in range(at + 1) if count else ():
+            moved = list(counts)
+            moved[taken] -= 1
+            moved[given] += 1
+            yield tuple(moved), at
+    for other in range(len(counts) - ranks, len(counts)) if mtp else ():
+        moved = [*counts[: other + 1], *[0] * (len(counts) - 1 - other)]
+        for _ in range(sum(counts) - sum(moved)):
+            moved[min(range(other + 1), key=moved.__getitem__)] += 1
+        yield tuple(moved), other

@@ -1,0 +1,113 @@
+"""Megatron-Core's strings of stages: read as Megatron reads them, and the best one against all strings."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import combinations, pairwise
+
+import pytest
+
+import pipelab
+from pipelab.errors import FormatError, UsageError
+from pipelab.hub.megatron import best_layout, layout_cost, read_layout, simulate_layout, write_layout
+
+TIMES = {"E": 0.2, "t": 1, "m": 1.4, "L": (0.9, 1.5)}
+
+
+def megatrons_stages(text: str) -> list[str]:
+    """Read a layout as Megatron-Core says: repeated groups first, then repeated letters, then bars.
+
+    Restated from `PipelineParallelLayerLayout` of github.com/NVIDIA/Megatron-LM, commit d98e8a6.
+    """
+    text = "".join(text.split(","))
+    while group := re.search(r"\(([^)]+)\)\*(\d+)", text):
+        text = text[: group.start()] + group[1] * int(group[2]) + text[group.end() :]
+    letters = ""
+    while text:
+        repeated = re.match(r"(.)\*(\d+)", text)
+        letters += repeated[1] * int(repeated[2]) if repeated else text[0]
+        text = text[repeated.end() if repeated else 1 :]
+    return letters.split("|")
+
+
+def written(draw: random.Random) -> str:
+    """Return a random layout, with groups, repeated letters and bars, and commas."""
+
+    def some(letters: str) -> str:
+        return "".join(
+            draw.choice(letters) + draw.choice(["", "", "*2", "*3", "*12", ","]) for _ in range(draw.randrange(4))
+        )
+
+    groups = "".join(f"({some('t|') or 't'}){f'*{draw.randrange(1, 5)}'}{some('t|')}" for _ in range(draw.randrange(4)))
+    return f"E{some('t|')}{groups}{draw.choice(['', 'm', '|m*2', ',m'])}{draw.choice(['', '|', '|*2'])}L"
+
+
+def test_layouts_are_read_as_megatron_reads_them():
+    draw = random.Random(1)  # noqa: S311 - no secret
+    for _ in range(200):
+        text = written(draw)
+        assert read_layout(text) == megatrons_stages(text), text
+
+
+def test_what_is_written_is_read_again():
+    draw = random.Random(2)  # noqa: S311 - no secret
+    for _ in range(50):
+        stages = read_layout(written(draw))
+        assert read_layout(write_layout(stages)) == stages
+
+
+@pytest.mark.parametrize("text", ["", "ttL", "Ett", "EtxL", "Et(tL", "Et|E|L", "EtmtL", "Em|mL", "Et*L", "E()*2L"])
+def test_what_is_no_layout_is_refused(text):
+    with pytest.raises(FormatError, match="is no layout"):
+        read_layout(text)
+
+
+def every_layout(stages: int, ranks: int, decoders: int, mtp: int) -> list[str]:
+    """Return all layouts: bars among the decoders, and all `m` behind them in one of each rank's last stages."""
+    found = []
+    for bars in combinations(range(decoders + stages - 1), stages - 1):
+        ends = [-1, *bars, decoders + stages - 1]
+        counts = [later - before - 1 for before, later in pairwise(ends)]
+        for at in range(stages - ranks, stages) if mtp else [stages - 1]:
+            if not mtp or not any(counts[at + 1 :]):
+                parts = ["t" * count + "m" * mtp * (stage == at) for stage, count in enumerate(counts)]
+                found.append(f"E{'|'.join(parts)}L")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "decoders", "mtp", "latency"),
+    [
+        (pipelab.OneFOneB(4, 6), 9, 0, 0),
+        (pipelab.OneFOneB(3, 4), 8, 2, 0.3),
+        (pipelab.ZBH1(3, 5), 7, 1, 0),
+        (pipelab.Interleaved1F1B(2, 4), 7, 1, 0.1),
+    ],
+)
+def test_no_string_is_quicker_than_the_best_one(schedule, decoders, mtp, latency):
+    cost, plan = pipelab.Cost(latency=latency), schedule.plan()
+    every = every_layout(plan.stages, plan.ranks, decoders, mtp)
+    spans = [pipelab.simulate(plan, layout_cost(text.split("|"), TIMES, cost)).makespan for text in every]
+    best = simulate_layout(plan, best_layout(plan, decoders, TIMES, mtp=mtp, cost=cost), TIMES, cost)
+    assert best.makespan == pytest.approx(min(spans))
+    assert min(spans) < 0.65 * max(spans)
+    assert pipelab.lower_bound(best) <= best.makespan * (1 + 1e-9)
+
+
+def test_the_best_string_beats_the_one_of_megatrons_page():
+    schedule, theirs = pipelab.Interleaved1F1B(4, 8), "Et*3|(tt|)*5,m|L"
+    ours = best_layout(schedule, 13, TIMES, mtp=1)
+    assert "".join(read_layout(ours)) == "".join(read_layout(theirs))
+    assert simulate_layout(schedule, ours, TIMES).makespan < simulate_layout(schedule, theirs, TIMES).makespan
+
+
+def test_what_does_not_fit_the_schedule_is_refused():
+    with pytest.raises(UsageError, match="3 stages: expected 2"):
+        simulate_layout(pipelab.OneFOneB(2, 4), "Et|t|tL", TIMES)
+    with pytest.raises(UsageError, match="m only in the last 2"):
+        simulate_layout(pipelab.Interleaved1F1B(2, 4), "Et|tm||L", TIMES)
+    with pytest.raises(UsageError, match="stage s on rank"):
+        best_layout(pipelab.ZBV(2, 4), 6, TIMES)
+    with pytest.raises(UsageError, match="no time is given for L"):
+        best_layout(pipelab.OneFOneB(2, 4), 6, {"E": 0, "t": 1})

@@ -112,6 +112,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, trace in TRACES.items():
         files.append(File.generated(config, f"reference/{name}.svg", content=str(_call(trace(), "_repr_svg_"))))
     files_of_the_playground(files, config)
+    schema = Path(pipelab.__file__).parent / "trace" / "trace.schema.json"
+    files.append(File.generated(config, f"how_to/{schema.name}", abs_src_path=str(schema)))
     root = Path(config.config_file_path).parent
     for path in (root / "teacher" / "site").rglob("*.md"):  # the key, which students' copies lack
         uri = f"teach/{path.relative_to(root / 'teacher' / 'site').as_posix()}"

@@ -73,12 +73,13 @@ from pipelab.cli.printing import (
     wrote,
 )
 from pipelab.cli.targets import existing
-from pipelab.draw import text
+from pipelab.draw import differences, text
 from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean
 from pipelab.hub import torchtitan
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
+from pipelab.trace.diff import in_unit_of
 
 if TYPE_CHECKING:
     from pipelab.labs.running import Result
@@ -212,6 +213,9 @@ def compare(
     save: SaveComparison = None,
     bound: Annotated[bool, typer.Option("--bound", help="how far each is above what any order must take")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="of two: why the second takes longer, action by action")] = False,
+    other: Annotated[
+        Path | None, typer.Option("--with", help="another simulator's .json of the same plan: what differs first")
+    ] = None,
 ) -> None:
     """Show schedules side by side, or why one takes longer.
 
@@ -222,13 +226,20 @@ def compare(
     """
     counts = sizes.counts_beside(targets)
     targets = sizes.with_settings(targets)
-    if diff and (len(targets) != 2 or len(counts) > 1 or bound):
+    if diff and (len(targets) + bool(other) != 2 or len(counts) > 1 or bound):
         raise UsageError("--diff needs two schedules or traces, one number of micro-batches, and no --bound")
+    if other and (len(targets) != 1 or len(counts) > 1 or bound):
+        raise UsageError("--with needs one plan, and one number of micro-batches")
     require_writable(save, DIFF if diff else COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
+        if other:
+            traces.append(theirs := in_unit_of(pipelab.Trace.load(other), traces[0]))
+            first = differences.first(pipelab.diff(traces[0], traces[1]))
+            say(f"{first} ({other}: {theirs.note})" if theirs.note else first)
+            targets.append(str(other))
         named = partial(pipelab.diff if diff else partial(pipelab.compare, bound=bound), names=targets)
         show(named(*traces), save)
         return

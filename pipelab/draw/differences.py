@@ -44,6 +44,26 @@ def sentence(found: Diff) -> str:
     return f"{told}: {parts}" if parts else told
 
 
+def first(found: Diff) -> str:
+    """Return which action differs first, and by how much.
+
+    Example:
+        >>> import pipelab
+        >>> one, two = (pipelab.simulate(pipelab.OneFOneB(2, 2), pipelab.Cost(latency=each)) for each in (0, 0.5))
+        >>> first(pipelab.diff(one, two))
+        'the first action that differs is 1F0 on rank 1: it starts at 1.5 instead of 1 (+0.5)'
+    """
+    change = found.first
+    if change is None:
+        return "every action starts and ends at the same time"
+    least = 1e-6 * max(found.before.makespan, found.after.makespan)
+    parts = [f"it is on rank {change.rank} instead of {change.moved_from}"] if change.rank != change.moved_from else []
+    for word, value, more in (("starts at", change.start, change.shift), ("takes", change.duration, change.change)):
+        if abs(more) > least:
+            parts.append(f"it {word} {number(value + more)} instead of {number(value)} ({signed(more)})")
+    return f"the first action that differs is {change.action} on rank {change.moved_from}: {', '.join(parts)}"
+
+
 def signed(value: float) -> str:
     """Return a number with its sign.
 

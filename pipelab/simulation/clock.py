@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
 from pipelab.errors import CostError, ScheduleError, require_size
@@ -118,6 +120,7 @@ def simulate(
             Event(move.rank, move.action, begun[at], ended[at])
             for at, move in enumerate(bound.moves, len(bound.codes.kind))
         ],
+        costs=partial(cost.table, plan),
         note="stage 0 as run" if cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds) else "",
     )
 

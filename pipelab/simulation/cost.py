@@ -407,6 +407,31 @@ class Cost:
         moved = [times[move.action.traits.cost][move.what[1]] for move in moves]
         return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan), self.latency)
 
+    def table(self, plan: Plan) -> dict[str, list[float]]:
+        """Return how long each kind of a plan's actions takes, and its values travel (`out`, `gin`), as traces save it.
+
+        Each has one number per stage; or, if a time is a function or there are links, one per slot, as in `times`. An
+        overlapped pair that is one slot is called `pair`.
+
+        Example:
+            >>> import pipelab
+            >>> Cost(latency=0.5).table(pipelab.GPipe(2, 2).plan())
+            {'F': [1.0, 1.0], 'B': [2.0, 2.0], 'out': [0.5, 0.5], 'gin': [0.5, 0.5]}
+        """
+        bound, share = plan.bound, self._share(plan)
+        times = {kind: time for kind, time in self.times(plan).items() if kind in bound.kinds}
+        moved = {move.action.kind: move.action.traits.cost for move in bound.moves if move.action.traits.cost}
+        named = moved | ({"pair": "pair"} if bound.pairs and self.pair is not None else {})
+        outputs, gradients = self.transfer_times(plan)
+        return (
+            times
+            | {kind: self._each(name, plan, share) for kind, name in named.items()}
+            | {
+                "out": outputs,
+                "gin": gradients,
+            }
+        )
+
     def pair_times(self, plan: Plan) -> list[float] | None:
         """Return the time of an overlapped pair, by the slot of its forward; `None` if it is not one slot."""
         if self.pair is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
@@ -250,6 +251,7 @@ def on_the_wire(
         [[ended[wire.job[code]] for code in row] for row in bound.rows],
         cost.unit,
         transfers=transfers,
+        costs=partial(cost.table, plan),
         note=", ".join([*words, *[f"transport {transport}"] * (transport != "buffered")]),
     )
 

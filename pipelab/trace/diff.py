@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pipelab.errors import UsageError
 from pipelab.plan.actions import Action
 from pipelab.plan.fault import shorten
+from pipelab.trace.events import Transfer
 from pipelab.trace.replay import Order, Path, Times, listed, passed
 from pipelab.trace.trace import Trace
 
@@ -130,6 +131,15 @@ class Diff(Sequence[Change]):
         return {value: fsum(groups[value]) for value in sorted(groups, key=lambda each: (isinstance(each, str), each))}
 
     @property
+    def first(self) -> Change | None:
+        """The earliest action of the first trace whose start, duration or rank changes by a millionth; or `None`."""
+        least = 1e-6 * max(self.before.makespan, self.after.makespan)
+        changed = [
+            each for each in self if max(abs(each.shift), abs(each.change)) > least or each.rank != each.moved_from
+        ]
+        return min(changed, key=lambda each: (each.start, each.rank), default=None)
+
+    @property
     def sentence(self) -> str:
         """The difference of the makespans and its parts, in one sentence."""
         from pipelab.draw import differences
@@ -228,6 +238,47 @@ def why_not(before: Trace, after: Trace) -> str:
             f"{each.stages} stages x {each.microbatches} micro-batches" for each in (before.plan, after.plan)
         )
     return f"they have other actions ({what})"
+
+
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+"""The units of time that have a name."""
+
+
+def in_unit_of(trace: Trace, other: Trace) -> Trace:
+    """Return a trace in the unit of another.
+
+    If one of the units has no name that pipelab knows, the times are such that all actions together take as long in
+    both traces. The trace's note says which factor it is.
+
+    Raises:
+        UsageError: if the units do not say the factor, and the actions of one of the traces take no time.
+    """
+    if trace.unit == other.unit:
+        return trace
+    if trace.unit in _SECONDS and other.unit in _SECONDS:
+        factor = _SECONDS[trace.unit] / _SECONDS[other.unit]
+    else:
+        ours, theirs = (fsum(event.duration for event in each.events) for each in (other, trace))
+        if not (ours and theirs):
+            raise UsageError("the actions of one of the traces take no time\n  try: the same unit in both")
+        factor = ours / theirs
+
+    def scaled(event: Any) -> Any:
+        queued = {"queued": event.queued * factor} if isinstance(event, Transfer) else {}
+        return replace(event, start=event.start * factor, end=event.end * factor, **queued)
+
+    starts, ends = ([[time * factor for time in row] for row in rows] for rows in (trace.starts, trace.ends))
+    return Trace(
+        trace.plan,
+        starts,
+        ends,
+        other.unit,
+        trace.source,
+        transfers=[*map(scaled, trace.transfers)],
+        moves=[*map(scaled, trace.moves)],
+        name=trace.name,
+        note=", ".join(filter(None, (trace.note, f"times of the file x {factor:.6g}"))),
+    )
 
 
 class _Effects:

@@ -7,6 +7,7 @@ import glob
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ FORMAT = "pipelab-trace"
 VERSION = 1
 
 _SOURCES = ("simulated", "measured")
+_USUAL = {"name": "", "unit": "", "note": "", "source": "simulated", "lanes": [], "costs": {}}
+"""What a file need not say; nor `stages` and `microbatches`, which follow from the rows, `transfers` and `moves`."""
 _PARTS = ("source", "target", "giver", "needer", "start", "end")
 _BEHIND = ("queued", "giver", "needer")
 """What follows for a transfer that stood behind another one: how long, and which."""
@@ -70,6 +73,7 @@ def read(data: object) -> dict[str, Any]:
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FormatError(f"expected format {FORMAT!r}, version {VERSION}")
+    data = {**_USUAL, **data}
     name, unit, note, source = (_field(data, key, str, "a text") for key in ("name", "unit", "note", "source"))
     if source not in _SOURCES:
         raise FormatError(f"'source' is {shorten(source)}: expected {' or '.join(_SOURCES)}")
@@ -80,7 +84,11 @@ def read(data: object) -> dict[str, Any]:
             if end < start:
                 raise FormatError(f"rank {rank}, position {position} ends at {end}, before its start at {start}")
     lanes = [_is(lane, str, "a text", f"'lanes', rank {rank}") for rank, lane in enumerate(_list(data, "lanes"))]
-    transfers, moves = _transfers(data, plan), _moves(data, plan)
+    transfers, moves = _transfers(data, plan) if "transfers" in data else None, _moves(data, plan)
+    costs = {
+        each: [time_of(time, f"'costs', {each}") for time in _is(times, list, "a list of times", f"'costs', {each}")]
+        for each, times in _field(data, "costs", dict, "lists of times by name").items()
+    }
     return {
         "plan": plan,
         "starts": starts,
@@ -91,18 +99,21 @@ def read(data: object) -> dict[str, Any]:
         "moves": moves,
         "lanes": lanes,
         "note": note,
+        "costs": partial(dict, costs),  # and no lambda, so that a trace can be pickled
     }
 
 
 def _plan(data: dict[str, Any], name: str) -> Plan:
     """Return the plan, which has no faults."""
-    stages, microbatches = (_field(data, key, int, "a whole number") for key in ("stages", "microbatches"))
     rows = [
         _is(row, str, "a text with actions", f"'rows', rank {rank}") for rank, row in enumerate(_list(data, "rows"))
     ]
+    read = Plan.parse(rows)
+    data = {"stages": read.stages, "microbatches": read.microbatches, **data}
+    stages, microbatches = (_field(data, key, int, "a whole number") for key in ("stages", "microbatches"))
     slices = data.get("after")
     after = None if slices is None else lambda microbatch, stage: slices[microbatch][stage]
-    return plan_of(Plan.parse(rows).written, stages, microbatches, name, after)
+    return plan_of(read.written, stages, microbatches, name, after)
 
 
 def plan_of(

@@ -45,6 +45,7 @@ class Trace:
         transfers: the transfers, if they were measured.
         moves: the gathers, frees, offloads, loads and all-reduces that run beside computing, rank by rank, in order.
         lanes: what each rank ran on, such as `"cpu, thread 140…"`.
+        costs: what the simulation was given: a function that returns it as `Cost.table` does; by default, nothing.
         name: what drawings call the trace; by default, the plan's name.
         note: a remark for comparisons, such as that stage 0 was simulated as PyTorch runs it.
     """
@@ -59,6 +60,7 @@ class Trace:
     note: str
     delay: Callable[[int], float]
     moves: tuple[Event, ...]
+    costs: Callable[[], dict[str, list[float]]]
     _transfers: tuple[Transfer, ...] | None
 
     def __init__(
@@ -74,11 +76,12 @@ class Trace:
         lanes: Sequence[str] = (),
         name: str | None = None,
         note: str = "",
+        costs: Callable[[], dict[str, list[float]]] = dict,
     ) -> None:
         """Keep the plan and its times; everything else is derived from them when first read."""
         vars(self).update(plan=plan, starts=tuple(map(tuple, starts)), ends=tuple(map(tuple, ends)))
         vars(self).update(unit=unit, source=source, lanes=tuple(lanes), name=name or plan.name, note=note)
-        vars(self).update(delay=delay or _no_time, moves=tuple(moves))
+        vars(self).update(delay=delay or _no_time, moves=tuple(moves), costs=costs)
         vars(self).update(_transfers=None if transfers is None else tuple(transfers))
 
     @property
@@ -332,11 +335,15 @@ class Trace:
         try:
             return cls.from_dict(data)
         except FormatError as error:
-            raise FormatError(f"{paths[0]} is not a trace saved by pipelab: {error}") from error
+            raise FormatError(
+                f"{paths[0]} is not a trace saved by pipelab: {error}\n"
+                "  try: pipelab simulate 1f1b --save example.json, which writes one"
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the trace as plain data, as in `json` files."""
+        """Return the trace as plain data, as in `json` files; see [the format](../how_to/other_tools.md)."""
         plan, after = self.plan, self.plan.after
+        costs = self.costs()
         slices = after and [[[*after(m, s)] for s in range(plan.stages)] for m in range(plan.microbatches)]
         return {
             "format": FORMAT,
@@ -359,6 +366,7 @@ class Trace:
             **({"moves": [[each.start, each.end] for each in self.moves]} if self.moves else {}),
             **({"all_reduce_runs": "beside"} if plan.bound.beside else {}),
             **({"after": slices} if slices else {}),
+            **({"costs": costs} if costs else {}),
         }
 
     @classmethod

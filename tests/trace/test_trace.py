@@ -207,7 +207,7 @@ def changed(**fields):
         changed(transfers=[[0, 1, "0F0", "oops", 1, 2]]),
         changed(transfers=None),
         changed(lanes=3),
-        json.dumps({key: value for key, value in measured().to_dict().items() if key != "unit"}),
+        json.dumps({key: value for key, value in measured().to_dict().items() if key != "ends"}),
     ],
 )
 def test_a_file_that_holds_no_trace_is_refused_by_name(tmp_path, text):

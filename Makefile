@@ -52,7 +52,7 @@ newest-environment: .venv/made.stamp
 	@newest=$$(.venv/bin/python -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'); \
 	[ -n "$$newest" ] || { echo "pipelab: the package index does not say which PyTorch is the newest"; exit 1; }; \
 	sed "s/^torch==.*/torch==$$newest/" constraints.txt >.venv/newest.txt
-	$(call ENVIRONMENT,.venv/newest.txt,torch transformers jsonschema $(LIGHT_NEEDS))
+	$(call ENVIRONMENT,.venv/newest.txt,torch transformers $(LIGHT_NEEDS))
 
 MINUTES ?= 5
 SECONDS ?= $(shell expr $(MINUTES) \* 60)
@@ -68,7 +68,7 @@ LIGHT_FOLDERS = plan checking catalogue simulation trace draw challenges
 LIGHT_TESTS = $(LIGHT_FOLDERS:%=tests/%) $(LIGHT_FOLDERS:%=pipelab/%) pipelab/schedule.py tests/test_schedule.py \
 	tests/test_replication.py tests/test_layers.py tests/test_errors.py tests/cli $(patsubst %,--ignore=tests/%, \
 	cli/test_run.py cli/test_files.py plan/test_strangers.py)
-LIGHT_NEEDS = networkx graphviz matplotlib rich typer ortools hypothesis pytest pytest-timeout pytest-xdist
+LIGHT_NEEDS = networkx graphviz matplotlib rich typer ortools protobuf jsonschema hypothesis pytest pytest-timeout pytest-xdist
 
 PYTHON_VERSION = $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 

